@@ -19,6 +19,7 @@ from .events import (
     SelfComposed,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
+    UnitPoissonGaussian,
     event_from_dict,
     joint_noise_multiplier,
     truncation_probability,

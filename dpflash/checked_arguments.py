@@ -24,6 +24,7 @@ from .privacy.keys import RunKeys
 from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
 from .sampling.slots import check_slots
+from .sampling.unit_groups import UnitGroups
 from .verification.unchanged import check_allowed
 
 
@@ -73,6 +74,7 @@ def check_arguments(
     check_module(module, ranks)
     check_model(module)
     _check_joint(privacy.sampling, mode, ranks)
+    of_units = unit_groups(data_loader, privacy)
     loader = PrivateDataLoader(
         data_loader,
         sampling=privacy.sampling,
@@ -82,6 +84,7 @@ def check_arguments(
         rank_part=(ranks.data_rank, ranks.data_size),
         public_size=privacy.public_size,
         public_length=privacy.public_length,
+        groups=of_units,
     )
     check_slots(loader.expected_batch_size, privacy.bound)
     if isinstance(data_loader.collate_fn, PackTo):
@@ -106,6 +109,23 @@ def check_arguments(
     groups = make_groups(module, trained, privacy.clipping, privacy.bounds)
     check_allowed(module, trained, privacy.allow_buffers)
     return CheckedArguments(trained, loader, groups, entries, planned, optimization)
+
+
+def unit_groups(data_loader: DataLoader, privacy: PrivacyConfig) -> UnitGroups | None:
+    """The entries of each privacy unit; None where each entry is one.
+
+    Raises:
+        ValueError: unit_of does not fit the dataset.
+    """
+    if privacy.unit_of is None or not isinstance(data_loader, DataLoader):
+        return None
+    assert privacy.examples_per_unit is not None
+    return UnitGroups(
+        data_loader.dataset,
+        privacy.unit_of,
+        limit=privacy.examples_per_unit,
+        sampling=privacy.unit_sampling,
+    )
 
 
 def agree_on_arguments(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -92,6 +92,19 @@ class PrivacyConfig:
             as public, and the relation is "zero_out". Poisson sampling only.
         sample_rate: in place of dataset_size, the rate itself, with steps_per_epoch.
         steps_per_epoch: logical batches of an epoch, with sample_rate.
+        unit_of: where a privacy unit, such as a user, has several entries of the dataset: the unit
+            of each entry (a list or an array), or a function from an entry to its unit. With
+            unit_sampling "example" an entry may have several (a tuple, list or set of them). None
+            where each entry is a unit. With it dataset_size, batch_size of the loader,
+            max_batch_size and physical_batch_size count units.
+        examples_per_unit: k, the most entries of a unit that a draw uses, at random among its own;
+            with unit_sampling "example" the most that training uses at all.
+        unit_sampling: "unit" draws units, and clips the mean gradient of the entries of each as
+            one. "example" draws entries, which batch_size and the others count then, clips each,
+            and accounts for up to k entries of a unit in one draw (Charles et al.,
+            arXiv:2407.07737). Where entries have several units, two datasets are neighbors if the
+            entries of one unit are replaced by nothing, and who owns which entry is the same in
+            both and public (fixed-graph relation of Ganesh et al., arXiv:2503.03622).
         public_length: length of all samples, dimension 1 of the batch's tensors. A batch of
             another shape than the first one is then refused. `dpflash.sampling.PadTo` pads to
             this length and declares it.
@@ -127,6 +140,9 @@ class PrivacyConfig:
     dataset_size: int | None = None
     sample_rate: float | None = None
     steps_per_epoch: int | None = None
+    unit_of: Sequence[Any] | Callable[[Any], Any] | None = None
+    examples_per_unit: int | None = None
+    unit_sampling: str = "unit"
     public_length: int | None = None
     loss_reduction: str | None = None
     budget: PrivacyBudget | None = None
@@ -198,6 +214,40 @@ class PrivacyConfig:
                     "batches are never larger than batch_size; leave it out"
                 )
         self._check_public_size()
+        self._check_units()
+
+    def _check_units(self) -> None:
+        one_of(unit_sampling=(self.unit_sampling, ("unit", "example")))
+        if (self.unit_of is None) != (self.examples_per_unit is None):
+            missing = "unit_of" if self.unit_of is None else "examples_per_unit"
+            raise ValueError(
+                f"{missing}=None: unit_of and examples_per_unit come together; pass both"
+            )
+        if self.unit_of is None:
+            if self.unit_sampling != "unit":
+                raise ValueError(
+                    f"unit_sampling={self.unit_sampling!r} without unit_of: pass the unit of each "
+                    "entry, and examples_per_unit"
+                )
+            return
+        positive_int(examples_per_unit=self.examples_per_unit)
+        if self.sampling == "shuffled" or (
+            self.unit_sampling == "example" and self.sampling != "poisson"
+        ):
+            raise ValueError(
+                f"sampling={self.sampling!r} with unit_of and unit_sampling="
+                f"{self.unit_sampling!r}: no epsilon is known for it; use sampling='poisson'"
+            )
+        if self.unit_sampling == "example" and self.max_batch_size is not None:
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size} with unit_sampling='example': no epsilon "
+                "is known for draws that are cut; leave it out"
+            )
+        if self.unit_sampling == "unit" and self.loss_reduction is not None:
+            raise ValueError(
+                f"loss_reduction={self.loss_reduction!r} with unit_of: a scalar is no loss of "
+                "units; pass engine.backward the losses of the rows"
+            )
 
     def _check_target(self) -> None:
         if self.target_delta is not None:

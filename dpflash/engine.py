@@ -23,7 +23,12 @@ from dpflash.accounting import Accountant, Interval
 from ._validate import positive_int, probability
 from .check import CheckReport, run_check
 from .check.compatible import get_compatible_module, is_compatible, validate
-from .checked_arguments import CheckedArguments, agree_on_arguments, check_arguments
+from .checked_arguments import (
+    CheckedArguments,
+    agree_on_arguments,
+    check_arguments,
+    unit_groups,
+)
 from .checkpoint import sharded as sharded_checkpoint
 from .checkpoint import state as checkpoint
 from .clipping.backward import PrivateBackward
@@ -226,6 +231,9 @@ class PrivacyEngine(OnlySettable):
         dataset_size: int | None = UNSET,
         sample_rate: float | None = UNSET,
         steps_per_epoch: int | None = UNSET,
+        unit_of: Sequence[Any] | Callable[[Any], Any] | None = UNSET,
+        examples_per_unit: int | None = UNSET,
+        unit_sampling: str = UNSET,
         public_length: int | None = UNSET,
         loss_reduction: str | None = UNSET,
         budget: PrivacyBudget | None = UNSET,
@@ -427,6 +435,9 @@ class PrivacyEngine(OnlySettable):
         dataset_size: int | None = UNSET,
         sample_rate: float | None = UNSET,
         steps_per_epoch: int | None = UNSET,
+        unit_of: Sequence[Any] | Callable[[Any], Any] | None = UNSET,
+        examples_per_unit: int | None = UNSET,
+        unit_sampling: str = UNSET,
         public_length: int | None = UNSET,
         loss_reduction: str | None = UNSET,
         budget: PrivacyBudget | None = UNSET,
@@ -467,12 +478,16 @@ class PrivacyEngine(OnlySettable):
         asked, target_epsilon, target_delta = take_targets(asked, target_epsilon, target_delta)
         if (epochs is None) == (steps is None):
             raise TypeError("make_private_with_epsilon needs epochs= or steps=, one of the two")
+        groups = unit_groups(data_loader, asked)
+        if groups is not None:
+            asked = replace(asked, unit_of=groups.names)  # The dataset is read once.
         drawn = PrivateDataLoader(
             data_loader,
             sampling=asked.sampling,
             key=bytes(32),
             max_batch_size=asked.max_batch_size,
             public_size=asked.public_size,
+            groups=groups,
         )
         if steps is None:
             assert epochs is not None
@@ -514,8 +529,10 @@ class PrivacyEngine(OnlySettable):
 
         Args:
             losses: [B], one number for each row of the batch in the loader's order, computed from
-                that row alone; those of padding rows count for nothing. A scalar only where
-                make_private got loss_reduction.
+                that row alone; those of padding rows count for nothing. Where units have several
+                rows (unit_of), the loss of a unit is the mean of its rows'. Of packed documents
+                one number for each, [max_documents]. A scalar only where make_private got
+                loss_reduction.
 
         Raises:
             ValueError: for another shape, or a number of losses that is not the batch's.
@@ -540,6 +557,14 @@ class PrivacyEngine(OnlySettable):
                 "dpflash.losses, or reduction='none' and a mean over each sample's own elements"
                 + ("" if losses.ndim else scalar)
             )
+        units = backward.forward.units
+        if units is not None and units.are_rows and losses.ndim == 1:
+            if losses.shape[0] != units.positions:
+                raise ValueError(
+                    f"losses has {losses.shape[0]} entries in a batch of {units.positions} rows: "
+                    "give one loss for each row, padding rows included, in the loader's order"
+                )
+            losses = units.mean(losses)
         if losses.ndim == 1 and losses.shape[0] == 0 and self._ranks.everyone is None:
             # With other ranks an empty batch takes part in the exchanges.
             backward.step.tracker.before_backward(0)

@@ -270,6 +270,9 @@ class PrivateForward:
     def gate(self, group: int, batch_size: int, name: str) -> Gate:
         """The group's gate for a use in module `name`; begins another forward where it is due."""
         recomputing = is_recomputing()
+        samples = batch_size
+        if self.units is not None:
+            batch_size, samples = self.units.shape[0], self.units.size
         if recomputing:
             if name not in self._state.used:
                 raise RuntimeError(
@@ -286,7 +289,6 @@ class PrivateForward:
             state.used[name] = state.used.get(name, 0) + 1
         gate = state.gates.get(group)
         if gate is None:
-            samples = batch_size if self.units is None else self.units.size
             gate = self._open_gate(self._groups[group], samples, self._number)
             state.gates[group] = gate
         return gate

@@ -133,6 +133,12 @@ class _OfRows(torch.autograd.Function):
         return ctx.units.summed(grad), None
 
 
+def of_rows(handle: Tensor, units: Units) -> Tensor:
+    """For each row the handle of its unit, `[R, ...]`."""
+    result: Tensor = _OfRows.apply(handle, units)
+    return result
+
+
 class Handles:
     """The handles of a module in one forward."""
 
@@ -168,7 +174,7 @@ class Handles:
         if self.compiling:
             return self._context.backward.forward.prepared(group)[position]
         handle = self._gate(group).handles[position]
-        return handle if self._units is None else _OfRows.apply(handle, self._units)
+        return handle if self._units is None else of_rows(handle, self._units)
 
     def dense(self, name: str) -> Tensor | None:
         """The handle for a use that returns its gradient to it, see `Gate.register_dense`."""
@@ -231,14 +237,18 @@ class PrivateModule(nn.Module):
                     self.refuse_thawed(name)
         if not trainable or not torch.is_grad_enabled():
             return False
-        units = context.backward.forward.units
+        self.refuse_documents()
+        return True
+
+    def refuse_documents(self) -> None:
+        """Refuse a batch of packed documents, if the rule needs rows."""
+        units = self._dpflash.backward.forward.units
         if units is not None and not units.are_rows and not self.takes_units:
             raise ValueError(
-                f"module '{context.name}' ({plain_class(self).__name__}) in a batch of packed "
-                "documents, of which its rule gets no per-document gradients; freeze it with "
-                "requires_grad_(False), or train with one document a row"
+                f"module '{self._dpflash.name}' ({plain_class(self).__name__}) in a batch of "
+                "packed documents, of which its rule gets no per-document gradients; freeze it "
+                "with requires_grad_(False), or train with one document a row"
             )
-        return True
 
     def refuse_thawed(self, name: str) -> NoReturn:
         """Refuse a parameter that was frozen when the model was made private."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from dpflash.kernels import per_sample_bias_grad
+from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import LinearShape
 from ..clipping.precision import without_autocast
@@ -91,7 +91,9 @@ class _Recurrence(torch.autograd.Function):
         return (None, None, None, dx, found.h0.to(x.dtype), dc0, *(None,) * 5, *handles)
 
 
-def _taken(slot: Slot, x: Tensor, dy: Tensor) -> Tensor | None:
+def _taken(slot: Slot | None, x: Tensor, dy: Tensor) -> Tensor | None:
+    if slot is None:
+        return per_sample_grad(x, dy)
     return slot.gate.take_linear(slot.position, x, dy)
 
 

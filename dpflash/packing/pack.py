@@ -6,6 +6,7 @@ Letters: U documents, R rows, T tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ class PackTo:
             a document in the same tiles wherever it is packed; a divisor of tokens / rows.
 
     A document is a 1-D tensor or a list of token ids, or a mapping with these as ``input_ids`` and
-    optionally ``labels``, not shifted, of the same length.
+    optionally ``labels``, not shifted, of the same length. A list of documents is one sample too:
+    they stand one behind the other, and none sees another.
 
     Raises:
         ValueError: an argument is no positive integer, or does not divide as above.
@@ -154,7 +156,7 @@ class PackTo:
         Raises:
             ValueError: it is none, or longer than a microbatch.
         """
-        length = len(_tokens_of(document))
+        length = sum(len(tokens) for tokens, _ in _parts_of(document))
         if length > self.tokens:
             raise ValueError(
                 f"a document of {length} tokens in microbatches of tokens={self.tokens}: pass a "
@@ -164,11 +166,10 @@ class PackTo:
 
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
         """The batch of these documents, in this order."""
-        given = [(_tokens_of(document), _labels_of(document)) for document in documents]
+        given = [_parts_of(document) for document in documents]
         places = self.places()
-        for number, (tokens, _) in enumerate(given):
-            self.length_of(tokens)
-            if not places.add(len(tokens)):
+        for number, document in enumerate(documents):
+            if not places.add(self.length_of(document)):
                 raise ValueError(
                     f"document {number} of {len(given)} does not fit: {self.max_documents} "
                     f"documents of {self.tokens} tokens together, in {self.rows} rows, is the "
@@ -199,20 +200,29 @@ def pack(
     return PackTo(tokens=tokens, max_documents=max_documents, rows=rows, align=align)(documents)
 
 
-def _entries(units: Units, given: list[tuple[Tensor, Tensor | None]]) -> dict[str, Tensor]:
+_Parts = list[tuple[Tensor, Tensor | None]]
+
+
+def _entries(units: Units, given: list[_Parts]) -> dict[str, Tensor]:
     rows, width = units.shape
     input_ids = torch.zeros(units.positions, dtype=torch.int64)
     labels = torch.full_like(input_ids, _IGNORED)
-    for (start, end), (tokens, own) in zip(units.spans, given, strict=False):
-        input_ids[start:end] = tokens
-        labels[start:end] = tokens if own is None else own
-        labels[start : start + 1] = _IGNORED
+    borders = {0, units.positions, *(end for span in units.spans for end in span)}
+    borders |= set(range(0, units.positions, width))
+    for (start, _), parts in zip(units.spans, given, strict=False):
+        for tokens, own in parts:
+            end = start + len(tokens)
+            input_ids[start:end] = tokens
+            labels[start:end] = tokens if own is None else own
+            labels[start : start + 1] = _IGNORED
+            borders.add(end)
+            start = end
     labels.view(rows, width)[:, 0] = _IGNORED
     index = units.index.clone()
     index[index == units.size] = -1
-    borders = {0, units.positions, *(end for span in units.spans for end in span)}
-    borders |= set(range(0, units.positions, width))
-    cu_seqlens = torch.full((2 * (units.size + rows) + 1,), units.positions, dtype=torch.int32)
+    # As many entries for any documents, one each.
+    entries = max(2 * (units.size + rows) + 1, len(borders))
+    cu_seqlens = torch.full((entries,), units.positions, dtype=torch.int32)
     cu_seqlens[: len(borders)] = torch.tensor(sorted(borders), dtype=torch.int32)
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     positions = torch.arange(units.positions) - starts
@@ -223,6 +233,14 @@ def _entries(units: Units, given: list[tuple[Tensor, Tensor | None]]) -> dict[st
         "sample_index": index,
     }
     return {**{name: t.view(rows, width) for name, t in flat.items()}, "cu_seqlens": cu_seqlens}
+
+
+def _parts_of(sample: Any) -> _Parts:
+    """(tokens, labels) of each document of a sample."""
+    several = isinstance(sample, list | tuple) and sample and not isinstance(sample[0], Number)
+    if several and not (isinstance(sample[0], Tensor) and sample[0].ndim == 0):
+        return [(_tokens_of(document), _labels_of(document)) for document in sample]
+    return [(_tokens_of(sample), _labels_of(sample))]
 
 
 def _tokens_of(document: Any) -> Tensor:

@@ -48,6 +48,13 @@ class Units:
         """Whether units are of rows."""
         return len(self.shape) == 1
 
+    def mean(self, values: Tensor) -> Tensor:
+        """`[U]`: the mean of values `[N]` over the positions of each unit; 0 where it has none."""
+        index = self.index.to(values.device)
+        sums = values.new_zeros(self.size + 1).index_add(0, index, values)
+        counts = torch.bincount(index, minlength=self.size + 1).clamp(min=1)
+        return (sums / counts)[: self.size]
+
     @property
     def positions(self) -> int:
         """N; the number of rows where units are of rows."""

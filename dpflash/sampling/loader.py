@@ -20,6 +20,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 
 from dpflash.accounting import Event
@@ -30,7 +31,7 @@ from ..packing import PackedBatch, PackTo
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .lengths import Lengths, PadTo
-from .packed import PackedSampler
+from .packed import DocumentsOf, PackedSampler
 from .prepared import Prepared, wrapper_of
 from .row_order import RowOrder
 from .samplers import (
@@ -42,6 +43,8 @@ from .samplers import (
 )
 from .slots import SlotSampler, slots_of_draws, slots_of_size
 from .tracker import BatchMark, BatchTracker
+from .unit_groups import UnitGroups
+from .unit_slots import UnitSlots
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
@@ -92,6 +95,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         rank_part: (number of this rank, number of ranks) that split each draw.
         public_size: determines rate, steps and divisor; None for the size of the dataset.
         public_length: public length of dimension 1; None if none is declared.
+        groups: the entries of each privacy unit; None where each entry is one.
 
     Attributes:
         sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for epochs
@@ -119,8 +123,16 @@ class PrivateDataLoader(Prepared, DataLoader):
         rank_part: tuple[int, int] = (0, 1),
         public_size: PublicSize | None = None,
         public_length: int | None = None,
+        groups: UnitGroups | None = None,
     ):
         num_samples, batch_size = check_loader(loader, sampling=sampling)
+        dataset = loader.dataset
+        per_unit: int | None = None
+        if groups is not None and groups.are_drawn:
+            num_samples = len(groups)
+        elif groups is not None:
+            kept = groups.kept().tolist()
+            dataset, num_samples, per_unit = Subset(dataset, kept), len(kept), groups.limit
         self.dataset_size, rate = num_samples, 1.0
         if public_size is None:
             batch_size = min(batch_size, num_samples)
@@ -167,7 +179,11 @@ class PrivateDataLoader(Prepared, DataLoader):
                     rate,
                     max_batch_size=max_batch_size,
                     accounted_size=self.dataset_size,
-                    relation=ZERO_OUT if public_size is None else ADD_REMOVE,
+                    # Who owns which entry is public where entries are of several units.
+                    relation=ADD_REMOVE
+                    if public_size is not None and not (groups and groups.has_shared)
+                    else ZERO_OUT,
+                    examples_per_unit=per_unit,
                     **drawn,
                 )
             self._draws.follow(tracker, rank_part)
@@ -188,25 +204,30 @@ class PrivateDataLoader(Prepared, DataLoader):
         if loader.num_workers and not isinstance(collate, PackTo):
             collate = TriedCollate(collate, may_sort=self.slots is None)
         super().__init__(
-            loader.dataset,
+            dataset,
             batch_sampler=self._source,
             # Loaders that copy it get empty draws as empty lists.
             collate_fn=collate
             if self.slots is None
-            else _CollateWithEmpty(collate, loader.dataset, blank=loader.num_workers > 0),
+            else _CollateWithEmpty(collate, dataset, blank=loader.num_workers > 0),
             **options,
         )
         if self.slots is not None:
             assert self._draws is not None
-            self._rows: SlotSampler | PackedSampler
+            units = groups if groups is not None and groups.are_drawn else None
+            self._rows: SlotSampler | UnitSlots | PackedSampler
             if isinstance(collate, PackTo):
                 self.slots = collate.max_documents
-                self._rows = PackedSampler(self._draws, loader.dataset, collate)
+                self._rows = PackedSampler(self._draws, dataset, collate, units, key)
+                if units is not None:
+                    dataset = DocumentsOf(dataset)
+            elif units is not None:
+                self._rows = UnitSlots(self._draws, self.slots, units, key)
             else:
                 self._rows = SlotSampler(self._draws, self.slots, key)
             # Loaders that iterate batch_sampler would train on padding rows; this one has them.
             self._padded: DataLoader[Any] = DataLoader(
-                loader.dataset, batch_sampler=self._rows, collate_fn=collate, **options
+                dataset, batch_sampler=self._rows, collate_fn=collate, **options
             )
 
     def event(self, noise_multiplier: float) -> Event:
@@ -230,9 +251,13 @@ class PrivateDataLoader(Prepared, DataLoader):
     def is_real(self) -> Tensor:
         """`[B]`, bool: which rows of the current microbatch are samples. PRIVATE: keep it secret.
 
+        Of packed documents it is which documents there are.
+
         The losses of padding rows mean nothing: `losses[loader.is_real].mean()`.
         """
         mark = self._current_mark()
+        if mark.units is not None and mark.units.are_rows:
+            return mark.units.index < mark.units.size
         # The clipping gates read the original.
         return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
 
@@ -253,7 +278,8 @@ class PrivateDataLoader(Prepared, DataLoader):
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
         for batch, mark in marked:
             self._mark = mark
-            self.lengths.observe(batch, mark.size)
+            rows = mark.units.shape[0] if mark.units is not None else mark.size
+            self.lengths.observe(batch, rows)
             if mark.units is None:
                 self.order.observe(batch, mark)
             yield batch
@@ -289,8 +315,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         """Draw under another key, for example that of a checkpoint."""
         if self._draws is not None:
             self._draws.set_key(key)
-            if isinstance(self._rows, SlotSampler):
-                self._rows.set_key(key)
+            self._rows.set_key(key)
 
     def state_dict(self) -> dict[str, int]:
         """The position; a draw that was not released is drawn again."""

@@ -7,63 +7,105 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from ..packing import PackTo
 from ..packing.pack import Places
 from .slots import Draws
 from .tracker import BatchMark
+from .unit_groups import UnitGroups
+
+
+class DocumentsOf(Dataset[list[Any]]):
+    """The documents of samples that have several.
+
+    Args:
+        dataset: of single documents.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, indices: tuple[int, ...]) -> list[Any]:
+        return [self._dataset[index] for index in indices]
 
 
 class PackedSampler:
-    """Yields the documents of each microbatch as indices of the dataset, and stores their marks.
+    """Yields the samples of each microbatch as indices of the dataset, and stores their marks.
 
-    The longest documents of a draw are placed first, each in the first microbatch that has room
-    for it; all ranks get the same number of microbatches.
+    The longest samples of a draw are placed first, each in the first microbatch that has room for
+    it; all ranks get the same number of microbatches.
 
     Args:
         draws: the sampler.
         dataset: of the documents, whose lengths are looked up when they are drawn first.
-        collate: packs the documents of a microbatch.
+        collate: packs the samples of a microbatch.
+        groups: the documents of each unit, where units are drawn. The sampler then yields tuples
+            of indices; documents for which a microbatch has no room are left out of a unit.
+        key: 32 bytes, of the draws.
 
     Attributes:
         marks: of the microbatches that were yielded and not taken yet, in order.
     """
 
-    def __init__(self, draws: Draws, dataset: Any, collate: PackTo) -> None:
+    def __init__(
+        self, draws: Draws, dataset: Any, collate: PackTo, groups: UnitGroups | None, key: bytes
+    ) -> None:
         self.marks: deque[BatchMark] = deque()
         self._draws = draws
         self._dataset = dataset
         self._collate = collate
+        self._groups = groups
+        self._key = key
         self._lengths: dict[int, int] = {}
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def set_key(self, key: bytes) -> None:
+        self._key = key
+
+    def __iter__(self) -> Iterator[list[Any]]:
         # One queue for each epoch: an older epoch that is still open keeps its own marks.
         marks = None
         for draw, drawn in self._draws.logical_batches():
             if marks is None:
                 marks = self.marks = deque()
-            microbatches = self._placed(drawn)
-            for part, documents in enumerate(microbatches):
+            microbatches = self._placed(self._samples(draw, drawn))
+            for part, samples in enumerate(microbatches):
                 size = self._collate.max_documents
-                real = torch.arange(size) < len(documents)
+                real = torch.arange(size) < len(samples)
                 last = part + 1 == len(microbatches)
                 marks.append(BatchMark(draw, size, last, part, real))
-                yield documents
+                yield samples if self._groups is not None else [index for (index,) in samples]
 
-    def _placed(self, drawn: list[int]) -> list[list[int]]:
-        """The documents of each microbatch of this rank."""
+    def _samples(self, draw: int, drawn: list[int]) -> list[tuple[int, ...]]:
+        """The documents of each drawn sample."""
+        if self._groups is None:
+            return [(index,) for index in drawn]
+        samples = []
+        for documents in self._groups.selected(drawn, key=self._key, draw=draw):
+            fitting: list[int] = []
+            left = self._collate.tokens
+            for index in documents.tolist():
+                if self._length(index) <= left:
+                    fitting.append(index)
+                    left -= self._length(index)
+            samples.append(tuple(fitting))
+        return samples
+
+    def _placed(self, samples: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+        """The samples of each microbatch of this rank."""
         rank, ranks = self._draws.rank_part
-        filled: list[list[int]] = []
+        filled: list[list[tuple[int, ...]]] = []
         places: list[Places] = []
-        for index in sorted(drawn, key=lambda i: -self._length(i)):
-            for documents, own in zip(filled, places, strict=True):
-                if own.add(self._length(index)):
-                    documents.append(index)
+        lengths = {sample: sum(map(self._length, sample)) for sample in samples}
+        for sample in sorted(samples, key=lambda sample: -lengths[sample]):
+            for held, own in zip(filled, places, strict=True):
+                if own.add(lengths[sample]):
+                    held.append(sample)
                     break
             else:
                 places.append(self._collate.places())
-                places[-1].add(self._length(index))
-                filled.append([index])
+                places[-1].add(lengths[sample])
+                filled.append([sample])
         rounds = max(1, -(-len(filled) // ranks))
         filled += [[] for _ in range(rounds * ranks - len(filled))]
         return filled[rank::ranks]

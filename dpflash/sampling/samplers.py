@@ -17,6 +17,7 @@ from dpflash.accounting import (
     PoissonGaussian,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
+    UnitPoissonGaussian,
 )
 from dpflash.accounting.events import ADD_REMOVE
 
@@ -165,6 +166,7 @@ class PoissonBatchSampler(DrawSampler):
         accounted_size: public size for which the probability of a truncation is accounted; at
             least num_samples where that is private; None for num_samples.
         relation: neighboring relation of its event.
+        examples_per_unit: most samples of one privacy unit; None where each sample is one.
 
     Guarantees:
         Inclusions are independent over samples and draws (64-bit thresholds, so that the
@@ -182,6 +184,7 @@ class PoissonBatchSampler(DrawSampler):
         max_batch_size: int | None = None,
         accounted_size: int | None = None,
         relation: str = ADD_REMOVE,
+        examples_per_unit: int | None = None,
     ):
         super().__init__(
             num_samples,
@@ -197,6 +200,7 @@ class PoissonBatchSampler(DrawSampler):
         self.max_batch_size = max_batch_size
         self.accounted_size = accounted_size or num_samples
         self.relation = relation
+        self.examples_per_unit = examples_per_unit
 
     def draw(self, index: int) -> list[int]:
         """The samples of draw `index`, ascending; the same for the same key and index."""
@@ -215,6 +219,13 @@ class PoissonBatchSampler(DrawSampler):
 
     def event(self, noise_multiplier: float) -> Event:
         """Cost of releasing one logical batch with this noise."""
+        if self.examples_per_unit is not None:
+            return UnitPoissonGaussian(
+                relation=self.relation,
+                noise_multiplier=noise_multiplier,
+                sample_rate=self.sample_rate,
+                examples_per_unit=self.examples_per_unit,
+            )
         if self.max_batch_size is None:
             return PoissonGaussian(
                 relation=self.relation,

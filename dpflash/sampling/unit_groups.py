@@ -1,0 +1,130 @@
+"""UnitGroups: which entries of a dataset are of which privacy unit, such as a user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..privacy.keys import derive_key, uniform_words
+
+Indices = NDArray[np.int64]
+
+
+class UnitGroups:
+    """The entries of each unit.
+
+    Args:
+        dataset: map-style.
+        unit_of: the unit of each entry, in their order; or a function from an entry to its unit,
+            which reads the whole dataset once. A unit is anything hashable; an entry of several
+            units has a tuple, list or set of them.
+        limit: k, the most entries of a unit in one draw, or in all of training.
+        sampling: "unit" if units are drawn, "example" if entries are.
+
+    Attributes:
+        names: the unit of each entry.
+        members: for each unit the indices of its entries, in the order of the units' first ones.
+        has_shared: whether some entry is of several units.
+
+    Raises:
+        ValueError: another number of units than entries, an entry of no unit, or one of several
+            where units are drawn.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        unit_of: Sequence[Any] | Callable[[Any], Any],
+        *,
+        limit: int,
+        sampling: str,
+    ) -> None:
+        size = len(dataset)
+        if callable(unit_of):
+            named = [unit_of(dataset[index]) for index in range(size)]
+        else:
+            named = _as_list(unit_of)
+        if len(named) != size:
+            raise ValueError(
+                f"unit_of has {len(named)} units for a dataset of {size} entries: pass one for "
+                "each entry, in the dataset's order"
+            )
+        self.names = named
+        self.limit = limit
+        self.are_drawn = sampling == "unit"
+        self.has_shared = False
+        found: dict[Hashable, list[int]] = {}
+        for index, name in enumerate(named):
+            owners = dict.fromkeys(name) if isinstance(name, tuple | list | set) else {name: None}
+            if not owners or None in owners:
+                raise ValueError(
+                    f"unit_of gives {name!r} for entry {index}: each entry needs a unit, since "
+                    "nothing would protect it otherwise; give entries of nobody one each"
+                )
+            self.has_shared |= len(owners) > 1
+            if self.has_shared and self.are_drawn:
+                raise ValueError(
+                    f"unit_of gives {name!r} for entry {index}, several units, which cannot be "
+                    "clipped as one each: pass unit_sampling='example', or one unit for each entry"
+                )
+            for owner in owners:
+                found.setdefault(owner, []).append(index)
+        self.members: list[Indices] = [np.array(own) for own in found.values()]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def selected(self, units: Sequence[int], *, key: bytes, draw: int) -> list[Indices]:
+        """Entries of each of these units for one draw: all of them, or `limit` at random."""
+        words: NDArray[np.uint64] | None = None
+        chosen = []
+        for unit in units:
+            own = self.members[unit]
+            if len(own) > self.limit:
+                if words is None:
+                    last = max(int(members[-1]) for members in self.members)
+                    examples = derive_key(key, "examples of units")
+                    words = uniform_words(examples, index=draw, count=last + 1)
+                own = np.sort(own[words[own].argsort(kind="stable")[: self.limit]])
+            chosen.append(own)
+        return chosen
+
+    def kept(self) -> Indices:
+        """Entries such that no unit has more than `limit`, ascending.
+
+        Entries are taken in the dataset's order if all of their units have room. What is kept
+        depends on who owns which entry alone, not on what the entries hold.
+
+        Source: greedy contribution bounding of Ganesh et al. (arXiv:2503.03622).
+        """
+        size = 1 + max(int(own[-1]) for own in self.members)
+        owners: list[list[int]] = [[] for _ in range(size)]
+        for unit, own in enumerate(self.members):
+            for index in own:
+                owners[index].append(unit)
+        count = np.zeros(len(self.members), dtype=np.int64)
+        kept = []
+        for index, units in enumerate(owners):
+            if units and (count[units] < self.limit).all():
+                count[units] += 1
+                kept.append(index)
+        return np.array(kept, dtype=np.int64)
+
+
+def _as_list(values: Any) -> list[Any]:
+    if isinstance(values, Tensor | np.ndarray):
+        if values.ndim != 1:
+            raise ValueError(
+                f"unit_of has shape {tuple(values.shape)}: pass one unit for each entry, [N]"
+            )
+        return list(values.tolist())
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ValueError(
+            f"unit_of is a {type(values).__name__}: pass one unit for each entry of the dataset "
+            "(a list or an array), or a function from an entry to its unit"
+        )
+    return list(values)
