@@ -324,7 +324,8 @@ class PrivacyEngine(OnlySettable):
         names = {p: n for n, p in module.named_parameters()}
         agree_on_arguments(checked, names, privacy, performance, ranks)
         require_same_data(checked.entries, ranks)
-        self._spending.begin(loader.event(privacy.noise_multiplier), privacy.budget)
+        event = loader.event(privacy.noise_multiplier)
+        self._spending.begin(event, privacy.budget, unit=loader.unit)
         synchronize_ranks(module, ranks)
         step = PrivateStep(
             optimizer,
@@ -638,6 +639,15 @@ class PrivacyEngine(OnlySettable):
         """Neighboring relation of epsilon: "add_remove", "zero_out" or "replace_one"."""
         return self._spending.relation
 
+    @property
+    def privacy_unit(self) -> str:
+        """The privacy unit, of which neighbors differ in one: "sample", "document" or "user".
+
+        "user, fixed graph" where an entry may be of several users, see
+        `dpflash.PrivacyConfig.unit_sampling`.
+        """
+        return self._spending.unit or "sample"
+
     def check(
         self,
         model: nn.Module,
@@ -745,6 +755,7 @@ class PrivacyEngine(OnlySettable):
             lengths=str(self._loader.lengths),
             dataset_size=self._loader.dataset_size,
             is_declared=self._loader.has_public_size,
+            unit=self._loader.unit_in_words,
         )
 
     @property

@@ -627,6 +627,14 @@ class PrivateStep(ClippedSums):
         noise_multiplier = self.noise_multiplier
         drawn = self.tracker.came_from_loader(signalled)
         self._require_same_release(noise_multiplier, bound, drawn)
+        if not drawn and (self._spending.unit or "").startswith("user"):
+            self.discard()
+            self.tracker.refused()
+            raise RuntimeError(
+                "a step on a batch that is not of the private loader, with unit_of: a user "
+                "may be in several of its rows, each clipped by itself, and nothing bounds that. "
+                "Iterate over the loader that make_private returned"
+            )
         # Models that are not private need no accounting, which is slow to import.
         from dpflash.accounting import Gaussian
 

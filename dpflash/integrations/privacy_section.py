@@ -53,7 +53,7 @@ def _lines(
     size = "declared" if loader.has_public_size else "treated as public"
     yield f"- epsilon {rounded_up(epsilon)} at delta {privacy.target_delta:g}"
     yield f"- neighboring relation: {engine.neighboring_relation}"
-    yield "- privacy unit: one entry of the training dataset"
+    yield f"- privacy unit: {loader.unit_in_words}"
     yield f"- dataset size: {loader.dataset_size}, {size}"
     yield f"- sampling: {loader.sampler_name}"
     yield f"- accountant: {engine.accountant.mechanism()}"

@@ -17,8 +17,11 @@ from .ledger_file import LedgerFile, Tail
 
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
-# Keys of a line of version 2. Version 3 adds a digest.
+# Keys of a line of version 2. Version 3 adds a digest, version 4 the privacy unit.
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant")
+_LATER_KEYS = {"digest", "unit"}
+# Of lines that do not name one: one entry of the dataset.
+SAMPLE = "sample"
 _DIGEST = b', "digest": "%s"}\n'
 _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 
@@ -35,6 +38,7 @@ class LedgerLine:
         delta: of that epsilon.
         accountant: name of the accountant that computed epsilon.
         digest: of all lines before it and of its other values; None in a line of version 2.
+        unit: the privacy unit, of which neighbors differ in one.
     """
 
     first: int
@@ -45,6 +49,7 @@ class LedgerLine:
     delta: float | None
     accountant: str
     digest: str | None = None
+    unit: str = SAMPLE
 
     @property
     def steps(self) -> int:
@@ -102,6 +107,7 @@ class Ledger:
         delta: float | None = None,
         accountant: str,
         count: int = 1,
+        unit: str = SAMPLE,
     ) -> None:
         """Write the next `count` steps, and return when they are on the disk.
 
@@ -117,6 +123,7 @@ class Ledger:
             "epsilon": epsilon,
             "delta": delta,
             "accountant": accountant,
+            "unit": unit,
         }
         line = _with_digest(json.dumps(record, allow_nan=False).encode(), self._running)
         # Refuses a line that the next reader would refuse.
@@ -256,16 +263,17 @@ def _parse(raw: bytes) -> LedgerLine:
             "it has the format of an older version, which did not record the sampler; start a "
             "new ledger and add the old epsilon to that of the new one"
         )
-    if sorted(record.keys() - {"digest"}) != sorted(_KEYS):
+    if sorted(record.keys() - _LATER_KEYS) != sorted(_KEYS):
         raise ValueError(f"it has the keys {sorted(record)}, not {sorted(_KEYS)}")
     steps = record["steps"]
     if not isinstance(steps, list) or len(steps) != 2 or any(type(s) is not int for s in steps):
         raise ValueError(f"steps={steps!r}: expected two whole numbers")
     if steps[1] < steps[0]:
         raise ValueError(f"steps={steps!r}: the last is before the first")
-    for name in ("run", "accountant"):
-        if not isinstance(record[name], str) or not record[name]:
-            raise ValueError(f"{name}={record[name]!r}: expected a name")
+    for name in ("run", "accountant", "unit"):
+        value = record.get(name, SAMPLE) if name == "unit" else record[name]
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name}={value!r}: expected a name")
     epsilon, delta = record["epsilon"], record["delta"]
     if epsilon is not None and not (_is_number(epsilon) and epsilon >= 0):
         raise ValueError(f"epsilon={epsilon!r}: expected null or a number >= 0")
@@ -290,6 +298,7 @@ def _parse(raw: bytes) -> LedgerLine:
         delta=delta,
         accountant=record["accountant"],
         digest=record.get("digest"),
+        unit=record.get("unit", SAMPLE),
     )
 
 

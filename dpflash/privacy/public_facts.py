@@ -18,6 +18,7 @@ class PublicFacts:
         lengths: of the samples, in words.
         dataset_size: determines sample rate, steps and divisor.
         is_declared: whether the user declared it; else the number of entries counts as public.
+        unit: the privacy unit, in words.
     """
 
     slots: int | None
@@ -25,6 +26,7 @@ class PublicFacts:
     lengths: str
     dataset_size: int
     is_declared: bool
+    unit: str = "one entry of the dataset"
 
     def __str__(self) -> str:
         if self.slots is None:
@@ -43,6 +45,7 @@ class PublicFacts:
             else "taken as public; pass make_private(dataset_size=...) to declare one"
         )
         return (
+            f"privacy unit: {self.unit}\n"
             f"public slots: {slots}\n"
             f"lengths: {self.lengths}\n"
             f"dataset size: {self.dataset_size}, {size}"
@@ -56,4 +59,5 @@ class PublicFacts:
             "lengths": self.lengths,
             "dataset_size": self.dataset_size,
             "dataset_size_declared": self.is_declared,
+            "unit": self.unit,
         }

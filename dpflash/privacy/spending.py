@@ -27,7 +27,7 @@ from dpflash.accounting.registry import as_accountant, as_phase
 
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
-from .ledger import Ledger
+from .ledger import SAMPLE, Ledger
 
 DEFAULT_ACCOUNTANT = "contour"
 # Accountants whose epsilon is an upper bound and is computed quickly.
@@ -56,6 +56,7 @@ class Spending:
         delta: the delta of epsilon in ledger lines; None for lines without epsilon.
         noiseless: whether there was a release without noise.
         has_foreign_batches: whether some releases were of batches that no private loader drew.
+        unit: the privacy unit of all releases; None before the first one.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Spending:
         self.delta: float | None = None
         self.noiseless = False
         self.has_foreign_batches = False
+        self.unit: str | None = None
         self._relation = ADD_REMOVE if relation is None else relation
         self._remaining: _Remaining | None = None
         self._last: Event | None = None
@@ -90,6 +92,7 @@ class Spending:
         if self.ledger is not None:
             self._check_epsilon(self.ledger)
             for line in self.ledger.lines:
+                self._adopt_unit(line.unit)
                 if line.event is not None:
                     self.add(line.event, line.steps)
 
@@ -171,6 +174,7 @@ class Spending:
                 epsilon=self._epsilon_with(event),
                 delta=self.delta,
                 accountant=self._mechanism(),
+                unit=self.unit or SAMPLE,
             )
         if event is None:
             return
@@ -229,14 +233,37 @@ class Spending:
             self._remaining = _Remaining(event, count, self._state())
         return self._remaining.count
 
-    def begin(self, event: Event, budget: PrivacyBudget | None) -> None:
+    def _adopt_unit(self, unit: str) -> None:
+        """Record the privacy unit of the next releases.
+
+        Raises:
+            ValueError: those so far have another one, so no epsilon covers both.
+        """
+        if self.unit not in (None, unit):
+            raise ValueError(
+                f"the privacy unit is a {unit!r} here, and a {self.unit!r} in the releases so far "
+                "(of the ledger, or of this engine): one epsilon cannot be for both. Use another "
+                "ledger and engine, and report both epsilons"
+            )
+        self.unit = unit
+
+    def begin(self, event: Event, budget: PrivacyBudget | None, *, unit: str = SAMPLE) -> None:
         """Prepare for a run of such events.
+
+        Args:
+            event: of each step.
+            budget: the limit; None for none.
+            unit: the privacy unit.
 
         Raises:
             ValueError: they cannot be accounted for, or the budget does not allow even one.
                 Nothing is changed then.
         """
         self.check(event)
+        if not self.is_empty:
+            held = self.unit
+            self._adopt_unit(unit)
+            self.unit = held
         before, self.budget = self.budget, budget
         try:
             if budget is not None and _is_noiseless(event):
@@ -255,6 +282,7 @@ class Spending:
             self.budget = before
             raise
         self.delta = None if budget is None else budget.delta
+        self.unit = unit
         self.adopt(event)
 
     def noise_for(

@@ -139,6 +139,8 @@ class PrivateDataLoader(Prepared, DataLoader):
             rate, self.steps_per_epoch = batch_size / num_samples, -(-num_samples // batch_size)
         else:
             self.dataset_size, rate, self.steps_per_epoch = public_size.of(batch_size)
+        self._groups = groups
+        self._is_packed = isinstance(loader.collate_fn, PackTo)
         self.tracker = tracker = BatchTracker(
             fetched_ahead=loader.num_workers > 0, equal_sizes=sampling != "poisson"
         )
@@ -187,6 +189,12 @@ class PrivateDataLoader(Prepared, DataLoader):
                     **drawn,
                 )
             self._draws.follow(tracker, rank_part)
+            if groups is not None and groups.are_drawn:
+                self._draws.refuse_other_loaders(
+                    "batches of this loader's batch_sampler are units, not entries of the dataset "
+                    "(unit_of): iterate over the loader that make_private returned, without "
+                    "BatchMemoryManager; physical_batch_size= bounds its microbatches"
+                )
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
         self.event_covers_epoch = sampling == "shuffled"
@@ -238,14 +246,38 @@ class PrivateDataLoader(Prepared, DataLoader):
         return self._source.event(noise_multiplier)
 
     @property
+    def unit(self) -> str:
+        """The privacy unit: "sample", "document" or "user"; see `PrivacyEngine.privacy_unit`."""
+        if self._groups is None:
+            return "document" if self._is_packed else "sample"
+        return "user, fixed graph" if self._groups.has_shared else "user"
+
+    @property
+    def unit_in_words(self) -> str:
+        """The privacy unit, for reports."""
+        if self._groups is None:
+            return f"one {'document' if self.unit == 'document' else 'entry'} of the dataset"
+        most = "one entry" if self._groups.limit == 1 else f"{self._groups.limit} entries"
+        if self._groups.are_drawn:
+            return f"one user (unit_of), of whom each draw uses at most {most}, clipped as one"
+        text = f"one user (unit_of), of whom training uses at most {most}, each clipped by itself"
+        if self._groups.has_shared:
+            text += (
+                "; an entry may be of several users, and who owns which entry is taken as public "
+                "(fixed-graph relation, arXiv:2503.03622)"
+            )
+        return text
+
+    @property
     def sampling_scheme(self) -> dict[str, Any]:
         """What a run that goes on must draw alike."""
-        return {
+        scheme = {
             "sampler": self.sampler_name,
             "num_samples": self.dataset_size,
             "expected_batch_size": self.expected_batch_size,
             "max_batch_size": self.max_batch_size,
         }
+        return scheme if self.unit == "sample" else {**scheme, "unit": self.unit_in_words}
 
     @property
     def is_real(self) -> Tensor:

@@ -95,6 +95,11 @@ class DrawSampler(ABC):
         self.pass_remainder: int | None = None
         self._tracker = BatchTracker()
         self._key = key
+        self._refusal: str | None = None
+
+    def refuse_other_loaders(self, reason: str) -> None:
+        """Refuse loaders that iterate this sampler."""
+        self._refusal = reason
 
     def follow(self, tracker: BatchTracker, rank_part: tuple[int, int]) -> None:
         """Report epochs and draws to a tracker, and yield one rank's part of each draw."""
@@ -126,6 +131,8 @@ class DrawSampler(ABC):
             yield draw, drawn
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._refusal is not None:
+            raise ValueError(self._refusal)
         for _, drawn in self.logical_batches():
             indices, most = self._own(drawn), max(1, -(-len(drawn) // self.rank_part[1]))
             size = self.physical_batch_size or most
