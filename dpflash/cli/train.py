@@ -33,7 +33,7 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
         int,
         "maximum number of tokens per window; a sampled document trains on one window",
     ),
-    "batch_size": ("N", int, "expected number of documents per step, over all ranks"),
+    "batch_size": ("N", int, "expected number of units per step, over all ranks"),
     "physical_batch_size": ("N", int, "maximum number of documents in memory at once, per rank"),
     "steps": ("N", int, "number of noisy steps"),
     "epochs": ("X", float, "expected number of times that each document is sampled"),
@@ -43,7 +43,7 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
         "public number from which the sample rate is computed; the actual number of documents is "
         "then private, and never compared with it",
     ),
-    "delta": ("D", float, "delta of the guarantee, below 1 / number of documents"),
+    "delta": ("D", float, "delta of the guarantee, below 1 / number of units"),
     "accountant": ("A", str, "name of the accountant"),
     "clipping": ("NAME", str, "flat (one norm over all parameters), per_layer or per_block"),
     "grad_sample_mode": (
@@ -108,8 +108,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash train`."""
     parser.description = (
         "Train a byte-level language model, or fine-tune a causal language model of transformers "
-        "(--model), with differential privacy. The unit of privacy is one file, or with --unit "
-        "record one line of a JSONL file. Ctrl-C finishes the step and writes a checkpoint to "
+        "(--model), with differential privacy. The unit of privacy is one file, or what --unit "
+        "says. Ctrl-C finishes the step and writes a checkpoint to "
         "resume from. Several ranks train one model together: torchrun --nproc-per-node N -m "
         "dpflash train ..."
     )
@@ -123,9 +123,16 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--unit",
-        choices=("file", "record"),
-        help="what epsilon protects: each file, or each line of JSONL files. If several files or "
-        "records are of one person, put them into one file (default: file)",
+        metavar="UNIT",
+        help="what epsilon protects: file; record, a line of a JSONL file; folder, all files in "
+        "each folder of --data together, such as a patient's notes; field:NAME, all records with "
+        "the same value of that field, such as field:patient (default: file)",
+    )
+    parser.add_argument(
+        "--examples-per-unit",
+        type=int,
+        metavar="K",
+        help="most documents of a folder or field that a step uses, at random (default: 4)",
     )
     parser.add_argument(
         "--field", metavar="NAME", help="key of the text in a JSONL record (default: text)"
@@ -200,7 +207,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-large-delta",
         action="store_true",
-        help="accept a delta that is not below 1 / number of documents",
+        help="accept a delta that is not below 1 / number of units",
     )
     parser.add_argument(
         "--seed",
@@ -354,7 +361,7 @@ def _announcement(job: Any) -> list[str]:
     config, state, ranks = job.config, job.state, job.ranks
     lines = [
         f"data      {config.data}: {_documents(job)}",
-        f"privacy   one {config.unit} is one unit; {_target(job)}noise multiplier "
+        f"privacy   {_unit(config)} is one unit; {_target(job)}noise multiplier "
         f"{state.noise_multiplier:.4g}, {config.clipping} clipping at {config.max_grad_norm:g}, "
         f"delta {config.delta:g}",
     ]
@@ -378,7 +385,10 @@ def _documents(job: Any) -> str:
     config = job.config
     if config.dataset_size is not None:
         return f"a declared size of {counted(config.dataset_size, _noun(config))}"
-    text = f"{counted(job.num_documents, _noun(config))} to train on, "
+    text = counted(job.num_units, _noun(config))
+    if config.examples_per_unit is not None:
+        text += f" with {counted(job.num_documents, config.document)}"
+    text += " to train on, "
     if config.eval_data is not None:
         text += f"{job.num_held_out} of {config.eval_data} to evaluate on"
     elif not config.holds_out:
@@ -389,7 +399,19 @@ def _documents(job: Any) -> str:
 
 
 def _noun(config: TrainingConfig) -> str:
-    return "document" if config.unit == "file" else config.unit
+    from dpflash.train.data import noun_of
+
+    return "document" if config.unit == "file" else noun_of(config.unit)
+
+
+def _unit(config: TrainingConfig) -> str:
+    """The privacy unit, such as "one file"."""
+    from dpflash.train.data import noun_of
+
+    text = f"one {noun_of(config.unit)}"
+    if config.examples_per_unit is not None:
+        text += f" (at most {counted(config.examples_per_unit, config.document)} of it in a step)"
+    return text
 
 
 def _schedule(job: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..privacy.spending import rounded_up
+from ..train.data import noun_of
 
 _RELATIONS = {
     "zero_out": "of which one has nothing in place of a {unit} of the other (the number of "
@@ -19,8 +20,8 @@ _NOT_COVERED = (
     "above, and other models from the same data add to it.",
     "Documents that the model was evaluated on; they did not train it.",
     "Whatever a pretrained base model was trained on before.",
-    "Units that belong together: if one person has several {unit}s, the guarantee for the person "
-    "is weaker than for one {unit}.",
+    "Units that belong together: if one person is in several {unit}s, the guarantee for the "
+    "person is weaker than for one {unit}.",
 )
 
 
@@ -34,7 +35,7 @@ def model_card(report: Mapping[str, Any], *, library: str, base: str | None, how
         base: name of the pretrained model; None for a new one.
         how: Python that loads the model.
     """
-    unit = report["config"]["unit"]
+    unit = noun_of(report["config"]["unit"])
     trained = "trained" if base is None else f"fine-tuned from {base}"
     lines = [
         "---",

@@ -15,11 +15,19 @@ from .. import _validate
 from ..clipping.planner import DEFAULT_LEVEL, LEVELS, clipping_for
 from ..patterns import from_text
 from ..privacy.spending import DEFAULT_ACCOUNTANT
-from .data import HELD_OUT, UNITS, ByteDocuments, default_data_dir
+from .data import (
+    HELD_OUT,
+    ByteDocuments,
+    check_unit,
+    default_data_dir,
+    has_several_documents,
+    noun_of,
+)
 
 # Sizes of a model that is built here; a pretrained one has its own.
 _SIZES = {"embed_dim": 64, "layers": 2, "heads": 1}
 _STEPS = 20
+_EXAMPLES_PER_UNIT = 4
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,10 @@ class TrainingConfig:
 
     Attributes:
         data: file or folder with documents; None for the sources of Python's standard library.
-        unit: privacy unit: "file", or "record" for each line of a JSONL file.
+        unit: privacy unit: "file"; "record" for each line of a JSONL file; "folder" for all files
+            of each folder in `data`; "field:NAME" for all records with one value of that field.
+        examples_per_unit: most documents of a folder or field that a step uses, at random among
+            its own, clipped as one; None for 4.
         field: key of a record's text.
         suffixes: file name suffixes to read; None for all (with data=None: ".py").
         max_total_bytes: maximum size of all documents, which are held in memory.
@@ -44,15 +55,15 @@ class TrainingConfig:
         pattern: attention pattern of a new model, see `patterns.from_text`; None for dense.
         seq_len: greatest number of tokens per window; each step trains on one window of a sampled
             document.
-        batch_size: expected documents per step, over all ranks.
+        batch_size: expected units per step, over all ranks.
         physical_batch_size: maximum number of documents in memory at once, per rank.
         steps: noisy steps; None for epochs, or 20.
         epochs: expected number of times that each document is sampled; None for steps.
         dataset_size: public number from which the sample rate is computed; None declares the
-            number of documents public.
+            number of units public.
         target_epsilon: epsilon after all steps; None if noise_multiplier is given.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no privacy.
-        delta: delta of the guarantee, below 1 / number of documents.
+        delta: delta of the guarantee, below 1 / number of units.
         allow_large_delta: accept a greater delta.
         max_epsilon: training ends before the step that would exceed this; steps lost when a
             process was killed count. None for no limit.
@@ -75,6 +86,7 @@ class TrainingConfig:
 
     data: str | None = None
     unit: str = "file"
+    examples_per_unit: int | None = None
     field: str = "text"
     suffixes: Collection[str] | None = None
     max_total_bytes: int = 512 * 2**20
@@ -177,7 +189,16 @@ class TrainingConfig:
 
     def _resolve_data(self) -> None:
         """Fill in the defaults of the data's fields, as absolute paths."""
-        _validate.one_of(unit=(self.unit, UNITS))
+        check_unit(self.unit)
+        if has_several_documents(self.unit):
+            if self.examples_per_unit is None:
+                self._set(examples_per_unit=_EXAMPLES_PER_UNIT)
+            _validate.positive_int(examples_per_unit=self.examples_per_unit)
+        elif self.examples_per_unit is not None:
+            raise ValueError(
+                f"examples_per_unit={self.examples_per_unit!r} with unit={self.unit!r}, of which "
+                "each document is a unit; pass unit='folder' or 'field:NAME', or drop it"
+            )
         data = default_data_dir() if self.data is None else Path(self.data)
         suffixes = (".py",) if self.data is None and self.suffixes is None else self.suffixes
         if suffixes is not None and not isinstance(suffixes, str):
@@ -238,19 +259,24 @@ class TrainingConfig:
         if self.baseline is None:
             self._set(baseline=self.model is None)
 
-    def sample_rate(self, num_documents: int) -> float:
-        """The probability that a step samples a document.
+    def sample_rate(self, num_units: int) -> float:
+        """The probability that a step samples a unit.
 
-        The number of documents is used only if dataset_size is None.
+        The number of units is used only if dataset_size is None.
         """
-        return self.batch_size / (self.dataset_size or num_documents)
+        return self.batch_size / (self.dataset_size or num_units)
 
-    def num_steps(self, num_documents: int) -> int:
-        """The number of noisy steps; of the number of documents see `sample_rate`."""
+    def num_steps(self, num_units: int) -> int:
+        """The number of noisy steps; of the number of units see `sample_rate`."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        return epochs_to_steps(epochs=self.epochs, sample_rate=self.sample_rate(num_documents))
+        return epochs_to_steps(epochs=self.epochs, sample_rate=self.sample_rate(num_units))
+
+    @property
+    def document(self) -> str:
+        """What a document is called: "file" or "record"."""
+        return "file" if self.unit in ("file", "folder") else "record"
 
     @property
     def holds_out(self) -> bool:
@@ -358,7 +384,7 @@ class Corpus:
     """The training documents and the held-out documents of a job.
 
     Attributes:
-        train: training documents; each is one privacy unit.
+        train: training documents.
         held_out: documents for evaluation, never trained on; epsilon does not cover them.
         left_out: `ByteDocuments.left_out` of the training data.
         digest: digest of all names and contents, compared when the job is resumed.
@@ -378,10 +404,11 @@ class Corpus:
                 documents than a batch.
         """
         assert config.data is not None and config.eval_fraction is not None
-        if config.unit == "file" and Path(config.data).is_file():
+        if config.unit in ("file", "folder") and Path(config.data).is_file():
             raise ValueError(
-                f"unit='file' with data={config.data!r}: the file would be the only privacy unit; "
-                "pass unit='record' if each of its lines is one, or a folder of files"
+                f"unit={config.unit!r} with data={config.data!r}: the file would be the only "
+                "privacy unit; pass unit='record' if each of its lines is one, unit='field:NAME' "
+                "if a field of them names it, or a folder"
             )
         documents = _read(config.data, config, config.suffixes)
         train, held_out = documents.split(config.eval_fraction)
@@ -394,16 +421,19 @@ class Corpus:
                     f"eval_data={config.eval_data!r}: all documents to train on are in it; pass "
                     "other ones, or leave it out to hold out some"
                 )
-        if config.dataset_size is None and config.batch_size > len(train):
+        if config.dataset_size is None and config.batch_size > train.num_units:
             raise ValueError(
                 f"batch_size={config.batch_size}: {config.data} has "
-                f"{_validate.counted(len(train), config.unit)} for training; lower it or add more"
+                f"{_validate.counted(train.num_units, noun_of(config.unit))} for training; lower "
+                "it or add more"
             )
         digest = blake2b(digest_size=16)
         parts = [documents] if config.eval_data is None else [documents, held_out]
         for part in parts:
-            for path, content in zip(part.paths, part.contents, strict=True):
-                for data in (path.encode(errors="surrogateescape"), content):
+            names = (part.paths,) if part.owners is None else (part.paths, part.owners)
+            for *named, content in zip(*names, part.contents, strict=True):
+                encoded = (name.encode(errors="surrogateescape") for name in named)
+                for data in (*encoded, content):
                     digest.update(blake2b(data, digest_size=16).digest())
         return cls(train, held_out, documents.left_out, digest.hexdigest())
 
@@ -418,15 +448,14 @@ def _read(path: str, config: TrainingConfig, suffixes: Collection[str] | None) -
     )
 
 
-def noise_for(config: TrainingConfig, num_documents: int) -> float:
+def noise_for(config: TrainingConfig, num_units: int) -> float:
     """The noise multiplier of a job: the configured one, or the one that meets target_epsilon.
 
     Raises:
-        ValueError: delta is not below 1 / number of documents, or no noise meets the target.
+        ValueError: delta is not below 1 / number of units, or no noise meets the target.
     """
-    problem = _validate.large_delta(
-        config.delta, config.dataset_size or num_documents, config.unit
-    )
+    size, noun = config.dataset_size or num_units, noun_of(config.unit)
+    problem = _validate.large_delta(config.delta, size, noun)
     if problem is not None and not config.allow_large_delta and config.noise_multiplier != 0:
         raise ValueError(f"{problem}, or allow it with --allow-large-delta")
     if config.noise_multiplier is not None:
@@ -435,8 +464,8 @@ def noise_for(config: TrainingConfig, num_documents: int) -> float:
     return get_noise_multiplier(
         target_epsilon=config.target_epsilon,
         target_delta=config.delta,
-        sample_rate=config.sample_rate(num_documents),
-        steps=config.num_steps(num_documents),
+        sample_rate=config.sample_rate(num_units),
+        steps=config.num_steps(num_units),
         accountant=config.accountant,
     )
 

@@ -1,7 +1,9 @@
-"""Documents for language modelling; one document is one unit of privacy.
+"""Documents for language modelling, and the unit of privacy of each.
 
-A document is a file, or a record of a JSONL file. Models train on windows of a document's tokens:
-`DOCUMENT_START` followed by the document's bytes, or an array of token ids.
+A document is a file, or a record of a JSONL file. It is a unit of privacy itself, or one of the
+documents of a folder, or of the records with one value in some field, which are a unit together.
+Models train on windows of a document's tokens: `DOCUMENT_START` followed by the document's bytes,
+or an array of token ids.
 """
 
 import json
@@ -25,7 +27,8 @@ from .. import _validate
 DOCUMENT_START = 256
 VOCAB_SIZE = 257
 IGNORE_INDEX = -100
-UNITS = ("file", "record")
+UNITS = ("file", "record", "folder")
+_FIELD = "field:"
 HELD_OUT = 0.1  # default fraction of held-out documents
 
 # A document's bytes, or `[1 + targets]` token ids, of which the first is never a target.
@@ -37,6 +40,22 @@ _SNIFFED_BYTES = 65_536
 _JSONL = ".jsonl"
 
 
+def check_unit(unit: str) -> None:
+    """Refuse a unit that is no file, record, folder or "field:NAME"."""
+    if not (unit.startswith(_FIELD) and unit != _FIELD):
+        _validate.one_of(unit=(unit, (*UNITS, f"{_FIELD}NAME")))
+
+
+def has_several_documents(unit: str) -> bool:
+    """Whether a unit may have several documents."""
+    return unit == "folder" or unit.startswith(_FIELD)
+
+
+def noun_of(unit: str) -> str:
+    """What a unit is called: "file", or "patient" for "field:patient"."""
+    return unit.removeprefix(_FIELD)
+
+
 def default_data_dir() -> Path:
     """The folder of Python's standard library, whose ``*.py`` files exist on every machine."""
     return Path(sysconfig.get_path("stdlib"))
@@ -44,21 +63,24 @@ def default_data_dir() -> Path:
 
 @dataclass(frozen=True)
 class ByteDocuments(Sequence[bytes]):
-    """Documents, each a privacy unit, in the order of their paths.
+    """Documents, in the order of their paths, and the privacy unit of each.
 
     Attributes:
         paths: path of each document relative to the folder, with forward slashes; that of a record
             ends in a colon and the number of its line.
-        contents: its bytes, never empty and no two equal.
+        contents: its bytes, never empty and no two of one unit equal.
         num_binary: files left out because they hold a NUL byte.
         num_unreadable: files and folders left out because they could not be read.
         num_empty: files left out because they are empty.
-        num_duplicates: files or records left out because an earlier one has the same bytes.
-        unit: "file" or "record".
+        num_duplicates: files or records left out because an earlier one has the same bytes; with
+            units of several documents an earlier one of the same unit.
+        unit: "file", "record", "folder" or "field:NAME".
+        owners: the unit of each document; None where each document is a unit.
 
     Guarantees:
-        No document occurs twice, so a unit of privacy is one document. Documents that differ in
-        one byte (such as in a licence header) are different units, however similar they are.
+        Where each document is a unit, none occurs twice. Documents that differ in one byte (such
+        as in a licence header) are different units, however similar they are. Where units have
+        several documents, which of them there are does not depend on other units.
     """
 
     paths: tuple[str, ...]
@@ -68,6 +90,7 @@ class ByteDocuments(Sequence[bytes]):
     num_empty: int = 0
     num_duplicates: int = 0
     unit: str = "file"
+    owners: tuple[str, ...] | None = None
 
     @classmethod
     def read(
@@ -88,7 +111,10 @@ class ByteDocuments(Sequence[bytes]):
             path: the file or folder.
             unit: "file": each file is a document (of a .jsonl file, the texts of its records, one
                 a line). "record": each line of a JSONL file is a document; of a folder only files
-                that end in .jsonl are read, unless suffixes says otherwise.
+                that end in .jsonl are read, unless suffixes says otherwise. "folder": as "file",
+                and all files below one folder in `path` are a unit; a file outside of folders is
+                one itself. "field:NAME": as "record", and records with one value of the field NAME
+                are a unit.
             field: the key of a record's text.
             suffixes: file name suffixes to read, such as ``(".py", ".md")``; None for all.
             max_total_bytes: maximum size of all documents, which are held in memory.
@@ -100,10 +126,10 @@ class ByteDocuments(Sequence[bytes]):
         """
         root = Path(path)
         _validate.positive_int(max_total_bytes=max_total_bytes)
-        _validate.one_of(unit=(unit, UNITS))
+        check_unit(unit)
         if isinstance(suffixes, str):
             raise ValueError(f"suffixes={suffixes!r}: expected a collection; pass ({suffixes!r},)")
-        if unit == "record" and suffixes is None:
+        if _are_records(unit) and suffixes is None:
             suffixes = (_JSONL,)
         if root.is_file():
             root, names, num_unreadable = root.parent, [root.name], 0
@@ -112,14 +138,16 @@ class ByteDocuments(Sequence[bytes]):
         reader = _Reader(root, max_total_bytes, num_unreadable, unit, field)
         for name in names:
             reader.read(name)
+        owners = tuple(owner for owner, _ in reader.documents)
         documents = cls(
             tuple(reader.documents.values()),
-            tuple(reader.documents),
+            tuple(content for _, content in reader.documents),
             reader.num_binary,
             reader.num_unreadable,
             reader.num_empty,
             reader.num_duplicates,
             unit,
+            owners if has_several_documents(unit) else None,
         )
         if documents.num_unreadable:
             warnings.warn(
@@ -132,7 +160,7 @@ class ByteDocuments(Sequence[bytes]):
             raise ValueError(
                 f"{path}: no usable {unit} of {wanted} (left out: "
                 f"{documents.left_out or 'none'}); pass a folder with "
-                f"{'JSONL' if unit == 'record' else 'text'} files or other suffixes"
+                f"{'JSONL' if _are_records(unit) else 'text'} files or other suffixes"
             )
         return documents
 
@@ -145,6 +173,11 @@ class ByteDocuments(Sequence[bytes]):
     def __getitem__(self, index: slice) -> tuple[bytes, ...]: ...
     def __getitem__(self, index: int | slice) -> bytes | tuple[bytes, ...]:
         return self.contents[index]
+
+    @property
+    def num_units(self) -> int:
+        """The number of privacy units."""
+        return len(self) if self.owners is None else len(set(self.owners))
 
     @property
     def left_out(self) -> str:
@@ -161,7 +194,7 @@ class ByteDocuments(Sequence[bytes]):
         """Split into training documents and held-out documents.
 
         Args:
-            held_out: expected fraction of held-out documents, from 0 to below 1; 0 for none.
+            held_out: expected fraction of held-out units, from 0 to below 1; 0 for none.
 
         Returns:
             The pair (train, held_out), without the numbers of files left out.
@@ -171,33 +204,57 @@ class ByteDocuments(Sequence[bytes]):
                 fraction is given.
 
         Guarantees:
-            The split of a file depends on its path alone, that of a record on its text alone:
-            adding or removing another document does not move it.
+            The split of a file depends on its path alone, that of a record on its text alone, that
+            of a unit of several documents on its name alone: adding or removing another unit does
+            not move it.
         """
-        parts: tuple[list[tuple[str, bytes]], ...] = ([], [])
-        for path, content in zip(self.paths, self.contents, strict=True):
-            key = content if self.unit == "record" else path.encode(errors="surrogateescape")
-            parts[_uniform(key) < held_out].append((path, content))
+        parts: tuple[list[int], ...] = ([], [])
+        for index in range(len(self)):
+            parts[_uniform(self._key(index)) < held_out].append(index)
         train, kept = (self._part(part) for part in parts)
         if not train or (held_out and not kept):
             raise ValueError(
-                f"eval_fraction={held_out:g}: {_validate.counted(len(self), self.unit)} gave "
-                f"{len(train)} for training and {len(kept)} held out: expected at least one of "
+                f"eval_fraction={held_out:g}: "
+                f"{_validate.counted(self.num_units, noun_of(self.unit))} gave "
+                f"{train.num_units} for training and {kept.num_units} held out: expected one of "
                 "both; add files to the data folder, pass eval_data, or eval_fraction=0 for no "
                 "evaluation"
             )
         return train, kept
 
     def without(self, others: "ByteDocuments") -> "ByteDocuments":
-        """The documents that are not among the others."""
+        """The documents that are not among the others, and of none of their units."""
         known = set(others.contents)
-        pairs = zip(self.paths, self.contents, strict=True)
-        return self._part([(path, content) for path, content in pairs if content not in known])
+        units = set(others.owners or ())
+        return self._part(
+            [
+                index
+                for index, content in enumerate(self.contents)
+                if content not in known
+                and (self.owners is None or self.owners[index] not in units)
+            ]
+        )
 
-    def _part(self, pairs: list[tuple[str, bytes]]) -> "ByteDocuments":
-        """`ByteDocuments` of these (path, content) pairs."""
-        paths, contents = tuple(zip(*pairs, strict=True)) or ((), ())
-        return ByteDocuments(paths, contents, unit=self.unit)
+    def _key(self, index: int) -> bytes:
+        """What decides about the split of a document."""
+        if self.unit == "record":
+            return self.contents[index]
+        name = self.paths[index] if self.owners is None else self.owners[index]
+        return name.encode(errors="surrogateescape")
+
+    def _part(self, indices: list[int]) -> "ByteDocuments":
+        """The documents of these indices."""
+        return ByteDocuments(
+            tuple(self.paths[i] for i in indices),
+            tuple(self.contents[i] for i in indices),
+            unit=self.unit,
+            owners=None if self.owners is None else tuple(self.owners[i] for i in indices),
+        )
+
+
+def _are_records(unit: str) -> bool:
+    """Whether each line of a JSONL file is a document."""
+    return unit == "record" or unit.startswith(_FIELD)
 
 
 def _uniform(key: bytes) -> float:
@@ -225,7 +282,7 @@ def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str]
 
 
 class _Reader:
-    """Reads files one by one and keeps each distinct content under its first path."""
+    """Reads files one by one and keeps each distinct content of a unit under its first path."""
 
     def __init__(
         self, root: Path, max_total_bytes: int, num_unreadable: int, unit: str, field: str
@@ -234,7 +291,8 @@ class _Reader:
         self.unit = unit
         self.field = field
         self.max_total_bytes = max_total_bytes
-        self.documents: dict[bytes, str] = {}
+        # (unit, content): of a unit of one document the name is left out, so equal ones are one.
+        self.documents: dict[tuple[str, bytes], str] = {}
         self.total_bytes = 0
         self.num_binary = 0
         self.num_unreadable = num_unreadable
@@ -244,7 +302,7 @@ class _Reader:
     def read(self, name: str) -> None:
         """Read one file; keep its documents, or count the reasons why they are left out."""
         path = self.root / name
-        if self.unit == "record" or name.endswith(_JSONL):
+        if _are_records(self.unit) or name.endswith(_JSONL):
             self._read_records(name)
             return
         try:
@@ -262,7 +320,11 @@ class _Reader:
         if b"\0" in content:
             self.num_binary += 1
         else:
-            self._add(name, content)
+            self._add(name, content, self._folder_of(name))
+
+    def _folder_of(self, name: str) -> str:
+        """The unit of a file: its first folder, or itself outside of folders."""
+        return name.split("/")[0] if self.unit == "folder" else ""
 
     def _read_records(self, name: str) -> None:
         """Read a JSONL file: each record is a document, or the file is one of all its texts."""
@@ -272,19 +334,19 @@ class _Reader:
                 for number, line in enumerate(file, 1):
                     if not line.strip():
                         continue
-                    text = self._text(line, f"{self.root / name}:{number}")
-                    if self.unit == "record":
-                        self._add(f"{name}:{number}", text)
+                    text, owner = self._text(line, f"{self.root / name}:{number}")
+                    if _are_records(self.unit):
+                        self._add(f"{name}:{number}", text, owner)
                     else:
                         texts.append(text)
         except OSError:
             self.num_unreadable += 1
             return
-        if self.unit == "file":
-            self._add(name, b"\n".join(texts))
+        if not _are_records(self.unit):
+            self._add(name, b"\n".join(texts), self._folder_of(name))
 
-    def _text(self, line: bytes, place: str) -> bytes:
-        """The text of a record. Messages show names of fields, and no value."""
+    def _text(self, line: bytes, place: str) -> tuple[bytes, str]:
+        """(text, unit) of a record. Messages show names of fields, and no value."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -299,18 +361,31 @@ class _Reader:
                 f"{place}: field={self.field!r}: expected an object with a string in that field "
                 f"(its fields: {keys}); pass --field"
             )
-        return text.encode(errors="replace")
+        return text.encode(errors="replace"), self._owner(record, place)
 
-    def _add(self, name: str, content: bytes) -> None:
+    def _owner(self, record: dict[str, object], place: str) -> str:
+        """The unit of a record: the value of the unit's field."""
+        if not self.unit.startswith(_FIELD):
+            return ""
+        name = noun_of(self.unit)
+        owner = record.get(name)
+        if isinstance(owner, bool) or not isinstance(owner, str | int) or owner == "":
+            raise ValueError(
+                f"{place}: unit={self.unit!r}: expected a string or a whole number in the field "
+                f"{name!r} (its fields: {', '.join(map(repr, record))}); each record needs a unit"
+            )
+        return str(owner)
+
+    def _add(self, name: str, content: bytes, owner: str) -> None:
         """Keep a document, or count why it is left out."""
         if not content:
             self.num_empty += 1
-        elif content in self.documents:
+        elif (owner, content) in self.documents:
             self.num_duplicates += 1
         else:
-            self._keep(name, content)
+            self._keep(name, content, owner)
 
-    def _keep(self, name: str, content: bytes) -> None:
+    def _keep(self, name: str, content: bytes, owner: str) -> None:
         """Add a document; raise if the documents exceed the limit."""
         self.total_bytes += len(content)
         if self.total_bytes > self.max_total_bytes:
@@ -318,7 +393,7 @@ class _Reader:
                 f"max_total_bytes={self.max_total_bytes}: exceeded by the documents of "
                 f"{self.root} at {name}; raise it, or pass a smaller folder or fewer suffixes"
             )
-        self.documents[content] = name
+        self.documents[owner, content] = name
 
 
 class TrainWindows(Dataset[tuple[Tensor, Tensor]]):

@@ -17,6 +17,7 @@ from dpflash.accounting import Interval
 from .._validate import counted
 from ..privacy.public_facts import PublicFacts
 from .config import TrainingConfig, TrainingState
+from .data import has_several_documents, noun_of
 
 REPORT = "report.json"
 PLOT = "training.png"
@@ -29,7 +30,7 @@ _NOT_COVERED = {
     "tokens_per_second": "depends on which documents were sampled",
     "peak_memory_mb": "depends on which documents were sampled",
     "verified": "depends on how many documents were sampled together",
-    "num_documents": "treated as public, with sample_rate and noise_multiplier, unless "
+    "num_documents": "treated as public, with num_units, sample_rate and noise_multiplier, unless "
     "public.dataset_size_declared",
     "window_len": "treated as public, as num_documents is: no longer than the longest document",
     "bits_per_byte_before": "measured on the held-out documents, which epsilon does not cover",
@@ -39,6 +40,7 @@ _NOT_COVERED = {
 _UNITS = {
     "file": "one document (a file); each step trains on one window of it",
     "record": "one record (a line of a JSONL file); each step trains on one window of it",
+    "folder": "one folder with all its files",
 }
 _UNVERIFIED = (
     "the first batches do not prove that the model keeps documents apart (verified): too few "
@@ -51,6 +53,17 @@ _ROUNDED = (
 _SEEDED = "seeded: anyone who knows the seed can subtract the noise. For research, not for release"
 
 
+def _unit_in_words(config: TrainingConfig) -> str:
+    if not has_several_documents(config.unit):
+        return _UNITS[config.unit]
+    name = noun_of(config.unit)
+    text = _UNITS.get(config.unit, f"all records of one {name} (the field {name!r})")
+    return (
+        f"{text}; each step trains on one window of at most {config.examples_per_unit} of them, "
+        "clipped as one"
+    )
+
+
 def make_report(
     config: TrainingConfig,
     state: TrainingState,
@@ -61,6 +74,7 @@ def make_report(
     neighboring_relation: str,
     public: PublicFacts,
     num_documents: int,
+    num_units: int,
     window_len: int,
     total_steps: int,
     token: str,
@@ -103,7 +117,7 @@ def make_report(
         "target_epsilon": config.target_epsilon,
         "max_epsilon": config.max_epsilon,
         "neighboring_relation": neighboring_relation,
-        "privacy_unit": _UNITS[config.unit],
+        "privacy_unit": _unit_in_words(config),
         "verified": state.verified,
         "rounded_sums": state.rounded_sums,
         "sampler": sampler,
@@ -111,9 +125,10 @@ def make_report(
         "noise_multiplier": state.noise_multiplier,
         "max_grad_norm": config.max_grad_norm,
         "clipping": config.clipping,
-        "sample_rate": config.sample_rate(num_documents),
+        "sample_rate": config.sample_rate(num_units),
         "expected_batch_size": config.batch_size,
         "num_documents": num_documents,
+        "num_units": num_units,
         "public": public.as_dict(),
         "window_len": window_len,
         "steps": len(state.history),
@@ -215,7 +230,7 @@ def _title(report: dict[str, Any]) -> str:
     return (
         f"epsilon {epsilon:.2f} at delta {report['delta']:g} after "
         f"{counted(report['steps'], 'step')} of about "
-        f"{counted(report['expected_batch_size'], report['config']['unit'])}"
+        f"{counted(report['expected_batch_size'], noun_of(report['config']['unit']))}"
     )
 
 

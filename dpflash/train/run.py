@@ -110,6 +110,8 @@ class TrainingRun:
         self._windows = TrainWindows(
             documents, self.window_len, key=state.window_key, padding=self._lm.padding
         )
+        self._owners = corpus.train.owners
+        self.num_units = corpus.train.num_units
         self._metrics = Metrics(folder)
         model = team.shard_parameters(self._initial_model())
         self._engine = PrivacyEngine(
@@ -134,8 +136,13 @@ class TrainingRun:
             clipping=None if config.clipping == default_clipping else config.clipping,
             grad_sample_mode=config.grad_sample_mode,
             optimize=config.optimize,
-            physical_batch_size=config.physical_batch_size,
+            # Units of several documents count by the rows that they have room for.
+            physical_batch_size=max(
+                1, config.physical_batch_size // (config.examples_per_unit or 1)
+            ),
             dataset_size=config.dataset_size,
+            unit_of=self._owners,
+            examples_per_unit=config.examples_per_unit,
             public_length=self.window_len,
         )
 
@@ -168,7 +175,7 @@ class TrainingRun:
             raise ValueError(f"out={str(folder)!r}: is a file; choose another name")
         corpus = Corpus.read(config)
         values = [
-            noise_for(config, len(corpus.train)),
+            noise_for(config, corpus.train.num_units),
             secrets.randbits(62) if config.seed is None else config.seed,
             derive_key(master_key(config.seed), "windows").hex(),
         ]
@@ -263,13 +270,13 @@ class TrainingRun:
         fitting = min(config.seq_len, self._lm.max_tokens or config.seq_len)
         longest = max(max(map(num_targets, documents)), 1)
         if config.dataset_size is None and longest < fitting:
-            self.shortened = f"no {config.unit} has more"
+            self.shortened = f"no {config.document} has more"
             return longest
         if longest < fitting:
             warnings.warn(
-                f"seq_len={config.seq_len}: the longest {config.unit} has {longest} tokens, and "
-                "the rest of each window is padding, which takes as long; lower it if that length "
-                "may be public",
+                f"seq_len={config.seq_len}: the longest {config.document} has {longest} tokens, "
+                "and the rest of each window is padding, which takes as long; lower it if that "
+                "length may be public",
                 stacklevel=3,
             )
         return fitting
@@ -277,7 +284,7 @@ class TrainingRun:
     @property
     def total_steps(self) -> int:
         """Number of noisy steps that the job is to have."""
-        return self.config.num_steps(len(self._windows))
+        return self.config.num_steps(self.num_units)
 
     @property
     def released(self) -> Path:
@@ -334,7 +341,7 @@ class TrainingRun:
         step = PoissonGaussian(
             relation=self._engine.neighboring_relation,
             noise_multiplier=self.state.noise_multiplier,
-            sample_rate=self.config.sample_rate(len(self._windows)),
+            sample_rate=self.config.sample_rate(self.num_units),
         )
         return 0 < remaining_steps(
             self._engine.accountant,
@@ -451,7 +458,7 @@ class TrainingRun:
         if documents and self.config.clipping == "flat":
             norms = self._engine.diagnostics()["per_sample_norms"]
             figures.clipped += int((norms > self.config.max_grad_norm).sum())
-            figures.seen += documents
+            figures.seen += len(norms)
         self._optimizer.step()
         self._optimizer.zero_grad()
         figures.documents += documents
@@ -532,8 +539,9 @@ class TrainingRun:
         config = self.config
         # Seeded by the step, so that a resumed run samples the same documents.
         rng = np.random.default_rng([self.state.init_seed, step])
-        size = min(config.batch_size, len(self._windows))
-        rows = rng.choice(len(self._windows), size, replace=False)
+        # As many documents as private steps have on average, where units have room for more.
+        size = round(config.batch_size * len(self._windows) / self.num_units)
+        rows = rng.choice(len(self._windows), min(size, len(self._windows)), replace=False)
         own = rows[self._team.ranks.data_rank :: self._team.ranks.data_size]
         bits = 0.0
         for start in range(0, len(own), config.physical_batch_size):
@@ -618,6 +626,7 @@ class TrainingRun:
             neighboring_relation=self._engine.neighboring_relation,
             public=self._engine.public,
             num_documents=self.num_documents,
+            num_units=self.num_units,
             window_len=self.window_len,
             total_steps=self.total_steps,
             token=self.token,
