@@ -289,7 +289,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         """
         mark = self._current_mark()
         if mark.units is not None and mark.units.are_rows:
-            return mark.units.index < mark.units.size
+            mark = mark.of_rows
         # The clipping gates read the original.
         return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
 
@@ -310,10 +310,9 @@ class PrivateDataLoader(Prepared, DataLoader):
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
         for batch, mark in marked:
             self._mark = mark
-            rows = mark.units.shape[0] if mark.units is not None else mark.size
-            self.lengths.observe(batch, rows)
-            if mark.units is None:
-                self.order.observe(batch, mark)
+            of_rows = mark.of_rows
+            self.lengths.observe(batch, of_rows.size)
+            self.order.observe(batch, of_rows)
             yield batch
             if mark.last and not self.tracker.may_begin(False):
                 return

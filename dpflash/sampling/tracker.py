@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -37,6 +37,16 @@ class BatchMark:
     microbatch: int = 0
     real: Tensor | None = field(default=None, compare=False)
     units: Units | None = field(default=None, compare=False)
+
+    @property
+    def of_rows(self) -> BatchMark:
+        """The mark as of rows, where samples are units: which rows are of a unit."""
+        units = self.units
+        if units is None:
+            return self
+        rows = units.shape[0]
+        real = units.index < units.size if units.are_rows else torch.ones(rows, dtype=torch.bool)
+        return replace(self, size=rows, real=real)
 
     @property
     def count(self) -> int:

@@ -1,0 +1,124 @@
+"""Which entries are of which user, and which of them a draw uses."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpflash.packing import Units
+from dpflash.sampling import PoissonBatchSampler
+from dpflash.sampling.unit_groups import UnitGroups
+from dpflash.sampling.unit_slots import UnitSlots
+
+KEY = bytes(range(32))
+OWNERS = ["b", "a", "b", "c", "b", "a", "b"]
+
+
+def groups_of(owners, limit=2, sampling="unit"):
+    return UnitGroups(range(len(owners)), owners, limit=limit, sampling=sampling)
+
+
+def members(groups):
+    return [own.tolist() for own in groups.members]
+
+
+@pytest.mark.parametrize(
+    "unit_of",
+    [
+        OWNERS,
+        tuple(OWNERS),
+        np.array([1, 0, 1, 2, 1, 0, 1]),
+        torch.tensor([1, 0, 1, 2, 1, 0, 1]),
+        lambda entry: OWNERS[entry],
+    ],
+    ids=["list", "tuple", "array", "tensor", "function"],
+)
+def test_units_are_those_of_a_list_an_array_or_a_function(unit_of):
+    groups = UnitGroups(range(7), unit_of, limit=2, sampling="unit")
+    assert members(groups) == [[0, 2, 4, 6], [1, 5], [3]]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 4), st.integers(0, 9))
+def test_a_draw_uses_at_most_k_entries_of_each_unit_and_all_of_smaller_ones(owners, limit, draw):
+    groups = groups_of(owners, limit)
+    for unit, chosen in enumerate(groups.selected(range(len(groups)), key=KEY, draw=draw)):
+        own = set(members(groups)[unit])
+        assert len(chosen) == min(limit, len(own)) and set(chosen.tolist()) <= own
+
+
+def test_each_entry_of_a_large_unit_is_used_equally_often():
+    # A count of Binomial(3000, 2/4) is beyond 5.5 deviations with probability below 4e-8.
+    groups, counts, draws = groups_of(OWNERS), np.zeros(7), 3000
+    for draw in range(draws):
+        (chosen,) = groups.selected([0], key=KEY, draw=draw)
+        counts[chosen] += 1
+    assert (np.abs(counts[[0, 2, 4, 6]] - draws / 2) < 5.5 * (draws / 4) ** 0.5).all()
+
+
+def test_entries_of_a_unit_are_chosen_by_key_and_draw_alone():
+    small, large = groups_of(OWNERS), groups_of([*OWNERS, "new", "new", "new"])
+    for draw in range(20):
+        one = small.selected([0, 1, 2], key=KEY, draw=draw)
+        two = large.selected([3, 0, 1, 2], key=KEY, draw=draw)[1:]
+        assert [a.tolist() for a in one] == [b.tolist() for b in two]
+    other = [groups_of(OWNERS).selected([0], key=bytes(32), draw=d)[0].tolist() for d in range(20)]
+    assert other != [small.selected([0], key=KEY, draw=d)[0].tolist() for d in range(20)]
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=30),
+    st.integers(1, 3),
+)
+def test_kept_entries_are_at_most_k_of_each_unit_and_no_more_fit(owners, limit):
+    groups = groups_of(owners, limit, "example")
+    kept = set(groups.kept().tolist())
+    counts = [len(kept & set(own)) for own in members(groups)]
+    assert max(counts) <= limit
+    numbers = list(dict.fromkeys(o for own in owners for o in own))
+    for index in set(range(len(owners))) - kept:
+        assert any(counts[numbers.index(owner)] == limit for owner in owners[index])
+
+
+def test_units_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="unit_of has 3 units for a dataset of 7 entries"):
+        UnitGroups(range(7), [1, 2, 3], limit=1, sampling="unit")
+    with pytest.raises(ValueError, match="unit_of gives None for entry 1: each entry needs a"):
+        groups_of([1, None])
+    with pytest.raises(ValueError, match=r"unit_of gives \(\) for entry 0"):
+        groups_of([()], sampling="example")
+    with pytest.raises(ValueError, match=r"\(1, 2\) for entry 0, several units, which cannot"):
+        groups_of([(1, 2)])
+    with pytest.raises(ValueError, match="unit_of is a str: pass one unit for each entry"):
+        UnitGroups(range(3), "abc", limit=1, sampling="unit")
+    with pytest.raises(ValueError, match=r"unit_of has shape \(3, 1\): pass one unit for each"):
+        UnitGroups(range(3), np.zeros((3, 1)), limit=1, sampling="unit")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_rows_of_a_slot_are_entries_of_one_drawn_unit(ranks):
+    owners = [index % 9 for index in range(40)]
+    groups, seen = groups_of(owners, 3), {}
+    for rank in range(ranks):
+        draws = PoissonBatchSampler(len(groups), 0.5, steps_per_epoch=6, key=KEY)
+        draws.rank_part = (rank, ranks)
+        slots = UnitSlots(draws, 2, groups, KEY)
+        for rows in slots:
+            mark = slots.marks.popleft()
+            assert len(rows) == 6 and mark.size == 2 and mark.units.shape == (6,)
+            assert [start != end for start, end in mark.units.spans] == mark.real.tolist()
+            for slot, (start, end) in enumerate(mark.units.spans):
+                assert end - start <= 3 and (start == end or start == 3 * slot)
+                units = {owners[row] for row in rows[start:end]}
+                assert len(units) == (start != end)
+                seen.setdefault(mark.draw, []).extend(units)
+    drawn = PoissonBatchSampler(len(groups), 0.5, steps_per_epoch=6, key=KEY)
+    expected = [sorted(units) for _, units in drawn.logical_batches()]
+    assert [sorted(seen[draw]) for draw in range(6)] == expected
+
+
+def test_spans_of_units_that_overlap_are_refused():
+    with pytest.raises(ValueError, match="two units overlap"):
+        Units((4,), ((0, 3), (2, 4)))
+    with pytest.raises(ValueError, match="overlap, or leave"):
+        Units((4,), ((0, 5),))
