@@ -235,6 +235,14 @@ class LongContextLM(nn.Module):
             if not self._looked and tokens.shape[0]:
                 self._looked = True
                 self.context_parallel.warn_of_copies(context, tokens)
+        if packed is not None:
+            if tuple(tokens.shape) != packed.units.shape or self.context_parallel is not None:
+                raise ValueError(
+                    f"packed of shape {packed.units.shape} for tokens {tuple(tokens.shape)}"
+                    + (" with context_parallel" if self.context_parallel is not None else "")
+                    + ": expected packed.input_ids, and a model without context_parallel"
+                )
+            length = packed.longest
         if length > self.max_seq_len:
             together = (
                 ""
@@ -247,12 +255,6 @@ class LongContextLM(nn.Module):
             )
         cu_seqlens: tuple[int, ...] | None = None
         if packed is not None:
-            if tuple(tokens.shape) != packed.units.shape or self.context_parallel is not None:
-                raise ValueError(
-                    f"packed of shape {packed.units.shape} for tokens {tuple(tokens.shape)}"
-                    + (" with context_parallel" if self.context_parallel is not None else "")
-                    + ": expected packed.input_ids, and a model without context_parallel"
-                )
             cu_seqlens = tuple(packed.cu_seqlens.tolist())
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:

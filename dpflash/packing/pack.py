@@ -23,8 +23,8 @@ class PackedBatch(dict[str, Tensor]):
 
     ``sample_index`` `[R, T]`, int64, has the number of each token's document, and -1 for padding;
     ``position_ids`` `[R, T]`, int64, count from each document's begin (in a document of several
-    rows, from the begin of each row); ``cu_seqlens`` `[2 (U + R) + 1]`, int32, has the borders of
-    the documents and of padding, counted through the rows one after the other, and repeats the
+    rows, from the begin of each row), and are 0 in padding; ``cu_seqlens``, int32, has the borders
+    of the documents and of padding, counted through the rows one after the other, and repeats the
     last one up to its length. ``input_ids`` `[R, T]` is 0 in padding. ``labels`` `[R, T]` are the
     tokens that are to be predicted, not shifted, as Hugging Face's models take them: -100 in
     padding, and for the first token of a document or row, which nothing predicts.
@@ -50,6 +50,17 @@ class PackedBatch(dict[str, Tensor]):
     def max_documents(self) -> int:
         """U, the number of losses."""
         return self.units.size
+
+    @property
+    def longest(self) -> int:
+        """The greatest number of tokens that see each other."""
+        index, borders = self.units.index, self.cu_seqlens.tolist()
+        lengths = (
+            end - start
+            for start, end in zip(borders, borders[1:], strict=False)
+            if start != end and index[start] != self.units.size
+        )
+        return max(lengths, default=0)
 
     @property
     def targets(self) -> Tensor:
@@ -225,7 +236,7 @@ def _entries(units: Units, given: list[_Parts]) -> dict[str, Tensor]:
     cu_seqlens = torch.full((entries,), units.positions, dtype=torch.int32)
     cu_seqlens[: len(borders)] = torch.tensor(sorted(borders), dtype=torch.int32)
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
-    positions = torch.arange(units.positions) - starts
+    positions = (torch.arange(units.positions) - starts).masked_fill_(index < 0, 0)
     flat = {
         "input_ids": input_ids,
         "labels": labels,
