@@ -247,7 +247,7 @@ class ClippedSums:
     # Sums: called by the clipping gates.
 
     def before_gate(self) -> None:
-        """A clipping gate is about to run."""
+        """A backward has reached a use of a private parameter, or a gate."""
 
     def refuse_inexact(self, rows: int) -> None:
         """Refuse a microbatch whose sums float64 might not hold exactly.

@@ -335,7 +335,6 @@ class PrivateBackward:
 
     def check_gate(self, gate: Gate) -> None:
         """Check a gate whose backward runs, and refuse what would break the bound."""
-        self.step.before_gate()
         if not self._in_backward:
             if self.loss_reduction is None:
                 raise RuntimeError(

@@ -115,16 +115,21 @@ class ForwardWrapper:
         Raises:
             RuntimeError: a buffer or a frozen parameter changed.
         """
+        outermost = [(self._module, self._plain_class)]
+        if self._inner is not None:
+            outermost.append((self._inner, self._plain_inner_class))
+        # Their own classes again, not equal ones: torch.compile guards on them.
+        held = [type(module) for module, _ in outermost]
         with plain_layers(self._module):
-            object.__setattr__(self._module, "__class__", self._plain_class)
-            if self._inner is not None:
-                object.__setattr__(self._inner, "__class__", self._plain_inner_class)
+            for module, kind in outermost:
+                object.__setattr__(module, "__class__", kind)
             self._is_plain = True
             try:
                 yield
             finally:
                 self._is_plain = False
-                self.put()
+                for (module, _), kind in zip(outermost, held, strict=True):
+                    object.__setattr__(module, "__class__", kind)
         if self.unchanged is not None and (refusal := self.unchanged.refusal(contents=False)):
             raise RuntimeError(refusal)
 
