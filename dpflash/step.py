@@ -733,7 +733,7 @@ class PrivateStep(ClippedSums):
         self.ranks.agree(
             "optimizer.step()",
             {
-                "step on": kind,
+                "data of the step": kind,
                 "release": self.releases,
                 "draw": None if current is None else current.draw,
                 "noise_multiplier": noise_multiplier,
