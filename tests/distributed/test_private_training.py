@@ -252,7 +252,7 @@ def test_the_ranks_shares_of_a_draw_are_the_draw(started: _Started) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("order", ["before", "between"])
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
