@@ -6,7 +6,8 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
@@ -593,6 +594,48 @@ class PrivacyEngine(OnlySettable):
                 stacklevel=2,
             )
 
+    @contextmanager
+    def public_data(self) -> Iterator[None]:
+        """Train on public data inside a with block, which is not clipped, noised or counted.
+
+        ::
+
+            with engine.public_data():
+                F.cross_entropy(model(x_public), y_public).backward()  # any scalar loss
+            optimizer.step()
+
+        Inside the block the model is a plain one: its layers have no clipping gates, batches have
+        any size, and losses are ordinary scalars, whose backward runs inside too. `.grad` of the
+        trained parameters holds the gradients of the block alone (they may be clipped by
+        `clip_grad_norm_`, or unscaled) and is as before afterwards. They add up over blocks until
+        the next step, and `optimizer.zero_grad()` drops them. Checkpoints leave them out.
+
+        `optimizer.step()` adds them to the gradient of the private batch: (clipped sum + noise) /
+        expected_batch_size + public gradient, so scale the public loss to weight it. Between
+        private batches (behind a step, before the next batch of the loader) it steps on them
+        alone, without noise, charge, ledger line or step hook; a spent budget allows that too.
+        With a mesh, public gradients are averaged over the ranks with other samples.
+
+        Raises:
+            RuntimeError: the engine, step, zero_grad or the private loader is used inside; a
+                backward inside reaches a private forward; the model got rows of the private
+                loader's batch, where they can be recognized; or a buffer or a frozen parameter
+                changed, see make_private(allow_buffers=). The block's gradients are dropped.
+            ValueError: fully_shard with a context, or over some ranks only.
+
+        Guarantees:
+            Sums, noise and charge of private batches are the same with and without public ones,
+            bit for bit. Epsilon covers the private data alone. It holds if the public data, its
+            order, weights and losses were chosen without the private data: nothing may enter that
+            was computed from it, apart from the released parameters. Public data gets no
+            protection.
+        """
+        self._attached()
+        assert self._step is not None and self._wrapper is not None
+        self._step.public.refuse_ranks(self._ranks)
+        with self._step.public.collected(), self._wrapper.plain():
+            yield
+
     @overload
     def get_epsilon(self, delta: float, interval: Literal[False] = False) -> float: ...
 
@@ -1019,6 +1062,8 @@ class PrivacyEngine(OnlySettable):
     def _attached(self) -> PrivateBackward:
         if self._backward is None:
             raise RuntimeError("no model is private yet; call engine.make_private first")
+        assert self._step is not None
+        self._step.public.refuse_inside("a call of the engine")
         return self._backward
 
     def _sampling(self) -> dict[str, Any]:

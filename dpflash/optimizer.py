@@ -47,8 +47,10 @@ class PrivateOptimizer(Prepared, OnlySettable, torch.optim.Optimizer):
     Guarantees:
         The gradient handed to the wrapped optimizer is (clipped sum + N(0, (noise_multiplier *
         max_grad_norm)^2)) / expected_batch_size on every coordinate of every trainable parameter,
-        those without a gradient included. A step that ends a microbatch only releases nothing and
-        costs nothing. See `dpflash.step` for where the noise is added and the accountant charged.
+        those without a gradient included, plus the gradient of public data that was made inside
+        `engine.public_data()`. A step that ends a microbatch only releases nothing and costs
+        nothing, and so does one of public gradients alone. See `dpflash.step` for where the noise
+        is added and the accountant charged.
     """
 
     replaceable_methods = ("step",)
@@ -239,15 +241,20 @@ class PrivateOptimizer(Prepared, OnlySettable, torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients; keeps the clipped sums of an unfinished logical batch."""
+        """Clear gradients, public ones too; keeps those of an unfinished logical batch."""
+        self._step.public.refuse_inside("optimizer.zero_grad()")
         if self._is_last_step_skipped:
             return
+        self._step.public.drop()
         self._step.discard()
         self._step.tracker.dropped()
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Release the logical batch, or do nothing where it has not ended.
+
+        Gradients of `engine.public_data()` are added to the release. Where no private batch waits
+        for its step, the step is on these alone: it is neither noised nor charged.
 
         Args:
             closure: computes the losses and calls engine.backward; called once.
@@ -261,17 +268,21 @@ class PrivateOptimizer(Prepared, OnlySettable, torch.optim.Optimizer):
         """
         refuse_capture(CAPTURED)
         refuse_lightning(closure)
+        self._step.public.refuse_inside("optimizer.step()")
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         if self._step.tracker.step_ends_microbatch():
             return result
-        self._step.finish_backward()
+        is_public = self._step.has_public_alone
+        if not is_public:
+            self._step.finish_backward()
         self._check_others_have_no_gradient()
         self._check_only_gates_wrote()
-        self._released = [weakref.ref(p.grad) for p in self._step.release() if p.grad is not None]
-        for hook in self._step_hooks:
+        set_ = self._step.set_public_gradients() if is_public else self._step.release()
+        self._released = [weakref.ref(p.grad) for p in set_ if p.grad is not None]
+        for hook in () if is_public else self._step_hooks:
             hook(self)
         self._releasing = True
         try:
@@ -338,8 +349,9 @@ class PrivateOptimizer(Prepared, OnlySettable, torch.optim.Optimizer):
                 "layer made, so nothing was released. Either the parameter is used outside of its "
                 "own module (tie modules instead: lm_head.weight = embedding.weight), or .grad "
                 "was changed between backward and step: by clip_grad_norm_ (leave it out, samples "
-                "are clipped already), or by a DistributedDataParallel that was put around the "
-                "model after make_private (wrap it before)"
+                "are clipped already), by a DistributedDataParallel that was put around the "
+                "model after make_private (wrap it before), or by the backward of a public loss "
+                "(run it inside engine.public_data() too)"
             )
 
 

@@ -11,6 +11,7 @@
     optimizer.step():
         charge, all-reduce over the ranks, add noise   # release: unless the backward did
         parameter.grad = sums[parameter] / expected_batch_size
+        parameter.grad += gradient of public data      # see dpflash.privacy.public_data
         the wrapped optimizer's step
 
 A backward charges and adds noise where it is known to be the last one of the logical batch and
@@ -44,6 +45,7 @@ from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, r
 from .distributed.mesh import Ranks
 from .packing import Units
 from .privacy.budget import BudgetSpent
+from .privacy.public_data import PublicGradients
 from .sampling.slots import RealRows
 from .sampling.tracker import BatchTracker
 
@@ -245,6 +247,9 @@ class ClippedSums:
 
     # Sums: called by the clipping gates.
 
+    def before_gate(self) -> None:
+        """A backward has reached a use of a private parameter, or a gate."""
+
     def refuse_inexact(self, rows: int) -> None:
         """Refuse a microbatch whose sums float64 might not hold exactly.
 
@@ -402,12 +407,14 @@ class PrivateStep(ClippedSums):
         expected_batch_size: of the next release; `set_expected_batch_size` changes it.
         releases: how many releases were charged so far; each has its own noise.
         noise: of the release under way; None before it was charged.
+        public: gradients of public data that the next step adds to its release.
 
     Guarantees:
         A release is charged to the accountant, and written to the ledger, before its first noisy
         value exists. Noise of standard deviation noise_multiplier * max_grad_norm is added to
         each coordinate once for a logical batch, over all ranks, also where a parameter got no
-        gradient. A logical batch that is dropped after its charge stays charged.
+        gradient. A logical batch that is dropped after its charge stays charged. Public gradients
+        change neither the sums nor the noise nor the charge.
     """
 
     def __init__(
@@ -437,6 +444,7 @@ class PrivateStep(ClippedSums):
         )
         self.releases = 0
         self.noise: BatchNoise | None = None
+        self.public = PublicGradients(self.trained, names)
         self._optimizer = optimizer
         self._sampler = sampler
         self._spending = spending
@@ -501,6 +509,7 @@ class PrivateStep(ClippedSums):
     def close(self) -> None:
         """Refuse further releases: the keys are those of the engine's next model from now on."""
         self._is_closed = True
+        self.public.drop()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -522,6 +531,7 @@ class PrivateStep(ClippedSums):
         self._noise_multiplier = float(noise_multiplier)
         self._max_grad_norm = float(max_grad_norm)
         self._expected_batch_size = float(expected_batch_size)
+        self.public.drop()
         self.discard()
 
     def leave_ranks(self) -> None:
@@ -534,6 +544,13 @@ class PrivateStep(ClippedSums):
     def is_open(self) -> bool:
         # A backward that failed may leave a release without sums.
         return bool(self.sums) or self.noise is not None
+
+    def begin_batch(self, rows: int) -> None:
+        self.public.refuse_inside("a batch of the private loader")
+        super().begin_batch(rows)
+
+    def before_gate(self) -> None:
+        self.public.refuse_gate()
 
     def begin_backward(self) -> None:
         if self.noise is not None:
@@ -706,20 +723,8 @@ class PrivateStep(ClippedSums):
         """
         if self.ranks.everyone is None:
             return
-        current = self.tracker.current
         try:
-            self.ranks.agree(
-                "optimizer.step()",
-                {
-                    "release": self.releases,
-                    "draw": None if current is None else current.draw,
-                    "noise_multiplier": noise_multiplier,
-                    "max_grad_norm": bound,
-                    "expected_batch_size": self.expected_batch_size,
-                    "batch of the private loader": drawn,
-                    "trained parameters": [self.names[p] for p in self.parameters],
-                },
-            )
+            self._agree("a private batch", noise_multiplier, bound, drawn)
             if not drawn:
                 raise RuntimeError(
                     "a step on a batch that did not come from the private loader, with a mesh: "
@@ -730,6 +735,24 @@ class PrivateStep(ClippedSums):
             self.discard()
             self.tracker.refused()
             raise
+
+    def _agree(self, kind: str, noise_multiplier: float, bound: float, drawn: bool) -> None:
+        """Raise a ValueError on all ranks where they are about to make different steps."""
+        current = self.tracker.current
+        self.ranks.agree(
+            "optimizer.step()",
+            {
+                "data of the step": kind,
+                "release": self.releases,
+                "draw": None if current is None else current.draw,
+                "noise_multiplier": noise_multiplier,
+                "max_grad_norm": bound,
+                "expected_batch_size": self.expected_batch_size,
+                "batch of the private loader": drawn,
+                "trained parameters": [self.names[p] for p in self.parameters],
+                "parameters with a public gradient": self.public.names,
+            },
+        )
 
     def _charge_on_all_ranks(self, event: Event | None, *, is_foreign: bool) -> None:
         """Charge a release on all ranks; first on the first rank, which writes the ledger."""
@@ -776,10 +799,35 @@ class PrivateStep(ClippedSums):
         for parameter, total in zip(parameters, totals, strict=True):
             total = total.to(torch.promote_types(parameter.dtype, torch.float32))
             parameter.grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
+        for parameter, grad in self.public.mean(self.ranks).items():
+            if parameter.grad is not None:
+                parameter.grad.add_(grad)
+        self.public.drop()
         self._clear()
         if self._clipper is not None:
             self._clipper.end_batch(released=True)
         self.tracker.released()
+        return parameters
+
+    @property
+    def has_public_alone(self) -> bool:
+        """Whether the step under way is of public gradients, and no private batch waits for it."""
+        return self.public.are_waiting and not self.is_open and self.tracker.is_between_batches
+
+    def set_public_gradients(self) -> list[nn.Parameter]:
+        """Set the gradients of public data alone; nothing is released or charged.
+
+        Returns:
+            The parameters whose gradients were set.
+        """
+        self._agree("public data alone", self.noise_multiplier, self.max_grad_norm, False)
+        for parameter, grad in self.public.mean(self.ranks).items():
+            parameter.grad = grad
+        parameters = [p for p in self.parameters if p.grad is not None]
+        self.public.drop()
+        if self._clipper is not None:
+            # Parameters are about to change, as behind a release.
+            self._clipper.end_batch(released=True)
         return parameters
 
 

@@ -202,6 +202,7 @@ class Gate:
         """Drop what another backward left, such as one for the gradient of the inputs."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
+            self.step.before_gate()
             self.reset()
             self._task = task
 

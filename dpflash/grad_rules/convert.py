@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -291,6 +292,19 @@ def detach(model: nn.Module) -> None:
             original = plain_class(module)
             del module.__dict__["_dpflash"]
             object.__setattr__(module, "__class__", original)
+
+
+@contextmanager
+def plain_layers(model: nn.Module) -> Iterator[None]:
+    """The layers have their original classes inside the block."""
+    held = [(m, type(m), m._dpflash) for m in model.modules() if isinstance(m, PrivateModule)]
+    detach(model)
+    try:
+        yield
+    finally:
+        for module, kind, context in held:
+            module.__dict__["_dpflash"] = context
+            object.__setattr__(module, "__class__", kind)
 
 
 def make_groups(

@@ -7,11 +7,12 @@ Random masks are seeded around the forward, see `dpflash.privacy.masks`.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..clipping.backward import PrivateBackward
 from ..clipping.precision import without_autocast
 from ..grad_rules import PrivateModule
+from ..grad_rules.base import plain_class
+from ..grad_rules.convert import plain_layers
 from ..grad_rules.experts import refuse_router_losses
 from ..privacy.masks import SecretMasks
 from ..sampling.row_order import RowOrder
@@ -80,19 +83,55 @@ class ForwardWrapper:
         # Users save the inner model of a DistributedDataParallel.
         self._inner = module.module if isinstance(module, DistributedDataParallel) else None
         self._inner_class: type[nn.Module] = type(self._inner or module)
+        self._is_plain = False
+        # While the layers are plain: classes with the same guards around the plain ones.
+        self._plain_original = plain_class(module)
+        self._plain_class = _class_around(self._plain_original, self)
+        self._plain_inner_class = self._guarded_inner(plain_class(self._inner or module))
 
     def put(self) -> None:
         """Wrap the model's forward, and guard its state_dict."""
         object.__setattr__(self._module, "__class__", _class_around(self._original, self))
         if self._inner is not None:
-            kind = _class_with(self._inner_class, _guards(self._inner_class, self, "module."))
+            kind = self._guarded_inner(self._inner_class)
             object.__setattr__(self._inner, "__class__", kind)
+
+    def _guarded_inner(self, kind: type[nn.Module]) -> type[nn.Module]:
+        return _class_with(kind, _guards(kind, self, "module."))
 
     def remove(self) -> None:
         """Give the model its class back."""
         object.__setattr__(self._module, "__class__", self._original)
         if self._inner is not None:
             object.__setattr__(self._inner, "__class__", self._inner_class)
+
+    @contextlib.contextmanager
+    def plain(self) -> Iterator[None]:
+        """The model is a plain one inside the block, for public data.
+
+        Its layers have no gates, and a forward is neither proven nor seeded. The level's autocast
+        and the checks of buffers and `state_dict` stay.
+
+        Raises:
+            RuntimeError: a buffer or a frozen parameter changed.
+        """
+        outermost = [(self._module, self._plain_class)]
+        if self._inner is not None:
+            outermost.append((self._inner, self._plain_inner_class))
+        # Their own classes again, not equal ones: torch.compile guards on them.
+        held = [type(module) for module, _ in outermost]
+        with plain_layers(self._module):
+            for module, kind in outermost:
+                object.__setattr__(module, "__class__", kind)
+            self._is_plain = True
+            try:
+                yield
+            finally:
+                self._is_plain = False
+                for (module, _), kind in zip(outermost, held, strict=True):
+                    object.__setattr__(module, "__class__", kind)
+        if self.unchanged is not None and (refusal := self.unchanged.refusal(contents=False)):
+            raise RuntimeError(refusal)
 
     def leave_compiler(self, why: str) -> None:
         """Go on without torch.compile, and record the reason."""
@@ -103,6 +142,8 @@ class ForwardWrapper:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run the wrapped forward."""
+        if self._is_plain:
+            return self._plainly(module, args, kwargs)
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
         if torch.is_grad_enabled():
@@ -285,6 +326,18 @@ class ForwardWrapper:
                 outputs = self._inner(*args, **kwargs)
             else:
                 outputs = self._original.forward(module, *args, **kwargs)
+        return _widened(outputs) if self.optimization.autocast else outputs
+
+    def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A forward on public data."""
+        if self._order is not None and not torch.compiler.is_compiling():
+            self._order.refuse_private(_tensors((args, kwargs)))
+        with self._autocast(self._autocast_dtype()):
+            if module is self._module and self._inner is not None:
+                # The step averages gradients over the ranks.
+                outputs = self._inner(*args, **kwargs)
+            else:
+                outputs = self._plain_original.forward(module, *args, **kwargs)
         return _widened(outputs) if self.optimization.autocast else outputs
 
     def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

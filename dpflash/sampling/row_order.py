@@ -41,6 +41,7 @@ class RowOrder:
     def __init__(self) -> None:
         self._left = _LOOKED_AT
         self._batch: list[_Rows] = []
+        self._tensors: list[Tensor] = []
         self._copies: Tensor | None = None
         self._size: int | None = None
         # Hashes of whole tensors in earlier batches.
@@ -56,7 +57,7 @@ class RowOrder:
         while len(self._past) > _REMEMBERED:
             self._past.popitem(last=False)
         self._batch, self._copies, self._size = [], None, None
-        tensors = [x for _, x in tensors_of(batch)]
+        tensors = self._tensors = [x for _, x in tensors_of(batch)]
         if mark.real is None or not self._is_checked(tensors):
             return
         self._left = max(0, self._left - 1)
@@ -102,6 +103,23 @@ class RowOrder:
                 f"the model got the rows of the loader's batch in another order, {_REMEDY}"
             )
 
+    def refuse_private(self, given: Sequence[Tensor]) -> None:
+        """Check the tensors with which the model is called on public data.
+
+        Raises:
+            RuntimeError: all rows of one of them are of the private loader's last batch, or it is
+                a tensor of an earlier one.
+        """
+        own = [_Rows(x) for x in self._tensors if _has_rows(x)]
+        for rows in (_Rows(x) for x in given if _has_rows(x)):
+            if rows.is_distinctive and (
+                rows.hash in self._past or any(rows.are_among(others) for others in own)
+            ):
+                raise RuntimeError(
+                    "the model got rows of the private loader's batch inside "
+                    "engine.public_data(), where nothing protects them: give it public data alone"
+                )
+
     def _is_checked(self, tensors: Sequence[Tensor]) -> bool:
         return self._left > 0 or all(x.device.type == "cpu" for x in tensors)
 
@@ -120,6 +138,17 @@ class _Rows:
         self.digests = row_digests(x).cpu()
         self.hash = hash((self.form, *self.digests.tolist()))
         self.is_distinctive = x[0].numel() >= _DISTINCTIVE and bool((x != x.reshape(-1)[0]).any())
+
+    def are_among(self, others: _Rows) -> bool:
+        """Whether each row is one of these."""
+        (shape, dtype), (theirs, their_dtype) = self.form, others.form
+        return (shape[1:], dtype) == (theirs[1:], their_dtype) and bool(
+            torch.isin(self.digests, others.digests).all()
+        )
+
+
+def _has_rows(x: Tensor) -> bool:
+    return bool(x.ndim) and len(x) > 0 and x.layout == torch.strided
 
 
 def _rows_of(tensors: Sequence[Tensor], size: int) -> list[_Rows]:

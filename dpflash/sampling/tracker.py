@@ -149,6 +149,12 @@ class BatchTracker:
         self.skipped_last_step = skip
         return skip
 
+    @property
+    def is_between_batches(self) -> bool:
+        """Whether the step under way belongs to no private batch."""
+        is_free = self.current is None or self.current is self._refused
+        return is_free and not self.backward_done and not self.signalled_now
+
     # Epochs and microbatches of the private loader
 
     def begin_epoch(self) -> None:

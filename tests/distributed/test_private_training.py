@@ -28,6 +28,7 @@ def _load(name: str) -> Any:
 cases = _load("private_cases")
 exact_cases = _load("exact_cases")
 layer_cases = _load("layer_cases")
+public_cases = _load("public_cases")
 # By this name it reads what other processes raise.
 World = distributed_world.World
 
@@ -245,6 +246,50 @@ def test_the_ranks_shares_of_a_draw_are_the_draw(started: _Started) -> None:
         dealt = [i for _, parts in together for d, _, own in parts if d == draw for i in own]
         assert sorted(dealt) == drawn
     assert len({len(drawn) for drawn in draws}) > 1
+
+
+# Public data beside private data
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("order", ["before", "between"])
+@pytest.mark.parametrize(
+    ("ranks", "context", "wrapper"),
+    [
+        pytest.param(2, 1, "plain", id="data2"),
+        pytest.param(2, 1, "ddp", id="ddp2"),
+        pytest.param(2, 1, "fsdp", id="fsdp2"),
+        pytest.param(3, 1, "fsdp", id="fsdp3"),
+        pytest.param(2, 2, "plain", id="context2"),
+        pytest.param(4, 2, "ddp", id="ddp2xcontext2"),
+    ],
+)
+def test_public_gradients_are_averaged_over_the_ranks_with_other_samples(
+    started: _Started, ranks: int, context: int, wrapper: str, order: str
+) -> None:
+    alone = public_cases.train()
+    together = started(ranks).run(
+        public_cases.__file__, "train", ranks, context=context, wrapper=wrapper, order=order
+    )
+    for one in together:
+        np.testing.assert_allclose(one, alone, rtol=0, atol=5e-7)
+        np.testing.assert_array_equal(one, together[0])
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("one rank steps on public data alone", "data of the step differs between ranks"),
+        ("one rank has no public data", "parameters with a public gradient differs"),
+        ("context", "sharded over 2 ranks, of 1 with other samples and a context"),
+    ],
+)
+def test_public_steps_that_do_not_fit_together_are_refused_on_all_ranks(
+    started: _Started, case: str, message: str
+) -> None:
+    for said in started(2).run(public_cases.__file__, "refused", 2, case=case):
+        assert message in said
 
 
 # Invariants across ranks (DESIGN 4.3)

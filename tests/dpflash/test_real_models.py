@@ -1,5 +1,6 @@
 """Architectures of transformers train privately as a loop over single samples, or are refused."""
 
+import copy
 import functools
 import json
 import sys
@@ -62,6 +63,31 @@ def test_one_sample_moves_the_sum_by_at_most_the_bound(name, clipping, private, 
     assert sum(group.bound**2 for group in engine.groups()) <= bound**2
     assert moved <= bound * (1 + 1e-9)
     assert moved >= bound * (0.999 if clipping in ("flat", "ghost") else 0.3)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "LoRA"])
+@pytest.mark.parametrize("name", MODELS)
+def test_on_public_data_a_private_model_is_the_plain_one(name, adapted, private):
+    """Also after a private forward, whose backward is still to come."""
+    real = MODELS[name]
+    if "refusal" in models_table.cell_of(real, "LoRA" if adapted else "flat"):
+        pytest.skip("refused")
+    data = real.batch()
+    model = models_table.adapted(real.build()) if adapted else real.build()
+    plain = copy.deepcopy(model)
+    engine, model, *_ = private(model, *data, one_part=True, exact=False)
+    # None of the loader's rows.
+    public = [t.flip(-1) if t.ndim > 1 else t for t in data]
+    real.losses(plain, *public).mean().backward()
+    losses = real.losses(model, *data)
+    with engine.public_data():
+        real.losses(model, *public).mean().backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+    engine.backward(losses)
 
 
 @pytest.mark.cases(3)
