@@ -23,19 +23,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import betaincinv, expit, ndtri
-from scipy.stats import binom
+from scipy.special import bdtr, bdtrc, betaincinv, expit, ndtri
 
 from dpflash.accounting import Accountant, gaussian_epsilon
 
 # Claimed rates of false positives, and of false negatives, at which scores are cut.
 _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
+# Errors in a tail of the scores that a plan is made of, so that its odds are known.
+_LEAST_COUNTED = 16
 _MOST_EPSILON = 64.0
 _SPREADS = 12.0
+# Of the claimed trade-off curve: rates of errors below this delta are not told apart.
+_LINES, _LEAST_DELTA, _STEEPEST = 129, 1e-8, 500.0
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,24 @@ class Claim:
         return float(self.accountant.get_epsilon(self.delta))
 
     def least_false_negatives(self, false_positives: float) -> float:
-        """The claimed trade-off curve, the same in both directions of neighboring datasets."""
-        return self.accountant.get_beta(false_positives)
+        """The claimed trade-off curve, the same in both directions of neighboring datasets.
+
+        Each (epsilon, delta) of the accountant bounds it by two lines, as in
+        `Accountant.get_beta`; their maximum over a grid of epsilons is never above the curve.
+        """
+        epsilons, kept = self._lines
+        steep = kept - np.exp(epsilons) * false_positives
+        flat = np.exp(-epsilons) * (kept - false_positives)
+        found = float(max(0.0, steep.max(), flat.max()))
+        return min(1.0 - false_positives, found)
+
+    @cached_property
+    def _lines(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Epsilons, and 1 - delta at each."""
+        most = min(float(self.accountant.get_epsilon(_LEAST_DELTA)), _STEEPEST)
+        epsilons = np.linspace(0.0, most, _LINES)
+        deltas = [self.accountant.get_delta(float(epsilon)) for epsilon in epsilons]
+        return epsilons, 1 - np.array(deltas)
 
 
 @dataclass(frozen=True)
@@ -106,28 +127,30 @@ class Plan:
         errors = _above(outside, both) - (1 - _above(inside, both))
         middle = float(both[np.abs(errors).argmin()])
         best, positive, negative = -1.0, 0, 0
-        for tail in _GUESS_TAILS:
-            high, low = np.quantile(outside, 1 - tail), np.quantile(inside, tail)
-            if high < low:
-                continue
-            says_in = canaries / 2 * (_above(inside, high) + tail)
-            says_out = canaries / 2 * (1 - _above(outside, low) + tail)
+        fewest = _LEAST_COUNTED / min(len(inside), len(outside))
+        for tail in (tail for tail in _GUESS_TAILS if tail >= fewest):
+            high = max(float(np.quantile(outside, 1 - tail)), middle)
+            low = min(float(np.quantile(inside, tail)), middle)
+            right = canaries / 2 * (_above(inside, high) + 1 - _above(outside, low))
+            wrong = canaries / 2 * (_above(outside, high) + 1 - _above(inside, low))
+            says_in = round(canaries / 2 * (_above(inside, high) + _above(outside, high)))
+            guesses = round(right + wrong)
             found = one_run_epsilon(
-                correct=int(says_in + says_out - canaries * tail),
-                guesses=round(says_in) + round(says_out),
+                correct=int(right),
+                guesses=guesses,
                 canaries=canaries,
                 delta=delta,
                 confidence=confidence,
                 rounds=12,
             )
             if found > best:
-                best, positive, negative = found, round(says_in), round(says_out)
+                best, positive, negative = found, says_in, guesses - says_in
         return cls(tuple(sorted({*cuts, middle})), middle, positive, negative)
 
 
-def _above(ordered: NDArray[np.float64], cut: float | NDArray[np.float64]) -> NDArray[np.float64]:
+def _above(ordered: NDArray[np.float64], cut: Any) -> Any:
     """The part of ordered scores that are at least `cut`."""
-    return np.asarray(1 - np.searchsorted(ordered, cut) / len(ordered))
+    return 1 - np.searchsorted(ordered, cut) / len(ordered)
 
 
 @dataclass(frozen=True)
@@ -306,15 +329,16 @@ def one_run_p_value(
     if correct <= 0:
         return 1.0
     right = float(expit(epsilon))
-    law = binom(guesses, right)
     # W's probabilities rise to its mode and fall behind it, so their mean over the i values
     # below `correct` is greatest before i has passed all that count.
     spread = math.sqrt(guesses * right * (1 - right))
     far = correct - guesses * right + _SPREADS * spread + _SPREADS
     i = np.arange(1, min(correct, max(int(far), 1)) + 1)
-    below = law.cdf(correct - 1) - law.cdf(correct - 1 - i)
+    # No i is above correct, so the least argument is -1, of which bdtr knows nothing.
+    least = np.where(i < correct, bdtr(np.maximum(correct - 1 - i, 0), guesses, right), 0.0)
+    below = bdtr(correct - 1, guesses, right) - least
     slack = 2 * canaries * delta * float((below / i).max())
-    return min(1.0, float(law.sf(correct - 1)) + slack)
+    return min(1.0, float(bdtrc(correct - 1, guesses, right)) + slack)
 
 
 def one_run_epsilon(
@@ -324,7 +348,7 @@ def one_run_epsilon(
     canaries: int,
     delta: float,
     confidence: float,
-    rounds: int = 40,
+    rounds: int = 30,
 ) -> float:
     """Lower confidence bound on epsilon from right guesses in one run.
 

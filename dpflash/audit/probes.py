@@ -20,10 +20,9 @@ from .releases import NewEngine, Run, as_it_is
 
 # Noise multiplier with which contributions are read off.
 LITTLE = 2.0**-8
-_READ_RELEASES = 128
-_DRAWN, _LEAST_UNITS, _MOST_UNITS = 16.0, 128, 1 << 14
-_FEW_UNITS, _FEW_RATE = 32, 1 / 16
-_MANY_UNITS, _MANY_RATE = 128, 1 / 4
+# (units, sample rate, releases); the units of the audited rate depend on it.
+_FEW, _MANY, _AUDITED_RELEASES = (32, 1 / 8, 32), (64, 1 / 4, 16), 64
+_DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
 # Whose sums are exact unless rounding is asked for.
 _EXACT_MODES = ("auto", "instantiate")
 _NOISE_RELEASES, _NOISE_WIDTH, _NOISE_CANARIES = 16, 2048, 64
@@ -105,15 +104,16 @@ def probe(
     assert rate is not None
     units = int(min(_MOST_UNITS, max(_LEAST_UNITS, _DRAWN / rate)))
 
-    def contributions(units: int, rate: float) -> Contributions:
+    def contributions(units: int, rate: float, releases: int) -> Contributions:
         return read_contributions(
-            new_engine, privacy, performance, units=units, rate=rate, device=device
-        )
+            new_engine, privacy, performance,
+            units=units, rate=rate, releases=releases, device=device,
+        )  # fmt: skip
 
     return Probes(
-        inclusions=contributions(units, rate),
-        padding=contributions(_FEW_UNITS, _FEW_RATE),
-        divisor=contributions(_MANY_UNITS, _MANY_RATE),
+        inclusions=contributions(units, rate, _AUDITED_RELEASES),
+        padding=contributions(*_FEW),
+        divisor=contributions(*_MANY),
         noise=read_noise(new_engine, privacy, performance, device=device),
     )
 
@@ -125,7 +125,7 @@ def read_contributions(
     *,
     units: int,
     rate: float,
-    releases: int = _READ_RELEASES,
+    releases: int,
     device: str = "cpu",
     prepare: Callable[[nn.Module], object] = as_it_is,
 ) -> Contributions:

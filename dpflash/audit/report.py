@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .bounds import Assessment
-from .checks import Check
+if TYPE_CHECKING:
+    from .bounds import Assessment
+    from .checks import Check
 
-REPORT = "audit.json"
+AUDIT = "audit.json"
 WHITE_BOX, BLACK_BOX = "white_box", "black_box"
 # Of the verdict on the scores; the checks have rates of their own.
 SCORE_FALSE_ALARMS = 1e-3

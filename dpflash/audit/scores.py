@@ -34,7 +34,7 @@ from .bounds import Claim, Plan
 from .releases import Engine, NewEngine, Run
 
 # Canaries, and releases of all of them, that are simulated to choose the cuts.
-_SIMULATED, _SIMULATED_RELEASES = 100_000, 4_000_000
+_SIMULATED, _SIMULATED_RELEASES = 200_000, 8_000_000
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
     asked = _from_options(args) if args.folder is None else _from_run(args)
     report = _audit(args, asked)
     if args.folder is not None:
-        text = as_json(report.as_dict())
+        text = as_json({"settings": asdict(asked), **report.as_dict()})
         (Path(args.folder) / "audit.json").write_text(text + "\n", encoding="utf-8")
     if args.plot is not None:
         save(report.figure(), args.plot)
