@@ -37,8 +37,8 @@ PARTS = ("bounds", "power", "ranks")
 DELTA, EPSILONS = 1e-5, (1.0, 4.0, 8.0)
 # Name -> (sample rate, releases, canaries, runs).
 BOUNDS = {
-    "100,000 scores, no subsampling": (1.0, 100, 1000, 5),
-    "3,906 canaries, Poisson 1/8, 256 releases": (0.125, 256, 3906, 5),
+    "100,000 scores, no subsampling": (1.0, 100, 1000, 3),
+    "3,906 canaries, Poisson 1/8, 256 releases": (0.125, 256, 3906, 3),
     "1,000,000 canaries, Poisson 1/8, 256 releases": (0.125, 256, 1_000_000, 1),
 }
 # Sample rate and releases of the runs that are accused or not, with this many canaries and noise.

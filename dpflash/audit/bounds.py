@@ -14,9 +14,10 @@ The cuts and the number of guesses are a `Plan`, which must not come from the sc
 used on.
 
 Source:
-    Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run, Theorem 5.2 and
-    Appendix D. Mahloujifar, Melis, Chaudhuri 2024 (arXiv 2410.22235) for trade-off curves in one
-    run. Nasr et al. 2023, Tight Auditing of DP-SGD, for the bound that assumes Gaussian.
+    Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run, section 5 and
+    appendix D. Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning, for
+    the bound that assumes Gaussian. Mahloujifar, Melis, Chaudhuri 2024 (arXiv 2410.22235) test
+    trade-off curves in one run without independent scores, which is not done here.
 """
 
 from __future__ import annotations
@@ -324,7 +325,7 @@ def one_run_p_value(
         epsilon, delta: of one canary's membership.
 
     Source:
-        Steinke, Nasr, Jagielski 2023, Theorem 5.2.
+        Steinke, Nasr, Jagielski 2023, section 5 and appendix D.
     """
     if correct <= 0:
         return 1.0

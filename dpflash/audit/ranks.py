@@ -122,6 +122,10 @@ class RankFindings:
     shards: Contributions
 
 
+class RankFailure(RuntimeError):
+    """A process of an audit's ranks failed."""
+
+
 class RankProbes:
     """Two processes that probe while the audit goes on. A context manager that ends them.
 
@@ -163,7 +167,7 @@ class RankProbes:
         """Wait for both processes.
 
         Raises:
-            RuntimeError: one of them failed, with the end of what it printed.
+            RankFailure: one of them failed, with the end of what it printed.
         """
         for process in self._processes:
             try:
@@ -171,7 +175,7 @@ class RankProbes:
             except subprocess.TimeoutExpired:
                 printed = f"no end after {_SECONDS:g} seconds"
             if process.returncode != 0:
-                raise RuntimeError(
+                raise RankFailure(
                     f"ranks=True: the audit of two ranks failed ({printed[-2000:].strip()}); pass "
                     "ranks=False (--no-ranks) where processes cannot talk to each other"
                 )

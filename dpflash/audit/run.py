@@ -116,10 +116,11 @@ def run_audit(
 
     Raises:
         ValueError: for an argument out of its range.
-        RuntimeError: the processes of `ranks` failed.
+        RankFailure: the processes of `ranks` failed.
     """
     positive_int(canaries=canaries)
     probability(delta=delta, confidence=confidence)
+    _refuse_slow(str(audited.arguments.get("accountant")))
     privacy, performance = audited.privacy, audited.performance
     steps = privacy.steps_per_epoch
     assert steps is not None
@@ -188,6 +189,7 @@ def audit_losses(
     if not np.isfinite(scores).all():
         raise ValueError("scores holds values that are not finite; leave such canaries out")
     probability(delta=delta, confidence=confidence)
+    _refuse_slow(type(accountant).mechanism())
     order = np.random.default_rng(seed).permutation(len(scores))
     first, second = np.array_split(order, 2)
     plan = Plan.of_scores(
@@ -204,6 +206,14 @@ def audit_losses(
         confidence=confidence, canaries=len(scores), steps=steps, mode=BLACK_BOX,
         seeded=seed is not None,
     )  # fmt: skip
+
+
+def _refuse_slow(mechanism: str) -> None:
+    if mechanism == "prv":
+        raise ValueError(
+            "accountant='prv' needs half an hour for the trade-off curve that is claimed; audit "
+            "with 'contour'"
+        )
 
 
 def named_checks(probes: Probes, rng: np.random.Generator) -> list[Check]:

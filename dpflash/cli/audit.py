@@ -22,7 +22,7 @@ _STEPS, _CANARIES, _DELTA = 100, 1000, 1e-5
 
 @dataclass(frozen=True)
 class _Audit:
-    """What is audited."""
+    """What is audited; the fields are those of a run's report."""
 
     noise_multiplier: float
     sample_rate: float
@@ -185,7 +185,7 @@ def _from_run(args: argparse.Namespace) -> _Audit:
 def _audit(args: argparse.Namespace, asked: _Audit) -> AuditReport:
     # Imported here, since `dpflash --help` starts without torch.
     from ..audit.black_box import train_on_documents
-    from ..audit.ranks import Audited
+    from ..audit.ranks import Audited, RankFailure
     from ..audit.run import audit_losses, auditable, run_audit
     from ..config import PerformanceConfig, PrivacyConfig
     from ..engine import PrivacyEngine
@@ -203,15 +203,18 @@ def _audit(args: argparse.Namespace, asked: _Audit) -> AuditReport:
     arguments = {"accountant": asked.accountant, "seed": args.seed}
     audited = Audited(PrivacyEngine, arguments, privacy, performance)
     progress = sys.stderr.isatty()
-    if not args.black_box:
+    if args.black_box:
+        scores, included, accountant = train_on_documents(
+            audited, canaries=args.canaries, seed=args.seed, device=args.device, progress=progress
+        )
+        return audit_losses(
+            scores, included, accountant,
+            steps=asked.steps, delta=asked.delta, confidence=args.confidence, seed=args.seed,
+        )  # fmt: skip
+    try:
         return run_audit(
             audited, canaries=args.canaries, delta=asked.delta, confidence=args.confidence,
             seed=args.seed, ranks=args.ranks, device=args.device, progress=progress,
         )  # fmt: skip
-    scores, included, accountant = train_on_documents(
-        audited, canaries=args.canaries, seed=args.seed, device=args.device, progress=progress
-    )
-    return audit_losses(
-        scores, included, accountant,
-        steps=asked.steps, delta=asked.delta, confidence=args.confidence, seed=args.seed,
-    )  # fmt: skip
+    except RankFailure as error:
+        raise ValueError(str(error)) from error

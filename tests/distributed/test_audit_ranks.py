@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpflash.audit.ranks import Audited, RankFindings, RankProbes
+from dpflash.audit.ranks import Audited, RankFailure, RankFindings, RankProbes
 from dpflash.audit.run import auditable, rank_checks
 from dpflash.config import PerformanceConfig, PrivacyConfig
 from dpflash.engine import PrivacyEngine
@@ -78,5 +78,5 @@ def test_processes_that_fail_say_why():
         steps=4,
     )
     audited = Audited(PrivacyEngine, {"accountant": "abacus"}, *settings)
-    with RankProbes(audited) as started, pytest.raises(RuntimeError, match="abacus"):
+    with RankProbes(audited) as started, pytest.raises(RankFailure, match="abacus"):
         started.read()

@@ -271,6 +271,7 @@ def test_black_box_command_scores_losses_of_documents(capsys):
         (["--noise-multiplier", "1", "--confidence", "2"], "confidence=2.0"),
         (["--noise-multiplier", "1", "--clipping", "soft"], "clipping='soft'"),
         (["--noise-multiplier", "1", "--plot", "audit.pdf"], "expected a PNG file"),
+        (["--noise-multiplier", "1", "--accountant", "prv"], "accountant='prv'"),
         (["--run", "/nowhere"], "has no report.json"),
         (["--run", "/nowhere", "--steps", "3"], "steps=3 with --run"),
     ],
