@@ -38,6 +38,8 @@ _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
 # Errors in a tail of the scores that a plan is made of, so that its odds are known.
 _LEAST_COUNTED = 16
+# Standard deviations of bad luck with the guesses that a plan reckons with.
+_CAUTION = 2.0
 _MOST_EPSILON = 64.0
 _SPREADS = 12.0
 # Of the claimed trade-off curve: rates of errors below this delta are not told apart.
@@ -136,8 +138,9 @@ class Plan:
             wrong = canaries / 2 * (_above(outside, high) + 1 - _above(inside, low))
             says_in = round(canaries / 2 * (_above(inside, high) + _above(outside, high)))
             guesses = round(right + wrong)
+            luck = _CAUTION * math.sqrt(right * wrong / max(right + wrong, 1))
             found = one_run_epsilon(
-                correct=int(right),
+                correct=max(int(right - luck), 0),
                 guesses=guesses,
                 canaries=canaries,
                 delta=delta,

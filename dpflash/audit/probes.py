@@ -133,7 +133,7 @@ def read_contributions(
     asked = replace(privacy, noise_multiplier=LITTLE, sample_rate=rate, steps_per_epoch=releases)
     run = Run(
         new_engine(), asked, performance,
-        canaries=units, tables=1, background=True, device=device, prepare=prepare,
+        canaries=units, background=True, device=device, prepare=prepare,
     )  # fmt: skip
     unit, common = run.bounds
     found = list(run.releases())

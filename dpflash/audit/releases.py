@@ -64,18 +64,19 @@ NewEngine = Callable[..., Engine]
 
 
 class CanaryModel(nn.Module):
-    """Losses [B] that are linear in the parameters: each canary has a number in every table.
+    """Losses [B] that are linear in two layers: each canary has a number of its own in each.
 
     Args:
-        canaries: rows of each table.
-        tables: number of tables.
-        background: whether there is one more number, which all canaries have in common.
+        canaries: number of canaries.
+        background: whether one of the layers is a number that all canaries have in common.
         scale: of each number in a loss.
     """
 
-    def __init__(self, canaries: int, *, tables: int = 2, background: bool, scale: float):
+    def __init__(self, canaries: int, *, background: bool, scale: float):
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(canaries, 1) for _ in range(tables))
+        self.tables = nn.ModuleList(
+            nn.Embedding(canaries, 1) for _ in range(1 if background else 2)
+        )
         self.background = nn.Embedding(1, 1) if background else None
         self.scale = scale
 
@@ -154,13 +155,12 @@ class Run:
         performance: settings that decide how gradients are clipped.
         canaries: number of canaries that the model knows.
         numbers: which of them are in the data; all by default.
-        tables, background: see `CanaryModel`.
+        background: whether all have a number in common, beside one table; else two tables.
         device: of the model.
         prepare: what is done to the model before it is made private, such as sharding it.
 
     Attributes:
-        bounds: `[tables]`, and one more with a background: what a canary contributes to each of
-            its numbers.
+        bounds: `[2]`: what a canary contributes to its number in each layer.
     """
 
     def __init__(
@@ -171,7 +171,6 @@ class Run:
         *,
         canaries: int,
         numbers: NDArray[np.int64] | None = None,
-        tables: int = 2,
         background: bool = False,
         device: str = "cpu",
         prepare: Callable[[nn.Module], object] = as_it_is,
@@ -179,10 +178,9 @@ class Run:
         everyone = np.arange(canaries) if numbers is None else numbers
         self.engine, self.canaries = engine, canaries
         self.dataset = Canaries(everyone)
-        count = tables + background
-        # Equal parts of each number, so that all clippings can use their whole bounds.
-        scale = EXCESS * privacy.bound / math.sqrt(count)
-        model = CanaryModel(canaries, tables=tables, background=background, scale=scale)
+        # Equal parts in both layers, so that every kind of clipping can use its whole bound.
+        scale = EXCESS * privacy.bound / math.sqrt(2)
+        model = CanaryModel(canaries, background=background, scale=scale)
         model = model.to(device=device, dtype=torch.float64)
         prepare(model)
         rate = privacy.sample_rate
@@ -201,7 +199,7 @@ class Run:
             )
         groups = list(engine.groups())
         self.bounds = (
-            np.full(count, privacy.bound / math.sqrt(count))
+            np.full(2, privacy.bound / math.sqrt(2))
             if len(groups) == 1
             else np.array([group.bound for group in groups])
         )

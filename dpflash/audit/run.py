@@ -32,7 +32,7 @@ from .checks import (
 from .probes import Probes, probe
 from .ranks import Audited, RankFindings, RankProbes
 from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
-from .scores import score
+from .scores import plan_for, score
 
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
 
@@ -131,15 +131,15 @@ def run_audit(
     ):
         scored = score(
             audited.new_engine, privacy, performance,
-            canaries=canaries, delta=delta, confidence=confidence, rng=rng, device=device,
-            progress=bar.update,
+            canaries=canaries, delta=delta, rng=rng, device=device, progress=bar.update,
         )  # fmt: skip
         probes = probe(audited.new_engine, privacy, performance, device=device)
         checks = [check_charges(scored.charged, scored.due), *named_checks(probes, rng)]
         if started is not None:
             checks += rank_checks(started.read())
+    plan = plan_for(privacy, len(scored.scores), delta=delta, confidence=confidence, rng=rng)
     assessment = assess(
-        scored.scores, scored.included, scored.plan, scored.claim,
+        scored.scores, scored.included, plan, scored.claim,
         confidence=confidence, false_alarm_rate=SCORE_FALSE_ALARMS,
     )  # fmt: skip
     return _report(

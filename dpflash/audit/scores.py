@@ -45,7 +45,6 @@ class Scored:
         scores: `[N]`, log-likelihood ratios.
         included: `[N]`, which canaries were in.
         claim: for one of them.
-        plan: made of simulated scores of the claimed mechanism.
         charged: epsilon of all releases, as the engine has charged them.
         due: epsilon of all releases, as the claim composes.
     """
@@ -53,7 +52,6 @@ class Scored:
     scores: NDArray[np.float64]
     included: NDArray[np.bool_]
     claim: Claim
-    plan: Plan
     charged: float
     due: float
 
@@ -75,7 +73,6 @@ def score(
     *,
     canaries: int,
     delta: float,
-    confidence: float,
     rng: np.random.Generator,
     device: str = "cpu",
     progress: Callable[[], object] = lambda: None,
@@ -88,8 +85,7 @@ def score(
         performance: see `PerformanceConfig`.
         canaries: in the model.
         delta: of the claim.
-        confidence: of the bounds that the plan is for.
-        rng: for the coins and the simulation.
+        rng: for the coins.
         device: of the model.
         progress: called after each release.
     """
@@ -118,13 +114,6 @@ def score(
         scores=np.concatenate(scores) if anew else total,
         included=np.concatenate(included) if anew else coins,
         claim=Claim(once if anew else whole, delta, _in_words(privacy)),
-        plan=plan_for(
-            privacy,
-            canaries * (steps if anew else 1),
-            delta=delta,
-            confidence=confidence,
-            rng=rng,
-        ),
         charged=engine.get_epsilon(delta),
         due=float(whole.get_epsilon(delta)),
     )
@@ -161,7 +150,14 @@ def plan_for(
     confidence: float,
     rng: np.random.Generator,
 ) -> Plan:
-    """The plan for scores of the claimed mechanism, by simulating it."""
+    """The plan for scores of the claimed mechanism, by simulating it.
+
+    Args:
+        privacy: as for `score`.
+        canaries: number of scores.
+        delta, confidence: of the bounds on epsilon.
+        rng: for the simulation.
+    """
     rate, noise, steps = _numbers_of(privacy)
     releases = 1 if rate == 1 else steps
     count = min(_SIMULATED, max(2_000, _SIMULATED_RELEASES // releases))

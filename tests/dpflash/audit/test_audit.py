@@ -17,7 +17,7 @@ from dpflash.audit.ranks import Audited
 from dpflash.audit.releases import Run
 from dpflash.audit.report import SCORE_FALSE_ALARMS
 from dpflash.audit.run import auditable, named_checks, run_audit
-from dpflash.audit.scores import score
+from dpflash.audit.scores import plan_for, score
 from dpflash.cli import main
 from dpflash.config import PerformanceConfig, PrivacyConfig
 from dpflash.engine import PrivacyEngine
@@ -37,9 +37,10 @@ def new_engine(**more):
 
 def scores_refute(asked, canaries=400):
     rng = np.random.default_rng(0)
-    found = score(new_engine, *asked, canaries=canaries, delta=DELTA, confidence=0.95, rng=rng)
+    found = score(new_engine, *asked, canaries=canaries, delta=DELTA, rng=rng)
+    plan = plan_for(asked[0], len(found.scores), delta=DELTA, confidence=0.95, rng=rng)
     return found, assess(
-        found.scores, found.included, found.plan, found.claim,
+        found.scores, found.included, plan, found.claim,
         confidence=0.95, false_alarm_rate=SCORE_FALSE_ALARMS,
     )  # fmt: skip
 
