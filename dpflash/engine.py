@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.conv import _ConvNd
@@ -80,6 +82,9 @@ from .step import PrivateStep
 from .verification.proof import Proof, allow_second_backwards
 from .verification.settable import OnlySettable
 from .verification.unchanged import Unchanged
+
+if TYPE_CHECKING:
+    from .audit.report import AuditReport
 
 _log = logging.getLogger(__name__)
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
@@ -185,6 +190,7 @@ class PrivacyEngine(OnlySettable):
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateDataLoader | None = None
         self._clipping = "flat"
+        self._settings: tuple[PrivacyConfig, PerformanceConfig] | None = None
         self._step: PrivateStep | None = None
         _engines.add(self)
 
@@ -371,7 +377,7 @@ class PrivacyEngine(OnlySettable):
             optimizer, step, loss_reduction=privacy.loss_reduction
         )
         self._model, self._backward, self._step = module, backward, step
-        self._clipping = privacy.clipping
+        self._clipping, self._settings = privacy.clipping, (privacy, performance)
         self._optimizer, self._loader = private_optimizer, loader
         return module, private_optimizer, loader
 
@@ -720,6 +726,77 @@ class PrivacyEngine(OnlySettable):
                 and for another loss_reduction than None, "mean" and "sum".
         """
         return run_check(model, batch, loss_fn, loss_reduction=loss_reduction)
+
+    def audit(
+        self,
+        *,
+        steps: int | None = None,
+        canaries: int = 1000,
+        delta: float = 1e-5,
+        confidence: float = 0.95,
+        scores: ArrayLike | None = None,
+        included: ArrayLike | None = None,
+        seed: int | None = None,
+        ranks: bool = True,
+    ) -> AuditReport:
+        """Test whether this engine's settings keep the epsilon that they claim.
+
+        Without scores (white box) canaries with orthogonal gradients are trained through new
+        engines with these settings: accountant, noise, bound, clipping, sample rate and exactness.
+        The model and its data are not touched, and nothing is charged. With scores (black box)
+        the training run itself is audited, by losses of canary documents that were in its data.
+
+        Args:
+            steps: releases of the claimed run; None for one epoch of the loader.
+            canaries: of the white-box audit; more give tighter bounds.
+            delta: of the claim and the bounds.
+            confidence: of each of the two bounds on epsilon.
+            scores: `[N]`, higher for canaries that look trained on, such as the loss before minus
+                the loss after training; against the epsilon that was spent so far.
+            included: `[N]`, bool, with scores: which canaries were in the data, each by a fair
+                coin of its own.
+            seed: for a reproducible audit.
+            ranks: whether to probe two ranks too, in processes that take some seconds.
+
+        Returns:
+            An `AuditReport`: `.ok`, the claimed epsilon, two lower bounds, the named checks; as
+            text a table. It is a test, not a proof.
+
+        Raises:
+            ValueError: no model is private, an argument is out of its range, or sampling is not
+                Poisson.
+
+        Source:
+            Steinke, Nasr, Jagielski 2023; see `dpflash.audit.bounds`.
+        """
+        # A second, which no training run needs: scipy's distributions and torch's FSDP.
+        from .audit.ranks import Audited
+        from .audit.run import audit_losses, auditable, run_audit
+
+        self._require_private("audit")
+        assert self._settings is not None and self._optimizer is not None
+        assert self._loader is not None and self._model is not None
+        if (scores is None) != (included is None):
+            raise ValueError("scores and included come together; pass both, or neither")
+        if scores is not None:
+            releases = self._optimizer.releases
+            return audit_losses(
+                np.asarray(scores, dtype=np.float64), np.asarray(included), self.accountant,
+                steps=releases, delta=delta, confidence=confidence, seed=seed,
+            )  # fmt: skip
+        privacy, performance = self._settings
+        privacy, performance = auditable(
+            replace(privacy, noise_multiplier=self._optimizer.noise_multiplier),
+            performance,
+            sample_rate=self._loader.sample_rate or 1.0,
+            steps=self._loader.steps_per_epoch if steps is None else steps,
+        )
+        arguments = {"accountant": type(self.accountant).mechanism(), "seed": seed}
+        return run_audit(
+            Audited(PrivacyEngine, arguments, privacy, performance),
+            canaries=canaries, delta=delta, confidence=confidence, seed=seed, ranks=ranks,
+            device=str(next(self._model.parameters()).device),
+        )  # fmt: skip
 
     def groups(self) -> ClippingGroups:
         """The clipping groups of the private model: their parameters, bounds and sensitivity.

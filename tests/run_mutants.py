@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.json"
 KEYS = {"name", "breaks", "invariant", "file", "old", "new", "killers"}
-AREAS = (*range(1, 17), "kernels", "accounting", "ranks")
+AREAS = (*range(1, 17), "kernels", "accounting", "ranks", "audit")
 TIMEOUT_S = 600
 
 Mutant = dict[str, Any]

@@ -20,7 +20,7 @@ LAW = [
     ["clipping", "optimizer"],
     ["config", "grad_rules", "recommender"],
     ["nn", "optimize"],
-    ["check", "checked_arguments"],
+    ["audit", "check", "checked_arguments"],
     ["engine"],
     ["integrations", "train"],
     ["release"],

@@ -23,6 +23,7 @@ _COMMANDS = {
     "calibrate": ("epsilon", "compute the noise, steps or sample rate for an epsilon"),
     "budget": ("budget", "compute the total epsilon of the runs in a ledger"),
     "check": ("check", "find modules and losses that cannot be trained privately"),
+    "audit": ("audit", "attack private training, and compare what leaks with the claim"),
     "doctor": ("doctor", "report the hardware, the libraries and the kernels that dpflash uses"),
     "bench": ("bench", "run benchmarks on this machine"),
 }

@@ -25,7 +25,14 @@ _NOT_COVERED = (
 )
 
 
-def model_card(report: Mapping[str, Any], *, library: str, base: str | None, how: str) -> str:
+def model_card(
+    report: Mapping[str, Any],
+    *,
+    library: str,
+    base: str | None,
+    how: str,
+    audit: Mapping[str, Any] | None = None,
+) -> str:
     """The card as Markdown.
 
     Args:
@@ -34,6 +41,7 @@ def model_card(report: Mapping[str, Any], *, library: str, base: str | None, how
         library: "dpflash" or "transformers", which loads the model.
         base: name of the pretrained model; None for a new one.
         how: Python that loads the model.
+        audit: what `dpflash audit --run` found with the run's settings; None without one.
     """
     unit = noun_of(report["config"]["unit"])
     trained = "trained" if base is None else f"fine-tuned from {base}"
@@ -55,6 +63,7 @@ def model_card(report: Mapping[str, Any], *, library: str, base: str | None, how
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in _rows(report).items()),
         "",
+        *([] if audit is None else _audit_section(audit)),
         "## Not covered by epsilon",
         "",
         *(f"- {text.format(unit=unit)}" for text in _NOT_COVERED),
@@ -106,3 +115,31 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         "expected batch size": f"{report['expected_batch_size']}",
         "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
     }
+
+
+def _audit_section(audit: Mapping[str, Any]) -> list[str]:
+    """Lines of the section on the audit; its numbers do not depend on the training data."""
+    passed = "nothing refuted the claim" if audit["ok"] else "**the claim was refuted**"
+    checks = audit["checks"]
+    failed = [check["name"] for check in checks if not check["ok"]]
+    claimed = rounded_up(audit["claimed_epsilon"])
+    named = f"{len(checks) - len(failed)} of {len(checks)} named checks passed"
+    if failed:
+        named += f" (failed: {', '.join(failed)})"
+    return [
+        "## Audit",
+        "",
+        "The run's settings were audited with canaries in place of its data, through the same "
+        f"library ({audit['mode'].replace('_', ' ')}, {audit['scores']} scores): {passed}; "
+        f"{named}. An audit is a test, not a proof, and its bounds are lower bounds.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| audited claim | {audit['claim']} |",
+        f"| claimed epsilon at delta {audit['delta']:g} | {claimed} |",
+        f"| epsilon is at least (assumption-free) | {audit['epsilon_lower']:.3g} |",
+        f"| epsilon is at least (assumes Gaussian) | {audit['epsilon_lower_gaussian']:.3g} |",
+        f"| confidence of each bound | {audit['confidence']:.0%} |",
+        f"| honest runs accused, at most | {audit['false_alarm_rate']:.2g} |",
+        "",
+    ]

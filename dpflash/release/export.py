@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from ..audit.report import AUDIT
 from ..nn import LongContextLM
 from ..privacy.ledger import Ledger
 from ..train.language_models import write_architecture
@@ -151,4 +152,22 @@ def _card(run: Path, report: Mapping[str, Any], keep_adapters: bool) -> str:
     if base is None and configured is not None:
         base = Path(configured).name
     how = "adapters" if keep_adapters else library
-    return model_card(report, library=library, base=base, how=_CARDS[how])
+    return model_card(
+        report, library=library, base=base, how=_CARDS[how], audit=_audit(run, report)
+    )
+
+
+def _audit(run: Path, report: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What `dpflash audit --run` found, which must be about the settings of the report."""
+    path = run / AUDIT
+    if not path.is_file():
+        return None
+    audit: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    steps = report["steps"] + report["lost_steps"]
+    for name, value in audit["settings"].items():
+        if value != (steps if name == "steps" else report[name]):
+            raise ValueError(
+                f"run={str(run)!r}: {AUDIT} is of {name}={value!r}, which the run no longer has; "
+                f"repeat dpflash audit --run {run}, or delete the file"
+            )
+    return audit

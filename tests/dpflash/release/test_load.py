@@ -135,6 +135,25 @@ def test_an_export_has_a_card_with_what_the_report_says(run: Path, exported: Pat
         assert word not in card
 
 
+def test_a_card_reports_the_audit_of_the_runs_settings_and_of_no_others(
+    copied: dict[str, Path], tmp_path: Path
+) -> None:
+    run = copied["run"]
+    assert main(["audit", "--run", str(run), "--canaries", "40", "--no-ranks"]) == 0
+    card = (export(run, tmp_path / "audited") / "README.md").read_text()
+    audit = json.loads((run / "audit.json").read_text())
+    assert "## Audit" in card and "nothing refuted the claim" in card
+    assert f"{len(audit['checks'])} of {len(audit['checks'])} named checks passed" in card
+    audit["ok"], audit["checks"][0]["ok"] = False, False
+    (run / "audit.json").write_text(json.dumps(audit))
+    card = (export(run, tmp_path / "refuted") / "README.md").read_text()
+    assert "**the claim was refuted**" in card and "(failed: charges)" in card
+    audit["settings"]["steps"] += 1
+    (run / "audit.json").write_text(json.dumps(audit))
+    with pytest.raises(ValueError, match="is of steps=4, which the run no longer has"):
+        export(run, tmp_path / "stale")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

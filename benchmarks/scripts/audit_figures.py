@@ -1,0 +1,196 @@
+"""Measures `dpflash audit`: how tight its bounds are, and what it catches and accuses.
+
+    python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
+
+Bounds are of honest runs at delta 1e-5 and epsilon 1, 4 and 8: 100,000 scores without subsampling
+(1,000 canaries, 100 releases), a million canaries over 256 releases with Poisson sampling at rate
+1/8, and 3,906 canaries over the same releases (a million products of canaries and releases).
+`--part power` runs every seeded bug of `tests/dpflash/audit/seeded_bugs.py` 20 times and an honest
+audit 100 times, `--part ranks` those of two ranks 20 times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpflash.accounting import get_noise_multiplier
+from dpflash.audit.checks import Check
+from dpflash.audit.ranks import Audited, RankProbes
+from dpflash.audit.report import AuditReport
+from dpflash.audit.run import auditable, rank_checks, run_audit
+from dpflash.config import PerformanceConfig, PrivacyConfig
+from dpflash.engine import PrivacyEngine
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BUGS = ROOT / "tests" / "dpflash" / "audit"
+PARTS = ("bounds", "power", "ranks")
+DELTA, EPSILONS = 1e-5, (1.0, 4.0, 8.0)
+# Name -> (sample rate, releases, canaries, runs).
+BOUNDS = {
+    "100,000 scores, no subsampling": (1.0, 100, 1000, 3),
+    "3,906 canaries, Poisson 1/8, 256 releases": (0.125, 256, 3906, 3),
+    "1,000,000 canaries, Poisson 1/8, 256 releases": (0.125, 256, 1_000_000, 1),
+}
+# Sample rate and releases of the runs that are accused or not, with this many canaries and noise.
+POWER, CANARIES, NOISE = {"no subsampling": (1.0, 4), "Poisson 1/8": (0.125, 16)}, 300, 1.0
+
+
+def audited(rate: float, steps: int, noise: float, bug: str | None = None) -> Audited:
+    """What is audited; with a bug, only the processes of ranks have it."""
+    settings = auditable(
+        PrivacyConfig(max_grad_norm=1.0, noise_multiplier=noise),
+        PerformanceConfig(),
+        sample_rate=rate,
+        steps=steps,
+    )
+    engine: Any = PrivacyEngine
+    if bug is not None:
+        import seeded_bugs
+
+        engine = functools.partial(seeded_bugs.engine_with, bug)
+    return Audited(engine, {}, *settings)
+
+
+def bounds() -> list[dict[str, Any]]:
+    """One row for each claim and run."""
+    rows = []
+    for name, (rate, steps, canaries, runs) in BOUNDS.items():
+        for epsilon in EPSILONS:
+            noise = get_noise_multiplier(
+                target_epsilon=epsilon,
+                target_delta=DELTA,
+                sample_rate=rate,
+                steps=1 if rate == 1 else steps,
+            )
+            for number in range(runs):
+                begin = time.perf_counter()
+                what = audited(rate, steps, noise)
+                report = run_audit(what, canaries=canaries, delta=DELTA, ranks=False)
+                row = {
+                    "claim": name,
+                    "epsilon": epsilon,
+                    "noise_multiplier": noise,
+                    "run": number,
+                    "scores": report.scores,
+                    "gaussian_over_claim": report.epsilon_lower_gaussian / report.claimed_epsilon,
+                    "free_over_claim": report.epsilon_lower / report.claimed_epsilon,
+                    "ok": report.ok,
+                    "seconds": time.perf_counter() - begin,
+                }
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    return rows
+
+
+class _Undone:
+    """Sets attributes, and sets them back."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, str, Any]] = []
+
+    def __call__(self, owner: Any, name: str, value: Any) -> None:
+        self._held.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        for owner, name, value in reversed(self._held):
+            setattr(owner, name, value)
+
+
+def power(bug_runs: int, honest_runs: int) -> list[dict[str, Any]]:
+    """How many audits of one process accuse, with each bug and without one."""
+    sys.path.insert(0, str(BUGS))
+    import seeded_bugs
+
+    rows = []
+    for name, bug in {"none": None, **seeded_bugs.BUGS}.items():
+        for setting, (rate, steps) in POWER.items():
+            # Without subsampling there is nothing to shuffle.
+            if bug is not None and (name == "shuffling") != (rate < 1):
+                continue
+            reports: list[AuditReport] = []
+            for _ in range(honest_runs // len(POWER) if bug is None else bug_runs):
+                put = _Undone()
+                if bug is not None:
+                    bug(put)
+                try:
+                    what = audited(rate, steps, NOISE)
+                    report = run_audit(what, canaries=CANARIES, delta=DELTA, ranks=False)
+                finally:
+                    put.undo()
+                reports.append(report)
+            checks = [check for report in reports for check in report.checks]
+            by_scores = sum(bool(report.assessment.refuted) for report in reports)
+            rows.append(_row(name, setting, [r.ok for r in reports], checks, by_scores))
+    return rows
+
+
+def ranks(bug_runs: int) -> list[dict[str, Any]]:
+    """How many probes of two ranks accuse, with each bug and without one."""
+    sys.path.insert(0, str(BUGS))
+    os.environ["PYTHONPATH"] = str(BUGS)
+    import seeded_bugs
+
+    rows = []
+    for name in ("none", *seeded_bugs.RANK_BUGS):
+        found = []
+        for _ in range(bug_runs):
+            with RankProbes(audited(1.0, 4, NOISE, None if name == "none" else name)) as started:
+                found.append(rank_checks(started.read()))
+        fine = [all(check.ok for check in checks) for checks in found]
+        rows.append(_row(name, "two ranks", fine, [c for checks in found for c in checks], 0))
+    return rows
+
+
+def _row(
+    bug: str, setting: str, fine: list[bool], checks: list[Check], by_scores: int
+) -> dict[str, Any]:
+    failed = [check.name for check in checks if not check.ok]
+    row = {
+        "bug": bug,
+        "setting": setting,
+        "runs": len(fine),
+        "accused": fine.count(False),
+        "by_scores": by_scores,
+        "by_checks": {name: failed.count(name) for name in sorted(set(failed))},
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--bug-runs", type=int, default=20)
+    parser.add_argument("--honest-runs", type=int, default=100)
+    args = parser.parse_args()
+    found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    found["environment"] = {
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    measure = {
+        "bounds": bounds,
+        "power": lambda: power(args.bug_runs, args.honest_runs),
+        "ranks": lambda: ranks(args.bug_runs),
+    }
+    for part in args.part or PARTS:
+        found[part] = measure[part]()
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A black-box run: a small language model trained on canary documents, scored by its losses.
+
+The canaries are documents of random tokens, of which a fair coin each decided whether they are in
+the data. The score is how much training has lowered a document's loss.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+from dpflash.accounting import Accountant
+
+from ..nn import LongContextLM
+from .ranks import Audited
+from .releases import quietly
+
+_VOCAB, _TOKENS, _WIDTH, _LEARNING_RATE = 256, 8, 32, 0.03
+
+
+def train_on_documents(
+    audited: Audited,
+    *,
+    canaries: int,
+    seed: int | None = None,
+    device: str = "cpu",
+    progress: bool = False,
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], Accountant]:
+    """Train through an engine of the audited kind.
+
+    Args:
+        audited: the engine's kind and settings; steps_per_epoch is the number of releases.
+        canaries: number of documents, of which about half are in the data; at least 4.
+        seed: of the documents, the coins and the model.
+        device: of the model.
+        progress: whether to show a progress bar.
+
+    Returns:
+        (scores `[canaries]`, which were in `[canaries]`, the engine's accountant).
+    """
+    rng = np.random.default_rng(seed)
+    included = rng.random(canaries) < 0.5
+    documents = torch.from_numpy(rng.integers(0, _VOCAB, (canaries, _TOKENS + 1))).to(device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(rng.integers(2**31)))
+        model = LongContextLM(_VOCAB, _WIDTH, 1, 2, max_seq_len=_TOKENS).to(device)
+    before = _losses(model, documents)
+    inside = documents[torch.from_numpy(included).to(device)]
+    dataset = TensorDataset(inside if len(inside) else documents[:1])
+    privacy = audited.privacy
+    rate, steps = privacy.sample_rate, privacy.steps_per_epoch
+    assert rate is not None and steps is not None
+    engine = audited.new_engine()
+    with quietly():
+        model, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.Adam(model.parameters(), lr=_LEARNING_RATE),
+            data_loader=DataLoader(dataset, batch_size=max(1, round(rate * len(dataset)))),
+            privacy=privacy,
+            performance=audited.performance,
+        )
+        with tqdm(total=steps, desc="audit", unit="release", disable=not progress) as bar:
+            for (batch,) in loader:
+                engine.backward(model(batch[:, :-1], batch[:, 1:]))
+                bar.update(int(loader.is_last))
+                optimizer.step()
+                optimizer.zero_grad()
+        plain = engine.detach(model)
+    return before - _losses(plain, documents), included, engine.accountant
+
+
+def _losses(model: torch.nn.Module, documents: Tensor) -> NDArray[np.float64]:
+    """The mean loss of each document `[N]`."""
+    with torch.no_grad():
+        losses = [model(part[:, :-1], part[:, 1:]) for part in documents.split(1024)]
+    return torch.cat(losses).double().cpu().numpy()

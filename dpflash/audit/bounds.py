@@ -1,0 +1,380 @@
+"""Statistics of an audit: from scores of canaries to lower bounds on epsilon and to a verdict.
+
+A score says how likely it is that a canary was in the data: the higher, the more likely. Where a
+canary is in by a fair coin, independent of all others, three statistics follow.
+
+- The verdict: at fixed cuts, upper confidence limits of the rates of false positives and false
+  negatives (Clopper and Pearson), against the claimed trade-off curve. It takes scores for
+  independent given the coins, which canaries with orthogonal gradients and independent noise are.
+- The bound that assumes Gaussian: the mu of the Gaussian trade-off curve through these limits.
+- The bound that assumes nothing about the mechanism: of the canaries with the highest and the
+  lowest scores the auditor says "in" and "out"; too many right guesses refute (epsilon, delta).
+
+The cuts and the number of guesses are a `Plan`, which must not come from the scores that it is
+used on.
+
+Source:
+    Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run, section 5 and
+    appendix D. Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning, for
+    the bound that assumes Gaussian. Mahloujifar, Melis, Chaudhuri 2024 (arXiv 2410.22235) test
+    trade-off curves in one run without independent scores, which is not done here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import bdtr, bdtrc, betaincinv, expit, ndtri
+
+from dpflash.accounting import Accountant, gaussian_epsilon
+
+# Claimed rates of false positives, and of false negatives, at which scores are cut.
+_TAILS = (0.5, 0.1, 0.01, 0.001)
+_GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
+# Errors in a tail of the scores that a plan is made of, so that its odds are known.
+_LEAST_COUNTED = 16
+# Standard deviations of bad luck with the guesses that a plan reckons with.
+_CAUTION = 2.0
+_MOST_EPSILON = 64.0
+_SPREADS = 12.0
+# Of the claimed trade-off curve: rates of errors below this delta are not told apart.
+_LINES, _LEAST_DELTA, _STEEPEST = 129, 1e-8, 500.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The privacy that is claimed for one canary's membership.
+
+    Attributes:
+        accountant: has composed the claimed mechanism.
+        delta: of epsilon.
+        mechanism: the claimed mechanism in words.
+    """
+
+    accountant: Accountant
+    delta: float
+    mechanism: str
+
+    @property
+    def epsilon(self) -> float:
+        """Claimed epsilon at delta."""
+        return float(self.accountant.get_epsilon(self.delta))
+
+    def least_false_negatives(self, false_positives: float) -> float:
+        """The claimed trade-off curve, the same in both directions of neighboring datasets.
+
+        Each (epsilon, delta) of the accountant bounds it by two lines, as in
+        `Accountant.get_beta`; their maximum over a grid of epsilons is never above the curve.
+        """
+        epsilons, kept = self._lines
+        steep = kept - np.exp(epsilons) * false_positives
+        flat = np.exp(-epsilons) * (kept - false_positives)
+        found = float(max(0.0, steep.max(), flat.max()))
+        return min(1.0 - false_positives, found)
+
+    @cached_property
+    def _lines(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Epsilons, and 1 - delta at each."""
+        most = min(float(self.accountant.get_epsilon(_LEAST_DELTA)), _STEEPEST)
+        epsilons = np.linspace(0.0, most, _LINES)
+        deltas = [self.accountant.get_delta(float(epsilon)) for epsilon in epsilons]
+        return epsilons, 1 - np.array(deltas)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done with the scores; made before they are seen, or of others than they.
+
+    Attributes:
+        cuts: scores at which false positives and false negatives are counted.
+        middle: the cut of the bound that assumes Gaussian.
+        positive: number of canaries, those with the highest scores, that are guessed to be in.
+        negative: number of canaries, those with the lowest scores, that are guessed to be out.
+    """
+
+    cuts: tuple[float, ...]
+    middle: float
+    positive: int
+    negative: int
+
+    @classmethod
+    def of_scores(
+        cls,
+        scores: NDArray[np.float64],
+        included: NDArray[np.bool_],
+        *,
+        canaries: int,
+        delta: float,
+        confidence: float,
+    ) -> Plan:
+        """The plan that would be good for these scores, to be used on others.
+
+        Args:
+            scores: `[N]`, of a simulation of the claimed mechanism, or of half of the canaries.
+            included: `[N]`, which of these canaries were in.
+            canaries: number of scores that the plan is for.
+            delta: of the bound on epsilon.
+            confidence: of the bound on epsilon.
+        """
+        inside, outside = np.sort(scores[included]), np.sort(scores[~included])
+        if not len(inside) or not len(outside):
+            return cls((0.0,), 0.0, 0, 0)
+        cuts = {float(np.quantile(outside, 1 - tail)) for tail in _TAILS}
+        cuts |= {float(np.quantile(inside, tail)) for tail in _TAILS}
+        both = np.sort(scores)
+        errors = _above(outside, both) - (1 - _above(inside, both))
+        middle = float(both[np.abs(errors).argmin()])
+        best, positive, negative = -1.0, 0, 0
+        fewest = _LEAST_COUNTED / min(len(inside), len(outside))
+        for tail in (tail for tail in _GUESS_TAILS if tail >= fewest):
+            high = max(float(np.quantile(outside, 1 - tail)), middle)
+            low = min(float(np.quantile(inside, tail)), middle)
+            right = canaries / 2 * (_above(inside, high) + 1 - _above(outside, low))
+            wrong = canaries / 2 * (_above(outside, high) + 1 - _above(inside, low))
+            says_in = round(canaries / 2 * (_above(inside, high) + _above(outside, high)))
+            guesses = round(right + wrong)
+            luck = _CAUTION * math.sqrt(right * wrong / max(right + wrong, 1))
+            found = one_run_epsilon(
+                correct=max(int(right - luck), 0),
+                guesses=guesses,
+                canaries=canaries,
+                delta=delta,
+                confidence=confidence,
+                rounds=12,
+            )
+            if found > best:
+                best, positive, negative = found, says_in, guesses - says_in
+        return cls(tuple(sorted({*cuts, middle})), middle, positive, negative)
+
+
+def _above(ordered: NDArray[np.float64], cut: Any) -> Any:
+    """The part of ordered scores that are at least `cut`."""
+    return 1 - np.searchsorted(ordered, cut) / len(ordered)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Errors of the test "in if the score is at least `score`".
+
+    Attributes:
+        score: the cut.
+        false_positives: canaries that were out and scored at least that much, over all out.
+        false_negatives: canaries that were in and scored less, over all in.
+        most_false_positives: upper confidence limit of the rate.
+        most_false_negatives: upper confidence limit of the rate.
+        claimed_false_negatives: the least that the claim allows at `most_false_positives`.
+    """
+
+    score: float
+    false_positives: float
+    false_negatives: float
+    most_false_positives: float
+    most_false_negatives: float
+    claimed_false_negatives: float
+
+    @property
+    def breaks_claim(self) -> bool:
+        """Whether the whole confidence region lies below the claimed trade-off curve."""
+        return self.most_false_negatives < self.claimed_false_negatives
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """What the scores say.
+
+    Attributes:
+        cuts: errors at each cut of the plan, with joint confidence limits.
+        epsilon_lower: assumes nothing about the mechanism.
+        epsilon_lower_gaussian: assumes the trade-off curve of a Gaussian mechanism.
+        correct: right guesses, of `guesses`.
+        guesses: canaries that were guessed.
+        scores: number of scores that were assessed.
+        refuted: why the scores refute the claim; empty if they do not.
+    """
+
+    cuts: tuple[Cut, ...]
+    epsilon_lower: float
+    epsilon_lower_gaussian: float
+    correct: int
+    guesses: int
+    scores: int
+    refuted: str
+
+
+def assess(
+    scores: NDArray[np.float64],
+    included: NDArray[np.bool_],
+    plan: Plan,
+    claim: Claim,
+    *,
+    confidence: float,
+    false_alarm_rate: float,
+    independent: bool = True,
+) -> Assessment:
+    """Errors at the plan's cuts, lower bounds on epsilon, and the verdict.
+
+    Args:
+        scores: `[N]`.
+        included: `[N]`, which canaries were in, each by a fair coin.
+        plan: fixed beforehand, or made of other scores.
+        claim: what is tested.
+        confidence: of each of the two bounds on epsilon.
+        false_alarm_rate: the most by which a claim that is true is refuted.
+        independent: whether an honest mechanism's scores are independent given `included`. If so
+            the claim is refuted by the rates at the cuts and the claimed trade-off curve, else by
+            the number of right guesses and the claimed (epsilon, delta), which is weaker.
+    """
+    inside, outside = np.sort(scores[included]), np.sort(scores[~included])
+    # Two limits at each cut share the rate.
+    limit = false_alarm_rate / (2 * len(plan.cuts))
+    cuts = tuple(_cut(inside, outside, score, limit, claim) for score in plan.cuts)
+    middle = _cut(inside, outside, plan.middle, (1 - confidence) / 2, None)
+    order = np.argsort(scores, kind="stable")
+    positive = order[len(order) - plan.positive :]
+    negative = order[: plan.negative]
+    correct = int(included[positive].sum() + (~included[negative]).sum())
+    counts = {
+        "correct": correct,
+        "guesses": plan.positive + plan.negative,
+        "canaries": len(scores),
+    }
+    if independent:
+        broken = [cut for cut in cuts if cut.breaks_claim]
+        refuted = _broken_cut(broken[0]) if broken else ""
+    else:
+        value = one_run_p_value(**counts, epsilon=claim.epsilon, delta=claim.delta)
+        refuted = _too_many(counts, value) if value <= false_alarm_rate else ""
+    return Assessment(
+        cuts=cuts,
+        epsilon_lower=one_run_epsilon(**counts, delta=claim.delta, confidence=confidence),
+        epsilon_lower_gaussian=_gaussian_bound(middle, claim.delta),
+        correct=correct,
+        guesses=counts["guesses"],
+        scores=len(scores),
+        refuted=refuted,
+    )
+
+
+def _broken_cut(cut: Cut) -> str:
+    return (
+        f"at the cut {cut.score:.4g} false positives are at most {cut.most_false_positives:.3g} "
+        f"and false negatives at most {cut.most_false_negatives:.3g}; the claim allows no less "
+        f"than {cut.claimed_false_negatives:.3g}"
+    )
+
+
+def _too_many(counts: dict[str, int], value: float) -> str:
+    return f"{counts['correct']} of {counts['guesses']} guesses are right (p {value:.2g})"
+
+
+def _cut(
+    inside: NDArray[np.float64],
+    outside: NDArray[np.float64],
+    score: float,
+    limit: float,
+    claim: Claim | None,
+) -> Cut:
+    """Errors at one cut, with upper limits that are too low with probability `limit` each."""
+    positives = len(outside) - int(np.searchsorted(outside, score))
+    negatives = int(np.searchsorted(inside, score))
+    most = upper_limit(positives, len(outside), limit)
+    return Cut(
+        score=score,
+        false_positives=positives / max(len(outside), 1),
+        false_negatives=negatives / max(len(inside), 1),
+        most_false_positives=most,
+        most_false_negatives=upper_limit(negatives, len(inside), limit),
+        claimed_false_negatives=math.nan if claim is None else claim.least_false_negatives(most),
+    )
+
+
+def upper_limit(successes: int, trials: int, level: float) -> float:
+    """Clopper and Pearson's upper confidence limit of a probability.
+
+    Args:
+        successes: in [0, trials].
+        trials: >= 0.
+        level: the most by which the limit is below the probability.
+    """
+    if successes >= trials:
+        return 1.0
+    return float(betaincinv(successes + 1, trials - successes, 1 - level))
+
+
+def _gaussian_bound(cut: Cut, delta: float) -> float:
+    """Epsilon of the Gaussian trade-off curve through the upper limits of both rates."""
+    mu = -float(ndtri(cut.most_false_positives) + ndtri(cut.most_false_negatives))
+    return gaussian_epsilon(delta=delta, noise_multiplier=1 / mu) if mu > 0 else 0.0
+
+
+def one_run_p_value(
+    *, correct: int, guesses: int, canaries: int, epsilon: float, delta: float
+) -> float:
+    """The most by which an (epsilon, delta)-private mechanism lets so many guesses be right.
+
+    With W ~ Binomial(guesses, 1 / (1 + e^-epsilon)) that is P[W >= correct] + 2 canaries delta
+    max_i P[correct - i <= W < correct] / i. It holds for any dependence between canaries that the
+    mechanism makes, and for any way of guessing from its output, the number of guesses fixed.
+
+    Args:
+        correct: right guesses, in [0, guesses].
+        guesses: canaries whose membership is guessed, at most canaries.
+        canaries: each is in by a fair coin of its own.
+        epsilon, delta: of one canary's membership.
+
+    Source:
+        Steinke, Nasr, Jagielski 2023, section 5 and appendix D.
+    """
+    if correct <= 0:
+        return 1.0
+    right = float(expit(epsilon))
+    # W's probabilities rise to its mode and fall behind it, so their mean over the i values
+    # below `correct` is greatest before i has passed all that count.
+    spread = math.sqrt(guesses * right * (1 - right))
+    far = correct - guesses * right + _SPREADS * spread + _SPREADS
+    i = np.arange(1, min(correct, max(int(far), 1)) + 1)
+    # No i is above correct, so the least argument is -1, of which bdtr knows nothing.
+    least = np.where(i < correct, bdtr(np.maximum(correct - 1 - i, 0), guesses, right), 0.0)
+    below = bdtr(correct - 1, guesses, right) - least
+    slack = 2 * canaries * delta * float((below / i).max())
+    return min(1.0, float(bdtrc(correct - 1, guesses, right)) + slack)
+
+
+def one_run_epsilon(
+    *,
+    correct: int,
+    guesses: int,
+    canaries: int,
+    delta: float,
+    confidence: float,
+    rounds: int = 30,
+) -> float:
+    """Lower confidence bound on epsilon from right guesses in one run.
+
+    Args:
+        correct, guesses, canaries, delta: see `one_run_p_value`.
+        confidence: with which the bound holds.
+        rounds: of the search; the result is low by at most 64 / 2^rounds.
+
+    Returns:
+        An epsilon >= 0: smaller ones are refuted at this confidence.
+    """
+
+    def is_refuted(epsilon: float) -> bool:
+        value = one_run_p_value(
+            correct=correct, guesses=guesses, canaries=canaries, epsilon=epsilon, delta=delta
+        )
+        return value <= 1 - confidence
+
+    low, high = 0.0, _MOST_EPSILON
+    if not guesses or not is_refuted(low):
+        return 0.0
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_refuted(middle) else (low, middle)
+    return low

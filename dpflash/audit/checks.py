@@ -1,0 +1,220 @@
+"""Named checks: tests of what scores of orthogonal canaries cannot see. No torch.
+
+Each takes what a probe read and returns a `Check` that states how often it fails an honest run;
+together that is at most `MOST_FALSE_ALARMS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr, ndtri
+from scipy.stats import beta, binom, chi2, poisson
+
+MOST_FALSE_ALARMS = 1e-3
+# Of each check that tests a hypothesis about random numbers.
+RATE = 1e-4
+_LOW_BITS = 8
+# Of a contribution that is read off; squares of two shards added release sqrt(2) in place of 1.
+_TOLERANCE = 0.25
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one named check.
+
+    Attributes:
+        name: what is checked.
+        ok: whether it passed.
+        false_alarm_rate: the most by which an honest run fails it.
+        found: what was found.
+    """
+
+    name: str
+    ok: bool
+    false_alarm_rate: float
+    found: str
+
+
+def check_inclusions(included: NDArray[np.int64], rate: float, rng: np.random.Generator) -> Check:
+    """Are units drawn independently at the claimed rate, in each release?
+
+    Four tests share the rate: the spread of the units' counts and of the batches' sizes, both from
+    below (shuffling) and from above; the total; and the unit with the least likely count.
+
+    Args:
+        included: `[T, N]`: how often each of N units is in each of T releases.
+        rate: the claimed sample rate.
+        rng: makes counts continuous, so that the tests are exact.
+    """
+    name = "inclusion counts"
+    releases, units = included.shape
+    if rate == 1:
+        missing = int((included != 1).sum())
+        return Check(name, not missing, 0.0, f"{missing} of {included.size} not included once")
+    counts, sizes = included.sum(0), included.sum(1)
+    of_counts = _continuous(counts, releases, rate, rng)
+    values = {
+        "counts of units": _spread(of_counts),
+        "sizes of batches": _spread(_continuous(sizes, units, rate, rng)),
+        "inclusions": _two_sided(int(counts.sum()), included.size, rate),
+        "count of one unit": min(1.0, units * float(2 * ndtr(-np.abs(of_counts).max()))),
+        "inclusions of a unit in one release": float(included.max() <= 1),
+    }
+    worst = min(values, key=lambda key: values[key])
+    value = min(1.0, 4 * values[worst])
+    return Check(
+        name,
+        value > RATE,
+        RATE,
+        f"{counts.sum()} of {included.size * rate:.0f} expected; p {value:.2g} ({worst})",
+    )
+
+
+def _continuous(
+    counts: NDArray[np.int64], trials: int, rate: float, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Binomial counts as standard normal numbers, by a uniform number within each step."""
+    law = binom(trials, rate)
+    uniform = law.cdf(counts - 1) + rng.random(counts.shape) * law.pmf(counts)
+    return np.asarray(ndtri(np.clip(uniform, 1e-300, 1 - 1e-16)))
+
+
+def _spread(numbers: NDArray[np.float64]) -> float:
+    """p-value of the variance of standard normal numbers, two-sided."""
+    law, total = chi2(numbers.size), float((numbers**2).sum())
+    return min(1.0, 2 * float(min(law.cdf(total), law.sf(total))))
+
+
+def _two_sided(count: int, trials: int, rate: float) -> float:
+    law = binom(trials, rate)
+    return min(1.0, 2 * float(min(law.cdf(count), law.sf(count - 1))))
+
+
+def check_contributions(
+    name: str, found: NDArray[np.float64], expected: NDArray[np.int64], std: float
+) -> Check:
+    """Is what was released what was drawn, each unit once?
+
+    Args:
+        name: of the check.
+        found: read off releases, with noise of `std`.
+        expected: the same shape, whole numbers.
+        std: of the noise.
+    """
+    error = np.abs(found - expected)
+    wrong = int((error > _TOLERANCE).sum())
+    return Check(
+        name,
+        not wrong,
+        min(1.0, 2 * found.size * float(ndtr(-_TOLERANCE / std))),
+        f"{wrong} of {found.size} differ; at most by {error.max():.3g} contributions",
+    )
+
+
+def check_noise_scale(name: str, vectors: NDArray[np.float64]) -> Check:
+    """Is there as much noise as claimed?
+
+    Args:
+        name: of the check.
+        vectors: noise over its claimed standard deviation.
+    """
+    total = float((vectors**2).sum())
+    value = float(chi2(vectors.size).cdf(total))
+    std = (total / vectors.size) ** 0.5
+    return Check(name, value > RATE, RATE, f"{std:.4f} of the claim; p {value:.2g}")
+
+
+def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
+    """Is the noise of any two vectors independent: of steps, parameters, ranks?
+
+    Under the claim the cosine r of two of them has (1 + r) / 2 ~ Beta((n - 1) / 2, (n - 1) / 2).
+
+    Args:
+        name: of the check.
+        vectors: `[M, n]`, noise.
+    """
+    count, width = vectors.shape
+    norms = np.linalg.norm(vectors, axis=1)
+    cosines = vectors @ vectors.T / np.maximum(np.outer(norms, norms), 1e-300)
+    pairs = np.abs(cosines[np.triu_indices(count, 1)])
+    half = (width - 1) / 2
+    value = 2 * pairs.size * float(beta(half, half).sf(min(1.0, (1 + pairs.max()) / 2)))
+    return Check(
+        name,
+        value > RATE,
+        RATE,
+        f"largest of {pairs.size} correlations {pairs.max():.3g}; p {min(1.0, value):.2g}",
+    )
+
+
+def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
+    """Does the same noise occur at other elements, with either sign?
+
+    Equal magnitudes among N independent draws are about Poisson with mean N^2 / (2 sqrt(pi) s),
+    for a standard deviation of s grid steps.
+
+    Args:
+        vectors: noise of which no canary is subtracted, over its standard deviation.
+        std_in_steps: the claimed standard deviation, in grid steps.
+    """
+    steps = np.sort(np.abs(np.rint(vectors * std_in_steps)).ravel())
+    _, runs = np.unique(steps, return_counts=True)
+    repeats = int((runs * (runs - 1) // 2).sum())
+    mean = steps.size**2 / (2 * np.pi**0.5 * std_in_steps)
+    value = float(poisson(mean).sf(repeats - 1))
+    return Check(
+        "noise drawn once", value > RATE, RATE, f"{repeats} equal pairs, {mean:.3g} expected"
+    )
+
+
+def check_lattice(multiples: NDArray[np.float64], std_in_steps: float) -> Check:
+    """Are all releases whole multiples of the public grid, with uniform low bits?
+
+    Noise that is drawn in floating point leaves the grid, or keeps its low bits at zero where it
+    is large, and so tells which sum it was added to.
+
+    Args:
+        multiples: released sums over the grid.
+        std_in_steps: the claimed standard deviation, in grid steps.
+    """
+    name = "lattice of the release"
+    off = int((multiples != np.rint(multiples)).sum())
+    if off:
+        return Check(name, False, RATE, f"{off} of {multiples.size} are off the grid")
+    bins = 1 << _LOW_BITS
+    if std_in_steps < 16 * bins:
+        return Check(name, True, 0.0, "all on the grid; too little noise to test low bits")
+    bits = np.mod(multiples, bins).astype(np.int64).ravel()
+    expected = bits.size / bins
+    observed = np.bincount(bits, minlength=bins)
+    value = float(chi2(bins - 1).sf(((observed - expected) ** 2 / expected).sum()))
+    return Check(name, value > RATE, RATE, f"all on the grid; low bits p {value:.2g}")
+
+
+def check_same(name: str, first: NDArray[np.float64], second: NDArray[np.float64]) -> Check:
+    """Do two ranks hold the same release, bit for bit?
+
+    Args:
+        name: of the check.
+        first, second: what each of them holds.
+    """
+    different = int((first != second).sum())
+    return Check(name, not different, 0.0, f"{different} of {first.size} differ between ranks")
+
+
+def check_charges(charged: float, due: float) -> Check:
+    """Has the accountant been charged for every release of the scored run?
+
+    Args:
+        charged: epsilon of the engine.
+        due: epsilon of the claimed events.
+    """
+    return Check(
+        "charges",
+        charged >= due * (1 - 1e-9),
+        0.0,
+        f"epsilon {charged:.6g} charged, {due:.6g} due",
+    )

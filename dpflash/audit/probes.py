@@ -1,0 +1,176 @@
+"""Short runs of the engine that measure one thing each, for the named checks.
+
+With little noise a release shows who contributed how much; with the audited noise and few
+canaries it shows the noise. `dpflash.audit.checks` tests what is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from dpflash.kernels import grid_of
+
+from ..config import PerformanceConfig, PrivacyConfig
+from .releases import NewEngine, Run, as_it_is
+
+# Noise multiplier with which contributions are read off.
+LITTLE = 2.0**-8
+# (units, sample rate, releases); the units of the audited rate depend on it.
+_FEW, _MANY, _AUDITED_RELEASES = (32, 1 / 8, 32), (64, 1 / 4, 16), 64
+_DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
+# Whose sums are exact unless rounding is asked for.
+_EXACT_MODES = ("auto", "instantiate")
+_NOISE_RELEASES, _NOISE_WIDTH, _NOISE_CANARIES = 16, 2048, 64
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """What every unit added to each release, read off with little noise.
+
+    Attributes:
+        units: `[T, N]`: the unit's part of the release over what it contributes when it is drawn
+            once; in the data and drawn 1, otherwise 0, up to noise.
+        background: `[T]`: the sum of a number that all units have in common, likewise.
+        drawn: `[T, N]`: how often the loader drew each unit.
+        std: standard deviation of the noise in `units`.
+        background_std: the same of `background`.
+        rate: the claimed sample rate.
+    """
+
+    units: NDArray[np.float64]
+    background: NDArray[np.float64]
+    drawn: NDArray[np.int64]
+    std: float
+    background_std: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of some releases.
+
+    Attributes:
+        vectors: `[T x tables, n]`: the noise of each table in each release, over its claimed
+            standard deviation.
+        alone: `[T x tables, m]`: of the elements to which no canary contributes.
+        multiples: `[T x tables, n]`: the released sums over the grid; whole numbers are claimed.
+            None where no exact sums are claimed.
+        std_in_steps: the claimed standard deviation over the grid.
+    """
+
+    vectors: NDArray[np.float64]
+    alone: NDArray[np.float64]
+    multiples: NDArray[np.float64] | None
+    std_in_steps: float
+
+
+@dataclass(frozen=True)
+class Probes:
+    """What the named checks look at.
+
+    Attributes:
+        inclusions: at the audited sample rate.
+        padding: with few units, so that most rows are padding and some batches are empty.
+        divisor: with a background sum of many units.
+        noise: at the audited noise multiplier.
+    """
+
+    inclusions: Contributions
+    padding: Contributions
+    divisor: Contributions
+    noise: Noise
+
+
+def probe(
+    new_engine: NewEngine,
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    *,
+    device: str = "cpu",
+) -> Probes:
+    """Run all probes.
+
+    Args:
+        new_engine: makes an engine of the audited kind.
+        privacy, performance: the audited settings.
+        device: of the models.
+    """
+    rate = privacy.sample_rate
+    assert rate is not None
+    units = int(min(_MOST_UNITS, max(_LEAST_UNITS, _DRAWN / rate)))
+
+    def contributions(units: int, rate: float, releases: int) -> Contributions:
+        return read_contributions(
+            new_engine, privacy, performance,
+            units=units, rate=rate, releases=releases, device=device,
+        )  # fmt: skip
+
+    return Probes(
+        inclusions=contributions(units, rate, _AUDITED_RELEASES),
+        padding=contributions(*_FEW),
+        divisor=contributions(*_MANY),
+        noise=read_noise(new_engine, privacy, performance, device=device),
+    )
+
+
+def read_contributions(
+    new_engine: NewEngine,
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    *,
+    units: int,
+    rate: float,
+    releases: int,
+    device: str = "cpu",
+    prepare: Callable[[nn.Module], object] = as_it_is,
+) -> Contributions:
+    """Releases of `units` units with little noise, all of them in the data."""
+    asked = replace(privacy, noise_multiplier=LITTLE, sample_rate=rate, steps_per_epoch=releases)
+    run = Run(
+        new_engine(), asked, performance,
+        canaries=units, background=True, device=device, prepare=prepare,
+    )  # fmt: skip
+    unit, common = run.bounds
+    found = list(run.releases())
+    return Contributions(
+        units=np.stack([release.sums[0] for release in found]) / unit,
+        background=np.array([release.background for release in found]) / common,
+        drawn=np.stack([release.drawn for release in found]),
+        std=LITTLE * privacy.bound / float(unit),
+        background_std=LITTLE * privacy.bound / float(common),
+        rate=rate,
+    )
+
+
+def read_noise(
+    new_engine: NewEngine,
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    *,
+    device: str = "cpu",
+) -> Noise:
+    """The noise of releases of a few canaries, whose contributions are subtracted."""
+    exact = privacy.exact is not False and performance.grad_sample_mode in _EXACT_MODES
+    asked = replace(privacy, sample_rate=1.0, steps_per_epoch=_NOISE_RELEASES, exact=exact)
+    engine = new_engine()
+    run = Run(
+        engine, asked, performance, canaries=_NOISE_WIDTH, numbers=np.arange(_NOISE_CANARIES),
+        device=device,
+    )  # fmt: skip
+    sums = np.stack([release.sums for release in run.releases()])
+    signal = np.zeros_like(sums)
+    signal[:, :, :_NOISE_CANARIES] = run.bounds[:, None]
+    assert asked.noise_multiplier is not None
+    std, grid = asked.noise_multiplier * asked.bound, grid_of(asked.bound)
+    vectors = ((sums - signal) / std).reshape(-1, sums.shape[-1])
+    return Noise(
+        vectors=vectors,
+        alone=vectors[:, _NOISE_CANARIES:],
+        multiples=(sums / grid).reshape(vectors.shape) if exact else None,
+        std_in_steps=std / grid,
+    )

@@ -1,0 +1,214 @@
+"""Probes of two ranks, in processes of their own: noise across ranks, and context shards.
+
+with RankProbes(make) as ranks:      # starts `python -m dpflash.audit.ranks` twice
+...                              # the audit goes on
+noise, shards = ranks.read()
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ..config import PerformanceConfig, PrivacyConfig
+from ..distributed import ContextParallel
+from .probes import Contributions, read_contributions
+from .releases import Engine, Run, as_it_is
+
+RANKS = 2
+_CANARIES, _RATE, _SHARD_RELEASES = 16, 1 / 4, 16
+_NOISE_RELEASES, _NOISE_WIDTH = 4, 4096
+_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What is audited: a kind of engine and its settings. Another process can read it.
+
+    Attributes:
+        engine_type: class of the engines.
+        arguments: of its constructor.
+        privacy, performance: of `make_private`.
+    """
+
+    engine_type: Callable[..., Any]
+    arguments: dict[str, Any]
+    privacy: PrivacyConfig
+    performance: PerformanceConfig
+
+    def new_engine(self, **more: Any) -> Engine:
+        """An engine of that kind."""
+        engine: Engine = self.engine_type(**self.arguments, **more)
+        return engine
+
+
+def read_rank_noise(
+    audited: Audited, mesh: DeviceMesh
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Noise over its claimed standard deviation, of tables sharded and not sharded over ranks.
+
+    Args:
+        audited: what is audited.
+        mesh: of all ranks, with the one dimension "data".
+
+    Returns:
+        (`[T x tables, n / ranks]` of this rank's rows, `[T x tables, n]` of whole tables).
+    """
+    asked = replace(audited.privacy, sample_rate=1.0, steps_per_epoch=_NOISE_RELEASES)
+    assert asked.noise_multiplier is not None
+    found = []
+    for is_sharded in (True, False):
+        run = Run(
+            audited.new_engine(mesh=mesh), asked, audited.performance,
+            canaries=_NOISE_WIDTH, numbers=np.arange(RANKS),
+            prepare=(lambda model: fully_shard(model, mesh=mesh)) if is_sharded else as_it_is,
+        )  # fmt: skip
+        run.dataset.include(np.zeros(_NOISE_WIDTH, dtype=np.bool_))
+        sums = np.stack([release.sums for release in run.releases()])
+        std = asked.noise_multiplier * asked.bound
+        found.append((sums / std).reshape(-1, sums.shape[-1]))
+    return found[0], found[1]
+
+
+def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
+    """Contributions of canaries whose gradient has equal parts on every context rank.
+
+    A norm from added squares of the parts is too small by sqrt(ranks), so that such a canary is
+    released with sqrt(ranks) times its bound.
+
+    Args:
+        audited: what is audited.
+        mesh: of all ranks, with the one dimension "context".
+    """
+
+    def mark(model: Any) -> None:
+        # Every rank computes the same loss, as if it were that of its own tokens.
+        model.context_parallel = ContextParallel.of(mesh, "ring", "contiguous")
+
+    return read_contributions(
+        lambda: audited.new_engine(mesh=mesh), audited.privacy, audited.performance,
+        units=_CANARIES, rate=_RATE, releases=_SHARD_RELEASES, prepare=mark,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RankFindings:
+    """What all ranks read.
+
+    Attributes:
+        own: `[M, n]`, noise in rows of sharded tables, of all ranks one after another.
+        whole: noise in whole tables, by rank.
+        shards: of the first rank.
+    """
+
+    own: NDArray[np.float64]
+    whole: tuple[NDArray[np.float64], ...]
+    shards: Contributions
+
+
+class RankFailure(RuntimeError):
+    """A process of an audit's ranks failed."""
+
+
+class RankProbes:
+    """Two processes that probe while the audit goes on. A context manager that ends them.
+
+    Args:
+        audited: what is audited.
+    """
+
+    def __init__(self, audited: Audited):
+        self._folder = tempfile.TemporaryDirectory(prefix="dpflash-audit-")
+        folder = Path(self._folder.name)
+        (folder / "audited").write_bytes(pickle.dumps(audited))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", __name__, str(folder), str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+
+    def __enter__(self) -> RankProbes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        self._folder.cleanup()
+
+    def read(self) -> RankFindings:
+        """Wait for both processes.
+
+        Raises:
+            RankFailure: one of them failed, with the end of what it printed.
+        """
+        for process in self._processes:
+            try:
+                printed, _ = process.communicate(timeout=_SECONDS)
+            except subprocess.TimeoutExpired:
+                printed = f"no end after {_SECONDS:g} seconds"
+            if process.returncode != 0:
+                raise RankFailure(
+                    f"ranks=True: the audit of two ranks failed ({printed[-2000:].strip()}); pass "
+                    "ranks=False (--no-ranks) where processes cannot talk to each other"
+                )
+        found = [
+            pickle.loads((Path(self._folder.name) / f"found{rank}").read_bytes())
+            for rank in range(RANKS)
+        ]
+        return RankFindings(
+            own=np.concatenate([own for own, _, _ in found]),
+            whole=tuple(whole for _, whole, _ in found),
+            shards=found[0][2],
+        )
+
+
+def _main(folder: Path, rank: int) -> None:
+    """Probe as one of two ranks, and write what was found into the folder."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "store"), RANKS),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=_SECONDS),
+    )
+    audited: Audited = pickle.loads((folder / "audited").read_bytes())
+    data, context = (
+        init_device_mesh("cpu", (RANKS,), mesh_dim_names=(name,)) for name in ("data", "context")
+    )
+    found = (*read_rank_noise(audited, data), read_shards(audited, context))
+    (folder / f"found{rank}").write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), int(sys.argv[2]))

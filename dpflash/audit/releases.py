@@ -1,0 +1,240 @@
+"""The audited run: canaries with orthogonal gradients, trained through the real engine.
+
+The model has one number for each canary in each of its tables, and a canary's loss is a multiple
+of the sum of its own numbers. So canary i's gradient lies in coordinates that no other canary
+has, is the same at every step, and is longer than max_grad_norm: only clipping bounds it. What a
+release holds in these coordinates is canary i's contribution, 0 or its bound, and noise that is
+independent of all other coordinates'. Given who is in, scores of different canaries are then
+independent, and so are those of different steps.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
+
+from dpflash.accounting import Accountant
+
+from ..config import PerformanceConfig, PrivacyConfig
+
+# A canary's gradient before clipping, over max_grad_norm.
+EXCESS = 4.0
+_Batch = tuple[Tensor, Tensor]
+
+
+class Engine(Protocol):
+    """What the audit uses of a `dpflash.PrivacyEngine`."""
+
+    def make_private(self, **arguments: Any) -> tuple[Any, Any, Any]:
+        """Make a model, its optimizer and its data loader private."""
+
+    def backward(self, losses: Tensor) -> None:
+        """Add clipped gradients to the logical batch's sum."""
+
+    def detach(self, model: Any) -> Any:
+        """Return the plain model."""
+
+    def groups(self) -> Any:
+        """The clipping groups."""
+
+    def get_epsilon(self, delta: float) -> float:
+        """Epsilon spent so far."""
+
+    @property
+    def accountant(self) -> Accountant:
+        """Has counted the releases."""
+
+    @property
+    def rounded_sums(self) -> tuple[str, ...]:
+        """Parameters whose sums were rounded in float32."""
+
+
+NewEngine = Callable[..., Engine]
+
+
+class CanaryModel(nn.Module):
+    """Losses [B] that are linear in two layers: each canary has a number of its own in each.
+
+    Args:
+        canaries: number of canaries.
+        background: whether one of the layers is a number that all canaries have in common.
+        scale: of each number in a loss.
+    """
+
+    def __init__(self, canaries: int, *, background: bool, scale: float):
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.Embedding(canaries, 1) for _ in range(1 if background else 2)
+        )
+        self.background = nn.Embedding(1, 1) if background else None
+        self.scale = scale
+
+    def forward(self, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Losses [B] of canaries `numbers` [B], multiplied by `weights` [B]."""
+        numbers = numbers[:, None]
+        values = [table(numbers) for table in self.tables]
+        if self.background is not None:
+            values.append(self.background(torch.zeros_like(numbers)))
+        total = torch.stack(values).sum(0).flatten(1).sum(1)
+        return total * (self.scale * weights)
+
+
+class Canaries(Dataset[_Batch]):
+    """Entries (number of the canary, weight of its loss).
+
+    Args:
+        numbers: `[N]`, int64, of the canaries that are in the data.
+    """
+
+    def __init__(self, numbers: NDArray[np.int64]):
+        self.numbers = torch.from_numpy(numbers)
+        self.weights = torch.ones(len(numbers), dtype=torch.float64)
+
+    def include(self, included: NDArray[np.bool_]) -> None:
+        """Give entries of canaries that are not `included` [canaries] the loss 0."""
+        self.weights = torch.from_numpy(included).double()[self.numbers]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> _Batch:
+        return self.numbers[index], self.weights[index]
+
+    def __getitems__(self, indices: list[int]) -> list[_Batch]:
+        chosen = torch.tensor(indices)
+        return [(self.numbers[chosen], self.weights[chosen])]
+
+
+def collate(entries: Sequence[_Batch]) -> _Batch:
+    """A batch of the entries that a dataset returned one by one, or all at once."""
+    if len(entries) == 1 and entries[0][0].ndim == 1:
+        return entries[0]
+    numbers, weights = zip(*entries, strict=True)
+    return torch.stack(numbers), torch.stack(weights)
+
+
+@dataclass(frozen=True)
+class Release:
+    """One release of a run.
+
+    Attributes:
+        sums: `[tables, canaries]`, float64 (of a sharded table this rank's rows): the released
+            gradients times the public expected batch size, by which the engine claims to have
+            divided them.
+        background: the sum of the common number; nan without one.
+        drawn: `[canaries]`: how often each canary was among the samples of the batch, by the
+            loader.
+    """
+
+    sums: NDArray[np.float64]
+    background: float
+    drawn: NDArray[np.int64]
+
+
+def as_it_is(model: nn.Module) -> None:
+    """Prepares nothing."""
+
+
+class Run:
+    """A run of the canary model with an engine's settings.
+
+    Args:
+        engine: new; it makes the model private.
+        privacy: the settings, noise and sample rate among them.
+        performance: settings that decide how gradients are clipped.
+        canaries: number of canaries that the model knows.
+        numbers: which of them are in the data; all by default.
+        background: whether all have a number in common, beside one table; else two tables.
+        device: of the model.
+        prepare: what is done to the model before it is made private, such as sharding it.
+
+    Attributes:
+        bounds: `[2]`: what a canary contributes to its number in each layer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        privacy: PrivacyConfig,
+        performance: PerformanceConfig,
+        *,
+        canaries: int,
+        numbers: NDArray[np.int64] | None = None,
+        background: bool = False,
+        device: str = "cpu",
+        prepare: Callable[[nn.Module], object] = as_it_is,
+    ):
+        everyone = np.arange(canaries) if numbers is None else numbers
+        self.engine, self.canaries = engine, canaries
+        self.dataset = Canaries(everyone)
+        # Equal parts in both layers, so that every kind of clipping can use its whole bound.
+        scale = EXCESS * privacy.bound / math.sqrt(2)
+        model = CanaryModel(canaries, background=background, scale=scale)
+        model = model.to(device=device, dtype=torch.float64)
+        prepare(model)
+        rate = privacy.sample_rate
+        assert rate is not None
+        with quietly():
+            self.model, self.optimizer, self.loader = engine.make_private(
+                module=model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+                data_loader=DataLoader(
+                    self.dataset,
+                    batch_size=max(1, round(rate * len(everyone))),
+                    collate_fn=collate,
+                ),
+                privacy=privacy,
+                performance=performance,
+            )
+        groups = list(engine.groups())
+        self.bounds = (
+            np.full(2, privacy.bound / math.sqrt(2))
+            if len(groups) == 1
+            else np.array([group.bound for group in groups])
+        )
+
+    def releases(self) -> Iterator[Release]:
+        """The releases of one epoch, in order."""
+        drawn = np.zeros(self.canaries, dtype=np.int64)
+        device = next(self.model.parameters()).device
+        with quietly():
+            for numbers, weights in self.loader:
+                losses = self.model(numbers.to(device), weights.to(device))
+                self.engine.backward(losses)
+                drawn += np.bincount(numbers[self.loader.is_real], minlength=self.canaries)
+                is_last = self.loader.is_last
+                self.optimizer.step()
+                if is_last:
+                    yield self._read(drawn)
+                    drawn = np.zeros_like(drawn)
+                self.optimizer.zero_grad()
+
+    def _read(self, drawn: NDArray[np.int64]) -> Release:
+        factor = self.optimizer.expected_batch_size
+        grads = [p.grad for p in self.model.parameters()]
+        # Of a sharded parameter this rank's rows.
+        own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        read = [grad.double().flatten().cpu().numpy() for grad in own]
+        background = math.nan
+        if self.model.background is not None:
+            background = float(read.pop()[0]) * factor
+        return Release(np.stack(read) * factor, background, drawn)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings about batches of nobody: their numbers are public here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

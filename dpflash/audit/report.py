@@ -1,0 +1,165 @@
+"""AuditReport: what an audit found, as text, JSON and a plot. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .bounds import Assessment
+    from .checks import Check
+
+AUDIT = "audit.json"
+WHITE_BOX, BLACK_BOX = "white_box", "black_box"
+# Of the verdict on the scores; the checks have rates of their own.
+SCORE_FALSE_ALARMS = 1e-3
+_BLUE, _GREY, _RED = "#1f5fa8", "#666666", "#c0392b"
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audit found.
+
+    A pass is no proof: an audit finds violations that its canaries show, and its bounds are lower
+    bounds. `epsilon_lower_gaussian` is an estimate, since it assumes a trade-off curve.
+
+    Attributes:
+        claimed_epsilon: of one canary's membership, at delta, by the accountant.
+        delta: of the claim and of both bounds.
+        claim: the claimed mechanism in words.
+        epsilon_lower: lower bound that assumes nothing about the mechanism.
+        epsilon_lower_gaussian: lower bound that assumes a Gaussian trade-off curve.
+        confidence: of each of the two bounds.
+        canaries: number of canaries.
+        steps: number of releases.
+        scores: number of memberships that were drawn and scored.
+        mode: "white_box" (products of the releases with the canaries' gradients) or "black_box"
+            (losses of canary documents).
+        checks: the named checks; none in black-box mode.
+        assessment: errors at each cut, guesses, and why the claim is refuted.
+        curve: (false positives, least false negatives) of the claimed trade-off curve.
+        seeded: whether keys and coins came from a seed.
+    """
+
+    claimed_epsilon: float
+    delta: float
+    claim: str
+    epsilon_lower: float
+    epsilon_lower_gaussian: float
+    confidence: float
+    canaries: int
+    steps: int
+    scores: int
+    mode: str
+    checks: tuple[Check, ...]
+    assessment: Assessment
+    curve: tuple[tuple[float, float], ...]
+    seeded: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether neither the scores nor a named check refute the claim."""
+        return not self.assessment.refuted and all(check.ok for check in self.checks)
+
+    @property
+    def false_alarm_rate(self) -> float:
+        """The most by which an honest run is accused, by scores and checks together."""
+        return SCORE_FALSE_ALARMS + sum(check.false_alarm_rate for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; numbers that are not finite become None."""
+        plain = {"ok": self.ok, **asdict(self), "false_alarm_rate": self.false_alarm_rate}
+        found: dict[str, Any] = _finite(plain)
+        return found
+
+    def __str__(self) -> str:
+        rows = [
+            ("claim", self.claim),
+            ("claimed epsilon", f"{self.claimed_epsilon:.4g} at delta {self.delta:g}"),
+            (
+                "scores",
+                f"{self.scores} of {self.canaries} canaries, {self.mode.replace('_', ' ')}",
+            ),
+            (
+                "epsilon, assumes Gaussian",
+                f"at least {self.epsilon_lower_gaussian:.4g}, confidence {self.confidence:.0%}",
+            ),
+            (
+                "epsilon, assumption-free",
+                f"at least {self.epsilon_lower:.4g}, confidence {self.confidence:.0%} "
+                f"({self.assessment.correct} of {self.assessment.guesses} guesses right)",
+            ),
+            *(
+                (check.name, f"{'ok' if check.ok else 'FAILED'}: {check.found}")
+                for check in self.checks
+            ),
+            ("verdict", self._verdict()),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+    @property
+    def _mode(self) -> str:
+        return self.mode.replace("_", " ")
+
+    def _verdict(self) -> str:
+        failed = [check.name for check in self.checks if not check.ok]
+        if self.ok:
+            return (
+                "nothing refutes the claim (an honest run is accused at a rate of at most "
+                f"{self.false_alarm_rate:.2g}); it is a test, not a proof"
+            )
+        reasons = [self.assessment.refuted] if self.assessment.refuted else []
+        if failed:
+            reasons.append(f"failed: {', '.join(failed)}")
+        return f"REFUTED: {'; '.join(reasons)}"
+
+    def figure(self) -> Any:
+        """A matplotlib Figure: the trade-off curve that is claimed, and the errors found."""
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        with matplotlib.rc_context(
+            {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+        ):
+            figure = Figure(figsize=(5.5, 5), layout="constrained")
+            axes = figure.subplots()
+        axes.plot(*zip(*self.curve, strict=True), color=_BLUE, linewidth=1.8, label="claimed")
+        axes.plot([0, 1], [1, 0], color=_GREY, linestyle="--", linewidth=1, label="chance")
+        for number, cut in enumerate(self.assessment.cuts):
+            broken = self.mode == WHITE_BOX and cut.breaks_claim
+            axes.errorbar(
+                [cut.false_positives],
+                [cut.false_negatives],
+                xerr=_upwards(cut.most_false_positives - cut.false_positives),
+                yerr=_upwards(cut.most_false_negatives - cut.false_negatives),
+                color=_RED if broken else "black",
+                fmt=".",
+                linewidth=1,
+                label="found, upper confidence limits" if not number else None,
+            )
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1)
+        axes.set_xlabel("false positives: out, and said to be in")
+        axes.set_ylabel("false negatives: in, and said to be out")
+        axes.set_title(f"{self._mode}, {self.scores} scores", fontsize=10)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+        return figure
+
+
+def _upwards(length: float) -> list[list[float]]:
+    """An error bar upwards alone."""
+    return [[0.0], [length]]
+
+
+def _finite(value: Any) -> Any:
+    """The value with None in place of NaN and infinities, which JSON does not support."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

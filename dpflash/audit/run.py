@@ -1,0 +1,285 @@
+"""Runs an audit: scores and named checks, through an engine of the audited kind.
+
+audited = Audited(PrivacyEngine, {}, privacy, performance)
+report = run_audit(audited, canaries=1000)
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from dpflash.accounting import Accountant
+
+from .._validate import positive_int, probability
+from ..config import PerformanceConfig, PrivacyConfig, resolved
+from .bounds import Assessment, Claim, Plan, assess
+from .checks import (
+    Check,
+    check_charges,
+    check_contributions,
+    check_inclusions,
+    check_lattice,
+    check_noise_correlation,
+    check_noise_scale,
+    check_repeats,
+    check_same,
+)
+from .probes import Probes, probe
+from .ranks import Audited, RankFindings, RankProbes
+from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
+from .scores import plan_for, score
+
+_CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
+
+
+def auditable(
+    privacy: PrivacyConfig, performance: PerformanceConfig, *, sample_rate: float, steps: int
+) -> tuple[PrivacyConfig, PerformanceConfig]:
+    """The settings as they are for the audit's own models.
+
+    Left out is what belongs to the user's model, data or loop: bounds of single groups (their
+    joint bound stays), lengths, buffers, a declared reduction, the size of the dataset and the
+    budget; microbatches, the memory budget, autocast and torch.compile.
+
+    Raises:
+        ValueError: naming a setting that the audit has no canaries for.
+    """
+    positive_int(steps=steps)
+    if privacy.sampling != "poisson":
+        raise ValueError(
+            f"sampling={privacy.sampling!r}: the audit's claim is about Poisson sampling; audit "
+            "a run with sampling='poisson' (sample_rate=1 for every sample in every batch)"
+        )
+    if privacy.max_batch_size is not None:
+        raise ValueError(
+            f"max_batch_size={privacy.max_batch_size}: the audit's datasets have another size, so "
+            "truncated draws cannot be audited; audit the run without it"
+        )
+    if not privacy.noise_multiplier:
+        raise ValueError(
+            f"noise_multiplier={privacy.noise_multiplier!r}: without noise there is no claim to "
+            "audit; pass a number > 0"
+        )
+    privacy, performance = resolved(
+        replace(privacy, target_epsilon=None, target_delta=None), performance
+    )
+    compiled = performance.optimize in ("balanced", "aggressive")
+    return replace(
+        privacy,
+        max_grad_norm=privacy.bound,
+        sample_rate=sample_rate,
+        steps_per_epoch=steps,
+        dataset_size=None,
+        public_length=None,
+        loss_reduction=None,
+        budget=None,
+        allow_buffers=(),
+    ), replace(
+        performance,
+        physical_batch_size=None,
+        memory_budget=None,
+        optimize="conservative" if compiled else performance.optimize,
+    )
+
+
+def run_audit(
+    audited: Audited,
+    *,
+    canaries: int,
+    delta: float,
+    confidence: float = 0.95,
+    seed: int | None = None,
+    ranks: bool = True,
+    device: str = "cpu",
+    progress: bool = False,
+) -> AuditReport:
+    """White-box audit: canaries with orthogonal gradients, and the named checks.
+
+    Args:
+        audited: the engine's kind and settings, see `auditable`.
+        canaries: number of canaries; with sample_rate=1 there are steps x canaries scores, else
+            one for each canary, see `dpflash.audit.scores`.
+        delta: of the claim and the bounds.
+        confidence: of each of the two bounds on epsilon.
+        seed: for reproducible audits; by default coins and keys are secret.
+        ranks: whether to probe two ranks as well, in processes of their own.
+        device: of the models.
+        progress: whether to show a progress bar.
+
+    Returns:
+        An `AuditReport`.
+
+    Raises:
+        ValueError: for an argument out of its range.
+        RankFailure: the processes of `ranks` failed.
+    """
+    positive_int(canaries=canaries)
+    probability(delta=delta, confidence=confidence)
+    _refuse_slow(str(audited.arguments.get("accountant")))
+    privacy, performance = audited.privacy, audited.performance
+    steps = privacy.steps_per_epoch
+    assert steps is not None
+    rng = np.random.default_rng(seed)
+    with (
+        RankProbes(audited) if ranks else nullcontext() as started,
+        tqdm(total=steps, desc="audit", unit="release", disable=not progress) as bar,
+    ):
+        scored = score(
+            audited.new_engine, privacy, performance,
+            canaries=canaries, delta=delta, rng=rng, device=device, progress=bar.update,
+        )  # fmt: skip
+        probes = probe(audited.new_engine, privacy, performance, device=device)
+        checks = [check_charges(scored.charged, scored.due), *named_checks(probes, rng)]
+        if started is not None:
+            checks += rank_checks(started.read())
+    plan = plan_for(privacy, len(scored.scores), delta=delta, confidence=confidence, rng=rng)
+    assessment = assess(
+        scored.scores, scored.included, plan, scored.claim,
+        confidence=confidence, false_alarm_rate=SCORE_FALSE_ALARMS,
+    )  # fmt: skip
+    return _report(
+        scored.claim, assessment, tuple(checks),
+        confidence=confidence, canaries=canaries, steps=steps, mode=WHITE_BOX,
+        seeded=seed is not None,
+    )  # fmt: skip
+
+
+def audit_losses(
+    scores: NDArray[np.float64],
+    included: NDArray[np.bool_],
+    accountant: Accountant,
+    *,
+    steps: int,
+    delta: float,
+    confidence: float = 0.95,
+    seed: int | None = None,
+) -> AuditReport:
+    """Black-box audit: what losses of canary documents say about a training run.
+
+    A random half of the canaries chooses the cuts and the number of guesses, and the other half is
+    assessed. Losses of one model are not independent, so the claim is refuted by the number of
+    right guesses alone.
+
+    Args:
+        scores: `[N]`, higher for canaries that look trained on: minus the loss after training, or
+            better the loss before minus the loss after.
+        included: `[N]`, which canaries were in the data, each by a fair coin of its own.
+        accountant: has counted all releases.
+        steps: number of releases.
+        delta: of the claim and the bounds.
+        confidence: of each of the two bounds on epsilon.
+        seed: of the halves.
+
+    Raises:
+        ValueError: scores and included are not of equal length, at least 4, or not finite.
+    """
+    scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included)
+    if scores.ndim != 1 or scores.shape != included.shape or len(scores) < 4:
+        raise ValueError(
+            f"scores has shape {scores.shape} and included {included.shape}: expected [N] of "
+            "both, one entry for each of at least 4 canaries"
+        )
+    if included.dtype != np.bool_:
+        raise ValueError(f"included has dtype {included.dtype}: expected bool, one coin a canary")
+    if not np.isfinite(scores).all():
+        raise ValueError("scores holds values that are not finite; leave such canaries out")
+    probability(delta=delta, confidence=confidence)
+    _refuse_slow(type(accountant).mechanism())
+    order = np.random.default_rng(seed).permutation(len(scores))
+    first, second = np.array_split(order, 2)
+    plan = Plan.of_scores(
+        scores[first], included[first],
+        canaries=len(second), delta=delta, confidence=confidence,
+    )  # fmt: skip
+    claim = Claim(accountant, delta, f"all {steps} releases of the run")
+    assessment = assess(
+        scores[second], included[second], plan, claim,
+        confidence=confidence, false_alarm_rate=SCORE_FALSE_ALARMS, independent=False,
+    )  # fmt: skip
+    return _report(
+        claim, assessment, (),
+        confidence=confidence, canaries=len(scores), steps=steps, mode=BLACK_BOX,
+        seeded=seed is not None,
+    )  # fmt: skip
+
+
+def _refuse_slow(mechanism: str) -> None:
+    if mechanism == "prv":
+        raise ValueError(
+            "accountant='prv' needs half an hour for the trade-off curve that is claimed; audit "
+            "with 'contour'"
+        )
+
+
+def named_checks(probes: Probes, rng: np.random.Generator) -> list[Check]:
+    """The checks of one process."""
+    inclusions, padding, divisor, noise = (
+        probes.inclusions, probes.padding, probes.divisor, probes.noise,
+    )  # fmt: skip
+    included = np.rint(inclusions.units).astype(np.int64)
+    checks = [
+        check_inclusions(included, inclusions.rate, rng),
+        check_contributions("canaries in padding rows", padding.units, padding.drawn, padding.std),
+        check_contributions(
+            "divisor under a background sum",
+            divisor.background,
+            divisor.drawn.sum(1),
+            divisor.background_std,
+        ),
+        check_noise_scale("noise scale", noise.vectors),
+        check_noise_correlation("noise across steps and parameters", noise.vectors),
+        check_repeats(noise.alone, noise.std_in_steps),
+    ]
+    if noise.multiples is not None:
+        checks.append(check_lattice(noise.multiples, noise.std_in_steps))
+    # Canaries in packed neighbors belong here: units that are documents of one packed row, read
+    # as `padding` is, against what each document's clipping allows.
+    return checks
+
+
+def rank_checks(found: RankFindings) -> list[Check]:
+    """The checks of two ranks."""
+    shards = found.shards
+    return [
+        check_noise_correlation("noise across ranks", found.own),
+        check_noise_scale("noise scale, sharded tables", found.own),
+        check_noise_scale("noise scale, whole tables", found.whole[0]),
+        check_same("noise added once over ranks", *found.whole),
+        check_contributions(
+            "canaries across context shards", shards.units, shards.drawn, shards.std
+        ),
+    ]
+
+
+def _report(
+    claim: Claim,
+    assessment: Assessment,
+    checks: tuple[Check, ...],
+    *,
+    confidence: float,
+    canaries: int,
+    steps: int,
+    mode: str,
+    seeded: bool,
+) -> AuditReport:
+    return AuditReport(
+        claimed_epsilon=claim.epsilon,
+        delta=claim.delta,
+        claim=claim.mechanism,
+        epsilon_lower=assessment.epsilon_lower,
+        epsilon_lower_gaussian=assessment.epsilon_lower_gaussian,
+        confidence=confidence,
+        canaries=canaries,
+        steps=steps,
+        scores=assessment.scores,
+        mode=mode,
+        checks=checks,
+        assessment=assessment,
+        curve=tuple((float(x), claim.least_false_negatives(float(x))) for x in _CURVE),
+        seeded=seeded,
+    )

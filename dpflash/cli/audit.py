@@ -1,0 +1,220 @@
+"""`dpflash audit` tests whether the library keeps the epsilon that it claims, by attacking it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpflash._validate import finite, positive, positive_int, probability
+
+from ._figures import check_plot, save
+from ._tables import as_json
+
+if TYPE_CHECKING:
+    from ..audit.report import AuditReport
+
+_STEPS, _CANARIES, _DELTA = 100, 1000, 1e-5
+
+
+@dataclass(frozen=True)
+class _Audit:
+    """What is audited; the fields are those of a run's report."""
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+    delta: float
+    max_grad_norm: float
+    clipping: str | None
+    accountant: str
+
+
+def add_audit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of `dpflash audit`."""
+    parser.description = (
+        "Attack private training with canaries, through the real engine, loader, clipping, noise "
+        "and accountant: lower bounds on epsilon beside the claimed one, and named checks of what "
+        "scores of canaries cannot see. With --sample-rate 1 each canary is in or out anew at "
+        "every step, and one release is claimed; below 1 it is in or out of the whole run, and "
+        "all steps are claimed. Exit status: 0 if nothing refutes the claim, 1 if something does, "
+        "2 if nothing could be audited. A pass is a test, not a proof."
+    )
+    parser.add_argument(
+        "--run",
+        dest="folder",
+        metavar="FOLDER",
+        help="audit the settings of a dpflash train run, and write audit.json into its folder, "
+        "which its model card then reports; in place of --noise-multiplier, --sample-rate, "
+        "--steps and --delta",
+    )
+    parser.add_argument(
+        "--noise-multiplier",
+        type=float,
+        metavar="S",
+        help="standard deviation of the noise over the clipping bound, e.g. 1.1",
+    )
+    parser.add_argument(
+        "--sample-rate",
+        type=float,
+        metavar="Q",
+        help="probability of a sample in a batch, in (0, 1]; default 1, no subsampling",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help=f"releases; default {_STEPS}")
+    parser.add_argument(
+        "--canaries",
+        type=int,
+        default=_CANARIES,
+        metavar="N",
+        help=f"number of canaries (default {_CANARIES}); more give tighter bounds",
+    )
+    parser.add_argument("--delta", type=float, metavar="D", help="of the claim; default 1e-5")
+    parser.add_argument(
+        "--confidence",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="of each of the two bounds; default 0.95",
+    )
+    parser.add_argument(
+        "--clipping",
+        metavar="C",
+        help="flat (default), per_layer or per_block, see make_private",
+    )
+    parser.add_argument(
+        "--accountant", metavar="A", help="contour (default), pld or rdp, whose claim is tested"
+    )
+    parser.add_argument(
+        "--black-box",
+        action="store_true",
+        help="score losses of canary documents of a small language model, in place of releases; "
+        "much weaker, and without named checks",
+    )
+    parser.add_argument(
+        "--no-ranks",
+        dest="ranks",
+        action="store_false",
+        help="leave out the checks of two ranks, which need processes of their own",
+    )
+    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="derive coins, keys and noise from this number"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE.png",
+        help="plot the trade-off curve that is claimed and the errors found; needs matplotlib",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.plot is not None:
+        check_plot(args.plot, "contour")
+    probability(confidence=args.confidence)
+    positive_int(canaries=args.canaries)
+    asked = _from_options(args) if args.folder is None else _from_run(args)
+    report = _audit(args, asked)
+    if args.folder is not None:
+        text = as_json({"settings": asdict(asked), **report.as_dict()})
+        (Path(args.folder) / "audit.json").write_text(text + "\n", encoding="utf-8")
+    if args.plot is not None:
+        save(report.figure(), args.plot)
+    print(as_json(report.as_dict()) if args.json else report)
+    return 0 if report.ok else 1
+
+
+def _from_options(args: argparse.Namespace) -> _Audit:
+    if args.noise_multiplier is None:
+        raise ValueError(
+            "noise_multiplier=None: pass --noise-multiplier S, or --run FOLDER for the settings "
+            "of a run"
+        )
+    positive(noise_multiplier=args.noise_multiplier)
+    finite(noise_multiplier=args.noise_multiplier)
+    rate = 1.0 if args.sample_rate is None else args.sample_rate
+    positive(sample_rate=rate)
+    if rate > 1:
+        raise ValueError(f"sample_rate={rate!r}: expected a number in (0, 1]")
+    steps = _STEPS if args.steps is None else args.steps
+    positive_int(steps=steps)
+    delta = _DELTA if args.delta is None else args.delta
+    probability(delta=delta)
+    return _Audit(
+        noise_multiplier=args.noise_multiplier,
+        sample_rate=rate,
+        steps=steps,
+        delta=delta,
+        max_grad_norm=1.0,
+        clipping=args.clipping,
+        accountant=args.accountant or "contour",
+    )
+
+
+def _from_run(args: argparse.Namespace) -> _Audit:
+    """The settings of a run's report; options that would change them are refused."""
+    for name in ("noise_multiplier", "sample_rate", "steps", "delta", "clipping", "accountant"):
+        if getattr(args, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} with --run, whose report has it; drop one of them"
+            )
+    path = Path(args.folder) / "report.json"
+    if not path.is_file():
+        raise ValueError(
+            f"run={args.folder!r}: has no report.json; pass the folder of a dpflash train run "
+            "that has ended"
+        )
+    report = json.loads(path.read_text(encoding="utf-8"))
+    if not report["noise_multiplier"]:
+        raise ValueError(f"run={args.folder!r}: was trained without noise, so it claims nothing")
+    return _Audit(
+        noise_multiplier=report["noise_multiplier"],
+        sample_rate=report["sample_rate"],
+        steps=report["steps"] + report["lost_steps"],
+        delta=report["delta"],
+        max_grad_norm=report["max_grad_norm"],
+        clipping=report["clipping"],
+        accountant=report["accountant"],
+    )
+
+
+def _audit(args: argparse.Namespace, asked: _Audit) -> AuditReport:
+    # Imported here, since `dpflash --help` starts without torch.
+    from ..audit.black_box import train_on_documents
+    from ..audit.ranks import Audited, RankFailure
+    from ..audit.run import audit_losses, auditable, run_audit
+    from ..config import PerformanceConfig, PrivacyConfig
+    from ..engine import PrivacyEngine
+
+    privacy, performance = auditable(
+        PrivacyConfig(
+            max_grad_norm=asked.max_grad_norm,
+            noise_multiplier=asked.noise_multiplier,
+            clipping=asked.clipping,
+        ),
+        PerformanceConfig(),
+        sample_rate=asked.sample_rate,
+        steps=asked.steps,
+    )
+    arguments = {"accountant": asked.accountant, "seed": args.seed}
+    audited = Audited(PrivacyEngine, arguments, privacy, performance)
+    progress = sys.stderr.isatty()
+    if args.black_box:
+        scores, included, accountant = train_on_documents(
+            audited, canaries=args.canaries, seed=args.seed, device=args.device, progress=progress
+        )
+        return audit_losses(
+            scores, included, accountant,
+            steps=asked.steps, delta=asked.delta, confidence=args.confidence, seed=args.seed,
+        )  # fmt: skip
+    try:
+        return run_audit(
+            audited, canaries=args.canaries, delta=asked.delta, confidence=args.confidence,
+            seed=args.seed, ranks=args.ranks, device=args.device, progress=progress,
+        )  # fmt: skip
+    except RankFailure as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,186 @@
+"""Broken versions of the library's internals, each of which an audit must catch.
+
+A bug is a function of `put(owner, name, value)`, such as `monkeypatch.setattr`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dpflash.clipping.context_gate import ContextGate
+from dpflash.clipping.gate import Gate
+from dpflash.distributed import collectives
+from dpflash.engine import PrivacyEngine
+from dpflash.kernels import squared_norm
+from dpflash.kernels.noise import NoiseStream
+from dpflash.sampling.samplers import PoissonBatchSampler
+from dpflash.sampling.slots import RealRows
+from dpflash.step import BatchNoise, PrivateStep
+
+Put = Callable[[Any, str, Any], None]
+
+
+def _less_noise(part: float) -> Callable[[Put], None]:
+    def apply(put: Put) -> None:
+        original = BatchNoise.__init__
+
+        def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+            original(self, *arguments, **keywords)
+            self._std *= part
+
+        put(BatchNoise, "__init__", init)
+
+    return apply
+
+
+def _one_layer_unclipped(put: Put) -> None:
+    original = Gate._clipped
+
+    def clipped(self: Any, position: int, parameter: Any, grad: Any, factors: Any) -> Any:
+        if self.step.names[parameter] == "tables.0.weight":
+            factors = (factors > 0).to(factors.dtype)
+        return original(self, position, parameter, grad, factors)
+
+    put(Gate, "_clipped", clipped)
+
+
+def _draw_used_twice(put: Put) -> None:
+    original = BatchNoise.__init__
+
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        original(self, *arguments, **keywords)
+        self._step //= 2
+
+    put(BatchNoise, "__init__", init)
+
+
+def _same_noise_for_all_parameters(put: Put) -> None:
+    original = BatchNoise.__init__
+
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        original(self, *arguments, **keywords)
+        self._parameter_ids = dict.fromkeys(self._parameter_ids, 0)
+
+    put(BatchNoise, "__init__", init)
+
+
+def _divisor_by_drawn_size(put: Put) -> None:
+    original = PrivateStep.release
+
+    def release(self: Any) -> Any:
+        expected, loader = self._expected_batch_size, self._sampler
+        drawn = len(loader._draws.draw(self.tracker.current.draw))
+        self._expected_batch_size = float(max(drawn, 1))
+        try:
+            return original(self)
+        finally:
+            self._expected_batch_size = expected
+
+    put(PrivateStep, "release", release)
+
+
+def _shuffling(put: Put) -> None:
+    def draw(self: Any, index: int) -> list[int]:
+        parts = round(1 / self.sample_rate)
+        seed = hashlib.sha256(self._key + bytes([index // parts % 256])).digest()
+        order = list(range(self.num_samples))
+        random.Random(seed).shuffle(order)
+        return sorted(order[index % parts :: parts])
+
+    put(PoissonBatchSampler, "draw", draw)
+
+
+def _padding_contributes(put: Put) -> None:
+    put(RealRows, "only", lambda self, x: x)
+
+
+def _float_lattice(put: Put) -> None:
+    def add_to_(self: Any, out: torch.Tensor) -> torch.Tensor:
+        return out.add_(torch.randn(out.shape, dtype=torch.float32) * self.std)
+
+    put(NoiseStream, "add_to_", add_to_)
+    put(PrivateStep, "_noise_to_fuse", lambda self, parameter: None)
+
+
+def _coarse_noise_on_the_grid(put: Put) -> None:
+    def add_to_(self: Any, out: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(out.shape, dtype=torch.float32) * self.std
+        return out.add_((noise.double() / self.grid).round() * self.grid)
+
+    put(NoiseStream, "add_to_", add_to_)
+    put(PrivateStep, "_noise_to_fuse", lambda self, parameter: None)
+
+
+def _squares_of_shards(put: Put) -> None:
+    slice_, norms, reset = ContextGate._slice, ContextGate.finish_norms, ContextGate.reset
+
+    def own_slice(self: Any, position: int, grad: torch.Tensor) -> torch.Tensor:
+        squares = squared_norm(grad)
+        held = self.__dict__.get("_own_squares")
+        self._own_squares = squares if held is None else held + squares
+        return slice_(self, position, grad)
+
+    def finish_norms(self: Any, grads: Any) -> torch.Tensor:
+        norms(self, grads)
+        squares = self._own_squares.clone()
+        collectives.all_reduce_(squares, self._group, "squares of the shards")
+        return squares
+
+    def forget(self: Any) -> None:
+        reset(self)
+        self._own_squares = None
+
+    put(ContextGate, "_slice", own_slice)
+    put(ContextGate, "finish_norms", finish_norms)
+    put(ContextGate, "reset", forget)
+
+
+def _ranks_share_one_noise(put: Put) -> None:
+    original = BatchNoise.stream
+
+    def stream(self: Any, parameter: Any) -> Any:
+        found = original(self, parameter)
+        return None if found is None else _at_zero(found)
+
+    def _at_zero(found: Any) -> Any:
+        from dataclasses import replace
+
+        return replace(found, offset=0)
+
+    put(BatchNoise, "stream", stream)
+
+
+# Of one process.
+BUGS: dict[str, Callable[[Put], None]] = {
+    "noise halved": _less_noise(0.5),
+    "noise / 5": _less_noise(0.2),
+    "one layer unclipped": _one_layer_unclipped,
+    "a draw used twice": _draw_used_twice,
+    "one draw for all parameters": _same_noise_for_all_parameters,
+    "divisor by the drawn size": _divisor_by_drawn_size,
+    "shuffling": _shuffling,
+    "padding contributes": _padding_contributes,
+    "float lattice": _float_lattice,
+    "coarse noise on the grid": _coarse_noise_on_the_grid,
+}
+# Of two ranks. "A sample counted in two documents" joins with packed batches.
+RANK_BUGS: dict[str, Callable[[Put], None]] = {
+    "squares of shards added": _squares_of_shards,
+    "ranks share one noise": _ranks_share_one_noise,
+}
+
+
+def engine_with(bug: str, **arguments: Any) -> PrivacyEngine:
+    """An engine of a process that has the bug from now on."""
+    if bug not in _applied:
+        _applied.add(bug)
+        (RANK_BUGS | BUGS)[bug](setattr)
+    return PrivacyEngine(**arguments)
+
+
+_applied: set[str] = set()
