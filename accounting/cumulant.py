@@ -54,8 +54,8 @@ def log_mgf(
     Args:
         pair: with noise > 0.
         orders: a, with Im a >= 0, close orders side by side; Re a >= 1 for a symmetric pair.
-        cut: leave the outputs beyond 1 + cut standard deviations out of M, of several examples those
-            beyond an equally rare output; None for all of M.
+        cut: leave the outputs beyond 1 + cut standard deviations out of M, of several examples
+            those beyond an equally rare output; None for all of M.
         enough: error of M that permits the real line; 0 for the best accuracy, also if log M is
             small.
 
@@ -267,9 +267,10 @@ def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> floa
 def _mixture_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
     """The step of y at which the trapezoidal rule errs by e^-digits of the integrand's peak.
 
-    The error is at most I / (e^(2 pi t / step) - 1), with I the integral of the integrand's modulus
-    along Im y = t and Im y = -t. There |f| is at most its value on the real line, and for t <= 1.5
-    the angle of f at most 1.1 t E(j | x): each real negative zero adds one angle, of 1 + w e^(i t).
+    The error is at most I / (e^(2 pi t / step) - 1), with I the integral of the integrand's
+    modulus along Im y = t and Im y = -t. There |f| is at most its value on the real line, and for
+    t <= 1.5 the angle of f is at most 1.1 t E(j | x), since each zero, real and negative, adds one
+    angle, that of 1 + w e^(i t).
     """
     mixture, s = mixture_of(pair), pair.noise
     y, path, log_path = _coarse_path(pair, 0.0, None)

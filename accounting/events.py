@@ -171,8 +171,8 @@ class UnitPoissonGaussian(PoissonGaussian):
         _validate.whole(1, examples_per_unit=self.examples_per_unit)
         if self.examples_per_unit > _MOST_EXAMPLES:
             raise ValueError(
-                f"examples_per_unit={self.examples_per_unit!r}: expected at most {_MOST_EXAMPLES}; "
-                "pass a smaller bound and drop further examples, or sample units, not examples"
+                f"examples_per_unit={self.examples_per_unit!r}: expected at most {_MOST_EXAMPLES};"
+                " pass a smaller bound and drop further examples, or sample units, not examples"
             )
 
     def pairs(self) -> list[tuple[Pair, int]]:

@@ -1,13 +1,13 @@
 """The privacy loss of a `Pair` with several examples, at real outputs.
 
-Letters: s noise, q rate, k examples, p_j = C(k, j) q^j (1-q)^(k-j) the probability that j examples are
-drawn. At the output x the likelihood ratio of sum p_j N(j, s^2) and N(0, s^2) is
+Letters: s noise, q rate, k examples, p_j = C(k, j) q^j (1-q)^(k-j) the probability that j examples
+are drawn. At the output x the likelihood ratio of sum p_j N(j, s^2) and N(0, s^2) is
 
     f(x) = sum over j of p_j r_j,    r_j = e^((2 j x - j^2) / (2 s^2)),    l = log f,
 
 so that l rises with x and is convex. f is a polynomial in e^(x / s^2), whose zeros are real and
-negative: those of (1 - q + q u)^k are, and multiplying its coefficients by e^(-j^2 / (2 s^2)) keeps
-them so (Polya and Schur 1914: a multiplier sequence). So l is analytic for |Im x| < pi s^2.
+negative: those of (1 - q + q u)^k are, and multiplying its coefficients by e^(-j^2 / (2 s^2))
+keeps them so (Polya and Schur 1914: a multiplier sequence). So l is analytic for |Im x| < pi s^2.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Mixture:
         return self._in_parts(x, self._mean)
 
     def log_modulus(self, x: _Real, height: float) -> _Real:
-        """log |f(x + i height)|."""
+        """The log of |f(x + i height)|."""
         return self._in_parts(x, lambda j, x, logs: self._log_modulus(j, x, logs, height))
 
     def place(self, loss: _Real) -> _Real:
@@ -109,7 +109,7 @@ class Mixture:
         return float(np.exp(self.log_p[1 : self.most + 1]) @ apart)
 
     def exponents(self, x: _Real) -> _Real:
-        """About the size of the exponents whose rounding l(x) has: |log p_j| of the j that count."""
+        """About the size of the exponents whose rounding l(x) has: |log p_j| of the likely j."""
         j = np.clip(np.rint(self.mean(x)).astype(np.intp), 0, self.examples)
         return np.asarray(8 + 2 * np.abs(self.log_p[j]))
 
@@ -128,7 +128,8 @@ class Mixture:
     def _in_parts(self, x: _Real, function: Callable[[_Real, _Real, _Real], Any]) -> Any:
         """`function` of j, x and r_j's logs [x, j], for j from 1 to the last that counts."""
         flat = np.asarray(x, dtype=np.float64).reshape(-1)
-        parts, begin = [], 0
+        parts: list[Any] = []
+        begin = 0
         while begin < len(flat) or not parts:
             # Outputs mostly rise, so the last j rises too.
             last = self._last(float(flat[begin : begin + 256].max(initial=0.0)))

@@ -79,7 +79,7 @@ def _total_variation(pairs: Pairs) -> float:
 
 
 def _variation(pair: Pair) -> float:
-    """q (2 Phi(1 / (2 s)) - 1) for one example."""
+    """For one example q (2 Phi(1 / (2 s)) - 1)."""
     if pair.examples > 1:
         return mixture_of(pair).total_variation()
     return pair.rate * float(erf(1 / (pair.noise * math.sqrt(8))))

@@ -86,8 +86,8 @@ def _check_examples(pairs: Pairs) -> None:
     for pair, _ in pairs:
         if pair.examples > 1:
             raise ValueError(
-                f"examples_per_unit={pair.examples!r}: accountant='prv' is for units of one example "
-                "only; use accountant='contour'"
+                f"examples_per_unit={pair.examples!r}: accountant='prv' is for units of one "
+                "example only; use accountant='contour'"
             )
 
 

@@ -169,8 +169,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--examples-per-unit",
         type=int,
         metavar="K",
-        help="maximum number of samples of one user, or of another unit, all of which epsilon then "
-        "protects together; each sample is drawn and clipped on its own; only with --sampler "
+        help="maximum number of samples of one user, or of another unit, all of which epsilon "
+        "then protects together; each sample is drawn and clipped on its own; only with --sampler "
         "poisson (default: each sample is a unit)",
     )
     parser.add_argument(
