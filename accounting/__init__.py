@@ -48,6 +48,7 @@ __all__ = [
     "SelfComposed",
     "ShuffledGaussian",
     "TruncatedPoissonGaussian",
+    "UnitPoissonGaussian",
     "compute_rdp",
     "create_accountant",
     "epochs_to_steps",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from . import _validate
 from ._search import smallest_passing
 from .accountant import Accountant, Phase
-from .events import ADD_REMOVE, Event, PoissonGaussian
+from .events import ADD_REMOVE, Event, PoissonGaussian, UnitPoissonGaussian
 from .registry import as_accountant, as_phase
 
 _RELATIVE_TOLERANCE = 1e-4
@@ -51,6 +51,7 @@ def get_noise_multiplier(
     sample_rate: float,
     steps: int | None = None,
     epochs: float | None = None,
+    examples_per_unit: int = 1,
     accountant: str | Accountant = "contour",
 ) -> float:
     """The least noise that keeps a run with Poisson sampling within a target.
@@ -61,6 +62,8 @@ def get_noise_multiplier(
         sample_rate: the probability that a sample is in a batch, in (0, 1].
         steps: number of steps, >= 1. Either this or epochs.
         epochs: number of epochs, > 0; see `epochs_to_steps`.
+        examples_per_unit: the most examples of one user, or of another unit that epsilon is for;
+            see `UnitPoissonGaussian`. 1 if each sample is a unit.
         accountant: name of the accountant that will report the run's epsilon, or such an object,
             whose history is neither changed nor counted.
 
@@ -81,13 +84,9 @@ def get_noise_multiplier(
     _validate.rate(sample_rate=sample_rate)
     sample_rate = float(sample_rate)
     steps = _number_of_steps(steps, epochs, sample_rate)
-    relation = ADD_REMOVE
-    if isinstance(accountant, Accountant):
-        relation = accountant.neighboring_relation
+    relation = _relation_of(accountant)
     return noise_multiplier_for(
-        lambda noise_multiplier: PoissonGaussian(
-            noise_multiplier=noise_multiplier, sample_rate=sample_rate, relation=relation
-        ),
+        lambda noise_multiplier: _step(noise_multiplier, sample_rate, examples_per_unit, relation),
         steps,
         target_epsilon=target_epsilon,
         target_delta=target_delta,
@@ -122,13 +121,7 @@ def noise_multiplier_for(
     trial = _empty_accountant(accountant)
 
     def passes(noise_multiplier: float) -> bool:
-        step = event(noise_multiplier)
-        if isinstance(trial, Accountant):
-            trial.history, trial.events = [], []
-            trial.neighboring_relation = step.relation
-            trial.compose(step, count)
-        else:
-            trial.history = [(*as_phase(trial, step), count)]
+        _replace_history(trial, event(noise_multiplier), count)
         return bool(trial.get_epsilon(target_delta) <= target_epsilon)
 
     high = 1.0
@@ -157,12 +150,14 @@ def get_sample_rate(
     target_delta: float,
     noise_multiplier: float,
     steps: int,
+    examples_per_unit: int = 1,
     accountant: str | Accountant = "contour",
 ) -> float:
     """The greatest sample rate at which a run stays within (target_epsilon, target_delta).
 
     Args:
-        target_epsilon, target_delta, steps, accountant: as in `get_noise_multiplier`.
+        target_epsilon, target_delta, steps, examples_per_unit, accountant: as in
+            `get_noise_multiplier`.
         noise_multiplier: the noise's standard deviation over the bound of one sample, > 0.
 
     Returns:
@@ -178,9 +173,11 @@ def get_sample_rate(
     _validate.probability(target_delta=target_delta)
     _validate.whole(1, steps=steps)
     trial = _empty_accountant(accountant)
+    relation = _relation_of(trial)
 
     def passes(inverse: float) -> bool:
-        trial.history = [(noise_multiplier, 1 / inverse, steps)]
+        step = _step(noise_multiplier, 1 / inverse, examples_per_unit, relation)
+        _replace_history(trial, step, steps)
         return trial.get_epsilon(target_delta) <= target_epsilon
 
     high = 1.0
@@ -204,12 +201,13 @@ def get_steps(
     target_delta: float,
     noise_multiplier: float,
     sample_rate: float,
+    examples_per_unit: int = 1,
     accountant: str | Accountant = "contour",
 ) -> int:
     """The most steps with Poisson sampling within a target, 0 if not even one fits.
 
     Args:
-        target_epsilon, target_delta, accountant: as in `get_noise_multiplier`.
+        target_epsilon, target_delta, examples_per_unit, accountant: as in `get_noise_multiplier`.
         noise_multiplier: the noise's standard deviation over the bound of one sample, > 0.
         sample_rate: the probability that a sample is in a batch, in (0, 1].
 
@@ -220,10 +218,10 @@ def get_steps(
         ValueError: an argument is out of its range.
     """
     _validate.positive(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
-    step = PoissonGaussian(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    trial = _empty_accountant(accountant)
     return remaining_steps(
-        _empty_accountant(accountant),
-        step,
+        trial,
+        _step(noise_multiplier, sample_rate, examples_per_unit, _relation_of(trial)),
         target_epsilon=target_epsilon,
         target_delta=target_delta,
     )
@@ -276,6 +274,38 @@ def remaining_steps(
         middle = math.isqrt(low * high) if high > 4 * low else (low + high) // 2
         low, high = (middle, high) if passes(middle) else (low, middle)
     return low
+
+
+def _step(
+    noise_multiplier: float, sample_rate: float, examples_per_unit: int, relation: str
+) -> PoissonGaussian:
+    """The event of one step with Poisson sampling."""
+    _validate.whole(1, examples_per_unit=examples_per_unit)
+    if examples_per_unit == 1:
+        return PoissonGaussian(
+            noise_multiplier=noise_multiplier, sample_rate=sample_rate, relation=relation
+        )
+    return UnitPoissonGaussian(
+        noise_multiplier=noise_multiplier,
+        sample_rate=sample_rate,
+        examples_per_unit=examples_per_unit,
+        relation=relation,
+    )
+
+
+def _replace_history(trial: Accountant, step: Event, count: int) -> None:
+    """Make `count` such steps all that the accountant knows; it may be one of Opacus."""
+    if isinstance(trial, Accountant):
+        trial.history, trial.events = [], []
+        trial.neighboring_relation = step.relation
+        trial.compose(step, count)
+    else:
+        trial.history = [(*as_phase(trial, step), count)]
+
+
+def _relation_of(accountant: object) -> str:
+    """The relation that its epsilon is for; accountants of Opacus know one only."""
+    return accountant.neighboring_relation if isinstance(accountant, Accountant) else ADD_REMOVE
 
 
 def _append(history: list[Phase], noise_multiplier: float, rate: float, count: int) -> None:

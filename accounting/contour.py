@@ -82,7 +82,7 @@ class ContourAccountant(Accountant):
         whole = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs))
         if all(pair.rate == 1 for pair, _ in pairs):
             return Interval(whole * (1 - _EXACT), whole)
-        if len(pairs) == 1 and pairs[0][1] == 1:
+        if _is_one_example(pairs):
             once = one_step_epsilon(pairs[0][0], delta)
             return Interval(once * (1 - _EXACT), once)
         if not _has_moderate_noise(pairs):
@@ -99,7 +99,7 @@ class ContourAccountant(Accountant):
         whole = gaussian_delta(epsilon=epsilon, noise_multiplier=joint_noise(pairs))
         if all(pair.rate == 1 for pair, _ in pairs):
             return Interval(whole * (1 - _EXACT), whole)
-        if len(pairs) == 1 and pairs[0][1] == 1:
+        if _is_one_example(pairs):
             once = one_step_delta(pairs[0][0], epsilon)
             return Interval(once * (1 - _EXACT), once)
         if not _has_moderate_noise(pairs):
@@ -111,6 +111,11 @@ class ContourAccountant(Accountant):
         if found.lower < (1 - _LOOSE) * found.upper and found.upper > _LEAST_PLD_DELTA:
             found = _intersection(found, pld_delta(pairs, epsilon))
         return Interval(min(found.lower, whole), min(found.upper, whole))
+
+
+def _is_one_example(pairs: Pairs) -> bool:
+    """Whether it is one step that one example may enter, which has a closed form."""
+    return len(pairs) == 1 and pairs[0][1] == 1 and pairs[0][0].examples == 1
 
 
 def _epsilon_of_both(pairs: Pairs, delta: float) -> _Bounds:
@@ -219,7 +224,7 @@ def _largest_added_loss(pairs: Pairs) -> float:
     """The supremum of the loss of an addition: the output shows that the sample was not drawn."""
     if any(pair.rate == 1 for pair, _ in pairs):
         return math.inf
-    return -math.fsum(count * math.log1p(-pair.rate) for pair, count in pairs)
+    return -math.fsum(count * pair.log_absence for pair, count in pairs)
 
 
 def _first_significant_delta(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.special import ndtr
 
 from .cumulant import log_mgf, rough_log_mgf
+from .mixture import mixture_of
 from .pairs import Pair, Pairs
 
 _Real = NDArray[np.float64]
@@ -293,7 +294,7 @@ class RealAxis:
         self.pairs = pairs
         self.side = side
         self.cut = _cut(delta, pairs)
-        self._may_cut = max(pair.noise for pair, _ in pairs) > _CUT_FROM
+        self._may_cut = any(pair.noise > _CUT_FROM or pair.examples > 1 for pair, _ in pairs)
         variance = math.fsum(count * _variance(pair) for pair, count in pairs)
         self._start = round(OCTAVE * math.log2(4 / math.sqrt(variance)))
 
@@ -339,7 +340,7 @@ class RealAxis:
         k, cumulant = _upper_cumulant(pairs, self.side, k, cut)
         log = _chernoff_log_delta(cumulant, k, epsilon)
         chernoff = math.exp(min(0.0, log)) + cut_probability(pairs, cut)
-        return min(chernoff, math.fsum(count * pair.rate for pair, count in pairs))
+        return min(chernoff, math.fsum(count * _presence(pair) for pair, count in pairs))
 
     def contours(self, epsilon: float) -> Iterator[Contour]:
         """Contours for this epsilon >= 0, the most accurate first, by estimate."""
@@ -436,8 +437,15 @@ def _entropy(c: float) -> float:
     return math.log1p(c) + c * math.log1p(1 / c)
 
 
+def _presence(pair: Pair) -> float:
+    """The probability that an example is drawn."""
+    return -math.expm1(pair.log_absence) if pair.rate < 1 else 1.0
+
+
 def _variance(pair: Pair) -> float:
     """Approximate variance of the loss."""
+    if pair.examples > 1:
+        return mixture_of(pair).loss_variance()
     precision = pair.noise**-2
     whole = precision + precision**2 / 4
     return min(whole, pair.rate**2 * math.expm1(min(precision, 700.0))) or 1e-300

@@ -10,7 +10,8 @@ which are sums of small terms if M is near 1, so that its logarithm keeps its di
 integrals along the real line of x, by the trapezoidal rule. If e^(a l) is much larger than its
 mean, they are taken along the ray l = l_min + w e^(i omega), w > 0, on which it decays: the
 density is analytic there (e^y = 0 only at l_min), and the ray passes every zero of e^l - (1 - q)
-on the same side as the real line does.
+on the same side as the real line does. The loss of several examples (`mixture`) is a function of
+the same y, but only the real line is used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .mixture import mixture_of, quantile
 from .pairs import Pair
 
 _Real = NDArray[np.float64]
@@ -39,6 +41,7 @@ _MARGIN = 0.22  # between a ray and the angle at which |e^(a l)| is constant
 _SPLIT = 1e-14  # error of M above which fewer orders are evaluated together
 _TOGETHER = 32  # orders of one evaluation
 _MOST_NODES = 6_000
+_HEIGHTS = (0.03, 0.06, 0.12, 0.2, 0.35, 0.6, 1.0, 1.5)  # Im y, for steps
 _SMALL = 0.1
 _SERIES = [1 / math.factorial(k) for k in range(2, 11)]
 
@@ -51,7 +54,8 @@ def log_mgf(
     Args:
         pair: with noise > 0.
         orders: a, with Im a >= 0, close orders side by side; Re a >= 1 for a symmetric pair.
-        cut: leave the outputs beyond 1 + cut standard deviations out of M; None for all of M.
+        cut: leave the outputs beyond 1 + cut standard deviations out of M, of several examples
+            those beyond an equally rare output; None for all of M.
         enough: error of M that permits the real line; 0 for the best accuracy, also if log M is
             small.
 
@@ -111,7 +115,7 @@ def _angle(pair: Pair, orders: _Complex, cut: float | None) -> float:
     # On a ray the Gaussian is e^((angle s)^2 / 2) times as large as on the line.
     largest = min(_LARGEST_ANGLE, 4.9 / pair.noise)
     # With a cut the integral ends at an output, so it cannot move to a ray.
-    if largest < 2 * _MARGIN or cut is not None:
+    if largest < 2 * _MARGIN or cut is not None or pair.examples > 1:
         return 0.0
     return min(math.ceil(needed / _ANGLE_STEP) * _ANGLE_STEP, largest)
 
@@ -148,7 +152,10 @@ def _excess(
     exponent = orders[:, None] * loss
     log_density += math.log(step)
     terms = _g(exponent, log_density) - orders[:, None] * _g(loss, log_density)
-    total, rounding = _total(terms, np.abs(log_density) + np.abs(exponent))
+    exponents = np.abs(log_density) + np.abs(exponent)
+    if pair.examples > 1:
+        exponents += np.abs(orders)[:, None] * mixture_of(pair).exponents(_output(pair, y))
+    total, rounding = _total(terms, exponents)
     return total, rounding + window.lost
 
 
@@ -161,14 +168,21 @@ def _real_line_excess(pair: Pair, orders: _Complex, window: _Window) -> tuple[_C
     )
     loss, log_density = _real_path(pair, y)
     terms = np.exp(np.multiply.outer(orders, loss) + (log_density + math.log(step)))
-    return terms.sum(axis=1) - 1, 64 * _ROUNDING * np.abs(terms).sum(axis=1) + window.lost
+    digits: _Real | float = 64.0
+    if pair.examples > 1:
+        digits += np.abs(orders)[:, None] * mixture_of(pair).exponents(_output(pair, y))
+    return terms.sum(axis=1) - 1, _ROUNDING * (digits * np.abs(terms)).sum(axis=1) + window.lost
 
 
 def _real_path(pair: Pair, y: _Real) -> tuple[_Real, _Real]:
     """The loss at y, and the logarithm of the density of y."""
     s = pair.noise
     log_scale = math.log(s / math.sqrt(2 * math.pi))
-    return _loss(pair.rate, y), log_scale - (s * y + 0.5 / s) ** 2 / 2
+    if pair.examples > 1:
+        loss = mixture_of(pair).loss(_output(pair, y))
+    else:
+        loss = _loss(pair.rate, y)
+    return loss, log_scale - (s * y + 0.5 / s) ** 2 / 2
 
 
 def _path(pair: Pair, y: _Real, angle: float) -> tuple[_Complex, _Complex]:
@@ -210,8 +224,9 @@ def _window(pair: Pair, orders: _Complex, angle: float, cut: float | None, nats:
 def _tail_exponent(pair: Pair, order: complex, angle: float = 0.0) -> float:
     """The largest exponent of the integrand beyond the coarse path."""
     s = pair.noise
-    growth = (order * np.exp(1j * angle)).real
-    # There the Gaussian falls faster than e^(growth y) grows, and the loss grows slower than y.
+    growth = pair.examples * (order * np.exp(1j * angle)).real
+    # There the Gaussian falls faster than e^(growth y) grows, and the loss grows slower than y, or
+    # than y times the number of examples.
     if growth < _FARTHEST * s * (1 - math.tan(angle) ** 2):
         return -math.inf
     y = np.geomspace(_FARTHEST / s + 0.5 / s**2, max(8 * growth, 1.0) / s**2, 100)
@@ -226,6 +241,9 @@ def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _C
     # From x = -60 s to 1 + 60 s, or to the cut
     low = -_FARTHEST - 0.5 / s
     high = (_FARTHEST if cut is None else cut) + 0.5 / s
+    if pair.examples > 1:
+        farthest = mixture_of(pair).most + _FARTHEST * s if cut is None else quantile(pair, cut)
+        high = (farthest - 0.5) / s
     y = np.linspace(low, high, math.ceil(4 * (high - low))) / s
     if pair.symmetric:
         y = y[y > 0]
@@ -239,9 +257,43 @@ def _ray_step() -> float:
 def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
     """The step of y. Along Im y = t / s the integrand grows by e^(t^2 / 2) and e^(|Im a| Im l)."""
     s = pair.noise
+    if pair.examples > 1:
+        return _mixture_step(pair, orders, high, digits)
     turn = float(np.abs(orders.imag).max()) * _slope(pair.rate, high) / s
     strip = min(0.85 * math.pi * s, math.sqrt(2 * digits))
     return 2 * math.pi * strip / (digits + strip**2 / 2 + turn * strip) / s
+
+
+def _mixture_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
+    """The step of y at which the trapezoidal rule errs by e^-digits of the integrand's peak.
+
+    The error is at most I / (e^(2 pi t / step) - 1), with I the integral of the integrand's
+    modulus along Im y = t and Im y = -t. There |f| is at most its value on the real line, and for
+    t <= 1.5 the angle of f is at most 1.1 t E(j | x), since each zero, real and negative, adds one
+    angle, that of 1 + w e^(i t).
+    """
+    mixture, s = mixture_of(pair), pair.noise
+    y, path, log_path = _coarse_path(pair, 0.0, None)
+    inside = y <= high
+    y, loss, log_density = y[inside], path.real[inside], log_path.real[inside]
+    forward, backward = float(orders.real.max()), float(orders.real.min())
+    turn = 1.1 * float(np.abs(orders.imag).max()) * mixture.mean(_output(pair, y))
+    real = np.maximum(0.0, np.maximum(forward * loss, backward * loss)) + log_density
+    peak, best = float(real.max()), 0.0
+    for height in _HEIGHTS:
+        moved = np.maximum(0.0, forward * loss)
+        if backward < 0:
+            away = backward * mixture.log_modulus(_output(pair, y), s**2 * height)
+            moved = np.maximum(moved, away)
+        moved = moved + turn * height + (s * height) ** 2 / 2 + log_density
+        excess = max(0.0, float(moved.max()) - peak)
+        best = max(best, 2 * math.pi * height / (digits + 3 + excess))
+    return best
+
+
+def _output(pair: Pair, y: _Real) -> _Real:
+    """The output x at y."""
+    return pair.noise**2 * y + 0.5
 
 
 def _symmetric_excess(

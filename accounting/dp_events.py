@@ -29,10 +29,12 @@ from .events import (
     SelfComposed,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
+    UnitPoissonGaussian,
     joint_noise_multiplier,
 )
 
 _READINGS = ("bound", "sensitivity")
+_SAME_PROBABILITY = 1e-9  # relative, of a binomial that was written and of the one that is read
 
 
 def to_dp_event(
@@ -94,7 +96,8 @@ def from_dp_event(
     """Convert a DpEvent of dp_accounting to an event that `Accountant.compose` takes.
 
     Args:
-        dp_event: of Gaussians, with Poisson sampling (also truncated) or without replacement, and
+        dp_event: of Gaussians, with Poisson sampling (also truncated) or without replacement,
+            mixtures of Gaussians with the sensitivities 0, ..., k and binomial probabilities, and
             compositions of these. NoOpDpEvent becomes an empty composition, NonPrivateDpEvent a
             Gaussian without noise.
         neighboring_relation: of the returned event.
@@ -145,6 +148,12 @@ class _Writer:
                 sampling_probability=event.sample_rate,
                 truncated_batch_size=event.max_batch_size,
                 noise_multiplier=event.noise_multiplier,
+            )
+        if isinstance(event, UnitPoissonGaussian):
+            counts = range(event.examples_per_unit + 1)
+            probabilities = _binomial(event.sample_rate, event.examples_per_unit)
+            return _class(theirs, "MixtureOfGaussiansDpEvent")(
+                event.noise_multiplier, [float(j) for j in counts], probabilities
             )
         if isinstance(event, PoissonGaussian):
             inner = self._gaussian(event.noise_multiplier, event.relation == REPLACE_ONE)
@@ -197,6 +206,8 @@ class _Reader:
                 batch_size=given.sample_size,
                 num_samples=given.source_dataset_size,
             )
+        if name == "MixtureOfGaussiansDpEvent":
+            return self._mixture(given)
         if name == "TruncatedSubsampledGaussianDpEvent":
             _check_not_sensitivity(replaced and self.reading == "sensitivity")
             return TruncatedPoissonGaussian(
@@ -208,9 +219,34 @@ class _Reader:
             )
         raise _unknown(given)
 
+    def _mixture(self, given: Any) -> Event:
+        """The mixture over the number of a unit's examples that are drawn."""
+        examples = len(given.sensitivities) - 1
+        if examples < 1 or list(given.sensitivities) != list(range(examples + 1)):
+            raise _unknown(given, f" with the sensitivities {list(given.sensitivities)!r}")
+        found = [float(p) for p in given.sampling_probs]
+        rate = math.fsum(j * p for j, p in enumerate(found)) / examples
+        expected = _binomial(rate, examples) if 0 <= rate <= 1 else []
+        if len(found) != len(expected) or not all(
+            math.isclose(p, e, rel_tol=_SAME_PROBABILITY)
+            for p, e in zip(found, expected, strict=True)
+        ):
+            raise _unknown(given, " with probabilities that are not binomial")
+        return UnitPoissonGaussian(
+            relation=self.relation,
+            noise_multiplier=given.standard_deviation,
+            sample_rate=rate,
+            examples_per_unit=examples,
+        )
+
     def _noise(self, given: Any, replaced: bool) -> float:
         """The joint noise multiplier of Gaussians on one batch, in our reading."""
         return _joint(self.theirs, given) * _sensitivity(self.reading, replaced)
+
+
+def _binomial(rate: float, count: int) -> list[float]:
+    """The probabilities of 0, ..., count of so many draws."""
+    return [math.comb(count, j) * rate**j * (1 - rate) ** (count - j) for j in range(count + 1)]
 
 
 def _joint(theirs: ModuleType, given: Any) -> float:

@@ -20,6 +20,7 @@ from .pairs import Pair
 
 ADD_REMOVE, ZERO_OUT, REPLACE_ONE = "add_remove", "zero_out", "replace_one"
 RELATIONS = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
+_MOST_EXAMPLES = 1000  # of a unit; accountants add up as many terms
 
 _Event = TypeVar("_Event", bound="Event")
 
@@ -30,7 +31,8 @@ class Event(ABC):
 
     Attributes:
         relation: "add_remove" (one sample more or less), "zero_out" (one sample replaced by
-            nothing, the size of the dataset public) or "replace_one" (by any other sample).
+            nothing, the size of the dataset public) or "replace_one" (by any other sample). Of
+            `UnitPoissonGaussian` it is one unit with all of its samples.
     """
 
     relation: str = ADD_REMOVE
@@ -130,6 +132,54 @@ class PoissonGaussian(Event):
             return []
         noise = self.noise_multiplier / self._sensitivity()
         return [(Pair(noise, self.sample_rate, self.relation == REPLACE_ONE), 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPoissonGaussian(PoissonGaussian):
+    """A `PoissonGaussian` on the data of units, such as users, with several examples each.
+
+    Each example enters the batch independently and is clipped on its own (example-level sampling).
+    The guarantee is for a unit: all of its examples, at most `examples_per_unit`, are added,
+    removed or zeroed together. It depends on that bound only, not on the numbers of examples.
+
+    Attributes:
+        noise_multiplier: the noise's standard deviation over the bound of one example, >= 0.
+        sample_rate: the probability that an example is in a batch, in [0, 1].
+        examples_per_unit: the most examples of one unit, k >= 1. At 1 it is `PoissonGaussian`.
+
+    Guarantees:
+        The pair sum over j of Binom(k, sample_rate)(j) N(j, noise_multiplier^2) against
+        N(0, noise_multiplier^2) dominates the sum of one step on any two neighbors, in both
+        directions, and is attained. Let V be what the unit's drawn examples add to the sum, over
+        the bound, so that |V| is at most their number, J. Then E (P / Q - alpha)_+ under Q is of a
+        sum of lognormals, one for each value of V, and so greatest if all V point in one direction
+        (comonotone terms have the greatest sum in convex order). P / Q then rises with the output,
+        the event P / Q > alpha is a half-line, and its probability rises with V; a unit of fewer
+        examples draws stochastically fewer.
+
+    Source:
+        Mixture of Gaussians mechanisms: Choquette-Choo, Ganesh, Steinke, Thakurta 2024 (arXiv
+        2310.15526). With the binomial, for groups: Ganesh 2024 (arXiv 2401.10294); for users, as
+        DP-SGD-ELS: Charles et al. 2024 (arXiv 2407.07737).
+    """
+
+    examples_per_unit: int
+    relations: ClassVar[tuple[str, ...]] = (ADD_REMOVE, ZERO_OUT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.whole(1, examples_per_unit=self.examples_per_unit)
+        if self.examples_per_unit > _MOST_EXAMPLES:
+            raise ValueError(
+                f"examples_per_unit={self.examples_per_unit!r}: expected at most {_MOST_EXAMPLES};"
+                " pass a smaller bound and drop further examples, or sample units, not examples"
+            )
+
+    def pairs(self) -> list[tuple[Pair, int]]:
+        if self.sample_rate == 0:
+            return []
+        pair = Pair(self.noise_multiplier, self.sample_rate, examples=self.examples_per_unit)
+        return [(pair, 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +316,7 @@ _KINDS: dict[str, type[Event]] = {
         Gaussian,
         ShuffledGaussian,
         PoissonGaussian,
+        UnitPoissonGaussian,
         TruncatedPoissonGaussian,
         FixedSizeGaussian,
         SelfComposed,

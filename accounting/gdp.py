@@ -75,6 +75,11 @@ def _mean(pairs: Pairs) -> float:
 
 
 def _squared_mean(pair: Pair) -> float:
+    if pair.examples > 1:
+        raise ValueError(
+            f"examples_per_unit={pair.examples!r}: accountant='gdp' is for units of one example "
+            "only; use accountant='contour'"
+        )
     exponent = (1 / pair.noise) ** 2
     if pair.rate == 1:
         return exponent

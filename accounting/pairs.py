@@ -1,6 +1,7 @@
 """Dominating pairs: the description of a mechanism that accountants use.
 
-s is the noise's standard deviation over the distance of the two means, q the sample rate.
+s is the noise's standard deviation over the distance that one example moves the mean, q the sample
+rate, k the number of examples of one unit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class Pair:
         symmetric: if False, (1-q) N(0, s^2) + q N(1, s^2) against N(0, s^2), and the reverse (the
             greater delta counts). If True, the pair that has the former's privacy profile for
             epsilon >= 0 in both directions.
+        examples: k. Above 1, sum over j of Binom(k, q)(j) N(j, s^2) against N(0, s^2), and the
+            reverse; see `UnitPoissonGaussian`. Not symmetric then.
 
     Source:
         Zhu, Dong, Wang 2022, Optimal Accounting of Differential Privacy via Characteristic
@@ -32,6 +35,17 @@ class Pair:
     noise: float
     rate: float
     symmetric: bool = False
+    examples: int = 1
+
+    @property
+    def whole_noise(self) -> float:
+        """The noise of the Gaussian to which the pair amounts without subsampling."""
+        return self.noise / self.examples
+
+    @property
+    def log_absence(self) -> float:
+        """The log of the probability that no example is drawn, for q < 1."""
+        return self.examples * math.log1p(-self.rate)
 
 
 Pairs = tuple[tuple[Pair, int], ...]  # (pair, number of times it is composed)
@@ -41,9 +55,9 @@ def canonical(pairs: Iterable[tuple[Pair, int]]) -> Pairs:
     """Merge equal pairs, and sort them, so that the order of composition does not matter."""
     counts: Counter[Pair] = Counter()
     for pair, count in pairs:
-        # At rate 1 a symmetric pair equals the other kind.
+        # At rate 1 all kinds are one Gaussian.
         whole = pair.rate == 1
-        counts[Pair(pair.noise, 1.0) if whole else pair] += count
+        counts[Pair(pair.whole_noise, 1.0) if whole else pair] += count
     return tuple(sorted((pair, count) for pair, count in counts.items() if count))
 
 
@@ -54,6 +68,6 @@ def joint_noise(pairs: Pairs) -> float:
     """
     if not pairs:
         return math.inf
-    least = min(pair.noise for pair, _ in pairs)
-    total = math.fsum(count * (least / pair.noise) ** 2 for pair, count in pairs)
+    least = min(pair.whole_noise for pair, _ in pairs)
+    total = math.fsum(count * (least / pair.whole_noise) ** 2 for pair, count in pairs)
     return least / math.sqrt(total)

@@ -16,13 +16,15 @@ from scipy.special import erf
 
 from .accountant import Accountant, Interval
 from .gaussian import gaussian_delta, gaussian_epsilon
-from .pairs import Pairs, joint_noise
+from .mixture import mixture_of
+from .pairs import Pair, Pairs, joint_noise
 from .pld_loss import UNIT, Array, optimistic, pessimistic
 from .pld_plan import TOLERANCE, Plan, Query, log_kernel, plan_of, spacing_of
 
 _ATTEMPTS = 5
 _SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # beyond, only closed-form bounds
-_MASS_ERROR = 1e-14  # relative, of one step's masses; and of the sums over the window:
+_MASS_ERROR = 1e-14  # relative, of one step's masses,
+_MIXTURE_ERROR = 1e-13  # if it is of several examples; and of the sums over the window:
 _SUM_ERROR = 1e-9
 _MARGIN = 32  # grid points added to the window at each end
 _FFT_ERROR = 2.5 * UNIT  # of one level of the FFT, relative to the sum of its inputs' moduli
@@ -72,10 +74,15 @@ def pld_delta(pairs: Pairs, epsilon: float) -> Interval:
 
 
 def _total_variation(pairs: Pairs) -> float:
-    """The sum of the pairs' total variations, q (2 Phi(1 / (2 s)) - 1): it bounds every delta."""
-    return (1 + 1e-12) * math.fsum(
-        n * pair.rate * float(erf(1 / (pair.noise * math.sqrt(8)))) for pair, n in pairs
-    )
+    """The sum of the pairs' total variations, or of bounds on them: it bounds every delta."""
+    return (1 + 1e-12) * math.fsum(n * _variation(pair) for pair, n in pairs)
+
+
+def _variation(pair: Pair) -> float:
+    """For one example q (2 Phi(1 / (2 s)) - 1)."""
+    if pair.examples > 1:
+        return mixture_of(pair).total_variation()
+    return pair.rate * float(erf(1 / (pair.noise * math.sqrt(8))))
 
 
 def _both_directions(pairs: Pairs, query: Query, closed: float) -> Interval:
@@ -96,8 +103,8 @@ def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) 
     """One direction. `enough`, an end of the other one, limits the accuracy that is needed."""
     lower, upper, gap = 0.0, math.inf, math.inf
     if sign == -1 and all(pair.rate < 1 and not pair.symmetric for pair, _ in pairs):
-        # No loss of an addition exceeds -log(1 - q).
-        most = -(1 + 1e-12) * math.fsum(n * math.log1p(-pair.rate) for pair, n in pairs)
+        # No loss of an addition exceeds -log of the probability that nothing is drawn.
+        most = -(1 + 1e-12) * math.fsum(n * pair.log_absence for pair, n in pairs)
         if query.epsilon is None:
             upper = most
         elif query.epsilon >= most:
@@ -274,7 +281,9 @@ def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool)
     losses = offset + spacing * np.arange(begin, begin + size)
     reference = plan.epsilon
     log_scale = total - theta * reference
-    steps = sum(counts)
+    mass_error = math.fsum(
+        n * (_MASS_ERROR if pair.examples == 1 else _MIXTURE_ERROR) for pair, n in pairs
+    )
     return Composition(
         losses=losses,
         weights=masses * np.exp(np.minimum(theta * (reference - losses), 600.0)),
@@ -285,7 +294,7 @@ def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool)
         rounding=(each, norm),
         outside=math.exp(min(0.0, below.min())) + math.exp(min(0.0, above.min())),
         infinite=math.fsum(n * a.infinite for a, n in zip(atoms, counts, strict=True)),
-        relative=_SUM_ERROR + _MASS_ERROR * steps,
+        relative=_SUM_ERROR + mass_error,
         is_upper=is_upper,
     )
 

@@ -1,7 +1,7 @@
 """The distribution of one step's privacy loss, and its discretization on a grid.
 
 s is the pair's noise, q its rate, l(x) = log(1 - q + q exp((2x - 1) / (2 s^2))) its loss at the
-output x.
+output x. That of a pair with several examples is in `mixture`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.linalg import solveh_banded
 from scipy.special import erf, log_ndtr
 
+from .mixture import Mixture, mixture_of
 from .pairs import Pair
 
 Array = NDArray[Any]
@@ -36,8 +37,11 @@ class LossDistribution:
     noise: float
     rate: float
     sign: int  # 1: removed, -1: added
+    mixture: Mixture | None = None  # of several examples
 
     def loss(self, t: Array) -> Array:
+        if self.mixture:
+            return self.sign * self.mixture.loss(self.sign * t)
         u = (2 * self.sign * t - 1) / (2 * self.noise**2)
         if self.rate == 1:
             return self.sign * u
@@ -49,6 +53,8 @@ class LossDistribution:
     def place(self, loss: Array) -> Array:
         """The point with this loss; infinite for losses that do not occur."""
         value = self.sign * loss
+        if self.mixture:
+            return self.sign * self.mixture.place(value)
         if self.rate == 1:
             return self.sign * (self.noise**2 * value + 0.5)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -60,18 +66,25 @@ class LossDistribution:
     def density(self, t: Array) -> Array:
         x = self.sign * t
         found = np.exp(-np.square(x / self.noise) / 2)
-        if self.sign == 1:
+        if self.mixture and self.sign == 1:
+            found = np.exp(self.mixture.loss(x) - np.square(x / self.noise) / 2)
+        elif self.sign == 1:
             shifted = np.exp(-np.square((x - 1) / self.noise) / 2)
             found = (1 - self.rate) * found + self.rate * shifted
         return found / (self.noise * math.sqrt(2 * math.pi))
 
     def slope(self, t: Array) -> Array:
-        """The loss's derivative: P(sampled | x) / s^2."""
+        """The loss's derivative: E(number of drawn examples | x) / s^2."""
+        if self.mixture:
+            return self.mixture.mean(self.sign * t) / self.noise**2
         u = (2 * self.sign * t - 1) / (2 * self.noise**2)
         return self.rate * np.exp(u - self.sign * self.loss(t)) / self.noise**2
 
     def log_tails(self, t: float, above: bool) -> tuple[float, float]:
         """Logarithms of the masses under P and under Q below (or above) t."""
+        if self.mixture:
+            tails = self.mixture.log_tails(self.sign * t, above == (self.sign == 1))
+            return tails if self.sign == 1 else tails[::-1]
         side = -1.0 if above else 1.0
         x = side * t * self.sign if self.sign == 1 else side * t
         # In the frame in which the tail is (-inf, x]: the shifted mean is at +-1.
@@ -87,8 +100,15 @@ class LossDistribution:
 
     def ends(self) -> tuple[float, float]:
         """The finite part of the line that has a density in float64."""
-        reach = _REACH * self.noise
-        return (-reach, 1 + reach) if self.sign == 1 else (-1 - reach, reach)
+        reach, most = _REACH * self.noise, self.mixture.most if self.mixture else 1
+        return (-reach, most + reach) if self.sign == 1 else (-most - reach, reach)
+
+    def edge(self) -> float:
+        """The loss that outputs without any drawn example approach; its infimum or supremum."""
+        if self.rate == 1:
+            return -math.inf
+        absence = self.mixture.log_p[0] if self.mixture else math.log1p(-self.rate)
+        return float(absence * self.sign)
 
     def step(self) -> float:
         """A length on which loss and density are almost polynomials."""
@@ -97,7 +117,9 @@ class LossDistribution:
 
 def loss_distribution(pair: Pair, sign: int) -> LossDistribution:
     """The pair's loss distribution if a sample is removed (sign 1) or added (-1)."""
-    return LossDistribution(pair.noise, pair.rate, 1 if pair.symmetric or pair.rate == 1 else sign)
+    sign = 1 if pair.symmetric or pair.rate == 1 else sign
+    mixture = mixture_of(pair) if pair.examples > 1 else None
+    return LossDistribution(pair.noise, pair.rate, sign, mixture)
 
 
 @dataclass(frozen=True)
@@ -185,7 +207,7 @@ def _cells(
     """
     first = math.floor(span[0] / spacing) if inner is None else 0
     last = max(math.ceil(span[1] / spacing), first + 3)
-    edge = math.log1p(-dist.rate) * dist.sign if inner is None and dist.rate < 1 else -math.inf
+    edge = dist.edge() if inner is None else -math.inf
     begins = dist.sign == 1 and first * spacing <= edge + spacing
     ends = dist.sign == -1 and edge <= (last + 1) * spacing
     offset = 0.0

@@ -31,6 +31,7 @@ class PRVAccountant(Accountant):
         return "prv"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
+        _check_examples(pairs)
         error = delta * _DELTA_ERROR
         domain = _composed(pairs, error, f"delta={delta!r}")
         try:
@@ -43,6 +44,7 @@ class PRVAccountant(Accountant):
         return Interval(lower, max(0.0, float(upper)))
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
+        _check_examples(pairs)
         # Opacus has no delta of an epsilon. log delta is bisected; the end that passed is of_p.
         low, high = -690.0, 0.0
         for _ in range(24):
@@ -78,6 +80,15 @@ def _composed(pairs: Pairs, delta_error: float, name: str) -> Any:
             return theirs._get_dprv(eps_error=_EPSILON_ERROR, delta_error=delta_error)
     except (ArithmeticError, MemoryError, RuntimeError, ValueError) as failure:
         raise _refusal(name, failure) from failure
+
+
+def _check_examples(pairs: Pairs) -> None:
+    for pair, _ in pairs:
+        if pair.examples > 1:
+            raise ValueError(
+                f"examples_per_unit={pair.examples!r}: accountant='prv' is for units of one "
+                "example only; use accountant='contour'"
+            )
 
 
 def _refusal(name: str, reason: object) -> ValueError:

@@ -118,16 +118,24 @@ def compute_rdp(
 def _default_rdp(pair: Pair) -> _Array:
     """RDP of one step at the default orders."""
     orders = np.array(_ORDERS)
-    rdp = _symmetric_rdp(pair, orders) if pair.symmetric else _rdp(pair.noise, pair.rate, orders)
+    if pair.symmetric or pair.examples > 1:
+        rdp = _quadrature_rdp(pair, orders)
+    else:
+        rdp = _rdp(pair.noise, pair.rate, orders)
     rdp.flags.writeable = False
     return rdp
 
 
-def _symmetric_rdp(pair: Pair, orders: _Array) -> _Array:
-    value, error = log_mgf(pair, orders.astype(complex), cut=None, enough=0.0)
-    with np.errstate(invalid="ignore"):
-        rdp = (value.real + error) / (orders - 1)
-    return np.asarray(np.fmin(rdp, orders / (2 * pair.noise**2)))
+def _quadrature_rdp(pair: Pair, orders: _Array) -> _Array:
+    """RDP by quadrature; the greater direction, which for symmetric pairs are one."""
+    whole = orders / (2 * pair.whole_noise**2)
+    rdp = np.zeros_like(orders)
+    for signed in (orders,) if pair.symmetric else (orders, 1 - orders):
+        value, error = log_mgf(pair, signed.astype(complex), cut=None, enough=0.0)
+        with np.errstate(invalid="ignore"):
+            # fmin also replaces the NaN of a value beyond float64's range.
+            rdp = np.maximum(rdp, np.fmin((value.real + error) / (orders - 1), whole))
+    return rdp
 
 
 def _rdp(sigma: float, q: float, orders: _Array) -> _Array:

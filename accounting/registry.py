@@ -4,7 +4,14 @@ from typing import cast
 
 from .accountant import Accountant
 from .contour import ContourAccountant
-from .events import ADD_REMOVE, REPLACE_ONE, Event, Gaussian, PoissonGaussian
+from .events import (
+    ADD_REMOVE,
+    REPLACE_ONE,
+    Event,
+    Gaussian,
+    PoissonGaussian,
+    UnitPoissonGaussian,
+)
 from .gaussian import GaussianAccountant
 from .gdp import GDPAccountant
 from .pld import PLDAccountant
@@ -67,6 +74,13 @@ def as_phase(accountant: object, event: Event) -> tuple[float, float]:
     if isinstance(event, Gaussian) and event.relation != REPLACE_ONE:
         return event.noise_multiplier, 1.0
     name = f"{type(accountant).__module__}.{type(accountant).__qualname__}"
+    if isinstance(event, UnitPoissonGaussian):
+        if event.examples_per_unit == 1:
+            return event.noise_multiplier, event.sample_rate
+        raise ValueError(
+            f"accountant={name}: it supports units of one example only, not examples_per_unit="
+            f"{event.examples_per_unit!r}; use accountant='contour'"
+        )
     raise ValueError(
         f"accountant={name}: it supports Poisson sampling only, not the {event.sampler} sampler "
         f"under {event.relation!r}; use accountant='contour'"

@@ -17,6 +17,7 @@ from dpflash.accounting import (
     PoissonGaussian,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
+    UnitPoissonGaussian,
     create_accountant,
     epochs_to_steps,
 )
@@ -28,7 +29,7 @@ TRUNCATED_POISSON = "truncated_poisson"
 
 # Sampler -> the arguments that it uses, besides the noise.
 _USES = {
-    POISSON: ("sample_rate", "batch_size", "num_samples", "steps"),
+    POISSON: ("sample_rate", "batch_size", "num_samples", "examples_per_unit", "steps"),
     FIXED_SIZE: ("batch_size", "num_samples", "steps"),
     SHUFFLED: ("epochs",),
     TRUNCATED_POISSON: ("sample_rate", "batch_size", "num_samples", "max_batch_size", "steps"),
@@ -39,7 +40,7 @@ _RELATIONS = {
     SHUFFLED: ShuffledGaussian.relation,
     TRUNCATED_POISSON: TruncatedPoissonGaussian.relation,
 }
-_COUNTS = ("batch_size", "num_samples", "max_batch_size", "steps", "epochs")
+_COUNTS = ("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "steps", "epochs")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Run:
 
     Attributes:
         count: number of steps, or of epochs of a shuffled loader.
+        examples_per_unit: the most samples of one unit; None if each sample is a unit.
     """
 
     sampler: str
@@ -57,6 +59,7 @@ class Run:
     batch_size: int | None
     num_samples: int | None
     max_batch_size: int | None
+    examples_per_unit: int | None
 
     @property
     def is_shuffled(self) -> bool:
@@ -83,6 +86,12 @@ class Run:
                 num_samples=self.num_samples,
             )
         assert self.sample_rate is not None
+        if self.sampler == POISSON and self.examples_per_unit:
+            return UnitPoissonGaussian(
+                noise_multiplier=noise_multiplier,
+                sample_rate=self.sample_rate,
+                examples_per_unit=self.examples_per_unit,
+            )
         if self.sampler == POISSON:
             return PoissonGaussian(noise_multiplier=noise_multiplier, sample_rate=self.sample_rate)
         assert self.max_batch_size is not None and self.num_samples is not None
@@ -157,6 +166,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of samples per batch of truncated_poisson",
     )
     parser.add_argument(
+        "--examples-per-unit",
+        type=int,
+        metavar="K",
+        help="maximum number of samples of one user, or of another unit, all of which epsilon "
+        "then protects together; each sample is drawn and clipped on its own; only with --sampler "
+        "poisson (default: each sample is a unit)",
+    )
+    parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
@@ -211,6 +228,7 @@ def run_of(args: argparse.Namespace) -> Run:
         batch_size=args.batch_size,
         num_samples=args.num_samples,
         max_batch_size=args.max_batch_size,
+        examples_per_unit=args.examples_per_unit,
     )
     if run.lacks_rate and run.sampler != POISSON:
         raise ValueError(
@@ -239,6 +257,8 @@ def _refuse_unused(args: argparse.Namespace) -> None:
             instead = f"pass --steps{steps}"
         elif name == "max_batch_size":
             instead = "drop it, or pass --sampler truncated_poisson"
+        elif name == "examples_per_unit":
+            instead = "drop it, or pass --sampler poisson"
         elif name == "sample_rate" and args.sampler == FIXED_SIZE:
             instead = "pass --batch-size and --num-samples"
         raise ValueError(

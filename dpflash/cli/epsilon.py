@@ -31,8 +31,8 @@ from ._tables import (
 
 _ASSUMPTIONS = (
     "It holds for Poisson sampling (each sample enters each batch independently) and for data "
-    "sets that differ by one added or removed sample, unless --sampler and "
-    "--neighboring-relation choose others. A shuffled loader has another epsilon."
+    "sets that differ by one added or removed sample, unless --sampler, --neighboring-relation "
+    "and --examples-per-unit choose others. A shuffled loader has another epsilon."
 )
 
 
@@ -192,6 +192,7 @@ def _with_rate(args: argparse.Namespace, run: Run) -> Run:
         target_delta=args.delta,
         noise_multiplier=args.noise_multiplier,
         steps=run.count,
+        examples_per_unit=run.examples_per_unit or 1,
         accountant=run.accountant(args.accountant),
     )
     rounded = replace(run, sample_rate=float(rounded_down(exact)))
@@ -238,6 +239,7 @@ def _report(
         "batch_size": run.batch_size,
         "num_samples": run.num_samples,
         "max_batch_size": run.max_batch_size,
+        "examples_per_unit": run.examples_per_unit,
         "steps": None if run.is_shuffled else run.count,
         "epochs": run.count if run.is_shuffled else None,
         "accountant": accountant.mechanism(),
@@ -259,6 +261,7 @@ def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str
                 "batch_size": "batch size",
                 "num_samples": "data set size",
                 "max_batch_size": "largest batch",
+                "examples_per_unit": "samples of a unit, at most",
                 "steps": "steps",
                 "epochs": "epochs",
                 "neighboring_relation": "neighboring relation",

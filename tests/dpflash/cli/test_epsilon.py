@@ -17,6 +17,7 @@ from dpflash.accounting import (
     PoissonGaussian,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
+    UnitPoissonGaussian,
     create_accountant,
 )
 from dpflash.cli import _figures, main
@@ -43,6 +44,14 @@ SAMPLERS = {
         ["--batch-size", "10", "--num-samples", "1000"],
         ["--steps", "300"],
         lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=0.01),
+        300,
+        "poisson",
+        "add_remove",
+    ),
+    "poisson-of-units": (
+        ["--sample-rate", "0.01", "--examples-per-unit", "4"],
+        ["--steps", "300"],
+        lambda s: UnitPoissonGaussian(noise_multiplier=s, sample_rate=0.01, examples_per_unit=4),
         300,
         "poisson",
         "add_remove",
@@ -84,6 +93,7 @@ KEYS = {
     "batch_size",
     "num_samples",
     "max_batch_size",
+    "examples_per_unit",
     "steps",
     "epochs",
     "accountant",
@@ -145,6 +155,7 @@ def test_epsilon_json_is_the_accountants_answer(capsys):
         "batch_size": None,
         "num_samples": None,
         "max_batch_size": None,
+        "examples_per_unit": None,
         "steps": 1000,
         "epochs": None,
         "accountant": "contour",
@@ -186,9 +197,11 @@ def test_a_relation_is_answered_for_or_refused_by_name(case, relation, capsys):
     words, length, event, count, sampler, _ = SAMPLERS[case]
     words = ["epsilon", "--noise-multiplier", "2", "--delta", "1e-5", *words, *length]
     words += ["--neighboring-relation", relation]
-    if relation == "add_remove" and sampler in ("shuffled", "fixed_size"):
+    if (relation, sampler) in (("add_remove", "shuffled"), ("add_remove", "fixed_size")) or (
+        (relation, case) == ("replace_one", "poisson-of-units")
+    ):
         message = refusal_of(capsys, *words)
-        assert message.startswith(f"neighboring_relation='add_remove': the {sampler} sampler")
+        assert message.startswith(f"neighboring_relation={relation!r}: the {sampler} sampler")
         assert "pass one of" in message
         return
     report = report_of(capsys, *words)
@@ -367,6 +380,20 @@ def test_the_greatest_sample_rate_is_found_under_each_relation(relation, capsys)
     assert epsilon(rate) <= 3.0 < epsilon(1.001 * rate)
 
 
+def test_the_greatest_sample_rate_of_units_meets_the_target_and_is_said_with_their_bound(capsys):
+    words = [*TARGET, "--noise-multiplier", "6", "--steps", "1000", "--examples-per-unit", "5"]
+    report = report_of(capsys, *words)
+    assert report["examples_per_unit"] == 5
+    assert rows_of(capsys, *words)["samples of a unit, at most"] == "5"
+
+    def epsilon(rate):
+        event = UnitPoissonGaussian(noise_multiplier=6.0, sample_rate=rate, examples_per_unit=5)
+        return spent(event, 1000).get_epsilon(1e-5)
+
+    rate = report["sample_rate"]
+    assert epsilon(rate) == report["epsilon"] <= 3.0 < epsilon(1.001 * rate)
+
+
 def test_one_more_epoch_is_a_whole_number_of_steps_rounded_up(capsys):
     report = report_of(capsys, *TARGET, "--sample-rate", "0.3", "--steps", "10")
     event = PoissonGaussian(noise_multiplier=report["noise_multiplier"], sample_rate=0.3)
@@ -414,6 +441,16 @@ EVERY = ["--noise-multiplier", "1", *RUN]
         ),
         ([*NOISY, *RUN, *FIXED], "sample_rate=0.01: the fixed_size sampler does not use it"),
         ([*NOISY, *RUN, "--max-batch-size", "9"], "max_batch_size=9: the poisson sampler does"),
+        (
+            [*NOISY, "--delta", "1e-5", *SHUFFLED, "--epochs", "2", "--examples-per-unit", "9"],
+            "examples_per_unit=9: the shuffled sampler does not use it",
+        ),
+        ([*NOISY, *RUN, "--examples-per-unit", "0"], "examples_per_unit=0: expected"),
+        ([*NOISY, *RUN, "--examples-per-unit", "1001"], "examples_per_unit=1001: expected at m"),
+        (
+            [*NOISY, *RUN, "--examples-per-unit", "2", "--accountant", "gdp"],
+            "examples_per_unit=2: accountant='gdp' is for units of one",
+        ),
         ([*NOISY, *RUN, "--batch-size", "9"], "sample_rate=0.01, batch_size=9: expected one"),
         (
             [*NOISY, *RUN, "--num-samples", "9"],

@@ -1,0 +1,205 @@
+"""The privacy loss of a `Pair` with several examples, at real outputs.
+
+Letters: s noise, q rate, k examples, p_j = C(k, j) q^j (1-q)^(k-j) the probability that j examples
+are drawn. At the output x the likelihood ratio of sum p_j N(j, s^2) and N(0, s^2) is
+
+    f(x) = sum over j of p_j r_j,    r_j = e^((2 j x - j^2) / (2 s^2)),    l = log f,
+
+so that l rises with x and is convex. f is a polynomial in e^(x / s^2), whose zeros are real and
+negative: those of (1 - q + q u)^k are, and multiplying its coefficients by e^(-j^2 / (2 s^2))
+keeps them so (Polya and Schur 1914: a multiplier sequence). So l is analytic for |Im x| < pi s^2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import erf, log_ndtr, logsumexp
+
+from .pairs import Pair
+
+_Real = NDArray[Any]
+
+_LEAST_LOG = -745.0  # of a number in float64
+_NEGLIGIBLE = 45.0  # nats below the largest term of a sum
+_AT_ONCE = 1 << 19  # terms evaluated together
+_NEWTON_STEPS = 60
+
+
+class Mixture:
+    """sum over j of p_j N(j, s^2) against N(0, s^2).
+
+    Attributes:
+        noise, rate, examples: s, q, k.
+        log_p: log p_j for j = 0, ..., k.
+        most: the greatest j whose p_j is a number in float64.
+    """
+
+    def __init__(self, noise: float, rate: float, examples: int) -> None:
+        self.noise, self.rate, self.examples = noise, rate, examples
+        drawn, absent = math.log(rate), math.log1p(-rate)
+        self.log_p = np.array(
+            [
+                math.log(math.comb(examples, j)) + j * drawn + (examples - j) * absent
+                for j in range(examples + 1)
+            ]
+        )
+        self.most = int(np.flatnonzero(self.log_p > _LEAST_LOG).max())
+        # Those that count in 1 - p_0.
+        some = self.log_p[1:]
+        self._usual = 1 + int(np.flatnonzero(some > some.max() - _NEGLIGIBLE).max())
+
+    def loss(self, x: _Real) -> _Real:
+        """l(x), accurate near 0."""
+        return self._in_parts(x, self._loss)
+
+    def mean(self, x: _Real) -> _Real:
+        """The mean of j given x, which is s^2 times the derivative of l."""
+        return self._in_parts(x, self._mean)
+
+    def log_modulus(self, x: _Real, height: float) -> _Real:
+        """The log of |f(x + i height)|."""
+        return self._in_parts(x, lambda j, x, logs: self._log_modulus(j, x, logs, height))
+
+    def place(self, loss: _Real) -> _Real:
+        """The output of this loss; -inf for losses that do not occur.
+
+        Newton's method for log(f - p_0), which is convex, from the right.
+        """
+        loss = np.asarray(loss, dtype=np.float64)
+        p0 = math.exp(self.log_p[0])
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            rest = -math.expm1(self.log_p[0])
+            low = np.log(np.maximum(np.expm1(np.minimum(loss, 30.0)) + rest, 0.0))
+            high = np.maximum(loss, 30.0)
+            target = np.where(loss > 30, high + np.log1p(-p0 * np.exp(-high)), low)
+        x = np.full(target.shape, -np.inf)
+        open_ = np.isfinite(target)
+        if not open_.any():
+            return x
+        wanted = target[open_]
+        found = np.full(wanted.shape, np.inf)
+        for j in range(1, self.most + 1):
+            found = np.minimum(found, self.noise**2 * (wanted - self.log_p[j]) / j + j / 2)
+        for _ in range(_NEWTON_STEPS):
+            value, slope = self._in_parts(found, self._rest)
+            step = (value - wanted) / slope
+            found = found - step
+            if np.all(np.abs(step) <= 1e-15 * np.abs(found) + 1e-16 * self.noise):
+                break
+        x[open_] = found
+        return x
+
+    def log_tails(self, x: float, above: bool) -> tuple[float, float]:
+        """Logs of the probabilities of outputs below (or above) x, of the mixture and of N(0)."""
+        side = -1.0 if above else 1.0
+        j = np.arange(self.most + 1)
+        mixed = logsumexp(self.log_p[: self.most + 1] + log_ndtr(side * (x - j) / self.noise))
+        return float(mixed), float(log_ndtr(side * x / self.noise))
+
+    def total_variation(self) -> float:
+        """A bound on the distance of the two distributions, by convexity."""
+        j = np.arange(1, self.most + 1)
+        apart = erf(j / (self.noise * math.sqrt(8)))
+        return float(np.exp(self.log_p[1 : self.most + 1]) @ apart)
+
+    def exponents(self, x: _Real) -> _Real:
+        """About the size of the exponents whose rounding l(x) has: |log p_j| of the likely j."""
+        j = np.clip(np.rint(self.mean(x)).astype(np.intp), 0, self.examples)
+        return np.asarray(8 + 2 * np.abs(self.log_p[j]))
+
+    def loss_variance(self) -> float:
+        """Approximate variance of the loss: its chi-squared divergence, or of all examples."""
+        whole = (self.examples / self.noise) ** 2
+        j = np.arange(self.most + 1)
+        spread = logsumexp(
+            self.log_p[:, None][: self.most + 1]
+            + self.log_p[: self.most + 1]
+            + np.minimum(np.outer(j, j) / self.noise**2, 600.0)
+        )
+        chi_squared = math.expm1(min(float(spread), 600.0))
+        return min(whole + whole**2 / 4, chi_squared) or 1e-300
+
+    def _in_parts(self, x: _Real, function: Callable[[_Real, _Real, _Real], Any]) -> Any:
+        """`function` of j, x and r_j's logs [x, j], for j from 1 to the last that counts."""
+        flat = np.asarray(x, dtype=np.float64).reshape(-1)
+        parts: list[Any] = []
+        begin = 0
+        while begin < len(flat) or not parts:
+            # Outputs mostly rise, so the last j rises too.
+            last = self._last(float(flat[begin : begin + 256].max(initial=0.0)))
+            end = begin + max(256, _AT_ONCE // last)
+            part = flat[begin:end]
+            j = np.arange(1.0, self._last(float(part.max(initial=0.0))) + 1)
+            logs = (2 * part[:, None] - j) * (j / (2 * self.noise**2))
+            parts.append(function(j, part, logs))
+            begin = end
+        if isinstance(parts[0], tuple):
+            return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return np.concatenate(parts).reshape(np.shape(x))
+
+    def _last(self, x: float) -> int:
+        """The last j that counts at this output and at lesser ones."""
+        j = np.arange(1, self.examples + 1)
+        terms = self.log_p[1:] + (2 * x - j) * (j / (2 * self.noise**2))
+        return max(self._usual, 1 + int(np.flatnonzero(terms > terms.max() - _NEGLIGIBLE).max()))
+
+    def _loss(self, j: _Real, x: _Real, logs: _Real) -> _Real:
+        log_p = self.log_p[1 : len(j) + 1]
+        weights = logs + log_p
+        peak = weights.max(axis=1)
+        near = peak <= 0
+        result = np.empty(len(x))
+        # f - 1 is the sum of p_j (r_j - 1).
+        small, p = logs[near], np.exp(log_p)
+        terms = np.where(small > 1, np.exp(weights[near]) - p, p * np.expm1(np.minimum(small, 1)))
+        result[near] = np.log1p(terms.sum(axis=1))
+        far = peak[~near]
+        total = np.exp(weights[~near] - far[:, None]).sum(axis=1) + np.exp(self.log_p[0] - far)
+        result[~near] = far + np.log(total)
+        return result
+
+    def _mean(self, j: _Real, x: _Real, logs: _Real) -> _Real:
+        weights = logs + self.log_p[1 : len(j) + 1]
+        peak = np.maximum(weights.max(axis=1), self.log_p[0])
+        terms = np.exp(weights - peak[:, None])
+        return np.asarray(terms @ j / (terms.sum(axis=1) + np.exp(self.log_p[0] - peak)))
+
+    def _log_modulus(self, j: _Real, x: _Real, logs: _Real, height: float) -> _Real:
+        weights = logs + self.log_p[1 : len(j) + 1]
+        peak = np.maximum(weights.max(axis=1), self.log_p[0])
+        turns = np.exp(1j * (height / self.noise**2) * j)
+        total = np.exp(weights - peak[:, None]) @ turns + np.exp(self.log_p[0] - peak)
+        return np.asarray(peak + np.log(np.abs(total)))
+
+    def _rest(self, j: _Real, x: _Real, logs: _Real) -> tuple[_Real, _Real]:
+        """log(f - p_0) and its derivative."""
+        weights = logs + self.log_p[1 : len(j) + 1]
+        peak = weights.max(axis=1)
+        terms = np.exp(weights - peak[:, None])
+        total = terms.sum(axis=1)
+        return peak + np.log(total), terms @ j / (total * self.noise**2)
+
+
+@lru_cache(maxsize=1024)
+def mixture_of(pair: Pair) -> Mixture:
+    """The cached mixture of a pair of rate < 1."""
+    return Mixture(pair.noise, pair.rate, pair.examples)
+
+
+@lru_cache(maxsize=1024)
+def quantile(pair: Pair, deviations: float) -> float:
+    """An output that the mixture exceeds with a probability of at most Phi(-deviations)."""
+    mixture = mixture_of(pair)
+    wanted = float(log_ndtr(-deviations))
+    low, high = deviations * pair.noise, mixture.most + deviations * pair.noise
+    while high - low > 0.01 * pair.noise:
+        middle = (low + high) / 2
+        is_rare = mixture.log_tails(middle, above=True)[0] <= wanted
+        low, high = (low, middle) if is_rare else (middle, high)
+    return high

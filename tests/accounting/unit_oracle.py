@@ -1,0 +1,336 @@
+"""The truth about units of several examples, in mpmath: nothing of the library.
+
+A setting is (k, q, s, T): T steps in each of which each of a unit's k examples is drawn with
+probability q and moves the sum by 1, under noise s. Of one step P = sum over j of p_j N(j, s^2)
+with p_j = C(k, j) q^j (1-q)^(k-j), Q = N(0, s^2) ("remove"), or the two exchanged ("add"). The
+profile delta(epsilon) is found in two unrelated ways:
+
+- one step in closed form, since the likelihood ratio rises with the output (`one_step_delta`), and
+  two steps as the integral of that over the first step's output (`two_steps_delta`);
+- many steps by inverting the characteristic function: M(a) = E_Q (dP/dQ)^a is the trapezoidal sum
+  over real outputs x in many digits, which needs no care about cancellation, and
+  delta = (1 / 2 pi i) int M(a)^T e^(-epsilon (a - 1)) / (a (a - 1)) da upwards, right of 1. A row's
+  digits are those in which two such lines agree.
+
+    python tests/accounting/unit_oracle.py    # unit_truth.json anew, some minutes
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mpmath
+from mpmath import mp, mpf
+
+TRUTH = Path(__file__).with_name("unit_truth.json")
+REMOVE, ADD = "remove", "add"
+DIGITS = 14  # of epsilon, at least, in the table
+MOST_NODES = 20_000
+
+
+def probabilities(k, q):
+    q = mpf(q)
+    return [mpmath.binomial(k, j) * q**j * (1 - q) ** (k - j) for j in range(k + 1)]
+
+
+def likelihood_ratio(x, s, p):
+    terms = (pj * mpmath.exp((2 * j * x - j * j) / (2 * s * s)) for j, pj in enumerate(p))
+    return mpmath.fsum(terms)
+
+
+def edge(ratio, s, p):
+    """The output of this likelihood ratio; None if there is none."""
+    if ratio <= p[0]:
+        return None
+    low, high = -mpf(1), mpf(1)
+    while likelihood_ratio(low, s, p) > ratio:
+        low *= 2
+    while likelihood_ratio(high, s, p) < ratio:
+        high *= 2
+    x = high
+    # The logarithm of what is above p_0 is convex: Newton's steps from the right never overshoot.
+    for _ in range(200):
+        terms = [
+            pj * mpmath.exp((2 * j * x - j * j) / (2 * s * s)) for j, pj in enumerate(p) if j > 0
+        ]
+        total = mpmath.fsum(terms)
+        slope = mpmath.fsum(j * t for j, t in enumerate(terms, 1)) / total / (s * s)
+        step = mpmath.log(total / (ratio - p[0])) / slope
+        x -= step
+        if abs(step) < mpf(10) ** (-mp.dps + 5) * (1 + abs(x)):
+            break
+    return x
+
+
+def one_step_delta(epsilon, k, q, s, direction):
+    """Profile of one step at any real epsilon."""
+    epsilon, s, p = mpf(epsilon), mpf(s), probabilities(k, q)
+    x = edge(mpmath.exp(epsilon if direction == REMOVE else -epsilon), s, p)
+    if x is None:
+        return 1 - mpmath.exp(epsilon) if direction == REMOVE else mpf(0)
+    if direction == REMOVE:
+        above = mpmath.fsum(pj * mpmath.ncdf((j - x) / s) for j, pj in enumerate(p))
+        return above - mpmath.exp(epsilon) * mpmath.ncdf(-x / s)
+    below = mpmath.fsum(pj * mpmath.ncdf((x - j) / s) for j, pj in enumerate(p))
+    return mpmath.ncdf(x / s) - mpmath.exp(epsilon) * below
+
+
+def gaussian_delta(epsilon, mu):
+    """Profile of N(mu, 1) against N(0, 1)."""
+    here = mpmath.ncdf(mu / 2 - epsilon / mu)
+    return here - mpmath.exp(epsilon) * mpmath.ncdf(-mu / 2 - epsilon / mu)
+
+
+def two_steps_delta(epsilon, k, q, s, direction):
+    """Profile of two steps: Gauss-Legendre over the first output."""
+    p, s = probabilities(k, q), mpf(s)
+
+    def integrand(x):
+        ratio = likelihood_ratio(x, s, p)
+        density = mpmath.npdf(x, 0, s)
+        if direction == REMOVE:
+            return density * ratio * one_step_delta(epsilon - mpmath.log(ratio), k, q, s, REMOVE)
+        return density * one_step_delta(epsilon + mpmath.log(ratio), k, q, s, ADD)
+
+    ends = [-12 * s + i * (k + 24 * s) / 60 for i in range(61)]
+    return mpmath.quad(integrand, ends, maxdegree=4)
+
+
+class Inversion:
+    """Profiles of T equal steps by inversion of the characteristic function."""
+
+    def __init__(self, k, q, s, steps, direction, shift=1.0, fineness=1.0):
+        self.k, self.s, self.steps = k, mpf(s), steps
+        self.p, self.remove = probabilities(k, q), direction == REMOVE
+        self.shift, self.fineness = mpf(shift), mpf(fineness)
+        self.tables, self.line = {}, []
+
+    def table(self, along, turn):
+        """(log dP/dQ, density times step) at equidistant outputs, for |Re a|, |Im a| up to these.
+
+        log dP/dQ is analytic for |Im x| < pi s^2: the polynomial in e^(x / s^2) has real negative
+        zeros. A shift by i h of the line multiplies |e^(a L)| by up to e^(k h |Im a| / s^2).
+        """
+        key = (along, turn, mp.dps)
+        if key not in self.tables:
+            s, nats = self.s, mp.dps * mpmath.log(10)
+            step = mpf(0)
+            for part in ("0.05", "0.1", "0.2", "0.35", "0.5"):
+                strip = min(mpf(part) * mp.pi * s * s, s * mpmath.sqrt(2 * nats))
+                growth = (strip / s) ** 2 / 2 + turn * self.k * strip / s**2 / 3
+                step = max(step, 2 * mp.pi * strip / (nats + growth) / self.fineness)
+            reach = s * mpmath.sqrt(2 * nats)
+            count = int((along * self.k + 2 * reach) / step) + 1
+            if count > MOST_NODES:
+                raise ArithmeticError(f"{count} nodes of x")
+            outputs = [-reach + step * i for i in range(count)]
+            self.tables[key] = [
+                (
+                    mpmath.log(likelihood_ratio(x, s, self.p)),
+                    mpmath.exp(-x * x / (2 * s * s)) * step / (s * mpmath.sqrt(2 * mp.pi)),
+                )
+                for x in outputs
+            ]
+        return self.tables[key]
+
+    def log_moment(self, a):
+        """log M(a) of one step."""
+        along, turn = (
+            1 << max(0, int(mpmath.ceil(abs(part))) - 1).bit_length()
+            for part in (mpmath.re(a), mpmath.im(a))
+        )
+        table = self.table(along, turn)
+        return mpmath.log(mpmath.fsum(w * mpmath.exp(a * log) for log, w in table))
+
+    def apex(self, c):
+        return 1 + c if self.remove else -c
+
+    def height(self, c):
+        return self.steps * mpmath.re(self.log_moment(self.apex(c)))
+
+    def draw(self, epsilon):
+        """Lay the line for an epsilon: nodes of a, weights and log M there."""
+        with mp.workdps(20):
+
+            def size(c):
+                return self.height(c) - epsilon * c - mpmath.log(c) - mpmath.log(1 + c)
+
+            c, before = mpmath.exp(mpf(-12)), mpmath.inf
+            while c < 1e5 and size(c) < before:
+                before, c = size(c), c * mpf("1.25")
+            # Left of the lowest point, since far outputs may raise a wall right of it.
+            c *= mpf("0.6") * self.shift
+            d = c / 20
+            curve = (self.height(c + d) + self.height(c - d) - 2 * self.height(c)) / d**2
+            scale = 1 / mpmath.sqrt(curve + 1 / c**2)
+        step = 2 / mpf(mp.dps) / self.fineness
+        self.line, greatest, t = [], mpf(0), mpf(0)
+        while t < 30:
+            a = self.apex(c) + 1j * scale * mpmath.sinh(t)
+            log = self.steps * self.log_moment(a)
+            weight = 1j * scale * mpmath.cosh(t) * step / (mp.pi * a * (a - 1)) / (1 if t else 2)
+            m = a - 1 if self.remove else -a
+            self.line.append((m, weight, log))
+            size = abs(weight) * mpmath.exp(mpmath.re(log - epsilon * m))
+            greatest = max(greatest, size)
+            if size < greatest * mpf(10) ** -(mp.dps - 12):
+                return
+            t += step
+        raise ArithmeticError("the integrand does not fall")
+
+    def delta(self, epsilon):
+        """delta and its derivative along the line that was drawn."""
+        terms = [(m, w * mpmath.exp(log - epsilon * m)) for m, w, log in self.line]
+        return (
+            mpmath.fsum(mpmath.im(term) for _, term in terms),
+            -mpmath.fsum(mpmath.im(m * term) for m, term in terms),
+        )
+
+    def chernoff(self, delta):
+        """An epsilon of at most this delta."""
+        with mp.workdps(20):
+            c, found = mpmath.exp(mpf(-6)), mpmath.inf
+            while c < 1e5:
+                bound = self.height(c) - mpmath.log(delta) - (1 + c) * mpmath.log(1 + c)
+                bound = bound / c + mpmath.log(c)
+                if bound > found:
+                    break
+                found, c = bound, c * mpf("1.25")
+        return found
+
+    def epsilon(self, delta):
+        """The epsilon of a delta: bisection and Newton's steps on a line of a near epsilon."""
+        found = self.chernoff(delta)
+        for _ in range(2):
+            self.draw(found)
+            found = self.root(delta, found)
+        return found
+
+    def root(self, delta, high):
+        low, high, found = mpf(0), 2 * high, high
+        for _ in range(200):
+            value, slope = self.delta(found)
+            low, high = (found, high) if value > delta else (low, found)
+            following = mpf(-1)
+            if value > 0 > slope:
+                following = found - mpmath.log(value / mpf(delta)) * value / slope
+            if abs(following - found) < found * mpf(10) ** (-mp.dps // 2):
+                return following
+            found = following if low < following < high else (low + high) / 2
+        raise ArithmeticError("the search does not end")
+
+
+# (examples_per_unit, sample_rate, noise_multiplier, steps, delta)
+SETTINGS = [
+    (2, 1e-4, 0.5, 1, 1e-6),
+    (2, 0.02, 1.0, 1, 1e-8),
+    (4, 0.3, 2.0, 1, 1e-12),
+    (8, 1e-3, 0.7, 1, 1e-5),
+    (16, 0.05, 5.0, 1, 1e-9),
+    (64, 1e-4, 1.0, 1, 1e-10),
+    (64, 0.5, 10.0, 1, 1e-5),
+    (3, 0.9, 0.8, 1, 1e-7),
+    (2, 1e-4, 0.6, 2, 1e-6),
+    (4, 0.01, 1.0, 2, 1e-9),
+    (8, 0.2, 3.0, 2, 1e-12),
+    (2, 0.37, 1.6, 1000, 1e-7),
+    (2, 0.13, 2.4, 100, 1e-9),
+    (2, 0.01, 1.5, 20_000, 1e-8),
+    (2, 0.5, 10.0, 10, 1e-5),
+    (2, 0.05, 0.5, 300, 1e-6),
+    (3, 0.1, 8.0, 40_000, 1e-10),
+    (3, 0.02, 1.0, 1000, 1e-5),
+    (3, 0.002, 3.0, 100_000, 1e-9),
+    (4, 0.11, 3.0, 10_000, 1e-12),
+    (4, 0.65, 2.8, 200, 1e-10),
+    (4, 0.02, 8.0, 200, 1e-6),
+    (4, 3e-4, 2.8, 30_000, 1e-8),
+    (8, 0.05, 2.0, 1000, 1e-6),
+    (8, 0.24, 2.3, 1000, 1e-12),
+    (8, 0.01, 1.5, 100, 1e-8),
+    (8, 0.06, 9.0, 4000, 1e-9),
+    (8, 0.01, 7.5, 20, 1e-10),
+    (16, 0.03, 4.5, 80, 1e-6),
+    (16, 0.5, 0.7, 1000, 1e-7),
+    (16, 0.004, 0.8, 300, 1e-5),
+    (16, 0.016, 2.7, 50_000, 1e-10),
+    (32, 0.13, 4.5, 3, 1e-8),
+    (32, 0.006, 4.3, 14, 1e-6),
+    (32, 0.0015, 4.1, 300, 1e-11),
+    (32, 5e-4, 3.0, 20_000, 1e-7),
+    (64, 0.006, 3.5, 10_000, 1e-12),
+    (64, 0.8, 4.0, 300, 1e-9),
+    (64, 2e-4, 7.8, 1000, 1e-10),
+    (64, 0.002, 10.0, 10_000, 1e-9),
+    (64, 0.05, 2.0, 100_000, 1e-11),
+    (10, 1.0, 5.0, 100, 1e-7),
+]
+
+
+def closed_form(k, q, s, steps, direction):
+    """The profile of one or two steps, or of any number of whole batches; None of others."""
+    if q == 1:
+        return lambda e: gaussian_delta(e, mpmath.sqrt(steps) * k / mpf(s))
+    if steps == 1:
+        return lambda e: one_step_delta(e, k, q, s, direction)
+    if steps == 2:
+        return lambda e: two_steps_delta(e, k, q, s, direction)
+    return None
+
+
+def solved(profile, delta):
+    low, high = mpf(0), mpf(1)
+    while profile(high) > delta:
+        low, high = high, 2 * high
+    while profile(high / 16) <= delta:
+        high /= 16
+
+    def distance(log):
+        return mpmath.log(profile(mpmath.exp(log)) / mpf(delta))
+
+    ends = (mpmath.log(max(low, high / 16)), mpmath.log(high))
+    return mpmath.exp(mpmath.findroot(distance, ends, solver="anderson", tol=mpf(10) ** -40))
+
+
+def truth(k, q, s, steps, delta):
+    """(epsilon, digits) of the greater direction."""
+    profile = closed_form(k, q, s, steps, REMOVE)
+    if profile:
+        with mp.workdps(25 if steps == 2 else 40):
+            epsilon, digits = solved(profile, delta), 14 if steps == 2 else 20
+            assert closed_form(k, q, s, steps, ADD)(epsilon) <= delta
+            return epsilon, digits
+    with mp.workdps(40):
+        epsilon = Inversion(k, q, s, steps, REMOVE).epsilon(delta)
+        if epsilon < -steps * k * mpmath.log(1 - mpf(q)):
+            added = Inversion(k, q, s, steps, ADD)
+            added.draw(epsilon)
+            assert added.delta(epsilon)[0] <= delta
+    with mp.workdps(48):
+        other = Inversion(k, q, s, steps, REMOVE, shift=0.7, fineness=1.4)
+        other.draw(epsilon)
+        value, slope = other.delta(epsilon)
+        error = abs(value - mpf(delta)) / abs(slope * epsilon)
+        return epsilon, int(-mpmath.log(error + mpf(10) ** -20, 10))
+
+
+def write():
+    rows = []
+    for setting in SETTINGS:
+        try:
+            epsilon, digits = truth(*setting)
+        except (ArithmeticError, AssertionError) as error:
+            print("left out", setting, repr(error), flush=True)
+            continue
+        print(setting, mpmath.nstr(epsilon, 20), digits, flush=True)
+        names = ("examples_per_unit", "sample_rate", "noise_multiplier", "steps", "delta")
+        row = dict(zip(names, setting, strict=True))
+        if digits >= DIGITS:
+            rows.append({**row, "epsilon": mpmath.nstr(epsilon, 20), "digits": digits})
+        lines = ",\n ".join(json.dumps(row) for row in rows)
+        TRUTH.write_text(f"[\n {lines}\n]\n")
+
+
+if __name__ == "__main__":
+    write()
