@@ -405,10 +405,3 @@ def _same_relation(relation: str, events: Sequence[Event]) -> None:
                 f"relation={relation!r} and an event under {event.relation!r} have no common "
                 f"guarantee; convert one of them, such as event.convert({relation!r})"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitPoissonGaussian(PoissonGaussian):
-    """Placeholder until merge."""
-
-    examples_per_unit: int
