@@ -15,6 +15,9 @@ from .._validate import positive_int
 from .units import Units
 
 _IGNORED = -100
+# Documents that begin at multiples of so many tokens are in the same place of a vector and of a
+# tile, whatever is packed before them.
+EXACT_ALIGN = 64
 
 
 class PackedBatch(dict[str, Tensor]):
@@ -118,8 +121,9 @@ class PackTo:
         max_documents: U, of a microbatch; also the number of losses.
         rows: R, which divides tokens. A document longer than a row is cut into windows, one a
             row, that do not see each other, and is still one sample.
-        align: documents begin at multiples of this many tokens of a row, so that kernels compute
-            a document in the same tiles wherever it is packed; a divisor of tokens / rows.
+        align: documents begin at multiples of this many tokens of a row, a divisor of
+            tokens / rows. With a multiple of 64, a document's gradients have the same bits
+            wherever it is packed, see `PrivacyEngine.make_private`.
 
     A document is a 1-D tensor or a list of token ids, or a mapping with these as ``input_ids`` and
     optionally ``labels``, not shifted, of the same length.

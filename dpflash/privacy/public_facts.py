@@ -18,6 +18,7 @@ class PublicFacts:
         lengths: of the samples, in words.
         dataset_size: determines sample rate, steps and divisor.
         is_declared: whether the user declared it; else the number of entries counts as public.
+        packed: of packed documents, how they are packed, in words; None for others.
     """
 
     slots: int | None
@@ -25,10 +26,13 @@ class PublicFacts:
     lengths: str
     dataset_size: int
     is_declared: bool
+    packed: str | None = None
 
     def __str__(self) -> str:
         if self.slots is None:
             slots = "none; batches have the public sizes of the loader's own epochs"
+        elif self.packed is not None:
+            slots = f"{self.slots} documents in each microbatch at most, {self.packed}"
         else:
             slots = f"{self.slots} in each microbatch, samples in secret random ones"
         if self.others:
@@ -56,4 +60,5 @@ class PublicFacts:
             "lengths": self.lengths,
             "dataset_size": self.dataset_size,
             "dataset_size_declared": self.is_declared,
+            **({} if self.packed is None else {"packed": self.packed}),
         }

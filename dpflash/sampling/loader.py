@@ -103,6 +103,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         dataset_size: the public size; the size of the dataset where none was declared.
         slots: rows of each microbatch of this rank; None for "shuffled", whose batches have
             the loader's own sizes.
+        packing: the collate function that packs documents; None where rows are samples.
         lengths: compares the shapes of its batches.
         order: compares the rows that the model gets with those of its batches.
         tracker: follows the loop over its batches.
@@ -139,6 +140,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         self.lengths = Lengths(public_length)
         self.order = RowOrder()
         self.slots: int | None = None
+        self.packing = loader.collate_fn if isinstance(loader.collate_fn, PackTo) else None
         self._draws: DrawSampler | None = None
         self._mark: BatchMark | None = None
         if sampling == "shuffled":

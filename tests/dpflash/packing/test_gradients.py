@@ -1,6 +1,5 @@
 """Packed gradients are those of a loop over the documents, each by itself and not packed."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
