@@ -15,6 +15,8 @@ from .._validate import positive_int
 from .units import Units
 
 _IGNORED = -100
+# Padding is cut into pieces of so many tokens.
+_PADDING = 64
 # Documents that begin at multiples of so many tokens are in the same place of a vector and of a
 # tile, whatever is packed before them.
 EXACT_ALIGN = 64
@@ -25,9 +27,9 @@ class PackedBatch(dict[str, Tensor]):
 
     ``sample_index`` `[R, T]`, int64, has the number of each token's document, and -1 for padding;
     ``position_ids`` `[R, T]`, int64, count from each document's begin (in a document of several
-    rows, from the begin of each row); ``cu_seqlens`` `[2 (U + R) + 1]`, int32, has the borders of
-    the documents and of padding, counted through the rows one after the other, and repeats the
-    last one up to its length. ``input_ids`` `[R, T]` is 0 in padding. ``labels`` `[R, T]` are the
+    rows, from the begin of each row); ``cu_seqlens`` `[S]`, int32, has the borders of the
+    documents, and those of padding in pieces, counted through the rows one after the other. It
+    repeats the last one up to a length S that depends on U, R and T alone. ``input_ids`` `[R, T]` is 0 in padding. ``labels`` `[R, T]` are the
     tokens that are to be predicted, not shifted, as Hugging Face's models take them: -100 in
     padding, and for the first token of a document or row, which nothing predicts.
 
@@ -216,7 +218,11 @@ def _entries(units: Units, given: list[tuple[Tensor, Tensor | None]]) -> dict[st
     index[index == units.size] = -1
     borders = {0, units.positions, *(end for span in units.spans for end in span)}
     borders |= set(range(0, units.positions, width))
-    cu_seqlens = torch.full((2 * (units.size + rows) + 1,), units.positions, dtype=torch.int32)
+    # Attention over all of the padding would cost more than that over the documents.
+    padded = (index.view(-1) < 0).tolist()
+    borders |= {t for t in range(0, units.positions, _PADDING) if padded[t]}
+    most = 2 * (units.size + rows) + units.positions // _PADDING + 1
+    cu_seqlens = torch.full((most,), units.positions, dtype=torch.int32)
     cu_seqlens[: len(borders)] = torch.tensor(sorted(borders), dtype=torch.int32)
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     positions = torch.arange(units.positions) - starts

@@ -78,7 +78,8 @@ def test_a_label_is_the_next_token_of_the_same_window(packing):
     assert targets[others].eq(IGNORED).all() and batch.labels.flatten()[others].eq(IGNORED).all()
     # The borders: public in number, and no window or padding reaches over one.
     borders = batch.cu_seqlens.tolist()
-    assert len(borders) == 2 * (options["max_documents"] + options["rows"]) + 1
+    public = 2 * (options["max_documents"] + options["rows"]) + options["tokens"] // 64 + 1
+    assert len(borders) == public
     assert borders == sorted(borders) and borders[0] == 0 and borders[-1] == options["tokens"]
     inner = {end for span in batch.units.spans for end in span if span[0] != span[1]}
     assert {*range(0, options["tokens"], width), options["tokens"]} | inner <= set(borders)
@@ -94,6 +95,12 @@ def test_labels_of_a_document_are_kept_where_they_can_be_predicted():
         [IGNORED, 2, IGNORED, IGNORED, IGNORED, IGNORED, 7, 3, 9, IGNORED, IGNORED, IGNORED]
     ]
     assert batch.targets.tolist()[0][4:9] == [IGNORED, 7, 3, 9, IGNORED]
+
+
+def test_padding_is_cut_into_pieces_that_attention_is_cheap_for():
+    batch = pack([[1] * 70, [2] * 300], tokens=1024, max_documents=4)
+    lengths = batch.cu_seqlens.diff().tolist()
+    assert lengths[:2] == [70, 300] and max(lengths[2:]) <= 64
 
 
 def test_a_batch_without_documents_has_the_public_shapes():
