@@ -29,9 +29,10 @@ class PackedBatch(dict[str, Tensor]):
     ``position_ids`` `[R, T]`, int64, count from each document's begin (in a document of several
     rows, from the begin of each row); ``cu_seqlens`` `[S]`, int32, has the borders of the
     documents, and those of padding in pieces, counted through the rows one after the other. It
-    repeats the last one up to a length S that depends on U, R and T alone. ``input_ids`` `[R, T]` is 0 in padding. ``labels`` `[R, T]` are the
-    tokens that are to be predicted, not shifted, as Hugging Face's models take them: -100 in
-    padding, and for the first token of a document or row, which nothing predicts.
+    repeats the last one up to a length S that depends on U, R and T alone. ``input_ids`` `[R, T]`
+    is 0 in padding. ``labels`` `[R, T]` are the tokens that are to be predicted, not shifted, as
+    Hugging Face's models take them: -100 in padding, and for the first token of a document or
+    row, which nothing predicts.
 
     Attributes:
         units: the positions of the U documents, some of which may have none.
@@ -167,6 +168,24 @@ class PackTo:
                 "larger tokens=, or cut the documents, of which each part is a sample then"
             )
         return length
+
+    def microbatches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The documents of each microbatch, by their numbers, for documents of these lengths.
+
+        The longest documents are placed first, each in the first microbatch that has room.
+        """
+        filled: list[list[int]] = []
+        places: list[Places] = []
+        for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            for documents, own in zip(filled, places, strict=True):
+                if own.add(lengths[number]):
+                    documents.append(number)
+                    break
+            else:
+                places.append(self.places())
+                places[-1].add(lengths[number])
+                filled.append([number])
+        return filled
 
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
         """The batch of these documents, in this order."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..packing import PackTo
-from ..packing.pack import Places
 from .slots import Draws
 from .tracker import BatchMark
 
@@ -17,8 +16,7 @@ from .tracker import BatchMark
 class PackedSampler:
     """Yields the documents of each microbatch as indices of the dataset, and stores their marks.
 
-    The longest documents of a draw are placed first, each in the first microbatch that has room
-    for it; all ranks get the same number of microbatches.
+    `PackTo.microbatches` places them; all ranks get the same number of microbatches.
 
     Args:
         draws: the sampler.
@@ -53,17 +51,8 @@ class PackedSampler:
     def _placed(self, drawn: list[int]) -> list[list[int]]:
         """The documents of each microbatch of this rank."""
         rank, ranks = self._draws.rank_part
-        filled: list[list[int]] = []
-        places: list[Places] = []
-        for index in sorted(drawn, key=lambda i: -self._length(i)):
-            for documents, own in zip(filled, places, strict=True):
-                if own.add(self._length(index)):
-                    documents.append(index)
-                    break
-            else:
-                places.append(self._collate.places())
-                places[-1].add(self._length(index))
-                filled.append([index])
+        lengths = [self._length(index) for index in drawn]
+        filled = [[drawn[i] for i in own] for own in self._collate.microbatches(lengths)]
         rounds = max(1, -(-len(filled) // ranks))
         filled += [[] for _ in range(rounds * ranks - len(filled))]
         return filled[rank::ranks]

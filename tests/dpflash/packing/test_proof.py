@@ -147,7 +147,9 @@ def test_losses_of_rows_are_refused(run, documents):
             return dpflash.losses.cross_entropy(logits, batch.targets)
 
     own = run(OfRows(), documents(LENGTHS), max_documents=8, verify_first_batch=False)
-    with pytest.raises(ValueError, match="losses has 1 entries.*batch of 8.*each document of the batch"):
+    with pytest.raises(
+        ValueError, match="losses has 1 entries.*batch of 8.*each document of the batch"
+    ):
         own.sums()
 
 
