@@ -36,7 +36,7 @@ class CheckedArguments(NamedTuple):
         loader: the private one.
         groups: the clipping groups.
         entries: digests of some entries of the dataset, where there are several ranks.
-        planned_batch_size: rows of a microbatch for the planner's costs.
+        planned_batch_size: samples of a microbatch for the planner's costs.
         optimization: what the optimization level does.
     """
 
@@ -97,6 +97,8 @@ def check_arguments(
         entries = digests_of(loader.dataset, keys.master)
     expected = math.ceil(loader.expected_batch_size / ranks.data_size)
     planned = performance.physical_batch_size or expected
+    if loader.packing is not None:
+        planned = loader.packing.max_documents
     memory = performance.memory_budget or default_memory_budget(trained[0].device)
     level = Asked(performance.optimize, clipping_asked, mode, planned, memory, ranks)
     optimization = choose(level, module, trained)

@@ -73,6 +73,9 @@ def test_a_label_is_the_next_token_of_the_same_window(packing):
             expected = IGNORED if is_last else int(batch.input_ids.flatten()[t + 1])
             assert targets[t] == expected
             found.append(t)
+    # Not shifted, so that a shift by one within a row gives the targets.
+    firsts = [*range(0, options["tokens"], width), *(a for a, b in batch.units.spans if a < b)]
+    assert batch.labels.flatten()[firsts].eq(IGNORED).all()
     others = torch.ones(options["tokens"], dtype=torch.bool)
     others[found] = False
     assert targets[others].eq(IGNORED).all() and batch.labels.flatten()[others].eq(IGNORED).all()

@@ -87,9 +87,19 @@ def neighbor(x, batch):
     return x + x.roll(1, 1)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_model_that_keeps_documents_apart_is_proven(rows, run, documents):
-    own = run(Model(), documents(LENGTHS), max_documents=8, rows=rows)
+@pytest.mark.parametrize("mode", ["auto", "instantiate", "book_keeping", "ghost"])
+@pytest.mark.parametrize("kind", ["own", "lm", "chunked", "checkpointed"])
+def test_a_model_that_keeps_documents_apart_is_proven(
+    kind, mode, rows, run, documents, language_model
+):
+    options = {
+        "chunked": {"chunked_loss": True},
+        "checkpointed": {"activation_checkpointing": True},
+    }
+    model = Model() if kind == "own" else language_model(**options.get(kind, {}))
+    own = run(model, documents(LENGTHS), max_documents=8, rows=rows, grad_sample_mode=mode)
     own.sums()
     own.sums()
     assert own.engine.verified is True
