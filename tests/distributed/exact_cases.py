@@ -92,6 +92,7 @@ def packed(
     group: object = None,
     *,
     ranks: int = 0,
+    wrapper: str = "plain",
     clipping: str = "flat",
     max_documents: int = 3,
     exact: bool = True,
@@ -101,7 +102,8 @@ def packed(
     """(gradients of releases over packed documents, this rank's microbatches of each)."""
     mesh = cases.mesh_of(1) if ranks else None
     torch.manual_seed(0)
-    model = dpflash.nn.LongContextLM(40, 32, 1, 2, max_seq_len=256)
+    plain = dpflash.nn.LongContextLM(40, 32, 1, 2, max_seq_len=256)
+    model = plain if mesh is None else cases.wrap(plain, wrapper, mesh)
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 257, (documents,), generator=generator).tolist()
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
@@ -126,7 +128,7 @@ def packed(
             optimizer.step()
             microbatches[-1] += 1
             if optimizer.releases > len(found):
-                found.append(_whole([p.grad for p in model.parameters()]))
+                found.append(_whole([p.grad for p in plain.parameters()]))
                 microbatches.append(0)
                 if len(found) == steps:
                     break

@@ -394,9 +394,10 @@ def test_a_release_has_the_same_bits_for_any_ranks_and_microbatches(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
 def test_packed_documents_have_the_same_bits_for_any_ranks(
-    started: _Started, ranks: int, clipping: str
+    started: _Started, ranks: int, wrapper: str, clipping: str
 ) -> None:
     """Each rank packs other documents, and their microbatches are no multiple of the ranks."""
     file, options = exact_cases.__file__, {"clipping": clipping}
