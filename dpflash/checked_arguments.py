@@ -20,6 +20,7 @@ from .grad_rules.convert import check_model, make_groups
 from .optimize.levels import Asked, Optimization, choose
 from .optimizer import trained_parameters
 from .packing import PackTo
+from .packing.pack import EXACT_ALIGN
 from .privacy.keys import RunKeys
 from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
@@ -36,7 +37,7 @@ class CheckedArguments(NamedTuple):
         loader: the private one.
         groups: the clipping groups.
         entries: digests of some entries of the dataset, where there are several ranks.
-        planned_batch_size: rows of a microbatch for the planner's costs.
+        planned_batch_size: samples of a microbatch for the planner's costs.
         optimization: what the optimization level does.
     """
 
@@ -89,6 +90,8 @@ def check_arguments(
     check_slots(loader.expected_batch_size, privacy.bound)
     if isinstance(data_loader.collate_fn, PackTo):
         _check_packed(privacy, performance, ranks)
+        if privacy.exact is True:
+            _check_exact_packing(data_loader.collate_fn, module)
     else:
         refuse_mixing(data_loader, may_sort=loader.slots is None)
     trained = trained_parameters(module, optimizer)
@@ -97,6 +100,8 @@ def check_arguments(
         entries = digests_of(loader.dataset, keys.master)
     expected = math.ceil(loader.expected_batch_size / ranks.data_size)
     planned = performance.physical_batch_size or expected
+    if loader.packing is not None:
+        planned = loader.packing.max_documents
     memory = performance.memory_budget or default_memory_budget(trained[0].device)
     level = Asked(performance.optimize, clipping_asked, mode, planned, memory, ranks)
     optimization = choose(level, module, trained)
@@ -180,6 +185,24 @@ def _check_packed(privacy: PrivacyConfig, performance: PerformanceConfig, ranks:
         raise ValueError(
             f"a mesh with a context dimension {packed}: documents would cross ranks, which is not "
             "supported; use a data dimension alone, or one document a row"
+        )
+
+
+def _check_exact_packing(collate: PackTo, module: nn.Module) -> None:
+    """Refuse exact=True where a document's bits depend on where it is packed."""
+    if collate.align % EXACT_ALIGN:
+        raise ValueError(
+            f"exact=True with PackTo(align={collate.align}), where kernels tile a document by its "
+            f"place in the batch; pass align={EXACT_ALIGN}, or leave exact='auto'"
+        )
+    threads = torch.get_num_threads()
+    on_cpu = any(p.device.type == "cpu" for p in module.parameters())
+    if on_cpu and collate.tokens % (EXACT_ALIGN * math.lcm(*range(1, threads + 1))):
+        raise ValueError(
+            f"exact=True with PackTo(tokens={collate.tokens}) on {threads} CPU threads, among "
+            "which torch cuts tensors inside of documents and rounds differently at the cuts; "
+            "call torch.set_num_threads(2), make tokens a multiple of "
+            f"{EXACT_ALIGN * math.lcm(*range(1, threads + 1))}, or leave exact='auto'"
         )
 
 

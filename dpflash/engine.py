@@ -290,6 +290,11 @@ class PrivacyEngine(OnlySettable):
         bound: in 16 bit the sum was seen to move by 1.0009 max_grad_norm, and by 1.0083 where
         model and data were searched for it. `engine.public` shows what a run has.
 
+        Packed documents (`dpflash.packing`) are placed by their lengths, so one document more may
+        move others to other tokens. Where gradients of a document do not depend on that, the
+        bound holds. With exact=True, which needs PackTo(align=64), they do not, to the last bit,
+        for models made of `dpflash.nn` on a CPU; otherwise their rounding may.
+
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
             a loader that draws as the accountant assumes.
@@ -876,6 +881,25 @@ class PrivacyEngine(OnlySettable):
             dataset_size=self._loader.dataset_size,
             is_declared=self._loader.has_public_size,
             unit=self._loader.unit_in_words,
+            packed=self._packing(),
+        )
+
+    def _packing(self) -> str | None:
+        """How the loader packs documents, and what the bound of packed batches holds for."""
+        assert self._loader is not None
+        packing = self._loader.packing
+        if packing is None:
+            return None
+        return (
+            f"packed by length into {packing.rows} x {packing.tokens // packing.rows} tokens: the "
+            "bound holds "
+            + (
+                "in the arithmetic that runs, since a document's gradients do not depend on the "
+                "packing"
+                if self._settings is not None and self._settings[0].exact is True
+                else "given that a document's gradients do not depend on the packing, which may "
+                "change their rounding (make_private(exact=True) rules that out)"
+            )
         )
 
     @property

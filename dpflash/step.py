@@ -545,9 +545,9 @@ class PrivateStep(ClippedSums):
         # A backward that failed may leave a release without sums.
         return bool(self.sums) or self.noise is not None
 
-    def begin_batch(self, rows: int) -> None:
+    def begin_batch(self, samples: int, units: Units | None) -> None:
         self.public.refuse_inside("a batch of the private loader")
-        super().begin_batch(rows)
+        super().begin_batch(samples, units)
 
     def before_gate(self) -> None:
         self.public.refuse_gate()

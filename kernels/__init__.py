@@ -13,6 +13,7 @@ from .grads import (
     layer_norm_backward,
     per_sample_bias_grad,
     per_sample_grad,
+    per_span_grad,
     rms_norm_backward,
     squared_norm,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "layer_norm_backward",
     "per_sample_bias_grad",
     "per_sample_grad",
+    "per_span_grad",
     "refuse_capture",
     "rms_norm_backward",
     "settle_noise",

@@ -7,6 +7,7 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -217,6 +218,17 @@ def embedding_clipped_grad(
                 tokens, width, blocks, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
             )  # fmt: skip
     return out
+
+
+def per_span_grad(x: Tensor, dy: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """See `reference.per_span_grad`; one launch for each sample."""
+    grads = x.new_zeros(len(spans), dy.shape[1], x.shape[1], dtype=torch.float32)
+    for grad, (start, end) in zip(grads, spans, strict=True):
+        if start != end:
+            found = per_sample_grad(x[None, start:end], dy[None, start:end])
+            assert isinstance(found, Tensor)
+            grad.copy_(found[0])
+    return grads
 
 
 def per_sample_bias_grad(dy: Tensor) -> Tensor:

@@ -68,6 +68,18 @@ def per_sample_grad(
     return _backend(x, dy).per_sample_grad(x, dy, return_squares=return_squares)
 
 
+@_documented_by(reference.per_span_grad)
+def per_span_grad(x: Tensor, dy: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """See `reference.per_span_grad`."""
+    _check("x", x, 2)
+    _check("dy", dy, 2)
+    _check_same("x and dy", (x, dy), 1)
+    _check_widths("x", x, "dy", dy)
+    if any(not 0 <= start <= end <= len(x) for start, end in spans):
+        raise ValueError(f"spans is {spans}: give pairs 0 <= start <= end <= {len(x)}")
+    return _backend(x, dy).per_span_grad(x, dy, spans)
+
+
 @_documented_by(reference.per_sample_bias_grad)
 def per_sample_bias_grad(dy: Tensor) -> Tensor:
     """See `reference.per_sample_bias_grad`."""

@@ -23,6 +23,7 @@ from .reference import (
     embedding_per_sample_grad,
     layer_norm_backward,
     per_sample_bias_grad,
+    per_span_grad,
     rms_norm_backward,
     upper_bound,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "grad_norm",
     "layer_norm_backward",
     "per_sample_bias_grad",
+    "per_span_grad",
     "per_sample_grad",
     "rms_norm_backward",
     "squared_norm",

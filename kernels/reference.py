@@ -10,6 +10,7 @@ A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -141,6 +142,24 @@ def per_sample_grad(
     """
     grads = torch.bmm(_wide(dy).transpose(1, 2), _wide(x))
     return (grads, squared_norm(grads)) if return_squares else grads
+
+
+def per_span_grad(x: Tensor, dy: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """G_i = dy_i^T x_i for samples that are spans of tokens.
+
+    Args:
+        x: [N, I], fp16, bf16, fp32 or fp64: N tokens with I inputs each.
+        dy: [N, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
+        spans: (first token, end) of each of S samples; equal for one without tokens.
+
+    Returns:
+        [S, O, I], fp32 (fp64 for fp64 operands).
+    """
+    x, dy = _wide(x), _wide(dy)
+    grads = x.new_empty(len(spans), dy.shape[1], x.shape[1])
+    for i, (start, end) in enumerate(spans):
+        torch.mm(dy[start:end].t(), x[start:end], out=grads[i])
+    return grads
 
 
 def per_sample_bias_grad(dy: Tensor) -> Tensor:

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "vectors.h"
@@ -174,11 +175,52 @@ struct Part {
   int64_t first_key = 0, end_key = 0; // that they see
 };
 
+// Tiles of one key head that see keys [first, end), none of which others see.
+struct Island {
+  int64_t first, end, queries = 0;
+};
+
+// The islands of tiles, and puts the tiles of each of them next to each other, the last first.
+inline std::vector<Island> islands_of(const Problem& p, std::vector<Tile>::iterator first,
+                                      std::vector<Tile>::iterator last) {
+  std::vector<Island> of_tiles, islands;
+  for (auto tile = first; tile != last; ++tile) {
+    Island own{p.keys, 0, tile->count};
+    for_runs(p, *tile, [&](int64_t, int64_t column, int64_t step, int64_t count) {
+      own.first = std::min(own.first, column);
+      own.end = std::max(own.end, column + step * (count - 1) + 1);
+    });
+    if (own.end == 0) own.first = 0, own.end = 1;  // it sees none
+    of_tiles.push_back(own);
+  }
+  std::vector<Island> sorted = of_tiles;
+  auto before = [](const Island& a, const Island& b) { return a.first < b.first; };
+  std::sort(sorted.begin(), sorted.end(), before);
+  for (const Island& own : sorted) {
+    if (islands.empty() || own.first >= islands.back().end) islands.push_back({own.first, 0, 0});
+    islands.back().end = std::max(islands.back().end, own.end);
+    islands.back().queries += own.queries;
+  }
+  auto number = [&](const Island& own) {
+    return std::upper_bound(islands.begin(), islands.end(), own, before) - islands.begin();
+  };
+  std::vector<std::pair<int64_t, Tile>> numbered;
+  for (size_t i = 0; i < of_tiles.size(); ++i) {
+    numbered.push_back({number(of_tiles[i]), *(first + int64_t(i))});
+  }
+  auto later = [](const auto& a, const auto& b) { return a.first > b.first; };
+  std::stable_sort(numbered.begin(), numbered.end(), later);
+  for (size_t i = 0; i < numbered.size(); ++i) *(first + int64_t(i)) = numbered[i].second;
+  std::reverse(islands.begin(), islands.end());
+  return islands;
+}
+
 // Cuts the tiles of each key head into parts. The sums of a key head are those of its parts, in
-// their order, so that no bit depends on the number of threads or on other samples.
+// their order, so that no bit depends on the number of threads or on other samples. An island is
+// cut by its own size, so that no bit of a packed document depends on the others.
 inline std::vector<Part> parts_of(const Problem& p, std::vector<Tile>& tiles) {
   int64_t units = p.batch * p.key_heads, heads = p.heads / std::max<int64_t>(1, p.key_heads);
-  int64_t queries = std::max(kPartQueries, heads * p.queries / kParts);
+  int64_t most = std::max(kPartQueries, heads * p.queries / kParts);
   std::vector<Part> parts;
   for (int64_t unit = 0; unit < units; ++unit) {
     int64_t first = int64_t(tiles.size());
@@ -188,13 +230,34 @@ inline std::vector<Part> parts_of(const Problem& p, std::vector<Tile>& tiles) {
     // The last first: they are the long ones where queries are causal.
     std::reverse(tiles.begin() + first, tiles.end());
     int64_t end = int64_t(tiles.size());
-    for (int64_t turn = 0; first < end; ++turn) {
-      int64_t stop = first, held = 0;
-      // Parts of one head may meet in a run, whose weight's gradient is not summed by parts.
-      while (stop < end && (p.dweights || held < queries)) held += tiles[size_t(stop++)].count;
-      parts.push_back({unit, turn, first, stop});
-      first = stop;
+    // Parts of one head may meet in a run, whose weight's gradient is not summed by parts.
+    bool is_cut = !p.dweights && heads * p.queries > kPartQueries;
+    std::vector<Island> islands{{0, p.keys, heads * p.queries}};
+    if (is_cut) islands = islands_of(p, tiles.begin() + first, tiles.end());
+    int64_t turn = 0, begin = first, held = 0;
+    auto cut = [&](int64_t at) {
+      if (at > begin) parts.push_back({unit, turn++, begin, at});
+      begin = at;
+      held = 0;
+    };
+    int64_t at = first;
+    for (const Island& island : islands) {
+      int64_t own = std::max(kPartQueries, island.queries / kParts), left = island.queries;
+      bool is_long = is_cut && left > own;
+      if (is_long || held >= most) cut(at);
+      for (int64_t of_part = 0; at < end && (!is_cut || left > 0);) {
+        int64_t queries = tiles[size_t(at++)].count;
+        left -= queries;
+        held += queries;
+        of_part += queries;
+        if (is_long && of_part >= own) {
+          cut(at);
+          of_part = 0;
+        }
+      }
+      if (is_long) cut(at);
     }
+    cut(end);
   }
   for (Part& part : parts) {
     if (part.turn == 0) continue;

@@ -19,6 +19,7 @@ from dpflash.kernels import (
     embedding_per_sample_grad,
     grad_norm,
     per_sample_grad,
+    per_span_grad,
     squared_norm,
 )
 
@@ -202,6 +203,9 @@ class DeferredGradients:
                 dense[samples, part] = grad
             assert dense is not None
             return dense
+        if self.units is not None and not self.embedding and len(self.linear) == 1:
+            ((x, dy),) = self.linear
+            return per_span_grad(x[0], dy[0], self.units.spans_of(dy.shape[1]))
         if self.units is not None:
             first = self._sample(0).dense()
             grads = first.new_empty(self.units.size, *first.shape[1:])

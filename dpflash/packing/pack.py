@@ -16,6 +16,11 @@ from .._validate import positive_int
 from .units import Units
 
 _IGNORED = -100
+# Padding is cut into pieces of so many tokens.
+_PADDING = 64
+# Documents that begin at multiples of so many tokens are in the same place of a vector and of a
+# tile, whatever is packed before them.
+EXACT_ALIGN = 64
 
 
 class PackedBatch(dict[str, Tensor]):
@@ -23,9 +28,10 @@ class PackedBatch(dict[str, Tensor]):
 
     ``sample_index`` `[R, T]`, int64, has the number of each token's document, and -1 for padding;
     ``position_ids`` `[R, T]`, int64, count from each document's begin (in a document of several
-    rows, from the begin of each row), and are 0 in padding; ``cu_seqlens``, int32, has the borders
-    of the documents and of padding, counted through the rows one after the other, and repeats the
-    last one up to its length. ``input_ids`` `[R, T]` is 0 in padding. ``labels`` `[R, T]` are the
+    rows, from the begin of each row), and are 0 in padding; ``cu_seqlens`` `[S]`, int32, has the
+    borders of the documents, and those of padding in pieces, counted through the rows one after
+    the other. It repeats the last one up to a length S that depends on U, R and T alone where a
+    sample is one document. ``input_ids`` `[R, T]` is 0 in padding. ``labels`` `[R, T]` are the
     tokens that are to be predicted, not shifted, as Hugging Face's models take them: -100 in
     padding, and for the first token of a document or row, which nothing predicts.
 
@@ -130,8 +136,9 @@ class PackTo:
         max_documents: U, of a microbatch; also the number of losses.
         rows: R, which divides tokens. A document longer than a row is cut into windows, one a
             row, that do not see each other, and is still one sample.
-        align: documents begin at multiples of this many tokens of a row, so that kernels compute
-            a document in the same tiles wherever it is packed; a divisor of tokens / rows.
+        align: documents begin at multiples of this many tokens of a row, a divisor of
+            tokens / rows. With a multiple of 64, a document's gradients have the same bits
+            wherever it is packed, see `PrivacyEngine.make_private`.
 
     A document is a 1-D tensor or a list of token ids, or a mapping with these as ``input_ids`` and
     optionally ``labels``, not shifted, of the same length. A list of documents is one sample too:
@@ -174,6 +181,24 @@ class PackTo:
                 "larger tokens=, or cut the documents, of which each part is a sample then"
             )
         return length
+
+    def microbatches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The documents of each microbatch, by their numbers, for documents of these lengths.
+
+        The longest documents are placed first, each in the first microbatch that has room.
+        """
+        filled: list[list[int]] = []
+        places: list[Places] = []
+        for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            for documents, own in zip(filled, places, strict=True):
+                if own.add(lengths[number]):
+                    documents.append(number)
+                    break
+            else:
+                places.append(self.places())
+                places[-1].add(lengths[number])
+                filled.append([number])
+        return filled
 
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
         """The batch of these documents, in this order."""
@@ -231,9 +256,11 @@ def _entries(units: Units, given: list[_Parts]) -> dict[str, Tensor]:
     labels.view(rows, width)[:, 0] = _IGNORED
     index = units.index.clone()
     index[index == units.size] = -1
-    # As many entries for any documents, one each.
-    entries = max(2 * (units.size + rows) + 1, len(borders))
-    cu_seqlens = torch.full((entries,), units.positions, dtype=torch.int32)
+    # Attention over all of the padding would cost more than that over the documents.
+    padded = (index.view(-1) < 0).tolist()
+    borders |= {t for t in range(0, units.positions, _PADDING) if padded[t]}
+    most = 2 * (units.size + rows) + units.positions // _PADDING + 1
+    cu_seqlens = torch.full((max(most, len(borders)),), units.positions, dtype=torch.int32)
     cu_seqlens[: len(borders)] = torch.tensor(sorted(borders), dtype=torch.int32)
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     positions = (torch.arange(units.positions) - starts).masked_fill_(index < 0, 0)

@@ -98,6 +98,11 @@ class Units:
         start, end = self.spans[unit]
         return slice(start * each, end * each)
 
+    def spans_of(self, n: int) -> list[tuple[int, int]]:
+        """(first entry, end) of each unit in tensors `[n, ...]`."""
+        each = n // max(1, self.positions)
+        return [(start * each, end * each) for start, end in self.spans]
+
     def of_entries(self, values: Tensor, n: int) -> Tensor:
         """`[n, ...]`: for each entry the value of its unit, of values `[U, ...]`; 0 for none."""
         none = values.new_zeros(1, *values.shape[1:])

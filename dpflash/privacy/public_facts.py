@@ -19,6 +19,7 @@ class PublicFacts:
         dataset_size: determines sample rate, steps and divisor.
         is_declared: whether the user declared it; else the number of entries counts as public.
         unit: the privacy unit, in words.
+        packed: of packed documents, how they are packed, in words; None for others.
     """
 
     slots: int | None
@@ -27,10 +28,13 @@ class PublicFacts:
     dataset_size: int
     is_declared: bool
     unit: str = "one entry of the dataset"
+    packed: str | None = None
 
     def __str__(self) -> str:
         if self.slots is None:
             slots = "none; batches have the public sizes of the loader's own epochs"
+        elif self.packed is not None:
+            slots = f"{self.slots} documents in each microbatch at most, {self.packed}"
         else:
             slots = f"{self.slots} in each microbatch, samples in secret random ones"
         if self.others:
@@ -60,4 +64,5 @@ class PublicFacts:
             "dataset_size": self.dataset_size,
             "dataset_size_declared": self.is_declared,
             "unit": self.unit,
+            **({} if self.packed is None else {"packed": self.packed}),
         }

@@ -107,6 +107,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         dataset_size: the public size; the size of the dataset where none was declared.
         slots: rows of each microbatch of this rank; None for "shuffled", whose batches have
             the loader's own sizes.
+        packing: the collate function that packs documents; None where rows are samples.
         lengths: compares the shapes of its batches.
         order: compares the rows that the model gets with those of its batches.
         tracker: follows the loop over its batches.
@@ -140,7 +141,6 @@ class PrivateDataLoader(Prepared, DataLoader):
         else:
             self.dataset_size, rate, self.steps_per_epoch = public_size.of(batch_size)
         self._groups = groups
-        self._is_packed = isinstance(loader.collate_fn, PackTo)
         self.tracker = tracker = BatchTracker(
             fetched_ahead=loader.num_workers > 0, equal_sizes=sampling != "poisson"
         )
@@ -153,6 +153,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         self.lengths = Lengths(public_length)
         self.order = RowOrder()
         self.slots: int | None = None
+        self.packing = loader.collate_fn if isinstance(loader.collate_fn, PackTo) else None
         self._draws: DrawSampler | None = None
         self._mark: BatchMark | None = None
         if sampling == "shuffled":
@@ -249,7 +250,7 @@ class PrivateDataLoader(Prepared, DataLoader):
     def unit(self) -> str:
         """The privacy unit: "sample", "document" or "user"; see `PrivacyEngine.privacy_unit`."""
         if self._groups is None:
-            return "document" if self._is_packed else "sample"
+            return "sample" if self.packing is None else "document"
         return "user, fixed graph" if self._groups.has_shared else "user"
 
     @property

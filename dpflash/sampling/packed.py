@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import Dataset
 
 from ..packing import PackTo
-from ..packing.pack import Places
 from .slots import Draws
 from .tracker import BatchMark
 from .unit_groups import UnitGroups
@@ -33,8 +32,7 @@ class DocumentsOf(Dataset[list[Any]]):
 class PackedSampler:
     """Yields the samples of each microbatch as indices of the dataset, and stores their marks.
 
-    The longest samples of a draw are placed first, each in the first microbatch that has room for
-    it; all ranks get the same number of microbatches.
+    `PackTo.microbatches` places them; all ranks get the same number of microbatches.
 
     Args:
         draws: the sampler.
@@ -94,18 +92,8 @@ class PackedSampler:
     def _placed(self, samples: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
         """The samples of each microbatch of this rank."""
         rank, ranks = self._draws.rank_part
-        filled: list[list[tuple[int, ...]]] = []
-        places: list[Places] = []
-        lengths = {sample: sum(map(self._length, sample)) for sample in samples}
-        for sample in sorted(samples, key=lambda sample: -lengths[sample]):
-            for held, own in zip(filled, places, strict=True):
-                if own.add(lengths[sample]):
-                    held.append(sample)
-                    break
-            else:
-                places.append(self._collate.places())
-                places[-1].add(lengths[sample])
-                filled.append([sample])
+        lengths = [sum(map(self._length, sample)) for sample in samples]
+        filled = [[samples[i] for i in own] for own in self._collate.microbatches(lengths)]
         rounds = max(1, -(-len(filled) // ranks))
         filled += [[] for _ in range(rounds * ranks - len(filled))]
         return filled[rank::ranks]

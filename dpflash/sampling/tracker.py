@@ -243,9 +243,15 @@ class BatchTracker:
         """Refuse to add the same samples to one release twice."""
         mark = self.current
         if mark is not None and batch_size != mark.size:
+            one = (
+                "row, padding rows included, in the loader's order"
+                if mark.units is None
+                else "document of the batch, up to its max_documents: dpflash.losses takes "
+                "sample_index=batch.sample_index, num_samples=batch.max_documents"
+            )
             raise ValueError(
                 f"losses has {batch_size} entries but the loader gave a batch of {mark.size}: "
-                "give one loss for each row, padding rows included, in the loader's order"
+                f"give one loss for each {one}"
             )
         signals = self.waiting_signals if mark is None else 0
         if signals and self._hides_repeats:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash.packing import PackTo
 
 _NAME = "distributed_private_cases"
 if _NAME not in sys.modules:
@@ -85,6 +86,54 @@ def released(
                 return found
         optimizer.zero_grad()
     return found
+
+
+def packed(
+    group: object = None,
+    *,
+    ranks: int = 0,
+    wrapper: str = "plain",
+    clipping: str = "flat",
+    max_documents: int = 3,
+    exact: bool = True,
+    steps: int = 3,
+    documents: int = 17,
+) -> tuple[list[np.ndarray], list[int]]:
+    """(gradients of releases over packed documents, this rank's microbatches of each)."""
+    mesh = cases.mesh_of(1) if ranks else None
+    torch.manual_seed(0)
+    plain = dpflash.nn.LongContextLM(40, 32, 1, 2, max_seq_len=256)
+    model = plain if mesh is None else cases.wrap(plain, wrapper, mesh)
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 257, (documents,), generator=generator).tolist()
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=DataLoader(
+            [torch.randint(40, (n,), generator=generator) for n in lengths],
+            batch_size=(documents + 1) // 2,
+            collate_fn=PackTo(tokens=256, max_documents=max_documents, align=64),
+        ),
+        noise_multiplier=0.5,
+        max_grad_norm=0.7,
+        clipping=clipping,
+        exact=exact,
+    )
+    found: list[np.ndarray] = []
+    microbatches = [0]
+    while len(found) < steps:
+        for batch in loader:
+            engine.backward(model(batch.input_ids, batch.targets, batch))
+            optimizer.step()
+            microbatches[-1] += 1
+            if optimizer.releases > len(found):
+                found.append(_whole([p.grad for p in plain.parameters()]))
+                microbatches.append(0)
+                if len(found) == steps:
+                    break
+            optimizer.zero_grad()
+    return found, microbatches[:-1]
 
 
 def _whole(grads: list[Any]) -> np.ndarray:

@@ -438,6 +438,34 @@ def test_a_release_has_the_same_bits_for_any_ranks_and_microbatches(
 
 
 @pytest.mark.cases(1)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+def test_packed_documents_have_the_same_bits_for_any_ranks(
+    started: _Started, ranks: int, wrapper: str, clipping: str
+) -> None:
+    """Each rank packs other documents, and their microbatches are no multiple of the ranks."""
+    file, options = exact_cases.__file__, {"clipping": clipping}
+    once, alone = exact_cases.packed(**options)
+    assert any(count % ranks for count in alone)
+    for found, microbatches in started(ranks).gather(
+        file, "packed", ranks, ranks=ranks, **options
+    ):
+        assert microbatches == [-(-count // ranks) for count in alone]
+        for one, expected in zip(found, once, strict=True):
+            np.testing.assert_array_equal(one, expected)
+
+
+def test_a_rank_without_a_document_takes_part_in_each_step(started: _Started) -> None:
+    options = {"documents": 2, "steps": 4}
+    once, _ = exact_cases.packed(**options)
+    file = exact_cases.__file__
+    for found, _ in started(4).gather(file, "packed", 4, ranks=4, **options):
+        for one, expected in zip(found, once, strict=True):
+            np.testing.assert_array_equal(one, expected)
+
+
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "wrapper"), [(0, "plain"), (4, "plain"), (4, "fsdp")])
 def test_sums_of_integers_have_the_same_bits_for_any_ranks_and_microbatches(
     started: _Started, ranks: int, wrapper: str

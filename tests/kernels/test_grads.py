@@ -177,6 +177,10 @@ REFUSED = {
         {},
         "ndim is 3",
     ),
+    "span-tokens": ("per_span_grad", (X[0], DY[0, 1:], [(0, 1)]), {}, "(4, 5) and (3, 6)"),
+    "span-dimensions": ("per_span_grad", (X, DY[0], [(0, 1)]), {}, "x has shape (3, 4, 5)"),
+    "span-end": ("per_span_grad", (X[0], DY[0], [(2, 5)]), {}, "spans is [(2, 5)]: give pairs"),
+    "span-order": ("per_span_grad", (X[0], DY[0], [(2, 1)]), {}, "spans is [(2, 1)]: give pairs"),
     "norm-shapes": ("rms_norm_backward", (DY, X, X[..., :1], None, 1), {}, "dy and x have shapes"),
 }
 
@@ -332,6 +336,19 @@ def test_every_name_of_the_dispatch_is_public():
     own = [n for n in names if getattr(grads, n).__module__ == grads.__name__]
     assert own and set(own) <= set(kernels.__all__)
     assert all(getattr(kernels, name) is getattr(grads, name) for name in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_spans_are_those_of_their_tokens_alone(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(20, n, generator=generator).to(dtype) for n in (7, 8))
+    x[15], dy[16] = math.nan, math.inf  # of no span
+    spans = [(3, 15), (0, 1), (0, 0), (17, 20), (1, 3)]
+    found = kernels.per_span_grad(x, dy, spans)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    for grad, (start, end) in zip(found.double(), spans, strict=True):
+        expected = dy[start:end].double().t() @ x[start:end].double()
+        torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_reference_s_new_results_agree_with_what_they_stand_for():
