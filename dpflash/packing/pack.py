@@ -162,6 +162,24 @@ class PackTo:
             )
         return length
 
+    def batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which documents of these lengths go into one batch, by their numbers.
+
+        The longest come first, each in the first batch that has room for it.
+        """
+        filled: list[list[int]] = []
+        places: list[Places] = []
+        for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            for documents, own in zip(filled, places, strict=True):
+                if own.add(lengths[number]):
+                    documents.append(number)
+                    break
+            else:
+                places.append(self.places())
+                places[-1].add(lengths[number])
+                filled.append([number])
+        return filled
+
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
         """The batch of these documents, in this order."""
         given = [(_tokens_of(document), _labels_of(document)) for document in documents]

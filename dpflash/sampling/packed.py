@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..packing import PackTo
-from ..packing.pack import Places
 from .slots import Draws
 from .tracker import BatchMark
 
@@ -53,17 +52,8 @@ class PackedSampler:
     def _placed(self, drawn: list[int]) -> list[list[int]]:
         """The documents of each microbatch of this rank."""
         rank, ranks = self._draws.rank_part
-        filled: list[list[int]] = []
-        places: list[Places] = []
-        for index in sorted(drawn, key=lambda i: -self._length(i)):
-            for documents, own in zip(filled, places, strict=True):
-                if own.add(self._length(index)):
-                    documents.append(index)
-                    break
-            else:
-                places.append(self._collate.places())
-                places[-1].add(self._length(index))
-                filled.append([index])
+        together = self._collate.batches([self._length(index) for index in drawn])
+        filled = [[drawn[number] for number in numbers] for numbers in together]
         rounds = max(1, -(-len(filled) // ranks))
         filled += [[] for _ in range(rounds * ranks - len(filled))]
         return filled[rank::ranks]

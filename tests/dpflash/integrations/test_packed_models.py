@@ -27,10 +27,9 @@ pytestmark = [
 LENGTHS = (5, 1, 7, 3, 9, 4)
 TOKENS, ROWS, DOCUMENTS = 40, (1, 5), 8
 # Eager attention's softmax is float32.
-ROUNDING = {"eager": 1e-10, "sdpa": 1e-10, "dpflash": 1e-10}
+ROUNDING = {"eager": 5e-7, "sdpa": 1e-10, "dpflash": 1e-10}
 FAMILIES = ["GPT2", "Llama", "Qwen3", "Gemma3", "Mistral", "Mixtral", "Qwen3-MoE"]
 ATTENTIONS = ["eager", "sdpa", "dpflash"]
-NOT_ASKED = object()
 
 
 @pytest.fixture(autouse=True)
@@ -122,9 +121,8 @@ def error(found, expected):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_packed_sum_is_that_of_a_loop_over_documents(name, attention, rows, attached, sums):
-    expected = gradients_alone(MODELS[name].build("eager"), rows)
+    expected = gradients_alone(MODELS[name].build("sdpa"), rows)
     model = MODELS[name].build(attention)
     found, _ = private_sum(attached, sums, model, rows)
     total = {n: sum(grads[n] for grads in expected) for n in expected[0]}
-    rounding = 5e-7 if attention == "dpflash" or "oss" in name.lower() else MODELS[name].rounding
-    assert error(found, total) <= rounding
+    assert error(found, total) <= ROUNDING[attention]
