@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_leaves
 
 from ..packing import Units
 from .base import PrivateModule, plain_class, plain_copy
@@ -53,7 +54,7 @@ class PrivateLeaf(PrivateModule):
             # fails in 16 bit on CPUs without such arithmetic ("grad_weight must be contiguous").
             args = (args[0].flatten().view(args[0].shape), *args[1:])
         others = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
-        if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(others)):
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
             raise ValueError(
                 f"module '{context.name}' ({type(self).__name__}) takes tensors inside of a "
                 "tuple, list or dict, where the generic rule cannot tell the batch; pass them as "
@@ -137,14 +138,30 @@ class PrivateLeaf(PrivateModule):
         context = self._dpflash
         if isinstance(self, nn.modules.conv._ConvNd):
             self.refuse_documents()  # Its second dimension holds channels.
-        map_tensors(context.check_batch, (args, kwargs))
+        inputs: Any = (args, kwargs)
+        tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        if are_heads_first := all(_are_heads_first(t, units) for t in tensors):
+            inputs = _turned(inputs)
+        map_tensors(context.check_batch, inputs)
         copied, shared, per_document = self._copies(units.size)
 
         def call(own: dict[str, Tensor], inputs: Any) -> Any:
-            return functional_call(copied, {**shared, **own}, *inputs)
+            if not are_heads_first:
+                return functional_call(copied, {**shared, **own}, *inputs)
+            return _turned(functional_call(copied, {**shared, **own}, *_turned(inputs)))
 
         with PerSampleFunctions(context.name):
-            return by_document(call, per_document, (args, kwargs), units, context.name)
+            outputs = by_document(call, per_document, inputs, units, context.name)
+        return _turned(outputs) if are_heads_first else outputs
+
+
+def _are_heads_first(x: Tensor, units: Units) -> bool:
+    """Whether x is `[R, heads, T, D]`, as attention has queries for their norms."""
+    return x.ndim == 4 and x.shape[1] != x.shape[2] and tuple(x.shape[0:3:2]) == units.shape
+
+
+def _turned(tree: Any) -> Any:
+    return map_tensors(lambda t: t.transpose(1, 2), tree)
 
 
 class PrivateParametrized(PrivateLeaf):

@@ -15,6 +15,7 @@ import torch
 from dpflash.accounting import Interval
 
 from .._validate import counted
+from ..packing import PackTo
 from ..privacy.public_facts import PublicFacts
 from .config import TrainingConfig, TrainingState
 
@@ -36,10 +37,7 @@ _NOT_COVERED = {
     "bits_per_byte_after": "measured on the held-out documents, which epsilon does not cover; it "
     "covers the training documents",
 }
-_UNITS = {
-    "file": "one document (a file); each step trains on one window of it",
-    "record": "one record (a line of a JSONL file); each step trains on one window of it",
-}
+_UNITS = {"file": "one document (a file)", "record": "one record (a line of a JSONL file)"}
 _UNVERIFIED = (
     "the first batches do not prove that the model keeps documents apart (verified): too few "
     "documents were seen together, or some gradients are still zero"
@@ -62,6 +60,7 @@ def make_report(
     public: PublicFacts,
     num_documents: int,
     window_len: int,
+    pack: PackTo | None,
     total_steps: int,
     token: str,
     num_parameters: int,
@@ -92,6 +91,11 @@ def make_report(
         )
     if state.noise_multiplier == 0:
         notes.append("no noise: this run has no privacy")
+    if pack is not None:
+        notes.append(
+            f"packed into {counted(pack.rows, 'row')} of {window_len} tokens: of a {config.unit} "
+            f"with more than {pack.tokens} tokens, each step trains on a window of that many"
+        )
     if state.verified is not True:
         notes.append(_UNVERIFIED)
     if state.rounded_sums:
@@ -103,7 +107,8 @@ def make_report(
         "target_epsilon": config.target_epsilon,
         "max_epsilon": config.max_epsilon,
         "neighboring_relation": neighboring_relation,
-        "privacy_unit": _UNITS[config.unit],
+        "privacy_unit": f"{_UNITS[config.unit]}; each step trains on "
+        + ("one window of it" if pack is None else "all of it, packed"),
         "verified": state.verified,
         "rounded_sums": state.rounded_sums,
         "sampler": sampler,

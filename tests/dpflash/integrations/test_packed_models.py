@@ -26,7 +26,7 @@ pytestmark = [
 # In five rows of 8 tokens the document of 9 is cut; in one row of 40 there is padding behind all.
 LENGTHS = (5, 1, 7, 3, 9, 4)
 TOKENS, ROWS, DOCUMENTS = 40, (1, 5), 8
-# Eager attention's softmax is float32.
+# Eager attention's softmax is float32, and so are Gemma's norms.
 ROUNDING = {"eager": 5e-7, "sdpa": 1e-10, "dpflash": 1e-10}
 FAMILIES = ["GPT2", "Llama", "Qwen3", "Gemma3", "Mistral", "Mixtral", "Qwen3-MoE"]
 ATTENTIONS = ["eager", "sdpa", "dpflash"]
@@ -125,4 +125,4 @@ def test_a_packed_sum_is_that_of_a_loop_over_documents(name, attention, rows, at
     model = MODELS[name].build(attention)
     found, _ = private_sum(attached, sums, model, rows)
     total = {n: sum(grads[n] for grads in expected) for n in expected[0]}
-    assert error(found, total) <= ROUNDING[attention]
+    assert error(found, total) <= (5e-7 if name == "Gemma3" else ROUNDING[attention])

@@ -62,7 +62,7 @@ def trainer(tmp_path, *, model=None, dataset=None, args=None, **more):
         args=transformers.TrainingArguments(**options(tmp_path, **(args or {}))),
         train_dataset=dataset or documents(),
         data_collator=PACK,
-        privacy=dpflash.PrivacyConfig(target_epsilon=3.0, target_delta=DELTA),
+        privacy=dpflash.PrivacyConfig(target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0),
         engine=dpflash.PrivacyEngine(seed=0, ledger=tmp_path / "ledger"),
         **more,
     )
@@ -169,7 +169,7 @@ def _sft(tmp_path, **changes):
         processing_class=transformers.PreTrainedTokenizerFast(
             tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
         ),
-        privacy=dpflash.PrivacyConfig(target_epsilon=3.0, target_delta=DELTA),
+        privacy=dpflash.PrivacyConfig(target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0),
         performance=dpflash.PerformanceConfig(physical_batch_size=2),
         engine=dpflash.PrivacyEngine(seed=0, ledger=tmp_path / "ledger"),
     )
