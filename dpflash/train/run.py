@@ -142,7 +142,7 @@ class TrainingRun:
             optimize=config.optimize,
             physical_batch_size=None if config.pack else config.physical_batch_size,
             dataset_size=config.dataset_size,
-            public_length=self.window_len,
+            public_length=None if config.pack else self.window_len,
         )
 
     @classmethod
