@@ -1,6 +1,5 @@
 """Models of transformers train on packed documents as a loop over documents alone does."""
 
-import math
 import sys
 from pathlib import Path
 
@@ -126,3 +125,125 @@ def test_a_packed_sum_is_that_of_a_loop_over_documents(name, attention, rows, at
     found, _ = private_sum(attached, sums, model, rows)
     total = {n: sum(grads[n] for grads in expected) for n in expected[0]}
     assert error(found, total) <= (5e-7 if name == "Gemma3" else ROUNDING[attention])
+
+
+CLIPPINGS = {
+    "ghost": {"clipping": "flat", "grad_sample_mode": "ghost"},
+    "instantiate": {"clipping": "flat", "grad_sample_mode": "instantiate"},
+    "per_layer": {"clipping": "per_layer"},
+    "per_block": {"clipping": "per_block"},
+}
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("name", ["Llama", "Qwen3-MoE", "GPT2"])
+def test_clipped_sums_of_documents_are_those_of_a_loop(name, clipping, attached, sums):
+    alone = gradients_alone(MODELS[name].build("sdpa"), 5)
+    bound = sorted(norm(grads, grads) for grads in alone)[3] / 2
+    model = MODELS[name].build("sdpa")
+    options = {**CLIPPINGS[clipping], "max_grad_norm": bound}
+    found, groups = private_sum(attached, sums, model, 5, **options)
+    # Clipping factors are rounded down to float32.
+    assert error(found, clipped_sum(alone, groups)) <= 5e-7
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "Gemma3"])
+def test_one_packed_document_moves_the_sum_by_at_most_the_bound(name, attached, sums):
+    found, bound = [], 1e-2
+    for count in (len(LENGTHS), len(LENGTHS) - 1):
+        engine, model, _ = attached(MODELS[name].build("sdpa"), 5, max_grad_norm=bound)
+        batch = packed(5, lambda n=count: documents()[:n])
+        engine.prepare(batch)
+        engine.backward(losses_of(model, batch))
+        found.append(sums(engine, model))
+    moved = norm({n: found[0][n] - found[1][n] for n in found[0]}, found[0])
+    assert 0.999 * bound <= moved <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "tokens"])
+def test_adapters_on_packed_documents_are_those_of_a_loop(kind, rows, attached, sums):
+    peft = pytest.importorskip("peft")
+    layers = ["q_proj", "down_proj"]
+    config = {
+        "lora": peft.LoraConfig(r=2, target_modules=layers),
+        "dora": peft.LoraConfig(r=2, target_modules=layers, use_dora=True),
+        "ia3": peft.IA3Config(target_modules=layers, feedforward_modules=["down_proj"]),
+        "tokens": peft.TrainableTokensConfig(token_indices=[3, 7, 20]),
+    }[kind]
+
+    def build():
+        model = MODELS["Llama"].build("sdpa")
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, config).double()
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        return adapted
+
+    alone = gradients_alone(build(), rows)
+    found, _ = private_sum(attached, sums, build(), rows)
+    total = {n: sum(grads[n] for grads in alone) for n in alone[0]}
+    assert len(total) and error(found, total) <= 1e-10
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_the_first_batches_prove_a_model_that_keeps_documents_apart(attention, attached):
+    engine, model, loader = attached(MODELS["Llama"].build(attention), 5, batch_size=6)
+    for _ in range(6):
+        for batch in loader:
+            engine.backward(losses_of(model, batch))
+    assert engine.verified is True
+
+
+MIXING = {
+    # With a cache, transformers does not look for documents.
+    "cache": {"use_cache": True},
+    "mask": {"attention_mask": torch.ones(1, TOKENS, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("how", MIXING)
+def test_a_forward_that_mixes_documents_is_refused_in_the_first_batch(how, attached):
+    engine, model, _ = attached(MODELS["Llama"].build("sdpa"))
+    batch = packed()
+    engine.prepare(batch)
+    with pytest.raises(RuntimeError, match="so nothing was released"):
+        engine.backward(losses_of(model, batch, **MIXING[how]))
+
+
+def test_positions_that_do_not_restart_are_refused_in_the_first_batch(attached):
+    engine, model, _ = attached(MODELS["GPT2"].build("sdpa"))
+    batch = packed()
+    engine.prepare(batch)
+    with pytest.raises(RuntimeError, match="so nothing was released"):
+        logits = model(input_ids=batch.input_ids, use_cache=False).logits
+        engine.backward(
+            dpflash.losses.causal_lm(
+                logits,
+                batch.labels,
+                sample_index=batch.sample_index,
+                num_samples=batch.max_documents,
+            )
+        )
+
+
+@pytest.mark.parametrize("name", ["GPT-OSS", "Mamba"])
+def test_a_layer_without_a_rule_for_documents_is_refused_by_name(name, attached):
+    engine, model, _ = attached(MODELS[name].build())
+    batch = packed()
+    engine.prepare(batch)
+    with pytest.raises(ValueError, match="in a batch of packed documents"):
+        losses_of(model, batch)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_a_batch_without_documents_adds_nothing(name, attached, sums):
+    engine, model, _ = attached(MODELS[name].build("sdpa"))
+    batch = packed(1, list)
+    engine.prepare(batch)
+    engine.backward(losses_of(model, batch))
+    assert all(not bool(total.any()) for total in sums(engine, model).values())
