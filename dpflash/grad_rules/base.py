@@ -124,7 +124,7 @@ class ModuleContext:
 
 
 class OfPositions(torch.autograd.Function):
-    """For each position the handle `[U, ...]` of its unit; sums over a unit's positions go back."""
+    """Each position gets the handle `[U, ...]` of its unit, to which sums of gradients go back."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, units: Units) -> Tensor:

@@ -602,8 +602,9 @@ class DPTrainer(Trainer):
         """Trainer's loader, or one of packed documents where training packs."""
         if not isinstance(self.data_collator, PackTo):
             return super().get_eval_dataloader(eval_dataset)
-        given = self.eval_dataset if eval_dataset is None else eval_dataset
-        given = self.eval_dataset[given] if isinstance(given, str) else given
+        known: Any = self.eval_dataset
+        given = known if eval_dataset is None else eval_dataset
+        given = known[given] if isinstance(given, str) else given
         if given is None:
             raise ValueError("eval_dataset=None: an evaluation needs one")
         return _packed_loader(given, self.data_collator)

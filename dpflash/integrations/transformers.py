@@ -358,7 +358,7 @@ def _borders(starts: Tensor) -> Tensor:
 
 
 def _in_one_row(x: Tensor) -> Tensor:
-    """x `[B, H, T, D]` as `[1, H, B T, D]`."""
+    """Turn x `[B, H, T, D]` into `[1, H, B T, D]`."""
     return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 

@@ -56,7 +56,7 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
     def __init__(
         self,
         model: nn.Module | Any = None,
-        args: TrainingArguments | None = None,
+        args: Any = None,
         *,
         performance: PerformanceConfig | None = None,
         **options: Any,
@@ -100,9 +100,7 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
         return (losses, outputs) if return_outputs else losses
 
 
-def _pack_of(
-    args: Any, performance: PerformanceConfig, options: Mapping[str, Any]
-) -> PackTo:
+def _pack_of(args: Any, performance: PerformanceConfig, options: Mapping[str, Any]) -> PackTo:
     """What SFTConfig(packing=True) or SFTConfig(padding_free=True) means."""
     asked = "packing" if args.packing else "padding_free" if args.padding_free else "eval_packing"
     if options.get("data_collator") is not None:
@@ -128,9 +126,7 @@ def _pack_of(
         )
     rows = performance.physical_batch_size or 1
     tokens = rows * args.max_length
-    return PackTo(
-        tokens=tokens, rows=rows, max_documents=max(rows, tokens // _TOKENS_OF_DOCUMENT)
-    )
+    return PackTo(tokens=tokens, rows=rows, max_documents=max(rows, tokens // _TOKENS_OF_DOCUMENT))
 
 
 def _remove_fused_head(model: nn.Module) -> None:

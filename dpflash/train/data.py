@@ -393,12 +393,10 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index={index}: expected 0..{len(self) - 1}")
-        return _window(
-            self.documents[index], self._start(index, step), self.seq_len, self.padding
-        )
+        return _window(self.documents[index], self._start(index, step), self.seq_len, self.padding)
 
     def tokens(self, index: int, step: int) -> Tensor:
-        """The tokens of a window of one document, at most seq_len + 1: no padding; see `window`."""
+        """At most seq_len + 1 tokens of one document, without padding; see `window`."""
         start = self._start(index, step)
         return _tokens(self.documents[index], start, start + self.seq_len + 1)
 

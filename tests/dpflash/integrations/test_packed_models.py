@@ -90,15 +90,33 @@ def attached():
             data_loader=DataLoader(
                 documents(),
                 batch_size=batch_size,
-                collate_fn=PackTo(
-                    tokens=TOKENS, max_documents=DOCUMENTS, rows=rows, align=align
-                ),
+                collate_fn=PackTo(tokens=TOKENS, max_documents=DOCUMENTS, rows=rows, align=align),
             ),
             **{"noise_multiplier": 0.0, "max_grad_norm": 1e6, "exact": False, **options},
         )
         return engine, model, loader
 
     return make
+
+
+def adapted(kind):
+    """Llama with trained adapters; what they begin as would hide mistakes."""
+    peft = pytest.importorskip("peft")
+    layers = ["q_proj", "down_proj"]
+    config = {
+        "lora": peft.LoraConfig(r=2, target_modules=layers),
+        "dora": peft.LoraConfig(r=2, target_modules=layers, use_dora=True),
+        "ia3": peft.IA3Config(target_modules=layers, feedforward_modules=["down_proj"]),
+        "tokens": peft.TrainableTokensConfig(token_indices=[3, 7, 20]),
+    }[kind]
+    model = MODELS["Llama"].build("sdpa")
+    torch.manual_seed(1)
+    made = peft.get_peft_model(model, config).double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return made
 
 
 def private_sum(attached, sums, model, rows, **options):
@@ -165,29 +183,18 @@ def test_one_packed_document_moves_the_sum_by_at_most_the_bound(name, attached, 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "tokens"])
 def test_adapters_on_packed_documents_are_those_of_a_loop(kind, rows, attached, sums):
-    peft = pytest.importorskip("peft")
-    layers = ["q_proj", "down_proj"]
-    config = {
-        "lora": peft.LoraConfig(r=2, target_modules=layers),
-        "dora": peft.LoraConfig(r=2, target_modules=layers, use_dora=True),
-        "ia3": peft.IA3Config(target_modules=layers, feedforward_modules=["down_proj"]),
-        "tokens": peft.TrainableTokensConfig(token_indices=[3, 7, 20]),
-    }[kind]
-
-    def build():
-        model = MODELS["Llama"].build("sdpa")
-        torch.manual_seed(1)
-        adapted = peft.get_peft_model(model, config).double()
-        with torch.no_grad():
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-        return adapted
-
-    alone = gradients_alone(build(), rows)
-    found, _ = private_sum(attached, sums, build(), rows)
+    alone = gradients_alone(adapted(kind), rows)
+    found, _ = private_sum(attached, sums, adapted(kind), rows)
     total = {n: sum(grads[n] for grads in alone) for n in alone[0]}
     assert len(total) and error(found, total) <= 1e-10
+
+
+def test_clipped_adapters_of_documents_are_those_of_a_loop(attached, sums):
+    alone = gradients_alone(adapted("dora"), 5)
+    bound = sorted(norm(grads, grads) for grads in alone)[3] / 2
+    options = {"clipping": "per_layer", "max_grad_norm": bound}
+    found, groups = private_sum(attached, sums, adapted("dora"), 5, **options)
+    assert error(found, clipped_sum(alone, groups)) <= 5e-7
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -216,7 +223,7 @@ def test_a_forward_that_mixes_documents_is_refused_in_the_first_batch(how, attac
 
 
 def test_positions_that_do_not_restart_are_refused_in_the_first_batch(attached):
-    engine, model, _ = attached(MODELS["GPT2"].build("sdpa"))
+    engine, model, _ = attached(MODELS["Llama"].build("sdpa"))
     batch = packed()
     engine.prepare(batch)
     with pytest.raises(RuntimeError, match="so nothing was released"):

@@ -184,7 +184,9 @@ def test_packing_of_sft_packs_each_entry_as_one_document(name, tmp_path):
     assert trained.train().global_step == 4
     # Prompts have no labels.
     of_first = pack([trained.train_dataset[0]])
-    assert 0 < int((of_first.labels != -100).sum()) < len(trained.train_dataset[0]["input_ids"]) - 1
+    assert (
+        0 < int((of_first.labels != -100).sum()) < len(trained.train_dataset[0]["input_ids"]) - 1
+    )
     plain, engine = plain_loop(trained.train_dataset, pack)
     assert trained.get_epsilon() == engine.get_epsilon(DELTA)
     assert largest_difference(plain, trained.model) <= 1e-6
