@@ -48,6 +48,9 @@ class PrivatePrompts(PrivateModule):
         kind = model.active_peft_config.peft_type.value
         if kind not in ("PROMPT_TUNING", "P_TUNING") or not torch.is_grad_enabled():
             return super().get_prompt(batch_size, task_ids, max_cache_len)  # type: ignore[misc]
+        units = model._dpflash.backward.forward.units
+        if units is not None and not units.are_rows:
+            self.refuse_documents()  # Documents of a row would share its prompt.
         name = model.active_adapter
         encoder = model.prompt_encoder[name]
         tokens = model.prompt_tokens[name].to(encoder.embedding.weight.device)

@@ -247,6 +247,19 @@ def test_a_layer_without_a_rule_for_documents_is_refused_by_name(name, attached)
         losses_of(model, batch)
 
 
+def test_virtual_tokens_beside_packed_documents_are_refused_by_name(attached):
+    peft = pytest.importorskip("peft")
+    # As many as a row has tokens, so that shapes do not tell.
+    config = peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=8, num_transformer_submodules=1
+    )
+    engine, model, _ = attached(peft.get_peft_model(MODELS["Llama"].build("sdpa"), config), 5)
+    batch = packed(5)
+    engine.prepare(batch)
+    with pytest.raises(ValueError, match="in a batch of packed documents, of which its rule"):
+        model(input_ids=batch.input_ids, use_cache=False)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_a_batch_without_documents_adds_nothing(name, attached, sums):
     engine, model, _ = attached(MODELS[name].build("sdpa"))
