@@ -31,10 +31,15 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     "seq_len": (
         "N",
         int,
-        "maximum number of tokens per window; a sampled document trains on one window",
+        "maximum number of tokens per window; a sampled document trains on one window, or with "
+        "--pack on all of its windows",
     ),
     "batch_size": ("N", int, "expected number of units per step, over all ranks"),
-    "physical_batch_size": ("N", int, "maximum number of documents in memory at once, per rank"),
+    "physical_batch_size": (
+        "N",
+        int,
+        "maximum number of documents in memory at once, per rank; with --pack the number of rows",
+    ),
     "steps": ("N", int, "number of noisy steps"),
     "epochs": ("X", float, "expected number of times that each document is sampled"),
     "dataset_size": (
@@ -203,6 +208,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         help="noise over clipping bound, instead of a target; 0 for a run without privacy",
+    )
+    parser.add_argument(
+        "--pack",
+        action="store_true",
+        help="pack whole documents into rows of --seq-len tokens; each is one unit, however many "
+        "rows it has",
     )
     parser.add_argument(
         "--allow-large-delta",
@@ -418,7 +429,7 @@ def _schedule(job: Any) -> str:
     """The number of steps, and the length of windows with the reason if it is shortened."""
     config = job.config
     text = f"{job.total_steps} of about {counted(config.batch_size, _noun(config))}, "
-    text += f"windows of {counted(job.window_len, job.token)}"
+    text += f"{'rows' if config.pack else 'windows'} of {counted(job.window_len, job.token)}"
     if job.window_len < config.seq_len:
         text += f" (not {config.seq_len}: {job.shortened})"
     return text

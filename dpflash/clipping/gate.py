@@ -178,7 +178,7 @@ class Gate:
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
         """Take a use that can recompute its gradient; False: return it to the handle."""
-        if self._only_seen(position, *use.rows):
+        if self._only_seen(position, *(use.rows if self.owner.watches else ())):
             return True
         mode = self.owner.mode
         if mode in _CLIPS and self._way(position) == "instantiate":

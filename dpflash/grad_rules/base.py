@@ -36,6 +36,7 @@ class ModuleContext:
         slots: for each privately trained parameter (group, position in the group).
         frozen: own parameters that were not trainable when the model was made private.
         takes_units: whether its rule takes samples that are no rows of the batch.
+        takes_documents: whether it takes those that are tokens, but no several rows.
         is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
         has_positions: whether an embedding received indices [T] of another length than B.
         longest: most steps of the packed sequences that it received.
@@ -51,6 +52,7 @@ class ModuleContext:
     slots: dict[str, tuple[int, int]]
     frozen: frozenset[str]
     takes_units: bool = False
+    takes_documents: bool = False
     is_whole: bool = False
     has_positions: bool = False
     longest: int = 0
@@ -79,7 +81,10 @@ class ModuleContext:
     @property
     def units(self) -> Units | None:
         """The samples of the batch where they are no rows; None where the rule gets rows."""
-        return self.backward.forward.units if self.takes_units else None
+        units = self.backward.forward.units
+        if units is None or self.takes_units or (self.takes_documents and not units.are_rows):
+            return units
+        return None
 
     def check_batch(self, x: Tensor) -> Tensor:
         """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample.
@@ -102,7 +107,7 @@ class ModuleContext:
                 x = x.expand(size, *x.shape[1:])
         if units is not None:
             flat = units.flattened(x, self.name)
-            x = flat.unsqueeze(0) if self.takes_units else x
+            x = x if self.units is None else flat.unsqueeze(0)
         if forward.rows is not None:
             forward.rows.note(self.name, x if units is None else units.padded(flat))
         return x
@@ -118,8 +123,8 @@ class ModuleContext:
         return y if given.shape[0] in (1, y.shape[0]) else y.flatten(0, 1)
 
 
-class _OfRows(torch.autograd.Function):
-    """For each row the handle `[U, ...]` of its unit; sums over the rows of a unit go back."""
+class _OfPositions(torch.autograd.Function):
+    """Each position gets the handle `[U, ...]` of its unit, to which sums of gradients go back."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, units: Units) -> Tensor:
@@ -133,9 +138,9 @@ class _OfRows(torch.autograd.Function):
         return ctx.units.summed(grad), None
 
 
-def of_rows(handle: Tensor, units: Units) -> Tensor:
-    """For each row the handle of its unit, `[R, ...]`."""
-    result: Tensor = _OfRows.apply(handle, units)
+def of_units(handle: Tensor, units: Units) -> Tensor:
+    """For each position the handle of its unit, `[N, ...]`."""
+    result: Tensor = _OfPositions.apply(handle, units)
     return result
 
 
@@ -143,7 +148,7 @@ class Handles:
     """The handles of a module in one forward."""
 
     def __init__(self, module: PrivateModule, context: ModuleContext, batch_size: int):
-        self._units = None if context.takes_units else context.backward.forward.units
+        self._units = context.backward.forward.units if context.units is None else None
         self._slots = context.slots
         self._parameters = module.own_parameters()
         self._gates: dict[int, Gate] = {}
@@ -174,7 +179,7 @@ class Handles:
         if self.compiling:
             return self._context.backward.forward.prepared(group)[position]
         handle = self._gate(group).handles[position]
-        return handle if self._units is None else of_rows(handle, self._units)
+        return handle if self._units is None else of_units(handle, self._units)
 
     def dense(self, name: str) -> Tensor | None:
         """The handle for a use that returns its gradient to it, see `Gate.register_dense`."""
@@ -216,6 +221,7 @@ class PrivateModule(nn.Module):
 
     _dpflash: ModuleContext
     takes_units = False
+    takes_documents = False
 
     def private_handles(self, batch_size: int) -> Handles:
         return Handles(self, self._dpflash, batch_size)
@@ -237,18 +243,19 @@ class PrivateModule(nn.Module):
                     self.refuse_thawed(name)
         if not trainable or not torch.is_grad_enabled():
             return False
-        self.refuse_documents()
+        units = context.backward.forward.units
+        if units is not None and not units.are_rows and context.units is None:
+            self.refuse_documents()
         return True
 
-    def refuse_documents(self) -> None:
-        """Refuse a batch of packed documents, if the rule needs rows."""
-        units = self._dpflash.backward.forward.units
-        if units is not None and not units.are_rows and not self.takes_units:
-            raise ValueError(
-                f"module '{self._dpflash.name}' ({plain_class(self).__name__}) in a batch of "
-                "packed documents, of which its rule gets no per-document gradients; freeze it "
-                "with requires_grad_(False), or train with one document a row"
-            )
+    def refuse_documents(self) -> NoReturn:
+        """Refuse a batch of packed documents."""
+        context = self._dpflash
+        raise ValueError(
+            f"module '{context.name}' ({plain_class(self).__name__}) in a batch of packed "
+            "documents, of which its rule gets no per-document gradients; freeze it with "
+            "requires_grad_(False), or train with one document a row"
+        )
 
     def refuse_thawed(self, name: str) -> NoReturn:
         """Refuse a parameter that was frozen when the model was made private."""

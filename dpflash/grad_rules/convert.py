@@ -277,6 +277,7 @@ def attach(model: nn.Module, backward: PrivateBackward) -> None:
             {n: backward.slots[id(p)] for n, p in own.items() if id(p) in backward.slots},
             frozenset(n for n, p in own.items() if not p.requires_grad),
             takes_units=rule.takes_units,
+            takes_documents=rule.takes_documents,
             is_whole=is_whole(module),
         )
         original = type(module)

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import ExpertsShape
+from ..packing import Units
 from .base import Handles, PrivateModule, Slot, autocast_dtype, plain_forward
 
 
@@ -34,7 +35,9 @@ class Routing:
         experts: N.
         order: `[S]`, the pair that stands at each place once sorted.
         inverse: `[S]`, the place of each pair.
-        segments: (sample, expert, first place, end) of each segment, in order.
+        segments: (sample, expert, first place, end) of each segment, in order; those of tokens
+            that are of no sample come last, under the number B.
+        units: the samples where they are packed documents.
     """
 
     batch_size: int
@@ -42,25 +45,31 @@ class Routing:
     order: Tensor
     inverse: Tensor
     segments: tuple[tuple[int, int, int, int], ...]
+    units: Units | None = None
 
     @classmethod
-    def of(cls, index: Tensor, experts: int) -> Routing:
-        """The routing of experts index `[B, T K]`."""
-        batch, pairs = index.shape
-        order = index.argsort(dim=1, stable=True)
-        order = order + torch.arange(batch, device=index.device).unsqueeze(1) * pairs
-        order = order.flatten()
+    def of(cls, chosen: Tensor, experts: int, batch_size: int, units: Units | None) -> Routing:
+        """The routing of tokens in order, with experts chosen `[tokens, K]`."""
+        tokens, per_token = chosen.shape
+        if units is None:
+            sample = torch.arange(batch_size).repeat_interleave(tokens // max(1, batch_size))
+        else:
+            sample = units.index.repeat_interleave(tokens // units.positions)
+        sample = sample.to(chosen.device).unsqueeze(1).expand(-1, per_token)
+        segment = (sample * experts + chosen).flatten()
+        order = segment.argsort(stable=True)
         inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=index.device)
-        counts = torch.zeros(batch, experts, dtype=torch.int64, device=index.device)
-        counts.scatter_add_(1, index, torch.ones_like(index))
+        inverse[order] = torch.arange(len(order), device=order.device)
         segments, end = [], 0
-        for sample, row in enumerate(counts.tolist()):
-            for expert, count in enumerate(row):
-                if count:
-                    segments.append((sample, expert, end, end + count))
-                    end += count
-        return cls(batch, experts, order, inverse, tuple(segments))
+        found, counts = segment.unique(return_counts=True)
+        for number, count in zip(found.tolist(), counts.tolist(), strict=True):
+            segments.append((number // experts, number % experts, end, end + count))
+            end += count
+        return cls(batch_size, experts, order, inverse, tuple(segments), units)
+
+    def of_samples(self) -> Iterator[tuple[int, int, int, int]]:
+        """The segments of samples."""
+        return (one for one in self.segments if one[0] < self.batch_size)
 
 
 class _Sorted(torch.autograd.Function):
@@ -91,9 +100,15 @@ class ExpertsUse:
         self._x, self._dy = (dy, x) if transposed else (x, dy)
         self._routing = routing
         self._at = {(one[0], one[1]): one for one in routing.segments}
-        batch = routing.batch_size
-        pairs = len(x) // max(1, batch)
-        self.rows = tuple(t.reshape(batch, pairs, t.shape[1]) for t in (dy, x))
+        self._given = dy, x
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        if self._routing.units is not None:
+            return tuple(t[self._routing.inverse].unsqueeze(0) for t in self._given)
+        batch = self._routing.batch_size
+        pairs = len(self._given[0]) // max(1, batch)
+        return tuple(t.reshape(batch, pairs, t.shape[1]) for t in self._given)
 
     @property
     def batch_size(self) -> int:
@@ -105,10 +120,11 @@ class ExpertsUse:
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """One expert of one sample each; elsewhere G is 0."""
-        for sample, expert, _, _ in self._routing.segments:
-            yield slice(sample, sample + 1), slice(expert, expert + 1)
-        if not self._routing.segments:
-            yield slice(0, 0), slice(0, 1)
+        tiles = [
+            (slice(sample, sample + 1), slice(expert, expert + 1))
+            for sample, expert, _, _ in self._routing.of_samples()
+        ]
+        yield from tiles or [(slice(0, 0), slice(0, 1))]
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
         """G `[samples, experts, O, I]`."""
@@ -173,7 +189,7 @@ class _Projection(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             wide = torch.promote_types(dy.dtype, torch.float32)
             dbias = dy.new_zeros(routing.batch_size, routing.experts, dy.shape[1], dtype=wide)
-            for sample, expert, start, end in routing.segments:
+            for sample, expert, start, end in routing.of_samples():
                 dbias[sample, expert] = per_sample_bias_grad(dy[start:end].unsqueeze(0))[0]
         return dx, None, None, dweight, dbias, None, None, None
 
@@ -184,6 +200,7 @@ class PrivateExperts(PrivateModule):
     Frozen experts run segment by segment too, so that no sample's rounding depends on others.
     """
 
+    takes_documents = True
     has_gate: bool
     has_bias: bool
     is_transposed: bool
@@ -196,18 +213,18 @@ class PrivateExperts(PrivateModule):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         self.is_private_call()
         self._check_whole()
-        batch = self._dpflash.check_batch(hidden_states).shape[0]
+        context = self._dpflash
+        batch = context.samples_of(context.check_batch(hidden_states))
         tokens = hidden_states.flatten(0, -2)
         chosen, weights = (t.flatten(0, -2) for t in (top_k_index, top_k_weights))
-        per_sample = len(tokens) // max(1, batch)  # tokens
-        if per_sample * batch != len(chosen) or weights.shape != chosen.shape:
+        of_rows = 1 if context.units is not None else max(1, batch)
+        if len(tokens) // of_rows * of_rows != len(chosen) or weights.shape != chosen.shape:
             raise ValueError(
                 f"module '{self._dpflash.name}' got hidden states {tuple(hidden_states.shape)}, "
                 f"experts {tuple(top_k_index.shape)} and weights {tuple(top_k_weights.shape)} in "
                 f"a batch of {batch}: expected [B T, I], [B T, K] and [B T, K]"
             )
-        index = chosen.reshape(batch, per_sample * chosen.shape[1])
-        routing = Routing.of(index, self.down_proj.shape[0])
+        routing = Routing.of(chosen, self.down_proj.shape[0], batch, context.units)
         handles = self.private_handles(batch)
         copies = tokens.unsqueeze(1).expand(-1, chosen.shape[1], -1).flatten(0, 1)
         pairs = _Sorted.apply(copies, routing.order, routing.inverse)

@@ -1,4 +1,4 @@
-"""Rule for any other leaf layer: vmap runs each sample with its own copy of the parameters.
+"""Rule for any other leaf layer: each sample runs with its own copy of the parameters.
 
 Under vmap over samples the handle [B, ...] takes the place of the parameters, and autograd's
 gradient for it is the per-sample gradient. It is as slow as vmap; common layers have own rules.
@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_leaves
 
+from ..packing import Units
 from .base import PrivateModule, plain_class, plain_copy
+from .by_document import by_document
 from .functions import PerSampleFunctions
 from .output_shapes import OutputShapes, map_tensors
 
@@ -21,10 +24,14 @@ from .output_shapes import OutputShapes, map_tensors
 class PrivateLeaf(PrivateModule):
     """Any module whose forward treats the samples of its tensor arguments one by one."""
 
+    takes_documents = True
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_private_call():
             return super().forward(*args, **kwargs)
         context = self._dpflash
+        if context.units is not None:
+            return self._by_document(args, kwargs, context.units)
         # transformers passes positions that all samples share as [T].
         positions = {
             k: kwargs.pop(k)
@@ -47,7 +54,7 @@ class PrivateLeaf(PrivateModule):
             # fails in 16 bit on CPUs without such arithmetic ("grad_weight must be contiguous").
             args = (args[0].flatten().view(args[0].shape), *args[1:])
         others = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
-        if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(others)):
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
             raise ValueError(
                 f"module '{context.name}' ({type(self).__name__}) takes tensors inside of a "
                 "tuple, list or dict, where the generic rule cannot tell the batch; pass them as "
@@ -72,14 +79,7 @@ class PrivateLeaf(PrivateModule):
                 f"dimensions {sorted(rows)}, of which some are samples and others tokens; the "
                 "generic rule needs the same in each"
             )
-        own = self.own_parameters()
-        copied = plain_copy(self)
-        # The call of the private module itself runs the hooks.
-        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            copied.__dict__[hooks] = OrderedDict()
-        handles = self.private_handles(batch_size)
-        shared = {n: p.detach() for n, p in own.items()}
-        per_sample = {n: h for n in own if (h := handles.values(n)) is not None}
+        copied, shared, per_sample = self._copies(batch_size)
         if batch_size == 0:
             # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in per_sample.values())
@@ -122,6 +122,46 @@ class PrivateLeaf(PrivateModule):
                     f"Freeze it with requires_grad_(False), or use another layer{misfit}"
                 ) from error
             return shape.of_batch(outputs, args, kwargs)
+
+    def _copies(self, batch_size: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]:
+        """(the module without hooks, its parameters detached, those trained for each sample)."""
+        own = self.own_parameters()
+        copied = plain_copy(self)
+        # The call of the private module itself runs the hooks.
+        for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            copied.__dict__[hooks] = OrderedDict()
+        handles = self.private_handles(batch_size)
+        shared = {n: p.detach() for n, p in own.items()}
+        return copied, shared, {n: h for n in own if (h := handles.values(n)) is not None}
+
+    def _by_document(self, args: tuple[Any, ...], kwargs: dict[str, Any], units: Units) -> Any:
+        context = self._dpflash
+        if isinstance(self, nn.modules.conv._ConvNd):
+            self.refuse_documents()  # Its second dimension holds channels.
+        inputs: Any = (args, kwargs)
+        tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        if are_heads_first := all(_are_heads_first(t, units) for t in tensors):
+            inputs = _turned(inputs)
+        map_tensors(context.check_batch, inputs)
+        copied, shared, per_document = self._copies(units.size)
+
+        def call(own: dict[str, Tensor], inputs: Any) -> Any:
+            if not are_heads_first:
+                return functional_call(copied, {**shared, **own}, *inputs)
+            return _turned(functional_call(copied, {**shared, **own}, *_turned(inputs)))
+
+        with PerSampleFunctions(context.name):
+            outputs = by_document(call, per_document, inputs, units, context.name)
+        return _turned(outputs) if are_heads_first else outputs
+
+
+def _are_heads_first(x: Tensor, units: Units) -> bool:
+    """Whether x is `[R, heads, T, D]`, as attention has queries for their norms."""
+    return x.ndim == 4 and x.shape[1] != x.shape[2] and tuple(x.shape[0:3:2]) == units.shape
+
+
+def _turned(tree: Any) -> Any:
+    return map_tensors(lambda t: t.transpose(1, 2), tree)
 
 
 class PrivateParametrized(PrivateLeaf):

@@ -30,7 +30,7 @@ from ..verification.digests import tolerance
 from ..verification.dropout import WithoutDropout
 from ..verification.forward_rows import own_copies
 from ..verification.random_state import RandomState, random_state_kept
-from .base import PrivateModule, of_rows, plain_class, plain_copy
+from .base import PrivateModule, of_units, plain_class, plain_copy
 from .batch_second import BatchSecond
 from .embedding import PrivateEmbedding
 from .functions import PerSampleFunctions
@@ -379,7 +379,9 @@ class PrivateSampleBySample(PrivateOwner):
     def is_private_call(self) -> bool:
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in self._hidden()):
             return False
-        self.refuse_documents()
+        units = self._dpflash.backward.forward.units
+        if units is not None and not units.are_rows:
+            self.refuse_documents()
         return True
 
     def _hidden(self) -> Iterator[nn.Parameter]:
@@ -457,7 +459,7 @@ class _Outside:
             with temporarily_pop_interpreter_stack():
                 handle = module.private_handles(self.batch_size).values(name)
                 if handle is not None and module._dpflash.units is not None:
-                    handle = of_rows(handle, module._dpflash.units)
+                    handle = of_units(handle, module._dpflash.units)
         if handle is None:
             self._refuse_reading(name)
         return _functorch._add_batch_dim(handle, 0, self.level)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..clipping.planner import EmbeddingShape
-from .base import PrivateModule
+from .base import PrivateModule, of_units
 from .embedding import look_up
 from .generic import PrivateLeaf
 
@@ -48,6 +48,9 @@ class PrivatePrompts(PrivateModule):
         kind = model.active_peft_config.peft_type.value
         if kind not in ("PROMPT_TUNING", "P_TUNING") or not torch.is_grad_enabled():
             return super().get_prompt(batch_size, task_ids, max_cache_len)  # type: ignore[misc]
+        units = model._dpflash.backward.forward.units
+        if units is not None and not units.are_rows:
+            self.refuse_documents()  # Documents of a row would share its prompt.
         name = model.active_adapter
         encoder = model.prompt_encoder[name]
         tokens = model.prompt_tokens[name].to(encoder.embedding.weight.device)
@@ -61,6 +64,7 @@ class PrivateDora(PrivateModule):
     Low-Rank Adaptation", section 4.3.
     """
 
+    takes_documents = True
     fan_in_fan_out: bool
 
     def forward(
@@ -87,16 +91,21 @@ class PrivateDora(PrivateModule):
         from peft.utils.integrations import dequantize_module_weight
 
         self.is_private_call()
-        rows = self._dpflash.check_batch(x)
-        magnitude = self.private_handles(rows.shape[0]).values("weight")
+        context = self._dpflash
+        rows = context.check_batch(x)
+        magnitude = self.private_handles(context.samples_of(rows)).values("weight")
         if magnitude is None:
             magnitude = self._parameters["weight"].detach().unsqueeze(0)  # type: ignore[union-attr]
+        elif context.units is not None:
+            magnitude = of_units(magnitude, context.units)
         with torch.no_grad():
             weight = dequantize_module_weight(base_layer).to(x.dtype)
             weight = weight.t() if self.fan_in_fan_out else weight
             adapted = weight + scaling * (lora_B.weight @ lora_A.weight).to(x.dtype)
             norms = torch.linalg.norm(adapted, dim=1).to(x.dtype)
-        scale = (magnitude / norms).unflatten(0, (-1, *[1] * (rows.ndim - 2)))
+        scale = magnitude / norms
+        if context.units is None:
+            scale = scale.unflatten(0, (-1, *[1] * (rows.ndim - 2)))
         if base_result is None:
             base_result = F.linear(x, weight)
         elif base_layer.bias is not None:
@@ -104,7 +113,7 @@ class PrivateDora(PrivateModule):
         base, low_rank = (
             y.reshape(*rows.shape[:-1], y.shape[-1]) for y in (base_result, lora_B(lora_A(x)))
         )
-        return self._dpflash.as_given((scale - 1) * base + scale * low_rank * scaling, x)
+        return context.as_given((scale - 1) * base + scale * low_rank * scaling, x)
 
 
 class PrivateTrainableTokens(PrivateLeaf):
@@ -129,6 +138,8 @@ class PrivateTrainableTokens(PrivateLeaf):
         result = base(flat, *args, **kwargs)
         for adapter in self.active_adapters:
             result = self._replace(result, flat, adapter, base, layer._get_embed_scale())
+        if self._dpflash.units is not None:
+            return result.reshape(*x.shape, result.shape[-1])
         return self._dpflash.as_given(result.unflatten(1, indices.shape[1:]), x)
 
     def _replace(
@@ -141,9 +152,10 @@ class PrivateTrainableTokens(PrivateLeaf):
         places = own.new_full((base.num_embeddings,), -1)
         places[own] = torch.arange(len(own), device=own.device)
         place = places[indices]
-        handles = self.private_handles(len(indices))
+        samples = self._dpflash.samples_of(indices)
+        handles = self.private_handles(samples)
         handle = handles[name]
-        samples, tokens = indices.shape
+        tokens = indices.numel() // max(1, samples)
         shape = EmbeddingShape(samples, tokens, delta.shape[1], delta.shape[0], delta.dtype)
         new = look_up(place.clamp(min=0), delta.detach(), handle, handles.slot(name, shape))
         if base.padding_idx is not None:

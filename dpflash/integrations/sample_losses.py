@@ -19,7 +19,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .. import losses
+from ..packing import PackedBatch, PackTo
 from ..verification.nested import tensors_of
+
+_COUPLED = (
+    "the loss of an entry of train_dataset changes in a batch with others, so it depends on them, "
+    "or on how far it is padded: padding on the left, which shifts absolute positions and has the "
+    "first token predicted; no attention_mask; or a compute_loss_func that divides by a number of "
+    "the batch. Pad on the right, or all entries to one length (padding='max_length', or "
+    "dpflash.sampling.PadTo), pass the attention_mask, and compute each loss of its own sample"
+)
+PACKED_COUPLED = (
+    "the loss of a document changes as others are packed with it, so the model does not keep them "
+    "apart by position_ids. Load a model of attention layers with attn_implementation='sdpa', "
+    "'eager', 'flash_attention_2' or 'dpflash', or train with one document a row "
+    "(dpflash.sampling.PadTo in place of PackTo)"
+)
 
 SampleLoss = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> [B]
 
@@ -76,6 +91,8 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
     Raises:
         ValueError: there are no labels.
     """
+    if isinstance(inputs, PackedBatch):
+        return packed_losses(model, inputs)
     require_labels(inputs)
     inputs = dict(inputs)
     labels = inputs.pop("labels")
@@ -87,6 +104,35 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
     outputs = model(**inputs)
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     return loss(logits, labels), outputs
+
+
+def packed_losses(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Any]:
+    """Run a causal language model on packed documents.
+
+    Returns:
+        (losses `[max_documents]`, outputs).
+    """
+    # With a cache, transformers' models do not look for documents in position_ids.
+    has_cache = hasattr(plain_model(model).config, "use_cache")
+    outputs = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        **({"use_cache": False} if has_cache else {}),
+    )
+    found = losses.causal_lm(
+        outputs["logits"] if isinstance(outputs, Mapping) else outputs[0],
+        batch.labels,
+        sample_index=batch.sample_index,
+        num_samples=batch.max_documents,
+    )
+    return found, outputs
+
+
+def of_documents(found: Tensor, batch: Any) -> Tensor:
+    """The losses of a packed batch's documents that have tokens; all losses of another batch."""
+    if not isinstance(batch, PackedBatch):
+        return found
+    return found[[start != end for start, end in batch.units.spans]]
 
 
 def require_labels(inputs: Mapping[str, Any]) -> None:
@@ -106,16 +152,26 @@ def require_labels(inputs: Mapping[str, Any]) -> None:
 def batches_to_try(loader: DataLoader) -> list[Any]:
     """Batches of one entry each, and twice the batch of all of them.
 
-    The shortest and the longest of the first entries are among them.
+    The shortest and the longest of the first entries are among them, where they fit together.
     """
     dataset: Any = loader.dataset
     first = range(min(_MEASURED, len(dataset)))
-    sizes = [
-        sum(x.numel() for _, x in tensors_of(batch))
-        for batch in _collated(loader, [[i] for i in first])
-    ]
+    pack = loader.collate_fn if isinstance(loader.collate_fn, PackTo) else None
+    if pack is None:
+        sizes = [
+            sum(x.numel() for _, x in tensors_of(batch))
+            for batch in _collated(loader, [[i] for i in first])
+        ]
+    else:
+        sizes = [pack.length_of(dataset[i]) for i in first]
     by_size = sorted(first, key=sizes.__getitem__)
+    if pack is not None:
+        # A document without a token, or with one, has the loss 0 everywhere.
+        by_size = [i for i in by_size if sizes[i] > 1] or by_size[-1:]
     chosen = [*by_size[:1], *by_size[1:][-1:], *by_size[1:-1][: _TRIED - 2]]
+    if pack is not None:
+        together = max(pack.microbatches([sizes[i] for i in chosen]), key=len)
+        chosen = [chosen[number] for number in together]
     return _collated(loader, [*([i] for i in chosen), chosen, chosen])
 
 
@@ -144,6 +200,7 @@ def require_equal_in_company(
     again: Mapping[str, Any],
     *,
     rounding: float,
+    refusal: str | None = None,
 ) -> None:
     """Compare the losses of samples in batches of their own with those in one batch.
 
@@ -154,6 +211,7 @@ def require_equal_in_company(
         again: the same batch once more. Where its losses are others, they are random, and nothing
             is compared.
         rounding: relative and absolute.
+        refusal: the message; None for one about padded batches.
 
     Raises:
         ValueError: a loss depends on the other samples, or on how far its sample is padded.
@@ -165,15 +223,7 @@ def require_equal_in_company(
     for batch, other in zip(alone, in_company, strict=True):
         own = losses_of_batch(batch).float().reshape(())
         if not torch.allclose(own, other, rtol=rounding, atol=rounding) and own.isfinite():
-            raise ValueError(
-                "the loss of an entry of train_dataset changes in a batch with others, so it "
-                "depends on them, or on how far it is padded: padding on the left, "
-                "which shifts absolute positions and has the first token predicted; no "
-                "attention_mask; or a compute_loss_func that divides by a number of the batch. "
-                "Pad on the right, or all entries to one length (padding='max_length', or "
-                "dpflash.sampling.PadTo), pass the attention_mask, and compute each loss of its "
-                "own sample"
-            )
+            raise ValueError(refusal or _COUPLED)
 
 
 def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> bool:
@@ -189,12 +239,13 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
         ValueError: they differ, so the model's own loss has further terms or other labels.
     """
     require_labels(inputs)
-    outputs = model(**inputs)
+    outputs = model(**_arguments(inputs))
     own = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
     ours = losses_of(model, inputs, loss)[0]
     if own is None or not bool(own.isfinite().all()):
         return False
     tolerance = rounding_of(model)
+    ours = of_documents(ours, inputs)
     if not torch.allclose(ours.float(), own.float().reshape(1), rtol=tolerance, atol=tolerance):
         raise ValueError(
             f"model={type(plain_model(model)).__name__}: for one sample its own loss is not the "
@@ -202,6 +253,13 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
             f"other targets; turn these off in the model's config, or {_PASS_YOUR_OWN}"
         )
     return True
+
+
+def _arguments(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a model takes of a batch."""
+    if not isinstance(inputs, PackedBatch):
+        return inputs
+    return {name: inputs[name] for name in ("input_ids", "position_ids", "labels")}
 
 
 def rounding_of(model: nn.Module) -> float:

@@ -23,14 +23,18 @@ from transformers.training_args import ParallelMode
 
 from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
+from ..losses import causal_lm
 from ..optimizer import PrivateOptimizer
+from ..packing import PackedBatch, PackTo
 from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
 from .privacy_section import write_privacy_section
 from .sample_losses import (
+    PACKED_COUPLED,
     are_equal,
     batches_to_try,
     losses_of,
+    of_documents,
     require_equal_in_company,
     require_same_loss,
     rounding_of,
@@ -137,6 +141,11 @@ class DPTrainer(Trainer):
     language models (causal, masked, sequence to sequence) and classification; for other models
     pass `compute_loss_func`, which must return `[B]`. Trainer's own gradient clipping is off.
 
+    With ``data_collator=dpflash.packing.PackTo(...)`` a causal language model trains on packed
+    documents: each entry of train_dataset is one, and `args.per_device_train_batch_size` is the
+    expected number of documents of a step. Evaluations pack too; their loss is the mean over
+    documents of each document's own loss.
+
     The ledger is `<output_dir>/ledger.jsonl`. Runs with the same output_dir add up, and steps that
     a resumed run repeats stay counted. `<output_dir>/_secret` is needed to resume and holds the
     noise key: keep it secret, and release what `save_model` writes.
@@ -197,6 +206,13 @@ class DPTrainer(Trainer):
             )
         self._check_model()
         self._sample_loss = None if self.compute_loss_func else sample_loss(self._module())
+        if isinstance(self.data_collator, PackTo) and self._sample_loss is not causal_lm:
+            raise ValueError(
+                f"data_collator=PackTo(...) with {type(self._module()).__name__}"
+                + (" and compute_loss_func" if self.compute_loss_func else "")
+                + ": packed documents have the loss of a causal language model; leave "
+                "compute_loss_func out, pad in place of packing, or write a loop of your own"
+            )
         self.engine = self._checked_engine(engine)
         self._privacy = privacy
         self._performance = performance or PerformanceConfig()
@@ -320,7 +336,9 @@ class DPTrainer(Trainer):
             raise ValueError("train_dataset=None: training needs one")
         dataset: Any = self.train_dataset
         collate = self.data_collator
-        if hasattr(dataset, "column_names") and hasattr(dataset, "select"):  # of `datasets`
+        if isinstance(collate, PackTo):
+            pass  # It takes what it needs.
+        elif hasattr(dataset, "column_names") and hasattr(dataset, "select"):  # of `datasets`
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
@@ -360,12 +378,18 @@ class DPTrainer(Trainer):
                     break
             if are_equal(together, again):  # no random masks or labels
                 require_equal_in_company(
-                    lambda inputs: self._losses_of(model, inputs)[0],
+                    lambda inputs: of_documents(self._losses_of(model, inputs)[0], inputs),
                     alone,
                     together,
                     again,
                     rounding=rounding_of(model),
+                    refusal=PACKED_COUPLED if isinstance(together, PackedBatch) else None,
                 )
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if isinstance(inputs, PackedBatch):
+            return inputs.to(self.args.device)
+        return super()._prepare_inputs(inputs)
 
     def num_examples(self, dataloader: Any) -> int:
         """The number of entries; of the training data, the public one."""
@@ -574,6 +598,42 @@ class DPTrainer(Trainer):
 
     # Evaluations
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Trainer's loader, or one of packed documents where training packs."""
+        if not isinstance(self.data_collator, PackTo):
+            return super().get_eval_dataloader(eval_dataset)
+        known: Any = self.eval_dataset
+        given = known if eval_dataset is None else eval_dataset
+        given = known[given] if isinstance(given, str) else given
+        if given is None:
+            raise ValueError("eval_dataset=None: an evaluation needs one")
+        return _packed_loader(given, self.data_collator)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Trainer's loader, or one of packed documents where training packs."""
+        if not isinstance(self.data_collator, PackTo):
+            return super().get_test_dataloader(test_dataset)
+        return _packed_loader(test_dataset, self.data_collator)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Trainer's; of packed documents the losses of all, which Trainer takes the mean of."""
+        if not isinstance(inputs, PackedBatch):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            losses, outputs = self._losses_of(model, inputs)
+        losses = of_documents(losses, inputs)
+        if prediction_loss_only:
+            return losses, None, None
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+        return losses, logits.detach(), inputs.labels
+
     def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> Any:
         """Refuse the training data, whose metrics are private."""
         self._refuse_training_data(self.eval_dataset if eval_dataset is None else eval_dataset)
@@ -594,6 +654,12 @@ class DPTrainer(Trainer):
             "hyperparameter_search with DPTrainer: each trial spends privacy, and so does the "
             "choice of the best. Train each with one ledger, and decide by public data"
         )
+
+
+def _packed_loader(dataset: Any, pack: PackTo) -> DataLoader:
+    """All entries of a dataset, packed."""
+    lengths = [pack.length_of(dataset[i]) for i in range(len(dataset))]
+    return DataLoader(dataset, batch_sampler=pack.microbatches(lengths), collate_fn=pack)
 
 
 def _require_known_trainer() -> None:

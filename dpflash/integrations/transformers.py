@@ -89,8 +89,8 @@ def register() -> str:
 
     Such a model trains and generates like one with ``"sdpa"``, in memory O(T): padding on the left
     or right, causal or not, grouped heads, values of another head dim (DeepSeek), sliding windows,
-    sinks (GPT-OSS), softcap (Gemma 2), a bias on the scores (T5), packed documents (one row with
-    `cu_seq_lens_q` and `cu_seq_lens_k` or with `position_ids` that restart), and decoding from a
+    sinks (GPT-OSS), softcap (Gemma 2), a bias on the scores (T5), packed documents (`position_ids`
+    that restart, or one row with `cu_seq_lens_q` and `cu_seq_lens_k`), and decoding from a
     cache that grows or is preallocated, any number of tokens at a time. Compiled models work too,
     except for packed documents and several tokens on a filled or preallocated cache. Unsupported
     features raise ValueError when the model runs: attention dropout, head_mask,
@@ -337,7 +337,7 @@ def _padding(mask: Tensor, batch_size: int, known: int, keys: int) -> Tensor | N
 def _packed_borders(
     mask_function: Callable[..., Any], batch_size: int, tokens: int, device: torch.device | str
 ) -> Tensor | None:
-    """Borders of packed documents; None if each row is one document."""
+    """Borders of packed documents in all rows; None if each row is one document."""
     batch = torch.arange(batch_size, device=device)[:, None]
     token = torch.arange(1, tokens, device=device)[None, :]
     # A token that does not see the previous one starts a document.
@@ -345,26 +345,21 @@ def _packed_borders(
     if torch.compiler.is_compiling():
         torch._assert_async(~starts.any(), "packed position_ids: expected not while compiling")
         return None
-    if not starts.any():
-        return None
-    if batch_size > 1:
-        _refuse_packed_batch(batch_size)
-    return _borders(starts)
+    return _borders(starts) if starts.any() else None
 
 
 def _borders(starts: Tensor) -> Tensor:
-    """`[n + 1]`, int32, from ``[1, T - 1]``: whether a document starts at tokens 1, 2, ..."""
-    inner = starts[0].nonzero()[:, 0] + 1
-    ends = inner.new_tensor([0]), inner, inner.new_tensor([starts.shape[1] + 1])
-    return torch.cat(ends).int()
+    """`[n + 1]`, int32, from ``[B, T - 1]``: whether a document starts at tokens 1, 2, ...
+
+    They are counted through the rows one after the other, each of which starts a document.
+    """
+    rows = torch.nn.functional.pad(starts, (1, 0), value=True)
+    return torch.nn.functional.pad(rows.flatten(), (0, 1), value=True).nonzero()[:, 0].int()
 
 
-def _refuse_packed_batch(samples: int) -> NoReturn:
-    _refuse(
-        f"packed position_ids in {samples} rows",
-        "expected documents packed into one row, or one document in each row",
-        "flatten the batch into one row, or pad it and pass attention_mask",
-    )
+def _in_one_row(x: Tensor) -> Tensor:
+    """Turn x `[B, H, T, D]` into `[1, H, B T, D]`."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
 def _attention(
@@ -399,12 +394,21 @@ def _attention(
 
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         borders = _given_borders(cu_seq_lens_q, cu_seq_lens_k, borders, padding, query, key)
-    elif position_ids is not None:
+    elif position_ids is not None and (borders is None or query.shape[0] == 1):
         shown = _borders_of_positions(position_ids, padding, causal, query, key)
         borders = borders if shown is None else shown
     if kwargs.get("seq_idx") is not None and borders is None:
         _refuse("seq_idx", "expected cu_seq_lens_q and cu_seq_lens_k with it", "pass them too")
 
+    shape = query.shape[0], query.shape[2]
+    if borders is not None and query.shape[0] > 1:
+        query, key, value = map(_in_one_row, (query, key, value))
+        if position_bias is not None:
+            _refuse(
+                f"position_bias with documents packed into {shape[0]} rows",
+                "expected one row",
+                _ELSEWHERE,
+            )
     pattern = _pattern(query.shape[2], key.shape[2], causal, sliding_window, borders, padding)
     o = attention(
         query,
@@ -418,7 +422,7 @@ def _attention(
         sinks=s_aux,
         position_bias=position_bias,
     )
-    return o.transpose(1, 2), None
+    return o.transpose(1, 2).reshape(*shape, *o.shape[1::2]), None
 
 
 def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -526,10 +530,8 @@ def _borders_of_positions(
         return None
     if not starts.any():
         return None
-    if batch_size > 1:
-        _refuse_packed_batch(batch_size)
     restarts = position_ids == position_ids.min()
-    if not (causal and restarts[0, 0] and torch.equal(starts, restarts[:, 1:])):
+    if not (causal and restarts[:, 0].all() and torch.equal(starts, restarts[:, 1:])):
         _refuse(
             f"position_ids={position_ids[0].tolist()}",
             "expected consecutive ones, or in a causal model documents that each start alike",

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import TrainingArguments
 from trl import SFTTrainer
 
+from ..config import PerformanceConfig
+from ..packing import PackTo
 from .sample_losses import plain_model
 from .trainer import DPTrainer
 
 _PER_SAMPLE = "it is not a mean over each sample's own tokens; leave it out"
-_ONE_ROW = (
-    "documents of several samples share a row, whose gradient cannot be divided among them; leave "
-    "it out, and pad (pad_to_multiple_of=..., or dpflash.sampling.PadTo)"
-)
+# Documents of fewer tokens, on average, leave space in a microbatch.
+_TOKENS_OF_DOCUMENT = 16
 _REFUSED_ARGUMENTS = {
-    "packing": ((False,), _ONE_ROW),
-    "padding_free": ((False,), _ONE_ROW),
     "loss_type": (("nll",), _PER_SAMPLE),
     "activation_offloading": ((False,), "use gradient_checkpointing=True"),
 }
@@ -32,19 +33,44 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
     without calling the module, so its gradient would not be clipped. Evaluations report that
     loss alone.
 
+    With ``packing=True`` or ``padding_free=True`` the entries are packed as documents, each a
+    sample, by `dpflash.packing.PackTo`: into rows of `max_length` tokens, as many in a microbatch
+    as ``PerformanceConfig(physical_batch_size=...)`` says, by default 1. TRL's own packing, which
+    makes one entry of several, does not run. For other sizes pass ``data_collator=PackTo(...)``.
+
     Args:
         model, args, privacy, performance, engine, log_private_metrics: as for `DPTrainer`.
         options: those of `trl.SFTTrainer`: train_dataset, processing_class, peft_config, ...
 
     Raises:
-        ValueError: for an option that cannot be private, naming it and the way out: packing,
-            padding_free, loss_type="dft", losses of routers, Liger, and those of `DPTrainer`.
+        ValueError: for an option that cannot be private, naming it and the way out:
+            packing_strategy="wrapped", loss_type="dft", losses of routers, Liger, and those of
+            `DPTrainer`.
 
     Guarantees:
         Those of `DPTrainer`.
     """
 
     _loads_models = True
+
+    def __init__(
+        self,
+        model: nn.Module | Any = None,
+        args: Any = None,
+        *,
+        performance: PerformanceConfig | None = None,
+        **options: Any,
+    ):
+        if args is not None and (args.packing or args.padding_free or args.eval_packing):
+            performance = performance or PerformanceConfig()
+            if not isinstance(options.get("data_collator"), PackTo):
+                options["data_collator"] = _pack_of(args, performance, options)
+                performance = replace(performance, physical_batch_size=None)
+            # The original belongs to the user.
+            args = copy.copy(args)
+            args.packing = args.padding_free = False
+            args.eval_packing = None
+        super().__init__(model, args, performance=performance, **options)
 
     def _check_arguments(self, args: TrainingArguments) -> None:
         super()._check_arguments(args)
@@ -72,6 +98,35 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
         if not model.training:
             losses = losses.mean()
         return (losses, outputs) if return_outputs else losses
+
+
+def _pack_of(args: Any, performance: PerformanceConfig, options: Mapping[str, Any]) -> PackTo:
+    """What SFTConfig(packing=True) or SFTConfig(padding_free=True) means."""
+    asked = "packing" if args.packing else "padding_free" if args.padding_free else "eval_packing"
+    if options.get("data_collator") is not None:
+        raise ValueError(
+            f"args.{asked}=True with data_collator={type(options['data_collator']).__name__}: "
+            "pass data_collator=dpflash.packing.PackTo(...), or leave it out"
+        )
+    if asked == "eval_packing":
+        raise ValueError(
+            "args.eval_packing=True without packing: evaluations pack as training does; pass "
+            "packing=True, or leave it out"
+        )
+    if args.packing and args.packing_strategy != "bfd":
+        raise ValueError(
+            f"args.packing_strategy={args.packing_strategy!r}: it cuts an entry into several, "
+            "each of which would count as a sample; leave it out, or pass data_collator="
+            "dpflash.packing.PackTo(rows=...), which keeps them one sample"
+        )
+    if args.max_length is None:
+        raise ValueError(
+            f"args.{asked}=True with max_length=None: rows have max_length tokens; pass it, or "
+            "data_collator=dpflash.packing.PackTo(...)"
+        )
+    rows = performance.physical_batch_size or 1
+    tokens = rows * args.max_length
+    return PackTo(tokens=tokens, rows=rows, max_documents=max(rows, tokens // _TOKENS_OF_DOCUMENT))
 
 
 def _remove_fused_head(model: nn.Module) -> None:

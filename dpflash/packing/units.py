@@ -68,6 +68,15 @@ class Units:
             index[start:end] = unit
         return index
 
+    def pieces(self) -> list[tuple[int, int]]:
+        """(unit, number of positions) of what units of tokens have of each row, in order.
+
+        The unit is U for what is of none.
+        """
+        key = self.index.view(self.shape) + (self.size + 1) * torch.arange(self.shape[0])[:, None]
+        keys, counts = torch.unique_consecutive(key, return_counts=True)
+        return list(zip((keys % (self.size + 1)).tolist(), counts.tolist(), strict=True))
+
     def flattened(self, x: Tensor, layer: str) -> Tensor:
         """`[n, ...]` of x `[*shape, ...]`, or of x `[N, ...]`, n a multiple of N.
 

@@ -55,8 +55,13 @@ class TrainingConfig:
         pattern: attention pattern of a new model, see `patterns.from_text`; None for dense.
         seq_len: greatest number of tokens per window; each step trains on one window of a sampled
             document.
+        pack: pack whole documents into rows of seq_len tokens, so that each step trains on all of
+            a sampled document. One that is longer than a row is cut into windows, of which the
+            gradients are added before they are clipped; of one that is longer than a microbatch,
+            each step trains on a window of a microbatch's tokens.
         batch_size: expected units per step, over all ranks.
-        physical_batch_size: maximum number of documents in memory at once, per rank.
+        physical_batch_size: maximum number of documents in memory at once, per rank; with pack the
+            number of rows.
         steps: noisy steps; None for epochs, or 20.
         epochs: expected number of times that each document is sampled; None for steps.
         dataset_size: public number from which the sample rate is computed; None declares the
@@ -97,6 +102,7 @@ class TrainingConfig:
     lora_rank: int | None = None
     pattern: str | None = None
     seq_len: int = 2048
+    pack: bool = False
     batch_size: int = 64
     physical_batch_size: int = 16
     steps: int | None = None
@@ -143,6 +149,8 @@ class TrainingConfig:
             eval_windows=self.eval_windows,
             checkpoint_every=self.checkpoint_every,
         )
+        if self.pack and self.seq_len < 2:
+            raise ValueError("seq_len=1 with pack: a row would have no target; raise seq_len")
         if self.dataset_size is not None:
             _validate.positive_int(dataset_size=self.dataset_size)
             if self.batch_size > self.dataset_size:
@@ -279,6 +287,16 @@ class TrainingConfig:
         return "file" if self.unit in ("file", "folder") else "record"
 
     @property
+    def units_in_memory(self) -> int | None:
+        """The most units of a microbatch; None where it has rows of packed documents.
+
+        Units of several documents count by the documents that they have room for.
+        """
+        if self.pack:
+            return None
+        return max(1, self.physical_batch_size // (self.examples_per_unit or 1))
+
+    @property
     def holds_out(self) -> bool:
         """Whether there are documents for evaluation."""
         return self.eval_data is not None or bool(self.eval_fraction)
@@ -336,6 +354,11 @@ class Parallelism:
                     f"{name}={getattr(self, name)!r} with model={config.model!r}: pretrained "
                     "models are shared by dividing the documents only; drop it"
                 )
+        if context > 1 and config.pack:
+            raise ValueError(
+                f"context_parallel={context} with pack: packed documents are shared by dividing "
+                "them over ranks, not their tokens; drop one of them"
+            )
         if context > config.seq_len:
             raise ValueError(
                 f"context_parallel={context} with seq_len={config.seq_len}: a rank would have "

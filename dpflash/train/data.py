@@ -468,11 +468,18 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index={index}: expected 0..{len(self) - 1}")
-        document = self.documents[index]
-        num_starts = max(num_targets(document) - self.seq_len, 0) + 1
+        return _window(self.documents[index], self._start(index, step), self.seq_len, self.padding)
+
+    def tokens(self, index: int, step: int) -> Tensor:
+        """At most seq_len + 1 tokens of one document, without padding; see `window`."""
+        start = self._start(index, step)
+        return _tokens(self.documents[index], start, start + self.seq_len + 1)
+
+    def _start(self, index: int, step: int) -> int:
+        num_starts = max(num_targets(self.documents[index]) - self.seq_len, 0) + 1
         label = int(step).to_bytes(8, "little") + int(index).to_bytes(8, "little")
         draw = int.from_bytes(blake2b(label, key=self._key, digest_size=16).digest(), "little")
-        return _window(document, draw % num_starts, self.seq_len, self.padding)
+        return draw % num_starts
 
 
 def num_targets(document: Tokens) -> int:

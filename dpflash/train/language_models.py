@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import losses
 from ..nn import LongContextLM
+from ..packing import PackedBatch
 from ..patterns import from_key
 from .config import TrainingConfig
 from .data import DOCUMENT_START, VOCAB_SIZE, Tokens
@@ -62,6 +63,9 @@ class LanguageModel(Protocol):
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of each document's window, `[B]`, in nats."""
 
+    def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
+        """The mean loss of each packed document, `[max_documents]`, in nats."""
+
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Of inputs `[B, T]` the logits `[B, T, V]`."""
 
@@ -106,6 +110,11 @@ class ByteModel:
         """See `LanguageModel`."""
         sample_losses: Tensor = model(inputs, targets)
         return sample_losses
+
+    def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
+        """See `LanguageModel`."""
+        document_losses: Tensor = model(batch.input_ids, batch.targets, packed=batch)
+        return document_losses
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """See `LanguageModel`."""
@@ -179,6 +188,18 @@ class PretrainedModel:
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """See `LanguageModel`."""
         return losses.cross_entropy(self.logits(model, inputs), targets)
+
+    def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
+        """See `LanguageModel`."""
+        outputs: Any = model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+        )
+        return losses.causal_lm(
+            outputs.logits,
+            batch.labels,
+            sample_index=batch.sample_index,
+            num_samples=batch.max_documents,
+        )
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """See `LanguageModel`. Padding follows the tokens, so that no token attends to it."""

@@ -15,6 +15,7 @@ import torch
 from dpflash.accounting import Interval
 
 from .._validate import counted
+from ..packing import PackTo
 from ..privacy.public_facts import PublicFacts
 from .config import TrainingConfig, TrainingState
 from .data import has_several_documents, noun_of
@@ -38,8 +39,8 @@ _NOT_COVERED = {
     "covers the training documents",
 }
 _UNITS = {
-    "file": "one document (a file); each step trains on one window of it",
-    "record": "one record (a line of a JSONL file); each step trains on one window of it",
+    "file": "one document (a file)",
+    "record": "one record (a line of a JSONL file)",
     "folder": "one folder with all its files",
 }
 _UNVERIFIED = (
@@ -54,13 +55,14 @@ _SEEDED = "seeded: anyone who knows the seed can subtract the noise. For researc
 
 
 def _unit_in_words(config: TrainingConfig) -> str:
-    if not has_several_documents(config.unit):
-        return _UNITS[config.unit]
     name = noun_of(config.unit)
     text = _UNITS.get(config.unit, f"all records of one {name} (the field {name!r})")
+    of_each = "all of it, packed" if config.pack else "one window of it"
+    if not has_several_documents(config.unit):
+        return f"{text}; each step trains on {of_each}"
     return (
-        f"{text}; each step trains on one window of at most {config.examples_per_unit} of them, "
-        "clipped as one"
+        f"{text}; each step trains on at most {config.examples_per_unit} of them, "
+        f"{of_each.replace(' it', ' each')}, clipped as one"
     )
 
 
@@ -76,6 +78,7 @@ def make_report(
     num_documents: int,
     num_units: int,
     window_len: int,
+    pack: PackTo | None,
     total_steps: int,
     token: str,
     num_parameters: int,
@@ -106,6 +109,11 @@ def make_report(
         )
     if state.noise_multiplier == 0:
         notes.append("no noise: this run has no privacy")
+    if pack is not None:
+        notes.append(
+            f"packed into {counted(pack.rows, 'row')} of {window_len} tokens: of a {config.unit} "
+            f"with more than {pack.tokens} tokens, each step trains on a window of that many"
+        )
     if state.verified is not True:
         notes.append(_UNVERIFIED)
     if state.rounded_sums:

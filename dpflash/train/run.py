@@ -13,7 +13,7 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ..clipping.planner import clipping_for
 from ..engine import PrivacyEngine
 from ..nn import LongContextLM
 from ..optimize.levels import Optimization
+from ..packing import PackedBatch
 from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
@@ -39,6 +40,7 @@ from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, num_targ
 from .language_models import PRETRAINED, WEIGHTS, language_model
 from .launch import Launch
 from .metrics import Metrics
+from .packed import WholeDocuments, pack_of
 from .ranks import Team
 from .report import make_report, peak_memory_mb, write_report
 
@@ -107,11 +109,12 @@ class TrainingRun:
         documents = self._lm.encode(corpus.train.contents)
         self.window_len = self._fitting_length(documents)
         team.parallel.check(replace(config, seq_len=self.window_len))
-        self._windows = TrainWindows(
-            documents, self.window_len, key=state.window_key, padding=self._lm.padding
-        )
-        self._owners = corpus.train.owners
         self.num_units = corpus.train.num_units
+        self._pack = pack_of(config, self.window_len)
+        kind, length = TrainWindows, self.window_len
+        if self._pack is not None:
+            kind, length = WholeDocuments, self._pack.tokens - 1
+        self._windows = kind(documents, length, key=state.window_key, padding=self._lm.padding)
         self._metrics = Metrics(folder)
         model = team.shard_parameters(self._initial_model())
         self._engine = PrivacyEngine(
@@ -129,21 +132,20 @@ class TrainingRun:
         self.model, self._optimizer, self._loader = self._engine.make_private(
             module=model,
             optimizer=self._adam(model),
-            data_loader=DataLoader(self._windows, batch_size=config.batch_size),
+            data_loader=DataLoader(
+                self._windows, batch_size=config.batch_size, collate_fn=self._pack
+            ),
             noise_multiplier=state.noise_multiplier,
             budget=None if self._was_spent else budget,
             max_grad_norm=config.max_grad_norm,
             clipping=None if config.clipping == default_clipping else config.clipping,
             grad_sample_mode=config.grad_sample_mode,
             optimize=config.optimize,
-            # Units of several documents count by the rows that they have room for.
-            physical_batch_size=max(
-                1, config.physical_batch_size // (config.examples_per_unit or 1)
-            ),
+            physical_batch_size=config.units_in_memory,
             dataset_size=config.dataset_size,
-            unit_of=self._owners,
+            unit_of=corpus.train.owners,
             examples_per_unit=config.examples_per_unit,
-            public_length=self.window_len,
+            public_length=None if config.pack else self.window_len,
         )
 
     @classmethod
@@ -268,6 +270,8 @@ class TrainingRun:
         config = self.config
         self.shortened = "the model takes no more"
         fitting = min(config.seq_len, self._lm.max_tokens or config.seq_len)
+        if config.pack:
+            return fitting
         longest = max(max(map(num_targets, documents)), 1)
         if config.dataset_size is None and longest < fitting:
             self.shortened = f"no {config.document} has more"
@@ -412,9 +416,9 @@ class TrainingRun:
                 figures = _Figures()
                 start = time.perf_counter()
                 self._windows.set_step(self._next_draw())
-                for inputs, targets in self._loader:
+                for batch in self._loader:
                     before = self.step
-                    self._physical_batch(inputs, targets, figures)
+                    self._physical_batch(batch, figures)
                     # The loader fetches the next batch after this line, at the next iteration.
                     self._windows.set_step(self._next_draw())
                     if self.step == before:
@@ -444,14 +448,21 @@ class TrainingRun:
         if state.history:
             state.history[-1]["epsilon"] = self.epsilon
 
-    def _physical_batch(self, inputs: Tensor, targets: Tensor, figures: _Figures) -> None:
+    def _losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """(the loss of each document of a batch, its targets)."""
+        if isinstance(batch, PackedBatch):
+            batch = batch.to(self.config.device)
+            return self._lm.packed_losses(model, batch), batch.targets
+        inputs, targets = map(self._own_tokens, batch)
+        return self._lm.losses(model, inputs, targets), targets
+
+    def _physical_batch(self, batch: Any, figures: _Figures) -> None:
         """Forward, clipped backward and optimizer call for one microbatch; updates the figures.
 
         Rows without a sampled document do not count.
         """
         real = self._loader.is_real
-        inputs, targets = self._own_tokens(inputs), self._own_tokens(targets)
-        sample_losses = self._lm.losses(self.model, inputs, targets)
+        sample_losses, targets = self._losses(self.model, batch)
         self._engine.backward(sample_losses)
         # Only one of the ranks that share a window counts its document.
         documents = int(real.sum()) if self._team.counts_documents else 0
@@ -462,7 +473,9 @@ class TrainingRun:
         self._optimizer.step()
         self._optimizer.zero_grad()
         figures.documents += documents
-        figures.tokens += int((targets[real] != IGNORE_INDEX).sum())
+        # Packed rows have no targets outside of sampled documents.
+        counted = targets if isinstance(batch, PackedBatch) else targets[real]
+        figures.tokens += int((counted != IGNORE_INDEX).sum())
         figures.bits += float(sample_losses.detach()[real].sum()) / math.log(2)
 
     def _entry(self, figures: _Figures) -> dict[str, Any]:
@@ -544,18 +557,26 @@ class TrainingRun:
         rows = rng.choice(len(self._windows), min(size, len(self._windows)), replace=False)
         own = rows[self._team.ranks.data_rank :: self._team.ranks.data_size]
         bits = 0.0
-        for start in range(0, len(own), config.physical_batch_size):
-            microbatch = own[start : start + config.physical_batch_size]
-            pairs = [self._windows.window(int(row), step) for row in microbatch]
-            inputs = self._own_tokens(torch.stack([pair[0] for pair in pairs]))
-            targets = self._own_tokens(torch.stack([pair[1] for pair in pairs]))
-            loss = self._lm.losses(model, inputs, targets).sum() / len(rows)
+        for batch in self._plain_batches(own.tolist(), step):
+            loss = self._losses(model, batch)[0].sum() / len(rows)
             loss.backward()
             bits += loss.item() / math.log(2)
         self._team.add_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         return self._team.total([bits], "the loss of the non-private run")[0]
+
+    def _plain_batches(self, drawn: list[int], step: int) -> Iterator[Any]:
+        """The documents of a step of the non-private run in batches, as the private run has."""
+        if self._pack is not None:
+            documents = [self._windows.tokens(index, step) for index in drawn]
+            for numbers in self._pack.microbatches([len(tokens) for tokens in documents]):
+                yield self._pack([documents[number] for number in numbers])
+            return
+        size = self.config.physical_batch_size
+        for start in range(0, len(drawn), size):
+            pairs = [self._windows.window(index, step) for index in drawn[start : start + size]]
+            yield [torch.stack(column) for column in zip(*pairs, strict=True)]
 
     def _evaluate(self, model: nn.Module) -> float | None:
         """Bits per token on fixed windows of the held-out documents; None without documents."""
@@ -628,6 +649,7 @@ class TrainingRun:
             num_documents=self.num_documents,
             num_units=self.num_units,
             window_len=self.window_len,
+            pack=self._pack,
             total_steps=self.total_steps,
             token=self.token,
             num_parameters=sum(p.numel() for p in self.model.parameters()),

@@ -73,6 +73,54 @@ def whole(model: nn.Module) -> np.ndarray:
     return torch.cat(parts).numpy()
 
 
+def documents() -> list[Tensor]:
+    """Of lengths from 0 to TOKENS, one of them of several rows."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [40 if i == 7 else (i * 5) % (TOKENS + 1) for i in range(SAMPLES)]
+    return [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
+
+
+def train_packed(
+    group: object = None,
+    *,
+    together: bool = True,
+    wrapper: str = "plain",
+    clipping: str = "flat",
+    steps: int = 3,
+) -> dict[str, Any]:
+    """Some private steps on packed documents; together=False is one process."""
+    mesh = mesh_of(1) if together else None
+    made: nn.Module = build()
+    if mesh is not None:
+        made = wrap(made, wrapper, mesh)
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
+    pack = dpflash.packing.PackTo(tokens=2 * TOKENS, max_documents=5, rows=2)
+    made, optimizer, loader = engine.make_private(
+        module=made,
+        optimizer=torch.optim.Adam(made.parameters(), lr=1e-2, eps=1e-3),
+        data_loader=DataLoader(documents(), batch_size=BATCH, collate_fn=pack),
+        noise_multiplier=0.5,
+        max_grad_norm=0.5,
+        clipping=clipping,
+    )
+    microbatches, own = 0, []
+    while optimizer.releases < steps:
+        for batch in loader:
+            engine.backward(made(batch.input_ids, batch.targets, packed=batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            microbatches += 1
+            own.append(int(loader.is_real.sum()))
+            if optimizer.releases == steps:
+                break
+    return {
+        "parameters": whole(made),
+        "epsilon": engine.get_epsilon(1e-3),
+        "documents": own,
+        "microbatches": microbatches,
+    }
+
+
 def train(
     group: object = None,
     *,

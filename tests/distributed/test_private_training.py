@@ -116,6 +116,23 @@ def test_ranks_get_the_parameters_of_one_process(
         assert one["epsilon"] == alone["epsilon"]
 
 
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
+def test_ranks_get_the_parameters_of_one_process_from_packed_documents(
+    started: _Started, wrapper: str, clipping: str
+) -> None:
+    together = started.run(2, "train_packed", wrapper=wrapper, clipping=clipping)
+    alone = cases.train_packed(together=False, clipping=clipping)
+    for one in together:
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
+        np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
+        assert one["epsilon"] == alone["epsilon"]
+    # Each document is on one rank, and all ranks have as many microbatches.
+    assert sum(sum(one["documents"]) for one in together) == sum(alone["documents"])
+    assert together[0]["microbatches"] == together[1]["microbatches"]
+
+
 MODELS = [
     pytest.param(
         {"positions": "learned", "tie_embeddings": False, "norm": "rms_norm"},

@@ -24,7 +24,7 @@ from dpflash.release.text_model import TextModel  # noqa: E402
 from dpflash.train.config import Corpus, TrainingConfig  # noqa: E402
 from dpflash.train.language_models import PretrainedModel, encode_texts  # noqa: E402
 from dpflash.train.pretrained import load_model  # noqa: E402
-from dpflash.train.run import TrainingRun  # noqa: E402
+from dpflash.train.run import Interrupted, TrainingRun  # noqa: E402
 
 # Forked from this process, which has imported everything: a new one would take seconds for it.
 FORKED = multiprocessing.get_context("fork")
@@ -61,6 +61,26 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     ).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("lora_rank", [2, None])
+def test_a_pretrained_model_trains_on_packed_documents_and_goes_on(
+    llama: Path, notes: Path, tmp_path: Path, lora_rank: int | None
+) -> None:
+    config = TrainingConfig(
+        **{"data": str(notes), "unit": "record", "model": str(llama), "lora_rank": lora_rank},
+        **{"pack": True, "seq_len": 40, "physical_batch_size": 2, "batch_size": 6},
+        **{"steps": 4, "delta": 1e-3, "accountant": "rdp", "checkpoint_every": 2, "seed": 5},
+    )
+    whole = TrainingRun.start(config, tmp_path / "whole").run()
+    calls = iter(range(9))
+    with pytest.raises(Interrupted):
+        TrainingRun.start(config, tmp_path / "cut").run(should_stop=lambda: next(calls) == 3)
+    report = TrainingRun.resume(tmp_path / "cut").run()
+    assert report["history"] == whole["history"]
+    assert report["bits_per_token_after"] == whole["bits_per_token_after"]
+    assert "packed" in report["privacy_unit"]
 
 
 @pytest.fixture(scope="module")

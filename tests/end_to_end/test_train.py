@@ -17,7 +17,7 @@ import dpflash
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
 from dpflash.patterns import SlidingWindow
-from dpflash.train.config import Corpus, TrainingConfig
+from dpflash.train.config import Corpus, Parallelism, TrainingConfig
 from dpflash.train.run import Interrupted, TrainingRun
 
 STEPS = 6
@@ -192,6 +192,55 @@ def test_a_stopped_and_resumed_run_equals_one_that_was_not_stopped(
         for key in ("epsilon", "history", "history_nonprivate", "lost_steps", "clip_fraction"):
             assert report[key] == whole[key], (calls, key)
         assert report["bits_per_byte_nonprivate"] == whole["bits_per_byte_nonprivate"]
+
+
+def test_a_stopped_and_resumed_packed_run_equals_one_that_was_not_stopped(
+    data: Path, tmp_path: Path
+) -> None:
+    # Longer than a microbatch of 96 bytes, and, as most documents, than a row.
+    (data / "long.txt").write_text("long " * 40)
+    whole = TrainingRun.start(config(data, pack=True), tmp_path / "whole").run()
+    for calls in (3, STEPS + 4):
+        out = tmp_path / f"stopped-{calls}"
+        with pytest.raises(Interrupted):
+            TrainingRun.start(config(data, pack=True), out).run(should_stop=stop_after(calls))
+        report = TrainingRun.resume(out).run()
+        assert same(weights(out), weights(tmp_path / "whole")), calls
+        for key in ("epsilon", "history", "history_nonprivate", "clip_fraction"):
+            assert report[key] == whole[key], (calls, key)
+    assert "each step trains on all of it, packed" in whole["privacy_unit"]
+    assert any("more than 96 tokens" in note for note in whole["notes"])
+    assert whole["window_len"] == TINY["seq_len"]
+
+
+def test_a_packed_step_trains_on_all_windows_of_a_document_as_one_unit(
+    data: Path, tmp_path: Path
+) -> None:
+    job = TrainingRun.start(config(data, pack=True), tmp_path / "out")
+    assert job._pack is not None
+    documents = [job._windows.tokens(index, 0) for index in range(8)]
+    documents = [tokens for tokens in documents if len(tokens) < job._pack.tokens]
+    assert len(documents) > 2
+    # Whole, from the start token.
+    assert all(int(tokens[0]) == 256 for tokens in documents)
+    assert max(map(len, documents)) > TINY["seq_len"]
+    for tokens in documents:
+        nats, count = 0.0, 0
+        with torch.no_grad():
+            for part in tokens.split(TINY["seq_len"]):
+                logits = job.model(part[None])[0, :-1]
+                loss = torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum")
+                nats, count = nats + float(loss), count + len(part) - 1
+            found, targets = job._losses(job.model, job._pack([tokens]))
+        assert int((targets >= 0).sum()) == count
+        assert float(found[0]) == pytest.approx(nats / count, rel=1e-5)
+
+
+def test_packing_that_cannot_be_is_refused_by_name(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="seq_len=1 with pack"):
+        config(data, pack=True, seq_len=1)
+    with pytest.raises(ValueError, match="context_parallel=2 with pack"):
+        Parallelism(context_parallel=2).check(config(data, pack=True))
 
 
 def test_the_seed_repeats_a_run_and_only_the_seed_does(data: Path, tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_mixture_is_proven_by_its_first_batch(private, losses):
 def test_samples_that_use_one_expert_each_have_gradients_of_that_expert_alone():
     x, dy = torch.randn(12, 3), torch.randn(12, 2)
     index = torch.tensor([[1] * 4, [0] * 4, [1, 0, 1, 0]])
-    routing = Routing.of(index, 3)
+    routing = Routing.of(index.reshape(12, 1), 3, 3, None)
     assert routing.segments == ((0, 1, 0, 4), (1, 0, 4, 8), (2, 0, 8, 10), (2, 1, 10, 12))
     assert torch.equal(routing.order[routing.inverse], torch.arange(12))
     use = ExpertsUse(x[routing.order], dy[routing.order], routing, transposed=False)
@@ -282,7 +282,7 @@ def test_no_gradient_of_all_experts_is_kept_without_need(private, losses, monkey
 
 
 def test_an_empty_batch_takes_part():
-    routing = Routing.of(torch.empty(0, 8, dtype=torch.int64), 3)
+    routing = Routing.of(torch.empty(0, 2, dtype=torch.int64), 3, 0, None)
     use = ExpertsUse(torch.empty(0, 3), torch.empty(0, 2), routing, transposed=True)
     assert routing.segments == () and use.rows[0].shape[0] == 0
     assert [use.grad(*tile).shape for tile in use.tiles()] == [(0, 1, 3, 2)]

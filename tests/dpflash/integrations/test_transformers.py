@@ -276,6 +276,20 @@ def test_packed_documents_give_what_each_gives_alone(build, use_cache):
     torch.testing.assert_close(logits, alone, rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("build", [gpt2, llama, mistral, narrow], ids=lambda build: build.__name__)
+def test_documents_packed_into_several_rows_give_what_each_gives_alone(build, use_cache):
+    model, rows = model_of(build), tokens(3)
+    lengths = [LENGTHS, [1, 9, 1], [TOKENS]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in of_row]) for of_row in lengths])
+    alone = [
+        torch.cat([model(part[None]).logits[0] for part in row.split(of_row)])
+        for row, of_row in zip(rows, lengths, strict=True)
+    ]
+    logits = model(rows, position_ids=positions, use_cache=use_cache).logits
+    torch.testing.assert_close(logits, torch.stack(alone), rtol=CLOSE, atol=CLOSE)
+
+
 def call(**inputs):
     return lambda model: model(tokens(), **inputs)
 
@@ -346,16 +360,6 @@ REFUSED = {
     "overlay": (llama, overlay, "mask_function="),
     "blocks": (llama, blocks, "mask_function=or_masks"),
     "chunks": (llama, chunks, "chunked"),
-    "packed_batch": (
-        llama,
-        call(position_ids=PACKED.expand(3, -1), use_cache=False),
-        "packed position_ids in 3 rows",
-    ),
-    "packed_batch_cache": (
-        llama,
-        call(position_ids=PACKED.expand(3, -1), use_cache=True),
-        "packed position_ids in 3 rows",
-    ),
     "skipping_positions": (
         llama,
         row(position_ids=torch.arange(TOKENS)[None] * 2, use_cache=False),

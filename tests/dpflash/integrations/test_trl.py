@@ -184,8 +184,6 @@ def test_adapters_of_peft_config_are_trained_and_nothing_private_is_logged(tmp_p
 
 
 REFUSED = {
-    "packing": True,
-    "padding_free": True,
     "loss_type": "dft",
     "activation_offloading": True,
     "use_liger_kernel": True,
