@@ -111,8 +111,9 @@ def make_report(
         notes.append("no noise: this run has no privacy")
     if pack is not None:
         notes.append(
-            f"packed into {counted(pack.rows, 'row')} of {window_len} tokens: of a {config.unit} "
-            f"with more than {pack.tokens} tokens, each step trains on a window of that many"
+            f"packed into {counted(pack.rows, 'row')} of {window_len} tokens: of a "
+            f"{config.document} with more than {pack.tokens} tokens, each step trains on a window "
+            "of that many"
         )
     if state.verified is not True:
         notes.append(_UNVERIFIED)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash import accounting
 
 HUGE = 1e6
 KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
@@ -278,6 +279,44 @@ def test_options_that_do_not_go_with_users_are_refused(options, message):
     tokens, owners = entries()
     with pytest.raises(ValueError, match=message):
         private(Net("linear"), tokens, owners, **options)
+
+
+def test_entries_drawn_one_by_one_are_at_most_k_of_each_user_and_accounted_for():
+    tokens, owners = entries()
+    engine, model, optimizer, loader = private(
+        Net("linear"), tokens, owners, noise_multiplier=1.0, unit_sampling="example"
+    )
+    seen = set()
+    for _ in range(40):
+        for batch, index in loader:
+            seen |= set(index[loader.is_real].tolist())
+            engine.backward(model(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    counts = [sum(owners[i] == user for i in seen) for user in range(7)]
+    assert counts == [2] * 6 + [1] and loader.dataset_size == 13
+    accountant = accounting.create_accountant("contour", neighboring_relation="zero_out")
+    event = accounting.UnitPoissonGaussian(
+        noise_multiplier=1.0, sample_rate=3 / 13, examples_per_unit=2, relation="zero_out"
+    )
+    accountant.compose(event, 40 * loader.steps_per_epoch)
+    assert engine.get_epsilon(1e-5) == accountant.get_epsilon(1e-5)
+    assert "each clipped by itself" in engine.public.unit
+
+
+def test_entries_of_several_users_have_the_fixed_graph_relation():
+    tokens, owners = entries()
+    both = [(owner, (owner + 1) % 7) for owner in owners]
+    options = {"noise_multiplier": 1.0, "unit_sampling": "example", "dataset_size": 12}
+    engine, *_, loader = private(Net("linear"), tokens, both, **options)
+    counts = torch.zeros(7)
+    for entry in loader.dataset.indices:
+        counts[list(both[entry])] += 1
+    assert counts.max() == 2
+    # Without one user other entries would be kept, so adding a user is no neighbor.
+    assert engine.neighboring_relation == "zero_out"
+    assert engine.privacy_unit == "user, fixed graph"
+    assert "arXiv:2503.03622" in engine.public.unit
 
 
 def test_rate_and_divisor_count_users():

@@ -311,3 +311,61 @@ def test_windows_of_token_ids_are_those_of_the_same_bytes():
         for step in range(8):
             for a, b in zip(by_bytes.window(0, step), by_ids.window(0, step), strict=True):
                 assert torch.equal(a, b)
+
+
+def test_all_files_below_a_folder_are_one_unit_and_a_file_outside_is_one_itself(write):
+    path = write(b__one=b"1", b__deep__two=b"2", a__one=b"3", alone=b"4", a__two=b"5")
+    documents = ByteDocuments.read(path, unit="folder")
+    assert documents.paths == ("a/one", "a/two", "alone", "b/deep/two", "b/one")
+    assert documents.owners == ("a", "a", "alone", "b", "b") and documents.num_units == 3
+
+
+def test_records_with_one_value_of_a_field_are_one_unit(write):
+    lines = b"".join(
+        b'{"text": "%s", "patient": %s}\n' % (text, patient)
+        for text, patient in ((b"x", b"7"), (b"y", b'"p"'), (b"z", b"7"), (b"x", b'"p"'))
+    )
+    documents = ByteDocuments.read(write(notes_DOT_jsonl=lines), unit="field:patient")
+    assert documents.owners == ("7", "p", "7", "p")
+    assert list(documents) == [b"x", b"y", b"z", b"x"]
+
+
+@pytest.mark.parametrize("value", [b"null", b"true", b'""', b"1.5", b"[1]"])
+def test_a_record_without_a_unit_is_refused_without_its_values(write, value):
+    path = write(notes_DOT_jsonl=b'{"text": "secret", "patient": %s}\n' % value)
+    with pytest.raises(ValueError, match="notes.jsonl:1: unit='field:patient'") as caught:
+        ByteDocuments.read(path, unit="field:patient")
+    assert "secret" not in str(caught.value)
+
+
+def test_documents_of_a_unit_do_not_depend_on_other_units(write):
+    # Equal files in two folders: without the first folder the second keeps its own.
+    files = {"a__one": b"same", "a__two": b"same", "b__one": b"same", "b__two": b"other"}
+    both = ByteDocuments.read(write(**files), unit="folder")
+    assert both.paths == ("a/one", "b/one", "b/two") and both.num_duplicates == 1
+
+
+def test_a_unit_is_held_out_as_a_whole_whatever_other_units_there_are(write):
+    files = {
+        f"p{number}__{note}": b"%d %d" % (number, note) for number in range(30) for note in (0, 1)
+    }
+    documents = ByteDocuments.read(write(**files), unit="folder")
+    train, held_out = documents.split(0.4)
+    assert not set(train.owners) & set(held_out.owners)
+    assert len(train) + len(held_out) == 60 and train.num_units + held_out.num_units == 30
+    fewer = ByteDocuments(
+        documents.paths[2:], documents.contents[2:], unit="folder", owners=documents.owners[2:]
+    )
+    assert set(fewer.split(0.4)[0].owners) == set(train.owners) - {documents.owners[0]}
+
+
+def test_training_leaves_out_units_that_are_evaluated_on(write):
+    train = ByteDocuments(("a/1", "b/1"), (b"1", b"2"), unit="folder", owners=("a", "b"))
+    held_out = ByteDocuments(("a/9",), (b"9",), unit="folder", owners=("a",))
+    assert train.without(held_out).owners == ("b",)
+
+
+@pytest.mark.parametrize("unit", ["folders", "field:", "patient"])
+def test_an_unknown_unit_is_refused(write, unit):
+    with pytest.raises(ValueError, match="unit="):
+        ByteDocuments.read(write(a=b"1"), unit=unit)
