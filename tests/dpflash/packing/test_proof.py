@@ -135,7 +135,24 @@ def test_attention_without_the_borders_is_refused_where_it_is_called(verifies, r
         own.sums()
 
 
-def test_a_layer_whose_rule_takes_rows_is_refused(run, documents):
+class Recurrent(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.steps = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x):
+        return self.steps(x)[0]
+
+
+def test_a_recurrent_layer_is_refused(run, documents):
+    model = Model()
+    model.middle = Recurrent(model.middle.in_features)
+    own = run(model, documents(LENGTHS), max_documents=8, verify_first_batch=False)
+    with pytest.raises(ValueError, match=r"'middle.steps' \(GRU\) in a batch of packed documents"):
+        own.sums()
+
+
+def test_a_convolution_is_refused(run, documents):
     model = Model()
     model.middle = nn.Sequential(nn.Conv1d(1, 1, 3, padding=1))
     model.change = lambda x, batch: x.flatten(0, 1).unsqueeze(1)
