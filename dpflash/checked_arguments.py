@@ -105,6 +105,8 @@ def check_arguments(
     memory = performance.memory_budget or default_memory_budget(trained[0].device)
     level = Asked(performance.optimize, clipping_asked, mode, planned, memory, ranks)
     optimization = choose(level, module, trained)
+    if optimization.compiled and loader.unit != "sample":
+        optimization = optimization.without_compiler(f"the privacy unit is a {loader.unit}")
     if privacy.loss_reduction == "mean":
         narrow = narrow_parameters(module)
         refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)

@@ -319,6 +319,14 @@ def test_entries_of_several_users_have_the_fixed_graph_relation():
     assert "arXiv:2503.03622" in engine.public.unit
 
 
+def test_the_compiler_is_left_out_where_units_are_no_rows():
+    # Compiled handles are those of rows.
+    tokens, owners = entries()
+    run = private(Net("linear"), tokens, owners, optimize="aggressive")
+    assert not run[0].optimization.compiled and "unit is a user" in str(run[0].optimization)
+    assert len(released(run, 1)) == 1
+
+
 def test_rate_and_divisor_count_users():
     tokens, owners = entries()
     engine, *_, loader = private(Net("linear"), tokens, owners, noise_multiplier=1.0)
