@@ -100,8 +100,10 @@ def test_a_model_that_keeps_documents_apart_is_proven(
     }
     model = Model() if kind == "own" else language_model(**options.get(kind, {}))
     own = run(model, documents(LENGTHS), max_documents=8, rows=rows, grad_sample_mode=mode)
-    own.sums()
-    own.sums()
+    # A microbatch in which no document happens to be replaced proves nothing.
+    for _ in range(8):
+        if own.engine.verified is not True:
+            own.sums()
     assert own.engine.verified is True
 
 
