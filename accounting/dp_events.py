@@ -152,7 +152,7 @@ class _Writer:
         if isinstance(event, UnitPoissonGaussian):
             counts = range(event.examples_per_unit + 1)
             probabilities = _binomial(event.sample_rate, event.examples_per_unit)
-            return _class(theirs, "MixtureOfGaussiansDpEvent")(
+            return _class(theirs.dp_event, "MixtureOfGaussiansDpEvent")(
                 event.noise_multiplier, [float(j) for j in counts], probabilities
             )
         if isinstance(event, PoissonGaussian):
@@ -179,7 +179,7 @@ class _Reader:
         relation, replaced = self.relation, self.relation == REPLACE_ONE
         name = type(given).__name__
         # By exact type: the meaning of a subclass is unknown.
-        if type(given) is not getattr(self.theirs, name, None):
+        if type(given) is not getattr(self.theirs.dp_event, name, None):
             raise _unknown(given)
         if name == "NoOpDpEvent":
             return Composed(relation=relation, events=())

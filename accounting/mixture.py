@@ -29,6 +29,7 @@ _LEAST_LOG = -745.0  # of a number in float64
 _NEGLIGIBLE = 45.0  # nats below the largest term of a sum
 _AT_ONCE = 1 << 19  # terms evaluated together
 _NEWTON_STEPS = 60
+_NEAR = 0.5  # loss below which its digits are kept
 
 
 class Mixture:
@@ -72,12 +73,9 @@ class Mixture:
         Newton's method for log(f - p_0), which is convex, from the right.
         """
         loss = np.asarray(loss, dtype=np.float64)
-        p0 = math.exp(self.log_p[0])
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            rest = -math.expm1(self.log_p[0])
-            low = np.log(np.maximum(np.expm1(np.minimum(loss, 30.0)) + rest, 0.0))
-            high = np.maximum(loss, 30.0)
-            target = np.where(loss > 30, high + np.log1p(-p0 * np.exp(-high)), low)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # log(e^l - p_0)
+            target = loss + np.log(-np.expm1(self.log_p[0] - loss))
         x = np.full(target.shape, -np.inf)
         open_ = np.isfinite(target)
         if not open_.any():
@@ -152,16 +150,14 @@ class Mixture:
     def _loss(self, j: _Real, x: _Real, logs: _Real) -> _Real:
         log_p = self.log_p[1 : len(j) + 1]
         weights = logs + log_p
-        peak = weights.max(axis=1)
-        near = peak <= 0
-        result = np.empty(len(x))
+        peak = np.maximum(weights.max(axis=1), self.log_p[0])
+        total = np.exp(weights - peak[:, None]).sum(axis=1) + np.exp(self.log_p[0] - peak)
+        result = peak + np.log(total)
+        near = np.abs(result) < _NEAR
         # f - 1 is the sum of p_j (r_j - 1).
         small, p = logs[near], np.exp(log_p)
         terms = np.where(small > 1, np.exp(weights[near]) - p, p * np.expm1(np.minimum(small, 1)))
         result[near] = np.log1p(terms.sum(axis=1))
-        far = peak[~near]
-        total = np.exp(weights[~near] - far[:, None]).sum(axis=1) + np.exp(self.log_p[0] - far)
-        result[~near] = far + np.log(total)
         return result
 
     def _mean(self, j: _Real, x: _Real, logs: _Real) -> _Real:

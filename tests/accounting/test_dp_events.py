@@ -20,6 +20,7 @@ from dp_accounting import (
     TruncatedSubsampledGaussianDpEvent,
     UnsupportedDpEvent,
 )
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
@@ -33,6 +34,7 @@ from dpflash.accounting import (
     SelfComposed,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
+    UnitPoissonGaussian,
     compute_rdp,
 )
 from dpflash.accounting.dp_events import from_dp_event, to_dp_event
@@ -86,6 +88,36 @@ def test_events_become_the_events_of_their_name() -> None:
     assert to_dp_event(FIXED, noise_relative_to="bound") == SampledWithoutReplacementDpEvent(
         1000, 10, GaussianDpEvent(2.0)
     )
+
+
+def test_a_unit_becomes_a_mixture_of_gaussians_and_comes_back() -> None:
+    event = UnitPoissonGaussian(noise_multiplier=2.5, sample_rate=0.5, examples_per_unit=2)
+    exported = to_dp_event(event)
+    assert exported == MixtureOfGaussiansDpEvent(2.5, [0.0, 1.0, 2.0], [0.25, 0.5, 0.25])
+    assert from_dp_event(exported, neighboring_relation="zero_out") == event.convert("zero_out")
+    for rate, examples in ((1e-4, 64), (0.013, 17), (0.999, 3), (1.0, 4), (0.3, 1)):
+        event = UnitPoissonGaussian(
+            noise_multiplier=2.5, sample_rate=rate, examples_per_unit=examples
+        )
+        found = from_dp_event(to_dp_event(event))
+        assert isinstance(found, UnitPoissonGaussian)
+        assert (found.noise_multiplier, found.examples_per_unit) == (2.5, examples)
+        assert found.sample_rate == pytest.approx(rate, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("sensitivities", "probabilities"),
+    [
+        ([0.0, 1.0, 2.0], [0.25, 0.4, 0.35]),
+        ([0.0, 2.0, 4.0], [0.25, 0.5, 0.25]),
+        ([1.0, 2.0], [0.5, 0.5]),
+        ([0.0, 1.0, 2.0], [0.2499999, 0.5, 0.2500001]),
+        ([0.0], [1.0]),
+    ],
+)
+def test_other_mixtures_are_refused(sensitivities: list, probabilities: list) -> None:
+    with pytest.raises(ValueError, match="MixtureOfGaussiansDpEvent with"):
+        from_dp_event(MixtureOfGaussiansDpEvent(1.0, sensitivities, probabilities))
 
 
 def test_an_accountant_is_the_composition_of_its_history_and_events() -> None:

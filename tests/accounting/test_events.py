@@ -23,6 +23,7 @@ from dpflash.accounting import (
     SelfComposed,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
+    UnitPoissonGaussian,
     event_from_dict,
     joint_noise_multiplier,
     truncation_probability,
@@ -34,6 +35,7 @@ ANY = {
     Gaussian: {"noise_multiplier": 2.0},
     ShuffledGaussian: {"noise_multiplier": 2.0},
     PoissonGaussian: {"noise_multiplier": 2.0, "sample_rate": 0.1},
+    UnitPoissonGaussian: {"noise_multiplier": 2.0, "sample_rate": 0.1, "examples_per_unit": 3},
     TruncatedPoissonGaussian: {
         "noise_multiplier": 2.0,
         "sample_rate": 0.1,
@@ -46,6 +48,7 @@ HOLDS = {
     Gaussian: RELATIONS,
     ShuffledGaussian: ("zero_out", "replace_one"),
     PoissonGaussian: RELATIONS,
+    UnitPoissonGaussian: ("add_remove", "zero_out"),
     TruncatedPoissonGaussian: RELATIONS,
     FixedSizeGaussian: ("zero_out", "replace_one"),
 }
@@ -64,6 +67,8 @@ def simple_events(draw: st.DrawFn, relation: str) -> Event:
         arguments["sample_rate"] = draw(rates)
     if kind in (TruncatedPoissonGaussian, FixedSizeGaussian):
         arguments["num_samples"] = draw(st.integers(1, 10**6))
+    if kind is UnitPoissonGaussian:
+        arguments["examples_per_unit"] = draw(st.integers(1, 1000))
     if kind is TruncatedPoissonGaussian:
         arguments["max_batch_size"] = draw(st.integers(1, 10**6))
     if kind is FixedSizeGaussian:
@@ -171,6 +176,15 @@ def test_an_event_is_frozen_and_takes_keywords_only(kind: type[Event]) -> None:
             [(Pair(1.0, 0.1, True), 1)],
         ),
         (PoissonGaussian(noise_multiplier=2.0, sample_rate=0.0), []),
+        (
+            UnitPoissonGaussian(noise_multiplier=2.0, sample_rate=0.1, examples_per_unit=3),
+            [(Pair(2.0, 0.1, examples=3), 1)],
+        ),
+        (
+            UnitPoissonGaussian(noise_multiplier=2.0, sample_rate=0.1, examples_per_unit=1),
+            [(Pair(2.0, 0.1), 1)],
+        ),
+        (UnitPoissonGaussian(noise_multiplier=2.0, sample_rate=0.0, examples_per_unit=3), []),
         (
             FixedSizeGaussian(noise_multiplier=2.0, batch_size=10, num_samples=100),
             [(Pair(1.0, 0.1, True), 1)],
@@ -289,7 +303,7 @@ def test_a_bad_noise_is_refused_by_name(kind: type[Event], value: object) -> Non
 
 
 @pytest.mark.parametrize("value", [*BAD_NUMBERS, 1.1, math.inf], ids=repr)
-@pytest.mark.parametrize("kind", [PoissonGaussian, TruncatedPoissonGaussian])
+@pytest.mark.parametrize("kind", [PoissonGaussian, TruncatedPoissonGaussian, UnitPoissonGaussian])
 def test_a_bad_rate_is_refused_by_name(kind: type[Event], value: object) -> None:
     with pytest.raises(ValueError, match="^sample_rate="):
         kind(**{**ANY[kind], "sample_rate": value})
@@ -303,6 +317,7 @@ def test_a_bad_rate_is_refused_by_name(kind: type[Event], value: object) -> None
         (TruncatedPoissonGaussian, "num_samples"),
         (FixedSizeGaussian, "batch_size"),
         (FixedSizeGaussian, "num_samples"),
+        (UnitPoissonGaussian, "examples_per_unit"),
     ],
 )
 def test_a_bad_size_is_refused_by_name(kind: type[Event], name: str, value: object) -> None:

@@ -9,8 +9,8 @@ profile delta(epsilon) is found in two unrelated ways:
   two steps as the integral of that over the first step's output (`two_steps_delta`);
 - many steps by inverting the characteristic function: M(a) = E_Q (dP/dQ)^a is the trapezoidal sum
   over real outputs x in many digits, which needs no care about cancellation, and
-  delta = (1 / 2 pi i) int M(a)^T e^(-epsilon (a - 1)) / (a (a - 1)) da upwards, right of 1. A row's
-  digits are those in which two such lines agree.
+  delta = (1 / 2 pi i) int M(a)^T e^(-epsilon (a - 1)) / (a (a - 1)) da upwards, right of 1. The
+  digits of a row are those in which two such lines agree.
 
     python tests/accounting/unit_oracle.py    # unit_truth.json anew, some minutes
 """
