@@ -66,10 +66,7 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
             if not isinstance(options.get("data_collator"), PackTo):
                 options["data_collator"] = _pack_of(args, performance, options)
                 performance = replace(performance, physical_batch_size=None)
-            # The original belongs to the user.
-            args = copy.copy(args)
-            args.packing = args.padding_free = False
-            args.eval_packing = None
+            args = _unpacked(args)
         super().__init__(model, args, performance=performance, **options)
 
     def _check_arguments(self, args: TrainingArguments) -> None:
@@ -98,6 +95,14 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
         if not model.training:
             losses = losses.mean()
         return (losses, outputs) if return_outputs else losses
+
+
+def _unpacked(args: Any) -> Any:
+    """A copy of SFTConfig that leaves packing to the collate function."""
+    copied = copy.copy(args)
+    # Its constructor would read the environment and the device again.
+    copied.__dict__.update(packing=False, padding_free=False, eval_packing=None)
+    return copied
 
 
 def _pack_of(args: Any, performance: PerformanceConfig, options: Mapping[str, Any]) -> PackTo:
