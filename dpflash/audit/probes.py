@@ -16,12 +16,14 @@ from torch import nn
 from dpflash.kernels import grid_of
 
 from ..config import PerformanceConfig, PrivacyConfig
+from .packed import PackedRun
 from .releases import NewEngine, Run, as_it_is
 
 # Noise multiplier with which contributions are read off.
 LITTLE = 2.0**-8
 # (units, sample rate, releases); the units of the audited rate depend on it.
 _FEW, _MANY, _AUDITED_RELEASES = (32, 1 / 8, 32), (64, 1 / 4, 16), 64
+_PACKED, _ENTRIES = (32, 1 / 4, 16), 2
 _DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
 # Whose sums are exact unless rounding is asked for.
 _EXACT_MODES = ("auto", "instantiate")
@@ -33,10 +35,11 @@ class Contributions:
     """What every unit added to each release, read off with little noise.
 
     Attributes:
-        units: `[T, N]`: the unit's part of the release over what it contributes when it is drawn
+        units: `[T, N]` (in two tables `[T, 2 N]`, one after the other): the unit's part of the release over what it contributes when it is drawn
             once; in the data and drawn 1, otherwise 0, up to noise.
-        background: `[T]`: the sum of a number that all units have in common, likewise.
-        drawn: `[T, N]`: how often the loader drew each unit.
+        background: `[T]`: the sum of a number that all units have in common, likewise; nan
+            without one.
+        drawn: how often the loader drew each unit, of the shape of `units`.
         std: standard deviation of the noise in `units`.
         background_std: the same of `background`.
         rate: the claimed sample rate.
@@ -77,12 +80,16 @@ class Probes:
         inclusions: at the audited sample rate.
         padding: with few units, so that most rows are padding and some batches are empty.
         divisor: with a background sum of many units.
+        packed: documents in rows that they share.
+        users: of two entries each.
         noise: at the audited noise multiplier.
     """
 
     inclusions: Contributions
     padding: Contributions
     divisor: Contributions
+    packed: Contributions
+    users: Contributions
     noise: Noise
 
 
@@ -114,6 +121,8 @@ def probe(
         inclusions=contributions(units, rate, _AUDITED_RELEASES),
         padding=contributions(*_FEW),
         divisor=contributions(*_MANY),
+        packed=read_packed(new_engine, privacy, performance, device=device),
+        users=read_users(new_engine, privacy, performance, device=device),
         noise=read_noise(new_engine, privacy, performance, device=device),
     )
 
@@ -129,21 +138,71 @@ def read_contributions(
     device: str = "cpu",
     prepare: Callable[[nn.Module], object] = as_it_is,
 ) -> Contributions:
-    """Releases of `units` units with little noise, all of them in the data."""
+    """Releases of `units` units with little noise, all of them in the data.
+
+    With `privacy.unit_of` it has the unit of each entry.
+    """
+    numbers = None if privacy.unit_of is None else np.array(privacy.unit_of)
     asked = replace(privacy, noise_multiplier=LITTLE, sample_rate=rate, steps_per_epoch=releases)
     run = Run(
         new_engine(), asked, performance,
-        canaries=units, background=True, device=device, prepare=prepare,
+        canaries=units, numbers=numbers, background=True, device=device, prepare=prepare,
     )  # fmt: skip
-    unit, common = run.bounds
+    return _contributions(run, asked)
+
+
+def read_users(
+    new_engine: NewEngine,
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    *,
+    device: str = "cpu",
+) -> Contributions:
+    """Releases of users with two entries each, of which a draw has both."""
+    units, rate, releases = _FEW
+    of_users = np.repeat(np.arange(units), _ENTRIES).tolist()
+    return read_contributions(
+        new_engine, replace(privacy, unit_of=of_users, examples_per_unit=_ENTRIES), performance,
+        units=units, rate=rate, releases=releases, device=device,
+    )  # fmt: skip
+
+
+def read_packed(
+    new_engine: NewEngine,
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    *,
+    device: str = "cpu",
+) -> Contributions:
+    """Releases of packed documents; the first unit is in padding alone, and is never drawn."""
+    units, rate, releases = _PACKED
+    # Exact sums need documents that begin at multiples of 64 tokens; here neighbors touch.
+    exact = "auto" if privacy.exact is True else privacy.exact
+    asked = replace(
+        privacy, noise_multiplier=LITTLE, sample_rate=rate, steps_per_epoch=releases, exact=exact
+    )
+    numbers = np.arange(1, units)
+    run = PackedRun(
+        new_engine(), asked, performance, canaries=units, numbers=numbers, device=device
+    )
+    return _contributions(run, asked)
+
+
+def _contributions(run: Run, asked: PrivacyConfig) -> Contributions:
     found = list(run.releases())
+    sums = np.stack([release.sums for release in found])
+    tables = sums.shape[1]
+    unit, common = run.bounds[:tables], float(run.bounds[-1])
+    # Of the entries of a user, a draw has all.
+    drawn = np.stack([release.drawn for release in found]) // (asked.examples_per_unit or 1)
+    assert asked.sample_rate is not None
     return Contributions(
-        units=np.stack([release.sums[0] for release in found]) / unit,
+        units=(sums / unit[:, None]).reshape(len(found), -1),
         background=np.array([release.background for release in found]) / common,
-        drawn=np.stack([release.drawn for release in found]),
-        std=LITTLE * privacy.bound / float(unit),
-        background_std=LITTLE * privacy.bound / float(common),
-        rate=rate,
+        drawn=np.tile(drawn, tables),
+        std=LITTLE * asked.bound / float(unit.min()),
+        background_std=LITTLE * asked.bound / common,
+        rate=asked.sample_rate,
     )
 
 

@@ -154,7 +154,7 @@ class Run:
         privacy: the settings, noise and sample rate among them.
         performance: settings that decide how gradients are clipped.
         canaries: number of canaries that the model knows.
-        numbers: which of them are in the data; all by default.
+        numbers: which of them are in the data, of each of its entries; all by default.
         background: whether all have a number in common, beside one table; else two tables.
         device: of the model.
         prepare: what is done to the model before it is made private, such as sharding it.
@@ -180,7 +180,7 @@ class Run:
         self.dataset = Canaries(everyone)
         # Equal parts in both layers, so that every kind of clipping can use its whole bound.
         scale = EXCESS * privacy.bound / math.sqrt(2)
-        model = CanaryModel(canaries, background=background, scale=scale)
+        model = self._new_model(background=background, scale=scale)
         model = model.to(device=device, dtype=torch.float64)
         prepare(model)
         rate = privacy.sample_rate
@@ -189,11 +189,7 @@ class Run:
             self.model, self.optimizer, self.loader = engine.make_private(
                 module=model,
                 optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-                data_loader=DataLoader(
-                    self.dataset,
-                    batch_size=max(1, round(rate * len(everyone))),
-                    collate_fn=collate,
-                ),
+                data_loader=self._new_loader(max(1, round(rate * len(np.unique(everyone))))),
                 privacy=privacy,
                 performance=performance,
             )
@@ -209,16 +205,31 @@ class Run:
         drawn = np.zeros(self.canaries, dtype=np.int64)
         device = next(self.model.parameters()).device
         with quietly():
-            for numbers, weights in self.loader:
-                losses = self.model(numbers.to(device), weights.to(device))
-                self.engine.backward(losses)
-                drawn += np.bincount(numbers[self.loader.is_real], minlength=self.canaries)
+            for batch in self.loader:
+                self.engine.backward(self._losses(batch, device))
+                drawn += self._drawn(batch)
                 is_last = self.loader.is_last
                 self.optimizer.step()
                 if is_last:
                     yield self._read(drawn)
                     drawn = np.zeros_like(drawn)
                 self.optimizer.zero_grad()
+
+    def _new_model(self, *, background: bool, scale: float) -> nn.Module:
+        return CanaryModel(self.canaries, background=background, scale=scale)
+
+    def _new_loader(self, batch_size: int) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_size=batch_size, collate_fn=collate)
+
+    def _losses(self, batch: Any, device: torch.device) -> Tensor:
+        numbers, weights = batch
+        losses: Tensor = self.model(numbers.to(device), weights.to(device))
+        return losses
+
+    def _drawn(self, batch: Any) -> NDArray[np.int64]:
+        """`[canaries]`: how often each canary is among the samples of a microbatch."""
+        numbers, _ = batch
+        return np.bincount(numbers[self.loader.is_real], minlength=self.canaries)
 
     def _read(self, drawn: NDArray[np.int64]) -> Release:
         factor = self.optimizer.expected_batch_size

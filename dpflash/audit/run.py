@@ -218,13 +218,19 @@ def _refuse_slow(mechanism: str) -> None:
 
 def named_checks(probes: Probes, rng: np.random.Generator) -> list[Check]:
     """The checks of one process."""
-    inclusions, padding, divisor, noise = (
-        probes.inclusions, probes.padding, probes.divisor, probes.noise,
-    )  # fmt: skip
+    inclusions, divisor, noise = probes.inclusions, probes.divisor, probes.noise
+    contributions = {
+        "canaries in padding rows": probes.padding,
+        "canaries in packed neighbors": probes.packed,
+        "canaries of two entries": probes.users,
+    }
     included = np.rint(inclusions.units).astype(np.int64)
     checks = [
         check_inclusions(included, inclusions.rate, rng),
-        check_contributions("canaries in padding rows", padding.units, padding.drawn, padding.std),
+        *(
+            check_contributions(name, read.units, read.drawn, read.std)
+            for name, read in contributions.items()
+        ),
         check_contributions(
             "divisor under a background sum",
             divisor.background,
@@ -237,8 +243,6 @@ def named_checks(probes: Probes, rng: np.random.Generator) -> list[Check]:
     ]
     if noise.multiples is not None:
         checks.append(check_lattice(noise.multiples, noise.std_in_steps))
-    # Canaries in packed neighbors belong here: units that are documents of one packed row, read
-    # as `padding` is, against what each document's clipping allows.
     return checks
 
 

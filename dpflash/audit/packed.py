@@ -1,0 +1,79 @@
+"""The audited run on packed documents: canaries that share rows with other canaries.
+
+A document has the number of its canary at each of its tokens. Padding has number 0, which is of no
+document, but a loss that counts it: what it adds to a release is found at that number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ..packing import PackedBatch, PackTo
+from .releases import Run
+
+# Some documents share a microbatch, and some draws need several. A document has two rows.
+_TOKENS, _ROWS, _DOCUMENTS = 24, 3, 8
+# So short that one token of a neighbor is a large part of a gradient.
+_MOST_TOKENS = 3
+
+
+class PackedCanaryModel(nn.Module):
+    """Losses [U] of packed documents: each canary has a number in a table and one in a layer.
+
+    Args:
+        canaries: number of canaries, of which the first is padding.
+        scale: of each number in a loss.
+    """
+
+    def __init__(self, canaries: int, *, scale: float):
+        super().__init__()
+        self.tables = nn.ModuleList(
+            [nn.Embedding(canaries, 1), nn.Linear(canaries, 1, bias=False)]
+        )
+        self.background = None
+        self.canaries = canaries
+        self.scale = scale
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """The sum over each document's tokens; padding is in the loss of the last one."""
+        tokens = batch.input_ids
+        table, layer = self.tables
+        each = table(tokens) + layer(F.one_hot(tokens, self.canaries).double())
+        losses = each.new_zeros(batch.max_documents)
+        owners = batch.sample_index % batch.max_documents
+        return self.scale * losses.index_add(0, owners.flatten(), each.flatten())
+
+
+class PackedRun(Run):
+    """A run on packed documents, with the arguments and attributes of `Run`.
+
+    Canary 0 is that of padding, and is not in the data.
+    """
+
+    def _new_model(self, *, background: bool, scale: float) -> nn.Module:
+        assert not background
+        return PackedCanaryModel(self.canaries, scale=scale)
+
+    def _new_loader(self, batch_size: int) -> DataLoader[Any]:
+        numbers = self.dataset.numbers
+        self._lengths = 1 + np.arange(self.canaries) % _MOST_TOKENS
+        self._lengths[int(numbers[-1])] = _TOKENS // _ROWS + 1
+        documents: Any = [torch.full((int(self._lengths[n]),), int(n)) for n in numbers]
+        packing = PackTo(tokens=_TOKENS, rows=_ROWS, max_documents=_DOCUMENTS)
+        return DataLoader(documents, batch_size=batch_size, collate_fn=packing)
+
+    def _losses(self, batch: Any, device: torch.device) -> Tensor:
+        losses: Tensor = self.model(batch.to(device))
+        return losses
+
+    def _drawn(self, batch: Any) -> NDArray[np.int64]:
+        tokens = np.bincount(batch.input_ids.flatten(), minlength=self.canaries)
+        tokens[0] = 0
+        return np.asarray(tokens // self._lengths)
