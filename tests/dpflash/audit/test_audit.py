@@ -1,6 +1,7 @@
 """Audits of the real engine: honest ones, ones with seeded bugs, engine.audit and the command."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash.accounting import get_noise_multiplier
 from dpflash.audit.bounds import assess
-from dpflash.audit.checks import MOST_FALSE_ALARMS, check_charges
-from dpflash.audit.probes import Probes, read_contributions, read_noise
+from dpflash.audit.checks import MOST_FALSE_ALARMS, check_charges, check_contributions
+from dpflash.audit.packed import PackedRun
+from dpflash.audit.probes import (
+    Probes,
+    read_contributions,
+    read_noise,
+    read_packed,
+    read_users,
+)
 from dpflash.audit.ranks import Audited
 from dpflash.audit.releases import Run
 from dpflash.audit.report import SCORE_FALSE_ALARMS
@@ -59,6 +67,8 @@ def honest():
         inclusions=few(64, 1 / 4),
         padding=few(32, 1 / 8),
         divisor=few(64, 1 / 4),
+        packed=read_packed(new_engine, *settings()),
+        users=read_users(new_engine, *settings()),
         noise=read_noise(new_engine, *settings()),
     )
 
@@ -70,6 +80,41 @@ def test_named_checks_pass_on_the_library_as_it_is_and_share_their_false_alarms(
     assert sum(check.false_alarm_rate for check in checks) <= MOST_FALSE_ALARMS - 3e-4
     # Two rows in a microbatch, so that an odd draw has a padding row.
     assert (honest.padding.drawn.sum(1) % 2 == 1).any()
+    assert honest.users.drawn.max() == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clipping": "per_layer"},
+        {"clipping": "per_block"},
+        {"exact": True},
+        {"exact": False},
+        {"grad_sample_mode": "ghost"},
+        {"grad_sample_mode": "book_keeping"},
+    ],
+    ids=lambda changes: "-".join(map(str, *changes.items())),
+)
+def test_packed_documents_and_users_contribute_once_in_every_kind_of_clipping(changes):
+    mode = changes.pop("grad_sample_mode", "auto")
+    privacy, performance = settings(**changes)
+    for read in (read_packed, read_users):
+        found = read(new_engine, privacy, replace(performance, grad_sample_mode=mode))
+        assert check_contributions("", found.units, found.drawn, found.std).ok
+
+
+def test_a_document_in_the_data_or_not_leaves_its_packed_neighbors_as_they_are():
+    """With a seed the noise is the same, and without document 4 the others are packed anew."""
+    asked = settings(rate=1.0, steps=1)
+    released = []
+    for numbers in (np.arange(1, 12), np.delete(np.arange(1, 12), 3)):
+        run = PackedRun(new_engine(), *asked, canaries=12, numbers=numbers)
+        (release,) = run.releases()
+        np.testing.assert_array_equal(np.flatnonzero(release.drawn), numbers)
+        released.append(release.sums)
+    difference = released[0] - released[1]
+    np.testing.assert_allclose(np.delete(difference, 4, axis=1), 0, atol=1e-9)
+    np.testing.assert_allclose(difference[:, 4], run.bounds, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +145,10 @@ def test_scores_refute_seeded_bugs(rate, canaries, bugs):
         ("coarse noise on the grid", "noise", "lattice of the release"),
         ("divisor by the drawn size", "divisor", "divisor under a background sum"),
         ("padding contributes", "padding", "canaries in padding rows"),
+        ("a sample counted in two documents", "packed", "canaries in packed neighbors"),
+        ("a document with the next one", "packed", "canaries in packed neighbors"),
+        ("a document with the padding behind it", "packed", "canaries in packed neighbors"),
+        ("entries clipped one by one", "users", "canaries of two entries"),
         ("shuffling", "inclusions", "inclusion counts"),
     ],
 )  # fmt: skip
@@ -109,6 +158,8 @@ def test_a_named_check_fails_with_a_seeded_bug(bug, part, check, honest, monkeyp
         "noise": lambda: read_noise(new_engine, *settings()),
         "divisor": lambda: few(64, 1 / 4),
         "padding": lambda: few(32, 1 / 8),
+        "packed": lambda: read_packed(new_engine, *settings()),
+        "users": lambda: read_users(new_engine, *settings()),
         "inclusions": lambda: few(64, 1 / 4),
     }[part]()
     probes = Probes(**({**vars(honest)} | {part: with_bug}))
