@@ -83,20 +83,22 @@ def test_named_checks_pass_on_the_library_as_it_is_and_share_their_false_alarms(
     assert honest.users.drawn.max() == 1
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"clipping": "per_layer"},
         {"clipping": "per_block"},
         {"exact": True},
-        {"exact": False},
         {"grad_sample_mode": "ghost"},
+        {"clipping": "per_layer"},
+        {"exact": False},
         {"grad_sample_mode": "book_keeping"},
     ],
     ids=lambda changes: "-".join(map(str, *changes.items())),
 )
 def test_packed_documents_and_users_contribute_once_in_every_kind_of_clipping(changes):
-    mode = changes.pop("grad_sample_mode", "auto")
+    mode = changes.get("grad_sample_mode", "auto")
+    changes = {name: value for name, value in changes.items() if name != "grad_sample_mode"}
     privacy, performance = settings(**changes)
     for read in (read_packed, read_users):
         found = read(new_engine, privacy, replace(performance, grad_sample_mode=mode))
@@ -211,11 +213,20 @@ def test_audited_claim_of_a_subsampled_run_is_what_the_engine_has_spent():
     assert 100 < anew.included.sum() < 284  # 192 +- 9 standard deviations
 
 
+def test_units_of_several_entries_are_audited_as_units_of_one():
+    found, _ = scores_refute(settings(steps=2, unit_of=[0, 0, 1], examples_per_unit=2), 16)
+    assert found.claim.mechanism.endswith("Poisson sampling at rate 0.125")
+
+
 def test_settings_of_other_mechanisms_are_refused():
     for changes, word in (
         ({"sampling": "shuffled"}, "sampling='shuffled'"),
         ({"max_batch_size": 9}, "max_batch_size=9"),
         ({"noise_multiplier": 0.0}, "noise_multiplier=0.0"),
+        (
+            {"unit_of": [0, 0, 1], "examples_per_unit": 2, "unit_sampling": "example"},
+            "unit_sampling='example'",
+        ),
     ):
         with pytest.raises(ValueError, match=word):
             settings(**changes)
