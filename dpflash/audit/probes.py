@@ -35,8 +35,8 @@ class Contributions:
     """What every unit added to each release, read off with little noise.
 
     Attributes:
-        units: `[T, N]` (in two tables `[T, 2 N]`, one after the other): the unit's part of the release over what it contributes when it is drawn
-            once; in the data and drawn 1, otherwise 0, up to noise.
+        units: `[T, N]`, of two tables `[T, 2 N]`: the unit's part of the release over what it
+            contributes when it is drawn once; in the data and drawn 1, otherwise 0, up to noise.
         background: `[T]`: the sum of a number that all units have in common, likewise; nan
             without one.
         drawn: how often the loader drew each unit, of the shape of `units`.

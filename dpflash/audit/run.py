@@ -43,8 +43,8 @@ def auditable(
     """The settings as they are for the audit's own models.
 
     Left out is what belongs to the user's model, data or loop: bounds of single groups (their
-    joint bound stays), lengths, buffers, a declared reduction, the size of the dataset and the
-    budget; microbatches, the memory budget, autocast and torch.compile.
+    joint bound stays), lengths, buffers, a declared reduction, who owns which entry, the size of
+    the dataset and the budget; microbatches, the memory budget, autocast and torch.compile.
 
     Raises:
         ValueError: naming a setting that the audit has no canaries for.
@@ -65,6 +65,11 @@ def auditable(
             f"noise_multiplier={privacy.noise_multiplier!r}: without noise there is no claim to "
             "audit; pass a number > 0"
         )
+    if privacy.unit_sampling == "example":
+        raise ValueError(
+            f"unit_sampling={privacy.unit_sampling!r}: the audit's claim is about a unit that is "
+            "drawn as a whole; audit a run with unit_sampling='unit', or without unit_of"
+        )
     privacy, performance = resolved(
         replace(privacy, target_epsilon=None, target_delta=None), performance
     )
@@ -77,6 +82,8 @@ def auditable(
         dataset_size=None,
         public_length=None,
         loss_reduction=None,
+        unit_of=None,
+        examples_per_unit=None,
         budget=None,
         allow_buffers=(),
     ), replace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from dpflash.distributed import collectives
 from dpflash.engine import PrivacyEngine
 from dpflash.kernels import squared_norm
 from dpflash.kernels.noise import NoiseStream
+from dpflash.packing import Units
 from dpflash.sampling.samplers import PoissonBatchSampler
 from dpflash.sampling.slots import RealRows
+from dpflash.sampling.tracker import BatchTracker
 from dpflash.step import BatchNoise, PrivateStep
 
 Put = Callable[[Any, str, Any], None]
@@ -99,6 +102,57 @@ def _padding_contributes(put: Put) -> None:
     put(RealRows, "only", lambda self, x: x)
 
 
+def _spans(of: Callable[[Any], list[tuple[int, int]]]) -> Callable[[Put], None]:
+    """Documents have other tokens where their gradients and norms are made."""
+
+    def apply(put: Put) -> None:
+        def spans_of(self: Any, n: int) -> list[tuple[int, int]]:
+            each = n // max(1, self.positions)
+            return [(start * each, end * each) for start, end in of(self)]
+
+        def entries(self: Any, unit: int, n: int) -> slice:
+            return slice(*spans_of(self, n)[unit])
+
+        put(Units, "spans_of", spans_of)
+        put(Units, "entries", entries)
+
+    return apply
+
+
+def _one_token_too_far(units: Any) -> list[tuple[int, int]]:
+    return [
+        (start, end if start == end else min(end + 1, units.positions))
+        for start, end in units.spans
+    ]
+
+
+def _with_the_next_document(units: Any) -> list[tuple[int, int]]:
+    ends = sorted({end for _, end in units.spans})
+    return [
+        (start, end if start == end else next((e for e in ends if e > end), end))
+        for start, end in units.spans
+    ]
+
+
+def _with_padding(units: Any) -> list[tuple[int, int]]:
+    last = max(end for _, end in units.spans)
+    return [
+        (start, end if start == end or end < last else units.positions)
+        for start, end in units.spans
+    ]
+
+
+def _entries_clipped_one_by_one(put: Put) -> None:
+    original = BatchTracker.begin_batch
+
+    def begin_batch(self: Any, mark: Any, own: Any) -> None:
+        if mark.units is not None and mark.units.are_rows:
+            mark = replace(mark.of_rows, units=None)
+        original(self, mark, own)
+
+    put(BatchTracker, "begin_batch", begin_batch)
+
+
 def _float_lattice(put: Put) -> None:
     def add_to_(self: Any, out: torch.Tensor) -> torch.Tensor:
         return out.add_(torch.randn(out.shape, dtype=torch.float32) * self.std)
@@ -148,8 +202,6 @@ def _ranks_share_one_noise(put: Put) -> None:
         return None if found is None else _at_zero(found)
 
     def _at_zero(found: Any) -> Any:
-        from dataclasses import replace
-
         return replace(found, offset=0)
 
     put(BatchNoise, "stream", stream)
@@ -165,10 +217,14 @@ BUGS: dict[str, Callable[[Put], None]] = {
     "divisor by the drawn size": _divisor_by_drawn_size,
     "shuffling": _shuffling,
     "padding contributes": _padding_contributes,
+    "a sample counted in two documents": _spans(_one_token_too_far),
+    "a document with the next one": _spans(_with_the_next_document),
+    "a document with the padding behind it": _spans(_with_padding),
+    "entries clipped one by one": _entries_clipped_one_by_one,
     "float lattice": _float_lattice,
     "coarse noise on the grid": _coarse_noise_on_the_grid,
 }
-# Of two ranks. "A sample counted in two documents" joins with packed batches.
+# Of two ranks.
 RANK_BUGS: dict[str, Callable[[Put], None]] = {
     "squares of shards added": _squares_of_shards,
     "ranks share one noise": _ranks_share_one_noise,

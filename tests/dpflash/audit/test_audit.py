@@ -1,6 +1,7 @@
 """Audits of the real engine: honest ones, ones with seeded bugs, engine.audit and the command."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash.accounting import get_noise_multiplier
 from dpflash.audit.bounds import assess
-from dpflash.audit.checks import MOST_FALSE_ALARMS, check_charges
-from dpflash.audit.probes import Probes, read_contributions, read_noise
+from dpflash.audit.checks import MOST_FALSE_ALARMS, check_charges, check_contributions
+from dpflash.audit.packed import PackedRun
+from dpflash.audit.probes import (
+    Probes,
+    read_contributions,
+    read_noise,
+    read_packed,
+    read_users,
+)
 from dpflash.audit.ranks import Audited
 from dpflash.audit.releases import Run
 from dpflash.audit.report import SCORE_FALSE_ALARMS
@@ -59,6 +67,8 @@ def honest():
         inclusions=few(64, 1 / 4),
         padding=few(32, 1 / 8),
         divisor=few(64, 1 / 4),
+        packed=read_packed(new_engine, *settings()),
+        users=read_users(new_engine, *settings()),
         noise=read_noise(new_engine, *settings()),
     )
 
@@ -70,6 +80,43 @@ def test_named_checks_pass_on_the_library_as_it_is_and_share_their_false_alarms(
     assert sum(check.false_alarm_rate for check in checks) <= MOST_FALSE_ALARMS - 3e-4
     # Two rows in a microbatch, so that an odd draw has a padding row.
     assert (honest.padding.drawn.sum(1) % 2 == 1).any()
+    assert honest.users.drawn.max() == 1
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clipping": "per_block"},
+        {"exact": True},
+        {"grad_sample_mode": "ghost"},
+        {"clipping": "per_layer"},
+        {"exact": False},
+        {"grad_sample_mode": "book_keeping"},
+    ],
+    ids=lambda changes: "-".join(map(str, *changes.items())),
+)
+def test_packed_documents_and_users_contribute_once_in_every_kind_of_clipping(changes):
+    mode = changes.get("grad_sample_mode", "auto")
+    changes = {name: value for name, value in changes.items() if name != "grad_sample_mode"}
+    privacy, performance = settings(**changes)
+    for read in (read_packed, read_users):
+        found = read(new_engine, privacy, replace(performance, grad_sample_mode=mode))
+        assert check_contributions("", found.units, found.drawn, found.std).ok
+
+
+def test_a_document_in_the_data_or_not_leaves_its_packed_neighbors_as_they_are():
+    """With a seed the noise is the same, and without document 4 the others are packed anew."""
+    asked = settings(rate=1.0, steps=1)
+    released = []
+    for numbers in (np.arange(1, 12), np.delete(np.arange(1, 12), 3)):
+        run = PackedRun(new_engine(), *asked, canaries=12, numbers=numbers)
+        (release,) = run.releases()
+        np.testing.assert_array_equal(np.flatnonzero(release.drawn), numbers)
+        released.append(release.sums)
+    difference = released[0] - released[1]
+    np.testing.assert_allclose(np.delete(difference, 4, axis=1), 0, atol=1e-9)
+    np.testing.assert_allclose(difference[:, 4], run.bounds, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +147,10 @@ def test_scores_refute_seeded_bugs(rate, canaries, bugs):
         ("coarse noise on the grid", "noise", "lattice of the release"),
         ("divisor by the drawn size", "divisor", "divisor under a background sum"),
         ("padding contributes", "padding", "canaries in padding rows"),
+        ("a sample counted in two documents", "packed", "canaries in packed neighbors"),
+        ("a document with the next one", "packed", "canaries in packed neighbors"),
+        ("a document with the padding behind it", "packed", "canaries in packed neighbors"),
+        ("entries clipped one by one", "users", "canaries of two entries"),
         ("shuffling", "inclusions", "inclusion counts"),
     ],
 )  # fmt: skip
@@ -109,6 +160,8 @@ def test_a_named_check_fails_with_a_seeded_bug(bug, part, check, honest, monkeyp
         "noise": lambda: read_noise(new_engine, *settings()),
         "divisor": lambda: few(64, 1 / 4),
         "padding": lambda: few(32, 1 / 8),
+        "packed": lambda: read_packed(new_engine, *settings()),
+        "users": lambda: read_users(new_engine, *settings()),
         "inclusions": lambda: few(64, 1 / 4),
     }[part]()
     probes = Probes(**({**vars(honest)} | {part: with_bug}))
@@ -160,11 +213,20 @@ def test_audited_claim_of_a_subsampled_run_is_what_the_engine_has_spent():
     assert 100 < anew.included.sum() < 284  # 192 +- 9 standard deviations
 
 
+def test_units_of_several_entries_are_audited_as_units_of_one():
+    found, _ = scores_refute(settings(steps=2, unit_of=[0, 0, 1], examples_per_unit=2), 16)
+    assert found.claim.mechanism.endswith("Poisson sampling at rate 0.125")
+
+
 def test_settings_of_other_mechanisms_are_refused():
     for changes, word in (
         ({"sampling": "shuffled"}, "sampling='shuffled'"),
         ({"max_batch_size": 9}, "max_batch_size=9"),
         ({"noise_multiplier": 0.0}, "noise_multiplier=0.0"),
+        (
+            {"unit_of": [0, 0, 1], "examples_per_unit": 2, "unit_sampling": "example"},
+            "unit_sampling='example'",
+        ),
     ):
         with pytest.raises(ValueError, match=word):
             settings(**changes)
