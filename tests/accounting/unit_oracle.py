@@ -82,19 +82,25 @@ def gaussian_delta(epsilon, mu):
     return here - mpmath.exp(epsilon) * mpmath.ncdf(-mu / 2 - epsilon / mu)
 
 
-def two_steps_delta(epsilon, k, q, s, direction):
-    """Profile of two steps: Gauss-Legendre over the first output."""
-    p, s = probabilities(k, q), mpf(s)
+def two_steps_delta(epsilon, k, q, s, direction, degree=4):
+    """Profile of two steps: Gauss-Legendre over the first output, 3 * 2^(degree-1) nodes each."""
+    epsilon, p, s = mpf(epsilon), probabilities(k, q), mpf(s)
+    sign = 1 if direction == REMOVE else -1
 
     def integrand(x):
         ratio = likelihood_ratio(x, s, p)
-        density = mpmath.npdf(x, 0, s)
-        if direction == REMOVE:
-            return density * ratio * one_step_delta(epsilon - mpmath.log(ratio), k, q, s, REMOVE)
-        return density * one_step_delta(epsilon + mpmath.log(ratio), k, q, s, ADD)
+        density = mpmath.npdf(x, 0, s) * (ratio if direction == REMOVE else 1)
+        rest = epsilon - sign * mpmath.log(ratio)
+        return density * one_step_delta(rest, k, q, s, direction)
 
-    ends = [-12 * s + i * (k + 24 * s) / 60 for i in range(61)]
-    return mpmath.quad(integrand, ends, maxdegree=4)
+    ends = [-10 * s + i * s / 2 for i in range(41 + int(2 * k / s))]
+    # Where the second step may reach epsilon only by an output without any drawn example, its
+    # profile has a corner, next to which it changes within tiny losses.
+    corner = edge(mpmath.exp(sign * epsilon) / p[0], s, p)
+    if corner is not None:
+        ends += [corner] + [corner + side * s / 2**n for n in range(36) for side in (-1, 1)]
+    ends = sorted(end for end in ends if ends[0] <= end)
+    return mpmath.quad(integrand, ends, method="gauss-legendre", maxdegree=degree)
 
 
 class Inversion:
@@ -253,29 +259,28 @@ SETTINGS = [
     (8, 0.01, 7.5, 20, 1e-10),
     (16, 0.03, 4.5, 80, 1e-6),
     (16, 0.5, 0.7, 1000, 1e-7),
-    (16, 0.004, 0.8, 300, 1e-5),
     (16, 0.016, 2.7, 50_000, 1e-10),
     (32, 0.13, 4.5, 3, 1e-8),
-    (32, 0.006, 4.3, 14, 1e-6),
     (32, 0.0015, 4.1, 300, 1e-11),
     (32, 5e-4, 3.0, 20_000, 1e-7),
     (64, 0.006, 3.5, 10_000, 1e-12),
     (64, 0.8, 4.0, 300, 1e-9),
-    (64, 2e-4, 7.8, 1000, 1e-10),
     (64, 0.002, 10.0, 10_000, 1e-9),
     (64, 0.05, 2.0, 100_000, 1e-11),
+    (4, 0.05, 1.5, 3000, 1e-6),
+    (16, 0.1, 6.0, 500, 1e-8),
+    (32, 0.05, 10.0, 1000, 1e-9),
+    (64, 0.01, 8.0, 3000, 1e-7),
     (10, 1.0, 5.0, 100, 1e-7),
 ]
 
 
 def closed_form(k, q, s, steps, direction):
-    """The profile of one or two steps, or of any number of whole batches; None of others."""
+    """The profile of one step, or of any number of whole batches; None of others."""
     if q == 1:
         return lambda e: gaussian_delta(e, mpmath.sqrt(steps) * k / mpf(s))
     if steps == 1:
         return lambda e: one_step_delta(e, k, q, s, direction)
-    if steps == 2:
-        return lambda e: two_steps_delta(e, k, q, s, direction)
     return None
 
 
@@ -290,17 +295,29 @@ def solved(profile, delta):
         return mpmath.log(profile(mpmath.exp(log)) / mpf(delta))
 
     ends = (mpmath.log(max(low, high / 16)), mpmath.log(high))
-    return mpmath.exp(mpmath.findroot(distance, ends, solver="anderson", tol=mpf(10) ** -40))
+    tolerance = mpf(10) ** (-2 * mp.dps)
+    root = mpmath.findroot(distance, ends, solver="anderson", tol=tolerance, verify=False)
+    return mpmath.exp(root)
 
 
 def truth(k, q, s, steps, delta):
     """(epsilon, digits) of the greater direction."""
+    if steps == 2:
+        with mp.workdps(20):
+            epsilon = solved(lambda e: two_steps_delta(e, k, q, s, REMOVE, 3), delta)
+            assert two_steps_delta(epsilon, k, q, s, ADD, 3) <= delta
+            fine = two_steps_delta(epsilon, k, q, s, REMOVE, 4)
+            below = two_steps_delta(epsilon * mpf("0.999"), k, q, s, REMOVE, 3)
+            # The slope of log delta over log epsilon.
+            slope = mpmath.log(below / fine) * 1000
+            error = abs(mpmath.log(fine / mpf(delta)) / slope)
+            return epsilon, int(-mpmath.log(error + mpf(10) ** -17, 10))
     profile = closed_form(k, q, s, steps, REMOVE)
     if profile:
-        with mp.workdps(25 if steps == 2 else 40):
-            epsilon, digits = solved(profile, delta), 14 if steps == 2 else 20
+        with mp.workdps(40):
+            epsilon = solved(profile, delta)
             assert closed_form(k, q, s, steps, ADD)(epsilon) <= delta
-            return epsilon, digits
+            return epsilon, 20
     with mp.workdps(40):
         epsilon = Inversion(k, q, s, steps, REMOVE).epsilon(delta)
         if epsilon < -steps * k * mpmath.log(1 - mpf(q)):
