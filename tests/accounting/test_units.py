@@ -115,18 +115,20 @@ def test_rows_of_many_steps_have_their_delta_on_another_line(row: dict) -> None:
         assert abs(value - mpf(row["delta"])) <= 1e-14 * abs(slope) * mpf(row["epsilon"])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("side", [oracle.REMOVE, oracle.ADD])
-@pytest.mark.parametrize(("steps", "epsilon"), [(1, 0.5), (2, 1.0)])
+@pytest.mark.parametrize(("steps", "examples", "noise"), [(1, 20, 6.0), (2, 4, 3.0)])
 def test_the_inversion_is_the_closed_form_and_the_quadrature_over_an_output(
-    steps: int, epsilon: float, side: str
+    steps: int, examples: int, noise: float, side: str
 ) -> None:
+    epsilon = 1.0
     with mp.workdps(28):
-        inversion = oracle.Inversion(4, 0.4, 3.0, steps, side)
+        inversion = oracle.Inversion(examples, 0.4, noise, steps, side, fineness=1.5)
         inversion.draw(mpf(epsilon))
         if steps == 1:
-            truth = oracle.one_step_delta(epsilon, 4, 0.4, 3.0, side)
+            truth = oracle.one_step_delta(epsilon, examples, 0.4, noise, side)
         else:
-            truth = oracle.two_steps_delta(epsilon, 4, 0.4, 3.0, side, 3)
+            truth = oracle.two_steps_delta(epsilon, examples, 0.4, noise, side, 3)
         assert float(inversion.delta(mpf(epsilon))[0]) == pytest.approx(float(truth), rel=1e-12)
 
 
