@@ -20,8 +20,8 @@ class UnitGroups:
     Args:
         dataset: map-style.
         unit_of: the unit of each entry, in their order; or a function from an entry to its unit,
-            which reads the whole dataset once. A unit is anything hashable; an entry of several
-            units has a tuple, list or set of them.
+            which reads the whole dataset once. A unit is compared by its value, such as a number
+            or a text; an entry of several units has a tuple, list, set or 1-D tensor of them.
         limit: k, the most entries of a unit in one draw, or in all of training.
         sampling: "unit" if units are drawn, "example" if entries are.
 
@@ -32,7 +32,7 @@ class UnitGroups:
 
     Raises:
         ValueError: another number of units than entries, an entry of no unit, or one of several
-            where units are drawn.
+            where units are drawn; or a unit that is equal to itself alone, such as NaN.
     """
 
     def __init__(
@@ -59,12 +59,7 @@ class UnitGroups:
         self.has_shared = False
         found: dict[Hashable, list[int]] = {}
         for index, name in enumerate(named):
-            owners = dict.fromkeys(name) if isinstance(name, tuple | list | set) else {name: None}
-            if not owners or None in owners:
-                raise ValueError(
-                    f"unit_of gives {name!r} for entry {index}: each entry needs a unit, since "
-                    "nothing would protect it otherwise; give entries of nobody one each"
-                )
+            owners = _owners_of(name, index)
             self.has_shared |= len(owners) > 1
             if self.has_shared and self.are_drawn:
                 raise ValueError(
@@ -113,6 +108,43 @@ class UnitGroups:
                 count[units] += 1
                 kept.append(index)
         return np.array(kept, dtype=np.int64)
+
+
+def _owners_of(name: Any, index: int) -> dict[Hashable, None]:
+    """The units of an entry, in order."""
+    name = _as_value(name)
+    several = name if isinstance(name, tuple | list | set | frozenset) else [name]
+    owners: dict[Hashable, None] = {}
+    for owner in map(_as_value, several):
+        if owner is not None and not _has_value(owner):
+            raise ValueError(
+                f"unit_of gives {owner!r} ({type(owner).__name__}) for entry {index}, which is "
+                "equal to no other object, so entries of one unit would each be one by itself: "
+                "name units by numbers or texts, and none by NaN"
+            )
+        owners[owner] = None
+    if not owners or None in owners:
+        raise ValueError(
+            f"unit_of gives {name!r} for entry {index}: each entry needs a unit, since nothing "
+            "would protect it otherwise; give entries of nobody one each"
+        )
+    return owners
+
+
+def _as_value(name: Any) -> Any:
+    # Two tensors of one number are different keys.
+    return name.tolist() if isinstance(name, Tensor | np.ndarray) else name
+
+
+def _has_value(owner: Any) -> bool:
+    """Whether this can be equal to another object."""
+    try:
+        hash(owner)
+        is_equal = bool(owner == owner)  # NaN is not.
+    except (TypeError, ValueError):
+        return False
+    by_identity: Any = object.__hash__
+    return is_equal and type(owner).__hash__ is not by_identity
 
 
 def _as_list(values: Any) -> list[Any]:

@@ -95,6 +95,38 @@ def test_units_that_cannot_be_are_refused():
         UnitGroups(range(3), np.zeros((3, 1)), limit=1, sampling="unit")
 
 
+@pytest.mark.parametrize(
+    "unit_of",
+    [
+        [torch.tensor(i % 2) for i in range(6)],
+        [np.array(i % 2) for i in range(6)],
+        lambda entry: torch.tensor(entry % 2),
+        [frozenset({i % 2}) for i in range(6)],
+        [(torch.tensor(i % 2),) for i in range(6)],
+        [np.float32(i % 2) for i in range(6)],
+    ],
+)
+def test_units_are_compared_by_value(unit_of):
+    groups = UnitGroups(range(6), unit_of, limit=3, sampling="unit")
+    assert [own.tolist() for own in groups.members] == [[0, 2, 4], [1, 3, 5]]
+
+
+@pytest.mark.parametrize("several", [frozenset({7, 8}), torch.tensor([7, 8])])
+def test_an_entry_of_several_units_counts_for_each_of_them(several):
+    groups = UnitGroups(range(2), [several, 7], limit=1, sampling="example")
+    assert groups.has_shared and groups.kept().tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "own", [lambda: float("nan"), lambda: np.datetime64("NaT"), object, lambda: {"user": 1}]
+)
+def test_units_that_equal_no_other_object_are_refused(own):
+    with pytest.raises(ValueError, match="for entry 1, which is equal to no other object"):
+        UnitGroups(range(3), [0, own(), own()], limit=1, sampling="unit")
+    with pytest.raises(ValueError, match="for entry 1, which is equal to no other object"):
+        UnitGroups(range(3), [0, (1, own()), 0], limit=1, sampling="example")
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_rows_of_a_slot_are_entries_of_one_drawn_unit(ranks):
     owners = [index % 9 for index in range(20)]  # three entries of two units, else two
