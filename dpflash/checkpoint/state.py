@@ -119,7 +119,7 @@ def check_fits(
     if state["sampling"] != sampling:
         raise ValueError(
             f"{where} the data loader: saved with {state['sampling']}, now {sampling}. Call "
-            "make_private with the same data and batch size"
+            "make_private with the same data, units (unit_of) and batch size"
         )
     saved = shapes_of(state["module"])
     if shapes != saved:

@@ -171,8 +171,9 @@ class DPTrainer(Trainer):
         ValueError: for an option that cannot be private, naming it and the way out.
 
     Guarantees:
-        Those of `PrivacyEngine`, for one entry of train_dataset as the privacy unit. Parameters
-        and epsilon are those of a plain loop with the same engine, arguments and losses.
+        Those of `PrivacyEngine`, for one entry of train_dataset as the privacy unit, or for one
+        user where `privacy` has unit_of. Parameters and epsilon are those of a plain loop with the
+        same engine, arguments and losses.
     """
 
     # Whether a path may be passed as the model.

@@ -88,6 +88,13 @@ class Units:
             return x if self.are_rows else x.flatten(0, dims - 1)
         if x.ndim and x.shape[0] == self.positions:
             return x
+        if self.are_rows:
+            raise ValueError(
+                f"input of layer '{layer}' has shape {tuple(x.shape)} in a batch of "
+                f"{self.positions} rows of users (unit_of): expected as many first, so that each "
+                "row's user is known. Give each row its own entry, and call the model on other "
+                "data under torch.no_grad()"
+            )
         raise ValueError(
             f"input of layer '{layer}' has shape {tuple(x.shape)} in a batch of packed documents "
             f"{list(self.shape)}: expected these two dimensions first, or their product, so that "

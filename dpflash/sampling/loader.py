@@ -278,6 +278,9 @@ class PrivateDataLoader(Prepared, DataLoader):
             "expected_batch_size": self.expected_batch_size,
             "max_batch_size": self.max_batch_size,
         }
+        if self._groups is not None:
+            # Another user in a user's place would be protected from some of the releases alone.
+            scheme["entries of each unit"] = self._groups.digest
         return scheme if self.unit == "sample" else {**scheme, "unit": self.unit_in_words}
 
     @property

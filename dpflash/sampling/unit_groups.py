@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,14 @@ class UnitGroups:
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of which entries are of one unit, in hexadecimal; the units' names do not matter."""
+        digest = blake2b(digest_size=16)
+        for own in self.members:
+            digest.update(np.array([len(own), *own], dtype="<i8").tobytes())
+        return digest.hexdigest()
 
     def selected(self, units: Sequence[int], *, key: bytes, draw: int) -> list[Indices]:
         """Entries of each of these units for one draw: all of them, or `limit` at random."""

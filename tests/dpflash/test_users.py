@@ -238,6 +238,17 @@ def test_rows_in_another_order_are_refused():
         engine.backward(model(batch.flip(0)))
 
 
+def test_another_number_of_rows_is_refused_in_words_of_users():
+    tokens, owners = entries()
+    _, model, _, loader = private(Net("linear"), tokens, owners)
+    batch, _ = next(iter(loader))
+    others = tokens[: len(batch) - 1]
+    with pytest.raises(ValueError, match=r"in a batch of \d+ rows of users \(unit_of\)"):
+        model(others)
+    with torch.no_grad():
+        assert len(model(others)) == len(others)
+
+
 def test_losses_of_another_number_than_rows_are_refused():
     tokens, owners = entries()
     engine, model, _, loader = private(Net("linear"), tokens, owners)
@@ -367,6 +378,20 @@ def test_a_resumed_run_draws_the_same_entries_of_users(tmp_path):
     resumed = private(Net("linear"), tokens, owners, noise_multiplier=1.0)
     resumed[0].load_checkpoint(tmp_path / "state")
     assert [users for _, users in released(resumed, 2)] == later
+
+
+def test_a_resumed_run_has_the_same_users(tmp_path):
+    tokens, owners = entries()
+    run = private(Net("linear"), tokens, owners, noise_multiplier=1.0)
+    released(run, 1)
+    run[0].save_checkpoint(tmp_path / "state")
+    others = [*owners[1:], owners[0]]
+    resumed = private(Net("linear"), tokens, others, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match="does not fit the data loader.*entries of each unit"):
+        resumed[0].load_checkpoint(tmp_path / "state")
+    renamed = [f"user {owner}" for owner in owners]
+    resumed = private(Net("linear"), tokens, renamed, noise_multiplier=1.0)
+    resumed[0].load_checkpoint(tmp_path / "state")
 
 
 def test_views_of_a_sample_are_averaged_before_they_are_clipped():
