@@ -382,9 +382,11 @@ def _real_g(w: _Real, log_weight: _Real) -> _Real:
 def _log1p(x: _Complex) -> _Complex:
     """log(1 + x), accurate near 0 (numpy computes log(1 + x) for complex x)."""
     modulus = np.abs(1 + x)
-    near = np.where(modulus < 2, x, 0)
+    # Near -1 the square of the modulus would lose it.
+    is_near = (modulus > 0.5) & (modulus < 2)
+    near = np.where(is_near, x, 0)
     real = 0.5 * np.log1p(2 * near.real + near.real**2 + near.imag**2)
-    real = np.where(modulus < 2, real, np.log(np.maximum(modulus, 1)))
+    real = np.where(is_near, real, np.log(modulus))
     return np.asarray(real + 1j * np.arctan2(x.imag, 1 + x.real))
 
 

@@ -114,14 +114,12 @@ class Mixture:
     def loss_variance(self) -> float:
         """Approximate variance of the loss: its chi-squared divergence, or of all examples."""
         whole = (self.examples / self.noise) ** 2
-        j = np.arange(self.most + 1)
-        spread = logsumexp(
-            self.log_p[:, None][: self.most + 1]
-            + self.log_p[: self.most + 1]
-            + np.minimum(np.outer(j, j) / self.noise**2, 600.0)
-        )
-        chi_squared = math.expm1(min(float(spread), 600.0))
-        return min(whole + whole**2 / 4, chi_squared) or 1e-300
+        j, log_p = np.arange(1, self.most + 1), self.log_p[1 : self.most + 1]
+        exponent = np.outer(j, j) / self.noise**2
+        # Only a start of searches: what is beyond float64 is cut.
+        excess = exponent + np.log(-np.expm1(-exponent)) + log_p + log_p[:, None]
+        chi_squared = float(np.exp(np.clip(excess, -700.0, 600.0)).sum())
+        return min(whole + whole**2 / 4, chi_squared)
 
     def _in_parts(self, x: _Real, function: Callable[[_Real, _Real, _Real], Any]) -> Any:
         """`function` of j, x and r_j's logs [x, j], for j from 1 to the last that counts."""
@@ -143,6 +141,8 @@ class Mixture:
 
     def _last(self, x: float) -> int:
         """The last j that counts at this output and at lesser ones."""
+        if not math.isfinite(x):
+            return self._usual
         j = np.arange(1, self.examples + 1)
         terms = self.log_p[1:] + (2 * x - j) * (j / (2 * self.noise**2))
         return max(self._usual, 1 + int(np.flatnonzero(terms > terms.max() - _NEGLIGIBLE).max()))

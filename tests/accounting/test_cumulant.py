@@ -77,6 +77,20 @@ def test_moments_are_those_of_mpmath_within_the_claimed_error(
         check(Pair(noise, rate, symmetric), [order])
 
 
+@pytest.mark.parametrize("order", [1.3 + 10j, 1.5 + 12j])
+@pytest.mark.parametrize(("noise", "rate"), [(2.0, 0.9), (1.0, 0.95)])
+def test_moments_that_almost_vanish_are_within_the_claimed_error(
+    noise: float, rate: float, order: complex
+) -> None:
+    # A single step beside other ones is no power that would hide its error.
+    pair = Pair(noise, rate)
+    truth = 1 + excess_by_quadrature(pair, order)
+    assert abs(truth) < 1e-5
+    for enough in (0.0, 1e-12):
+        log, error = log_mgf(pair, np.array([order]), cut=None, enough=enough)
+        assert abs(np.exp(np.clongdouble(log[0])) - truth) <= error[0] * abs(truth)
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_cut_leaves_out_what_lies_beyond_it(symmetric: bool) -> None:
     for cut in (8.0, 12.0):
