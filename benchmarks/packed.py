@@ -168,7 +168,7 @@ def _targets(document: Tensor) -> Tensor:
 
 
 def _sums(model: nn.Module, documents: Sequence[Tensor], bound: float | None) -> list[Tensor]:
-    """The sum of the documents' gradients, each by itself, and clipped if there is a bound."""
+    """The sum of the documents' gradients, made one at a time, clipped if there is a bound."""
     parameters = list(model.parameters())
     sums = [torch.zeros_like(p) for p in parameters]
     for document in documents:

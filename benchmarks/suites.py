@@ -17,7 +17,7 @@ SUITES = {
     "heads": "time and memory of dilated attention by number of heads",
     "private-step": "time and memory of private steps beside Opacus and beside no privacy",
     "optimize": "time and memory of private steps at each level of make_private(optimize=...)",
-    "packed": "time and memory of private steps over packed documents, beside padded ones",
+    "packed": "time and memory of private steps over packed documents, compared with padded ones",
     "max-length": "the longest sequence that fits in memory and time for each attention",
     "accounting": "time and tightness of epsilons by dpflash, Opacus and Google's dp_accounting",
     "ranks": "throughput and efficiency of private training over numbers of ranks",

@@ -22,6 +22,7 @@ from .optimizer import trained_parameters
 from .packing import PackTo
 from .packing.pack import EXACT_ALIGN
 from .privacy.keys import RunKeys
+from .privacy.privacy_unit import SAMPLE
 from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
 from .sampling.slots import check_slots
@@ -74,7 +75,7 @@ def check_arguments(
     mode = performance.grad_sample_mode
     check_module(module, ranks)
     check_model(module)
-    _check_joint(privacy.sampling, mode, ranks)
+    _check_joint(privacy, mode, ranks)
     of_units = unit_groups(data_loader, privacy)
     loader = PrivateDataLoader(
         data_loader,
@@ -105,7 +106,7 @@ def check_arguments(
     memory = performance.memory_budget or default_memory_budget(trained[0].device)
     level = Asked(performance.optimize, clipping_asked, mode, planned, memory, ranks)
     optimization = choose(level, module, trained)
-    if optimization.compiled and loader.unit != "sample":
+    if optimization.compiled and loader.unit != SAMPLE:
         optimization = optimization.without_compiler(f"the privacy unit is a {loader.unit}")
     if privacy.loss_reduction == "mean":
         narrow = narrow_parameters(module)
@@ -208,9 +209,9 @@ def _check_exact_packing(collate: PackTo, module: nn.Module) -> None:
         )
 
 
-def _check_joint(sampling: str, mode: str, ranks: Ranks) -> None:
+def _check_joint(privacy: PrivacyConfig, mode: str, ranks: Ranks) -> None:
     """Refuse options that do not work with several ranks."""
-    if ranks.everyone is not None and sampling == "shuffled":
+    if ranks.everyone is not None and privacy.sampling == "shuffled":
         raise ValueError(
             "sampling='shuffled' (poisson_sampling=False) with a mesh: the loader of each "
             "rank shuffles independently; use sampling='poisson' or 'fixed_size'"
@@ -220,4 +221,10 @@ def _check_joint(sampling: str, mode: str, ranks: Ranks) -> None:
             "grad_sample_mode='book_keeping' with a context dimension: norms need the sum "
             "over a sample's shards, so gradients are made; use 'auto', 'instantiate' or "
             "'ghost'"
+        )
+    draws_units = privacy.unit_of is not None and privacy.unit_sampling == "unit"
+    if ranks.context is not None and draws_units:
+        raise ValueError(
+            "unit_of with a mesh that has a context dimension: users whose rows are spread over "
+            "ranks are not supported; use a data dimension alone, or unit_sampling='example'"
         )

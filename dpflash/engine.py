@@ -75,6 +75,7 @@ from .packing import PackedBatch
 from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
 from .privacy.masks import SecretMasks
+from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
 from .sampling.loader import PrivateDataLoader
@@ -700,7 +701,7 @@ class PrivacyEngine(OnlySettable):
         "user, fixed graph" where an entry may be of several users, see
         `dpflash.PrivacyConfig.unit_sampling`.
         """
-        return self._spending.unit or "sample"
+        return self._spending.unit or SAMPLE
 
     def check(
         self,
@@ -881,25 +882,8 @@ class PrivacyEngine(OnlySettable):
             dataset_size=self._loader.dataset_size,
             is_declared=self._loader.has_public_size,
             unit=self._loader.unit_in_words,
-            packed=self._packing(),
-        )
-
-    def _packing(self) -> str | None:
-        """How the loader packs documents, and what the bound of packed batches holds for."""
-        assert self._loader is not None
-        packing = self._loader.packing
-        if packing is None:
-            return None
-        return (
-            f"packed by length into {packing.rows} x {packing.tokens // packing.rows} tokens: the "
-            "bound holds "
-            + (
-                "in the arithmetic that runs, since a document's gradients do not depend on the "
-                "packing"
-                if self._settings is not None and self._settings[0].exact is True
-                else "given that a document's gradients do not depend on the packing, which may "
-                "change their rounding (make_private(exact=True) rules that out)"
-            )
+            packing=self._loader.packing,
+            is_exact=self._settings is not None and self._settings[0].exact is True,
         )
 
     @property

@@ -45,6 +45,7 @@ from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, r
 from .distributed.mesh import Ranks
 from .packing import Units
 from .privacy.budget import BudgetSpent
+from .privacy.privacy_unit import USER, USER_OF_FIXED_GRAPH
 from .privacy.public_data import PublicGradients
 from .sampling.slots import RealRows
 from .sampling.tracker import BatchTracker
@@ -644,7 +645,7 @@ class PrivateStep(ClippedSums):
         noise_multiplier = self.noise_multiplier
         drawn = self.tracker.came_from_loader(signalled)
         self._require_same_release(noise_multiplier, bound, drawn)
-        if not drawn and (self._spending.unit or "").startswith("user"):
+        if not drawn and self._spending.unit in (USER, USER_OF_FIXED_GRAPH):
             self.discard()
             self.tracker.refused()
             raise RuntimeError(

@@ -42,7 +42,7 @@ _LEAST_COUNTED = 16
 _CAUTION = 2.0
 _MOST_EPSILON = 64.0
 _SPREADS = 12.0
-# Of the claimed trade-off curve: rates of errors below this delta are not told apart.
+# Grid of the claimed trade-off curve; it treats all error rates below _LEAST_DELTA as equal.
 _LINES, _LEAST_DELTA, _STEEPEST = 129, 1e-8, 500.0
 
 

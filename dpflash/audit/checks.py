@@ -173,8 +173,8 @@ def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
 def check_lattice(multiples: NDArray[np.float64], std_in_steps: float) -> Check:
     """Are all releases whole multiples of the public grid, with uniform low bits?
 
-    Noise that is drawn in floating point leaves the grid, or keeps its low bits at zero where it
-    is large, and so tells which sum it was added to.
+    Noise drawn in floating point is not on the grid, or has zeros in its low bits where it is
+    large, and so reveals which sum it was added to (Mironov 2012).
 
     Args:
         multiples: released sums over the grid.

@@ -89,8 +89,8 @@ def read_rank_noise(
 def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
     """Contributions of canaries whose gradient has equal parts on every context rank.
 
-    A norm from added squares of the parts is too small by sqrt(ranks), so that such a canary is
-    released with sqrt(ranks) times its bound.
+    If ranks added the squares of their parts, the norm would be too small by sqrt(ranks), and the
+    canary would be released with sqrt(ranks) times its bound.
 
     Args:
         audited: what is audited.

@@ -155,7 +155,8 @@ class Run:
         performance: settings that decide how gradients are clipped.
         canaries: number of canaries that the model knows.
         numbers: which of them are in the data, of each of its entries; all by default.
-        background: whether all have a number in common, beside one table; else two tables.
+        background: whether canaries also share one parameter, with one table; else there are two
+            tables.
         device: of the model.
         prepare: what is done to the model before it is made private, such as sharding it.
 

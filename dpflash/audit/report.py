@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+
+from .._json import finite
 
 if TYPE_CHECKING:
     from .bounds import Assessment
@@ -70,7 +71,7 @@ class AuditReport:
     def as_dict(self) -> dict[str, Any]:
         """Plain values; numbers that are not finite become None."""
         plain = {"ok": self.ok, **asdict(self), "false_alarm_rate": self.false_alarm_rate}
-        found: dict[str, Any] = _finite(plain)
+        found: dict[str, Any] = finite(plain)
         return found
 
     def __str__(self) -> str:
@@ -152,14 +153,3 @@ class AuditReport:
 def _upwards(length: float) -> list[list[float]]:
     """An error bar upwards alone."""
     return [[0.0], [length]]
-
-
-def _finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, which JSON does not support."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

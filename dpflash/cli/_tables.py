@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from typing import Any
 
+from dpflash._json import finite
 from dpflash._validate import one_of
 from dpflash.accounting import Accountant
 
@@ -81,18 +81,7 @@ def described(accountant: Accountant) -> str:
 
 def as_json(report: dict[str, Any]) -> str:
     """The report as one JSON object."""
-    return json.dumps(_finite(report), indent=2, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, which JSON does not support."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return value
+    return json.dumps(finite(report), indent=2, allow_nan=False)
 
 
 def table(

@@ -17,6 +17,7 @@ from dpflash.kernels import (
     embedding_grad_inner,
     embedding_grad_norm,
     embedding_per_sample_grad,
+    grad_magnitude,
     grad_norm,
     per_sample_grad,
     per_span_grad,
@@ -244,16 +245,20 @@ class DeferredGradients:
     def _sizes(self) -> Tensor:
         """[B], fp64: the sum of the magnitudes of the terms of G_i, never below ||G_i||."""
         if self._magnitudes is None:
-            sizes = []
-            for x, dy in self.linear:
-                x_sizes = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
-                sizes.append(x_sizes * torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64))
-            for _, dy in self.embedding:
-                sizes.append(torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64))
-            by_sample = [
-                t.sum(1) if self.units is None else self.units.summed(t[0]) for t in sizes
-            ]
-            self._magnitudes = torch.stack(by_sample).sum(0)
+            # Where samples are units, first those of their tokens.
+            linear, embedding = self.linear, self.embedding
+            if self.units is not None:
+                linear, embedding = (
+                    [(first.transpose(0, 1), dy.transpose(0, 1)) for first, dy in uses]
+                    for uses in (linear, embedding)
+                )
+            sizes = [grad_magnitude(*use) for use in linear]
+            for _, dy in embedding:
+                lengths = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
+                sizes.append(lengths.sum(1))
+            if self.units is not None:
+                sizes = [self.units.summed(of_tokens) for of_tokens in sizes]
+            self._magnitudes = torch.stack(sizes).sum(0)
         return self._magnitudes
 
     def _rounding(self) -> float:

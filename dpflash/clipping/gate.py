@@ -22,8 +22,6 @@ from dpflash.kernels import (
     block_clip_reduce,
     clip_factors,
     clip_reduce,
-    embedding_per_sample_grad,
-    per_sample_grad,
     squared_norm,
 )
 from dpflash.kernels.reference import rounded_down
@@ -154,9 +152,7 @@ class Gate:
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, self._deferred(position, linear=((x, dy),)))
         elif mode in _CLIPS and not self.group.tiled and self._way(position) == "instantiate":
-            if self.units is not None:
-                return self._deferred(position, linear=((x, dy),)).dense()
-            return per_sample_grad(x, dy)
+            return self._deferred(position, linear=((x, dy),)).dense()
         else:
             self._keep(position).linear.append((x, dy))
         return None
@@ -169,9 +165,7 @@ class Gate:
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, self._deferred(position, embedding=((indices, dy),)))
         elif mode in _CLIPS and self._way(position) == "instantiate":
-            if self.units is not None:
-                return self._deferred(position, embedding=((indices, dy),)).dense()
-            return embedding_per_sample_grad(indices, dy, self._rows(position))
+            return self._deferred(position, embedding=((indices, dy),)).dense()
         else:
             self._keep(position).embedding.append((indices, dy))
         return None

@@ -101,6 +101,12 @@ class Units:
             "each token's document is known. Give each token its own entry"
         )
 
+    def entries(self, unit: int, n: int) -> slice:
+        """The entries of one unit in tensors `[n, ...]`."""
+        each = n // max(1, self.positions)
+        start, end = self.spans[unit]
+        return slice(start * each, end * each)
+
     def parts(self, n: int) -> Iterator[tuple[int, slice]]:
         """(unit, its entries) of tensors `[n, ...]`, for the units that have any."""
         each = n // max(1, self.positions)
@@ -108,16 +114,10 @@ class Units:
             if start != end:
                 yield unit, slice(start * each, end * each)
 
-    def entries(self, unit: int, n: int) -> slice:
-        """The entries of one unit in tensors `[n, ...]`."""
-        each = n // max(1, self.positions)
-        start, end = self.spans[unit]
-        return slice(start * each, end * each)
-
     def spans_of(self, n: int) -> list[tuple[int, int]]:
         """(first entry, end) of each unit in tensors `[n, ...]`."""
-        each = n // max(1, self.positions)
-        return [(start * each, end * each) for start, end in self.spans]
+        entries = (self.entries(unit, n) for unit in range(self.size))
+        return [(own.start, own.stop) for own in entries]
 
     def of_entries(self, values: Tensor, n: int) -> Tensor:
         """`[n, ...]`: for each entry the value of its unit, of values `[U, ...]`; 0 for none."""
@@ -135,10 +135,10 @@ class Units:
 
     def padded(self, x: Tensor) -> Tensor:
         """`[U, L, ...]`: the entries of each unit of x `[n, ...]`, and zeros behind them."""
-        each = len(x) // max(1, self.positions)
-        longest = max((end - start for start, end in self.spans), default=0)
-        result = x.new_zeros(self.size, longest * each, *x.shape[1:])
-        for unit, own in self.parts(len(x)):
+        parts = list(self.parts(len(x)))
+        longest = max((own.stop - own.start for _, own in parts), default=0)
+        result = x.new_zeros(self.size, longest, *x.shape[1:])
+        for unit, own in parts:
             result[unit, : own.stop - own.start] = x[own]
         return result
 

@@ -14,14 +14,13 @@ from typing import Any
 from dpflash.accounting import Event, Gaussian, ShuffledGaussian, event_from_dict
 
 from .ledger_file import LedgerFile, Tail
+from .privacy_unit import SAMPLE
 
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
 # Keys of a line of version 2. Version 3 adds a digest, version 4 the privacy unit.
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant")
 _LATER_KEYS = {"digest", "unit"}
-# Of lines that do not name one: one entry of the dataset.
-SAMPLE = "sample"
 _DIGEST = b', "digest": "%s"}\n'
 _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 

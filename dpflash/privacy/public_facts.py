@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..packing import PackTo
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class PublicFacts:
         dataset_size: determines sample rate, steps and divisor.
         is_declared: whether the user declared it; else the number of entries counts as public.
         unit: the privacy unit, in words.
-        packed: of packed documents, how they are packed, in words; None for others.
+        packing: how documents are packed; None where they are not.
+        is_exact: whether the engine has `exact=True`.
     """
 
     slots: int | None
@@ -28,13 +32,14 @@ class PublicFacts:
     dataset_size: int
     is_declared: bool
     unit: str = "one entry of the dataset"
-    packed: str | None = None
+    packing: PackTo | None = None
+    is_exact: bool = False
 
     def __str__(self) -> str:
         if self.slots is None:
             slots = "none; batches have the public sizes of the loader's own epochs"
-        elif self.packed is not None:
-            slots = f"{self.slots} documents in each microbatch at most, {self.packed}"
+        elif self.packing is not None:
+            slots = f"{self.slots} documents in each microbatch at most, {self._packed_in_words}"
         else:
             slots = f"{self.slots} in each microbatch, samples in secret random ones"
         if self.others:
@@ -64,5 +69,16 @@ class PublicFacts:
             "dataset_size": self.dataset_size,
             "dataset_size_declared": self.is_declared,
             "unit": self.unit,
-            **({} if self.packed is None else {"packed": self.packed}),
+            **({} if self.packing is None else {"packed": self._packed_in_words}),
         }
+
+    @property
+    def _packed_in_words(self) -> str:
+        assert self.packing is not None
+        rows, row_len = self.packing.rows, self.packing.tokens // self.packing.rows
+        return f"packed by length into {rows} x {row_len} tokens: the bound holds " + (
+            "in the arithmetic that runs: a document's gradients do not depend on the packing"
+            if self.is_exact
+            else "given that a document's gradients do not depend on the packing, which may "
+            "change their rounding (make_private(exact=True) rules that out)"
+        )

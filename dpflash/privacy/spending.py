@@ -27,7 +27,8 @@ from dpflash.accounting.registry import as_accountant, as_phase
 
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
-from .ledger import SAMPLE, Ledger
+from .ledger import Ledger
+from .privacy_unit import SAMPLE
 
 DEFAULT_ACCOUNTANT = "contour"
 # Accountants whose epsilon is an upper bound and is computed quickly.
@@ -92,7 +93,8 @@ class Spending:
         if self.ledger is not None:
             self._check_epsilon(self.ledger)
             for line in self.ledger.lines:
-                self._adopt_unit(line.unit)
+                self._check_unit(line.unit)
+                self.unit = line.unit
                 if line.event is not None:
                     self.add(line.event, line.steps)
 
@@ -233,19 +235,14 @@ class Spending:
             self._remaining = _Remaining(event, count, self._state())
         return self._remaining.count
 
-    def _adopt_unit(self, unit: str) -> None:
-        """Record the privacy unit of the next releases.
-
-        Raises:
-            ValueError: those so far have another one, so no epsilon covers both.
-        """
+    def _check_unit(self, unit: str) -> None:
+        """Refuse a privacy unit that the releases so far do not have: no epsilon covers both."""
         if self.unit not in (None, unit):
             raise ValueError(
                 f"the privacy unit is a {unit!r} here, and a {self.unit!r} in the releases so far "
                 "(of the ledger, or of this engine): one epsilon cannot be for both. Use another "
                 "ledger and engine, and report both epsilons"
             )
-        self.unit = unit
 
     def begin(self, event: Event, budget: PrivacyBudget | None, *, unit: str = SAMPLE) -> None:
         """Prepare for a run of such events.
@@ -261,9 +258,7 @@ class Spending:
         """
         self.check(event)
         if not self.is_empty:
-            held = self.unit
-            self._adopt_unit(unit)
-            self.unit = held
+            self._check_unit(unit)
         before, self.budget = self.budget, budget
         try:
             if budget is not None and _is_noiseless(event):

@@ -28,6 +28,7 @@ from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from .._validate import positive_int
 from ..packing import PackedBatch, PackTo
+from ..privacy.privacy_unit import DOCUMENT, SAMPLE, USER, USER_OF_FIXED_GRAPH
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .lengths import Lengths, PadTo
@@ -250,14 +251,14 @@ class PrivateDataLoader(Prepared, DataLoader):
     def unit(self) -> str:
         """The privacy unit: "sample", "document" or "user"; see `PrivacyEngine.privacy_unit`."""
         if self._groups is None:
-            return "sample" if self.packing is None else "document"
-        return "user, fixed graph" if self._groups.has_shared else "user"
+            return SAMPLE if self.packing is None else DOCUMENT
+        return USER_OF_FIXED_GRAPH if self._groups.has_shared else USER
 
     @property
     def unit_in_words(self) -> str:
         """The privacy unit, for reports."""
         if self._groups is None:
-            return f"one {'document' if self.unit == 'document' else 'entry'} of the dataset"
+            return f"one {'document' if self.unit == DOCUMENT else 'entry'} of the dataset"
         most = "one entry" if self._groups.limit == 1 else f"{self._groups.limit} entries"
         if self._groups.are_drawn:
             return f"one user (unit_of), of whom each draw uses at most {most}, clipped as one"
@@ -281,7 +282,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         if self._groups is not None:
             # Another user in a user's place would be protected from some of the releases alone.
             scheme["entries of each unit"] = self._groups.digest
-        return scheme if self.unit == "sample" else {**scheme, "unit": self.unit_in_words}
+        return scheme if self.unit == SAMPLE else {**scheme, "unit": self.unit_in_words}
 
     @property
     def is_real(self) -> Tensor:

@@ -91,9 +91,8 @@ class UnitGroups:
             own = self.members[unit]
             if len(own) > self.limit:
                 if words is None:
-                    last = max(int(members[-1]) for members in self.members)
                     examples = derive_key(key, "examples of units")
-                    words = uniform_words(examples, index=draw, count=last + 1)
+                    words = uniform_words(examples, index=draw, count=len(self.names))
                 own = np.sort(own[words[own].argsort(kind="stable")[: self.limit]])
             chosen.append(own)
         return chosen
@@ -106,15 +105,14 @@ class UnitGroups:
 
         Source: greedy contribution bounding of Ganesh et al. (arXiv:2503.03622).
         """
-        size = 1 + max(int(own[-1]) for own in self.members)
-        owners: list[list[int]] = [[] for _ in range(size)]
+        owners: list[list[int]] = [[] for _ in self.names]
         for unit, own in enumerate(self.members):
             for index in own:
                 owners[index].append(unit)
         count = np.zeros(len(self.members), dtype=np.int64)
         kept = []
         for index, units in enumerate(owners):
-            if units and (count[units] < self.limit).all():
+            if (count[units] < self.limit).all():
                 count[units] += 1
                 kept.append(index)
         return np.array(kept, dtype=np.int64)

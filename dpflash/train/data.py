@@ -10,6 +10,7 @@ import json
 import os
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -178,6 +179,12 @@ class ByteDocuments(Sequence[bytes]):
     def num_units(self) -> int:
         """The number of privacy units."""
         return len(self) if self.owners is None else len(set(self.owners))
+
+    def documents_at_once(self, examples_per_unit: int | None) -> int:
+        """Documents of a step that samples every unit, with at most so many of each."""
+        if self.owners is None or examples_per_unit is None:
+            return len(self)
+        return sum(min(count, examples_per_unit) for count in Counter(self.owners).values())
 
     @property
     def left_out(self) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Any
+
+from .._json import finite
 
 METRICS = "metrics.jsonl"
 
@@ -36,12 +36,8 @@ class Metrics:
         tokens_per_second: float | None,
     ) -> None:
         """Write the line of a step."""
-        public = {"step": step, "epsilon": _finite(epsilon), "delta": delta}
-        private = {"loss": _finite(loss), "tokens_per_second": _finite(tokens_per_second)}
+        public = {"step": step, "epsilon": finite(epsilon), "delta": delta}
+        private = {"loss": finite(loss), "tokens_per_second": finite(tokens_per_second)}
         line = json.dumps({**public, "private": private}, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-
-def _finite(value: float | None) -> Any:
-    return value if value is not None and math.isfinite(value) else None

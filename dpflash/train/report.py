@@ -14,6 +14,7 @@ import torch
 
 from dpflash.accounting import Interval
 
+from .._json import finite
 from .._validate import counted
 from ..packing import PackTo
 from ..privacy.public_facts import PublicFacts
@@ -57,12 +58,12 @@ _SEEDED = "seeded: anyone who knows the seed can subtract the noise. For researc
 def _unit_in_words(config: TrainingConfig) -> str:
     name = noun_of(config.unit)
     text = _UNITS.get(config.unit, f"all records of one {name} (the field {name!r})")
-    of_each = "all of it, packed" if config.pack else "one window of it"
+    part = "all of {}, packed" if config.pack else "one window of {}"
     if not has_several_documents(config.unit):
-        return f"{text}; each step trains on {of_each}"
+        return f"{text}; each step trains on {part.format('it')}"
     return (
         f"{text}; each step trains on at most {config.examples_per_unit} of them, "
-        f"{of_each.replace(' it', ' each')}, clipped as one"
+        f"{part.format('each')}, clipped as one"
     )
 
 
@@ -165,7 +166,7 @@ def make_report(
         "history": state.history,
         "history_nonprivate": state.baseline_losses,
     }
-    return {key: _finite(value) for key, value in report.items()}
+    return {key: finite(value) for key, value in report.items()}
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
@@ -262,14 +263,3 @@ def _versions() -> dict[str, str]:
     except PackageNotFoundError:
         found["dpflash"] = "not installed"
     return found
-
-
-def _finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, which JSON does not support."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -110,6 +110,7 @@ class TrainingRun:
         self.window_len = self._fitting_length(documents)
         team.parallel.check(replace(config, seq_len=self.window_len))
         self.num_units = corpus.train.num_units
+        self._documents_at_once = corpus.train.documents_at_once(config.examples_per_unit)
         self._pack = pack_of(config, self.window_len)
         kind, length = TrainWindows, self.window_len
         if self._pack is not None:
@@ -552,9 +553,10 @@ class TrainingRun:
         config = self.config
         # Seeded by the step, so that a resumed run samples the same documents.
         rng = np.random.default_rng([self.state.init_seed, step])
-        # As many documents as private steps have on average, where units have room for more.
-        size = round(config.batch_size * len(self._windows) / self.num_units)
-        rows = rng.choice(len(self._windows), min(size, len(self._windows)), replace=False)
+        # As many documents as private steps have on average.
+        share = config.batch_size / self.num_units
+        size = min(round(share * self._documents_at_once), len(self._windows))
+        rows = rng.choice(len(self._windows), size, replace=False)
         own = rows[self._team.ranks.data_rank :: self._team.ranks.data_size]
         bits = 0.0
         for batch in self._plain_batches(own.tolist(), step):

@@ -140,8 +140,9 @@ def train(
     model: dict[str, Any] | None = None,
     ledger: str | None = None,
     clip_function: str = "hard",
+    users: int | None = None,
 ) -> dict[str, Any]:
-    """Some private steps; context=0 is one process that has everything."""
+    """Some private steps, if asked of users; context=0 is one process that has everything."""
     mesh = mesh_of(context) if context else None
     plain = made = build(**dict(model or {}))
     if mesh is not None:
@@ -162,6 +163,8 @@ def train(
         physical_batch_size=physical_batch_size,
         max_batch_size=max_batch_size,
         sampling=sampling,
+        unit_of=None if users is None else [i * i % users for i in range(SAMPLES)],
+        examples_per_unit=None if users is None else 3,
     )
     sizes: list[int] = []
     while optimizer.releases < steps:
@@ -368,6 +371,15 @@ def refusals(group: object = None) -> dict[str, str]:
     )
     attempt(
         "no engine mesh", lambda: make(dpflash.PrivacyEngine(), context_parallel(build(), context))
+    )
+    attempt(
+        "users",
+        lambda: make(
+            dpflash.PrivacyEngine(mesh=context),
+            context_parallel(build(), context),
+            unit_of=[i // 2 for i in range(SAMPLES)],
+            examples_per_unit=2,
+        ),
     )
     attempt(
         "book_keeping",

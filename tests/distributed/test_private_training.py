@@ -133,6 +133,25 @@ def test_ranks_get_the_parameters_of_one_process_from_packed_documents(
     assert together[0]["microbatches"] == together[1]["microbatches"]
 
 
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "ghost"])
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
+def test_ranks_get_the_parameters_of_one_process_from_users(
+    started: _Started, wrapper: str, clipping: str
+) -> None:
+    ways = {"grad_sample_mode": "ghost"} if clipping == "ghost" else {"clipping": clipping}
+    options = {"users": 17, "batch_size": 8, "max_batch_size": 17, "sigma": 0.3, **ways}
+    alone = cases.train(**options)
+    together = started.run(2, "train", context=1, wrapper=wrapper, **options)
+    for one in together:
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
+        np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
+        assert one["epsilon"] == alone["epsilon"]
+    # Each user is on one rank.
+    assert sum(sum(one["sizes"]) for one in together) == sum(alone["sizes"])
+    assert all(sum(one["sizes"]) for one in together)
+
+
 MODELS = [
     pytest.param(
         {"positions": "learned", "tie_embeddings": False, "norm": "rms_norm"},
@@ -533,6 +552,7 @@ REFUSED = {
     "not context parallel": "the mesh has a context of 2 ranks",
     "engine without context": "the engine's mesh has no such dimension",
     "no engine mesh": "the engine's mesh has no such dimension",
+    "users": "unit_of with a mesh that has a context dimension",
     "book_keeping": "grad_sample_mode='book_keeping'",
     "ddp without mesh": "PrivacyEngine(mesh=",
     "fsdp without mesh": "PrivacyEngine(mesh=",

@@ -106,14 +106,11 @@ def _spans(of: Callable[[Any], list[tuple[int, int]]]) -> Callable[[Put], None]:
     """Documents have other tokens where their gradients and norms are made."""
 
     def apply(put: Put) -> None:
-        def spans_of(self: Any, n: int) -> list[tuple[int, int]]:
-            each = n // max(1, self.positions)
-            return [(start * each, end * each) for start, end in of(self)]
-
         def entries(self: Any, unit: int, n: int) -> slice:
-            return slice(*spans_of(self, n)[unit])
+            each = n // max(1, self.positions)
+            start, end = of(self)[unit]
+            return slice(start * each, end * each)
 
-        put(Units, "spans_of", spans_of)
         put(Units, "entries", entries)
 
     return apply

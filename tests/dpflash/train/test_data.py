@@ -318,6 +318,7 @@ def test_all_files_below_a_folder_are_one_unit_and_a_file_outside_is_one_itself(
     documents = ByteDocuments.read(path, unit="folder")
     assert documents.paths == ("a/one", "a/two", "alone", "b/deep/two", "b/one")
     assert documents.owners == ("a", "a", "alone", "b", "b") and documents.num_units == 3
+    assert [documents.documents_at_once(most) for most in (1, 2, 3)] == [3, 5, 5]
 
 
 def test_records_with_one_value_of_a_field_are_one_unit(write):
