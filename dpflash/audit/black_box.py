@@ -50,7 +50,8 @@ def train_on_documents(
         model = LongContextLM(_VOCAB, _WIDTH, 1, 2, max_seq_len=_TOKENS).to(device)
     before = _losses(model, documents)
     inside = documents[torch.from_numpy(included).to(device)]
-    dataset = TensorDataset(inside if len(inside) else documents[:1])
+    # A dataset has an entry: where no canary is in the data, one that is no canary.
+    dataset = TensorDataset(inside if len(inside) else torch.zeros_like(documents[:1]))
     privacy = audited.privacy
     rate, steps = privacy.sample_rate, privacy.steps_per_epoch
     assert rate is not None and steps is not None

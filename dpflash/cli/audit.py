@@ -120,8 +120,10 @@ def _run(args: argparse.Namespace) -> int:
     asked = _from_options(args) if args.folder is None else _from_run(args)
     report = _audit(args, asked)
     if args.folder is not None:
+        from ..audit.report import AUDIT
+
         text = as_json({"settings": asdict(asked), **report.as_dict()})
-        (Path(args.folder) / "audit.json").write_text(text + "\n", encoding="utf-8")
+        (Path(args.folder) / AUDIT).write_text(text + "\n", encoding="utf-8")
     if args.plot is not None:
         save(report.figure(), args.plot)
     print(as_json(report.as_dict()) if args.json else report)
@@ -157,15 +159,17 @@ def _from_options(args: argparse.Namespace) -> _Audit:
 
 def _from_run(args: argparse.Namespace) -> _Audit:
     """The settings of a run's report; options that would change them are refused."""
+    from ..train.report import REPORT
+
     for name in ("noise_multiplier", "sample_rate", "steps", "delta", "clipping", "accountant"):
         if getattr(args, name) is not None:
             raise ValueError(
                 f"{name}={getattr(args, name)!r} with --run, whose report has it; drop one of them"
             )
-    path = Path(args.folder) / "report.json"
+    path = Path(args.folder) / REPORT
     if not path.is_file():
         raise ValueError(
-            f"run={args.folder!r}: has no report.json; pass the folder of a dpflash train run "
+            f"run={args.folder!r}: has no {REPORT}; pass the folder of a dpflash train run "
             "that has ended"
         )
     report = json.loads(path.read_text(encoding="utf-8"))

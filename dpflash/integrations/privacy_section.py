@@ -59,7 +59,7 @@ def _lines(
     yield f"- accountant: {engine.accountant.mechanism()}"
     yield f"- steps of this run: {optimizer.releases}"
     yield f"- noise multiplier: {optimizer.noise_multiplier:.6g}"
-    yield f"- L2 bound of one sample's gradient: {optimizer.max_grad_norm:g}"
+    yield f"- L2 bound of each clipped gradient: {optimizer.max_grad_norm:g}"
     yield (
         "- not covered: training losses, the choice among several runs, what a pretrained model "
         "was trained on before"
