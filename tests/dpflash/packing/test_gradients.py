@@ -186,7 +186,7 @@ def test_narrower_models_keep_their_digits(
     found, _ = compared(
         run, gradients, clipped, error, model, plain, documents(LENGTHS), **options
     )
-    assert found < {"fp32": 1e-5, "bf16": 0.1, "autocast": 0.1}[precision]
+    assert found < {"fp32": 1e-6, "bf16": 0.02, "autocast": 0.02}[precision]
 
 
 def test_a_checkpointed_part_of_a_model_gets_the_units_in_its_second_forward(
@@ -263,7 +263,7 @@ def test_a_document_without_a_finite_gradient_is_removed_alone(
         own.engine.diagnostics()
     others = [d for i, d in enumerate(docs) if i != 3]
     grads = gradients(Layers(), others, 32)
-    assert error(found, clipped(own.engine, grads, 1e6)) < 1e-5
+    assert error(found, clipped(own.engine, grads, 1e6)) < 1e-6
 
 
 def test_a_batch_of_ones_own_has_the_losses_of_each_document(language_model, documents):
