@@ -18,7 +18,7 @@ from .trainer import DPTrainer
 
 _PER_SAMPLE = "it is not a mean over each sample's own tokens; leave it out"
 # Documents of fewer tokens, on average, leave space in a microbatch.
-_TOKENS_OF_DOCUMENT = 16
+_TOKENS_OF_DOCUMENT = 64
 _REFUSED_ARGUMENTS = {
     "loss_type": (("nll",), _PER_SAMPLE),
     "activation_offloading": ((False,), "use gradient_checkpointing=True"),

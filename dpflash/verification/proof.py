@@ -312,7 +312,7 @@ class Proof:
             outputs: tensors from which the backward starts.
             seeds: their gradients, `[B, ...]` each.
             size: B.
-            real: `[B]`, bool: rows that are samples, of which padding repeats one; None for all.
+            real: `[B]`, bool: rows that are samples; None for all.
 
         Returns:
             A watch that compares the ordinary backward with it; None if it could not run.
@@ -320,8 +320,9 @@ class Proof:
         Raises:
             RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.
         """
-        largest = _largest_losses(outputs, seeds, size)
-        drawn = self.draw(lambda rng: _weights(size, rng, largest)).astype(bool)
+        real = torch.ones(size, dtype=torch.bool) if real is None else real
+        largest = _largest_losses(outputs, seeds, real)
+        drawn = self.draw(lambda rng: _weights(real.numpy(), rng, largest)).astype(bool)
         weighted = _WeightedBackward(torch.from_numpy(drawn), real)
         weights = [_masked(seed, weighted.weights) for seed in seeds]
         with owner.only_watched(weighted), random_state_kept(self._device):
@@ -464,9 +465,9 @@ class _WeightedBackward:
         dtypes: of all rows.
     """
 
-    def __init__(self, weights: Tensor, real: Tensor | None) -> None:
+    def __init__(self, weights: Tensor, real: Tensor) -> None:
         self.weights = weights
-        self.real = torch.ones_like(weights) if real is None else real
+        self.real = real
         self.uses: dict[_Slot, list[_Use]] = {}
         self.refusal: str | None = None
         self.left_out = torch.zeros_like(weights)
@@ -644,25 +645,26 @@ def _secret() -> int:
     return int.from_bytes(os.urandom(32), "little")
 
 
-def _weights(size: int, rng: np.random.Generator, largest: Sequence[int] = ()) -> np.ndarray:
-    """Secret weights `[B]`, 0 or 1, half each, and each at least once where B is 2 or more.
+def _weights(real: np.ndarray, rng: np.random.Generator, largest: Sequence[int]) -> np.ndarray:
+    """Secret weights `[B]`, 0 or 1, half each; each at least once where 2 or more rows are real.
 
     The samples with the largest losses have weight 0: one of them may set a scale of the batch.
     """
     while True:
-        weights = rng.integers(0, 2, size)
+        weights = rng.integers(0, 2, len(real))
         weights[list(largest)] = 0
-        if size < 2 or 0 < weights.sum() < size:
+        if real.sum() < 2 or 0 < weights[real].sum() < real.sum():
             return weights
 
 
-def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> list[int]:
-    """The few samples with the largest losses, or products of outputs and gradients."""
-    sizes = torch.zeros(size, dtype=torch.float64)
+def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], real: Tensor) -> list[int]:
+    """The few real rows with the largest losses, or products of outputs and gradients."""
+    sizes = torch.zeros(len(real), dtype=torch.float64)
     for x, seed in zip(outputs, seeds, strict=True):
         products = x.detach().double() * seed.double()
         sizes += products.abs().unsqueeze(1).flatten(1).sum(1).nan_to_num(0.0, 0.0).cpu()
-    return sizes.argsort(descending=True)[: size // 4].tolist()
+    sizes[~real] = -1.0
+    return sizes.argsort(descending=True)[: int(real.sum()) // 4].tolist()
 
 
 def _masked(seed: Tensor, weights: Tensor) -> Tensor:

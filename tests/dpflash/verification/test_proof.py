@@ -640,10 +640,12 @@ def test_samples_that_are_not_finite_are_left_out_of_the_proof(value, kind, priv
 
 def test_weights_are_zeros_and_ones_half_each_and_secret():
     rng = np.random.default_rng(0)
-    assert all(sorted(proof._weights(2, rng)) == [0, 1] for _ in range(20))
-    drawn = np.stack([proof._weights(50, rng) for _ in range(200)])
+    two, many = (np.arange(8) < 2)[::-1], np.ones(64, dtype=bool)
+    assert all(sorted(proof._weights(two, rng, [])[two]) == [0, 1] for _ in range(20))
+    drawn = np.stack([proof._weights(many, rng, []) for _ in range(200)])
     assert set(drawn.flatten()) == {0, 1} and 0.45 < drawn.mean() < 0.55
-    source = np.stack([proof.Proof().draw(lambda rng: proof._weights(64, rng)) for _ in range(2)])
+    draw = proof.Proof().draw
+    source = np.stack([draw(lambda rng: proof._weights(many, rng, [])) for _ in range(2)])
     assert not np.array_equal(*source)
 
 
