@@ -95,6 +95,8 @@ def check_arguments(
             _check_exact_packing(data_loader.collate_fn, module)
     else:
         refuse_mixing(data_loader, may_sort=loader.slots is None)
+    if loader.has_pairs:
+        _check_pairs(privacy, ranks)
     trained = trained_parameters(module, optimizer)
     entries = []
     if ranks.everyone is not None:
@@ -188,6 +190,31 @@ def _check_packed(privacy: PrivacyConfig, performance: PerformanceConfig, ranks:
         raise ValueError(
             f"a mesh with a context dimension {packed}: documents would cross ranks, which is not "
             "supported; use a data dimension alone, or one document a row"
+        )
+
+
+def _check_pairs(privacy: PrivacyConfig, ranks: Ranks) -> None:
+    """Refuse options that do not go with pairs of rows."""
+    pairs = "with collate_fn=Pairs(...)"
+    if privacy.sampling == "shuffled":
+        raise ValueError(
+            f"sampling='shuffled' (poisson_sampling=False) {pairs}: rows of its batches would be "
+            "clipped each by itself; use sampling='poisson' or 'fixed_size'"
+        )
+    if privacy.loss_reduction is not None:
+        raise ValueError(
+            f"loss_reduction={privacy.loss_reduction!r} {pairs}: a scalar is no loss of pairs; "
+            "pass engine.backward one loss for each pair"
+        )
+    if privacy.unit_of is not None and privacy.unit_sampling == "unit":
+        raise ValueError(
+            f"unit_of {pairs}: pairs of one user are not clipped as one; pass "
+            "unit_sampling='example', which clips each pair and counts those of a user"
+        )
+    if ranks.context is not None:
+        raise ValueError(
+            f"a mesh with a context dimension {pairs}: the rows of a pair would cross ranks, "
+            "which is not supported; use a data dimension alone"
         )
 
 

@@ -544,9 +544,10 @@ class PrivacyEngine(OnlySettable):
         Args:
             losses: [B], one number for each row of the batch in the loader's order, computed from
                 that row alone; those of padding rows count for nothing. Where units have several
-                rows (unit_of), the loss of a unit is the mean of its rows'. Of packed documents
-                one number for each, [max_documents]. A scalar only where make_private got
-                loss_reduction.
+                rows (unit_of), the loss of a unit is the mean of its rows'. Of
+                `dpflash.packing.Pairs` one number for each pair, or for each row, whose mean is
+                the pair's. Of packed documents one for each, [max_documents]. A scalar only where
+                make_private got loss_reduction.
 
         Raises:
             ValueError: for another shape, or a number of losses that is not the batch's.
@@ -573,12 +574,16 @@ class PrivacyEngine(OnlySettable):
             )
         units = backward.forward.units
         if units is not None and units.are_rows and losses.ndim == 1:
-            if losses.shape[0] != units.positions:
+            assert self._loader is not None
+            has_pairs = self._loader.has_pairs
+            if losses.shape[0] == units.positions:
+                losses = units.mean(losses)
+            elif not (has_pairs and losses.shape[0] == units.size):
                 raise ValueError(
                     f"losses has {losses.shape[0]} entries in a batch of {units.positions} rows: "
                     "give one loss for each row, padding rows included, in the loader's order"
+                    + (", or one for each pair" if has_pairs else "")
                 )
-            losses = units.mean(losses)
         if losses.ndim == 1 and losses.shape[0] == 0 and self._ranks.everyone is None:
             # With other ranks an empty batch takes part in the exchanges.
             backward.step.tracker.before_backward(0)
@@ -696,10 +701,10 @@ class PrivacyEngine(OnlySettable):
 
     @property
     def privacy_unit(self) -> str:
-        """The privacy unit, of which neighbors differ in one: "sample", "document" or "user".
+        """The privacy unit, of which neighbors differ in one.
 
-        "user, fixed graph" where an entry may be of several users, see
-        `dpflash.PrivacyConfig.unit_sampling`.
+        "sample", "document", "preference pair" or "user"; "user, fixed graph" where an entry may
+        be of several users, see `dpflash.PrivacyConfig.unit_sampling`.
         """
         return self._spending.unit or SAMPLE
 

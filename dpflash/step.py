@@ -45,7 +45,7 @@ from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, r
 from .distributed.mesh import Ranks
 from .packing import Units
 from .privacy.budget import BudgetSpent
-from .privacy.privacy_unit import USER, USER_OF_FIXED_GRAPH
+from .privacy.privacy_unit import PREFERENCE_PAIR, USER, USER_OF_FIXED_GRAPH
 from .privacy.public_data import PublicGradients
 from .sampling.slots import RealRows
 from .sampling.tracker import BatchTracker
@@ -645,13 +645,13 @@ class PrivateStep(ClippedSums):
         noise_multiplier = self.noise_multiplier
         drawn = self.tracker.came_from_loader(signalled)
         self._require_same_release(noise_multiplier, bound, drawn)
-        if not drawn and self._spending.unit in (USER, USER_OF_FIXED_GRAPH):
+        if not drawn and self._spending.unit in (PREFERENCE_PAIR, USER, USER_OF_FIXED_GRAPH):
             self.discard()
             self.tracker.refused()
             raise RuntimeError(
-                "a step on a batch that is not of the private loader, with unit_of: a user "
-                "may be in several of its rows, each clipped by itself, and nothing bounds that. "
-                "Iterate over the loader that make_private returned"
+                "a step on a batch that is not of the private loader, with unit_of or Pairs: a "
+                "unit may be in several of its rows, each clipped by itself, and nothing bounds "
+                "that. Iterate over the loader that make_private returned"
             )
         # Models that are not private need no accounting, which is slow to import.
         from dpflash.accounting import Gaussian

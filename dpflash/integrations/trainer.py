@@ -31,6 +31,7 @@ from ..sampling.logical import LogicalBatch, LogicalBatches
 from .privacy_section import write_privacy_section
 from .sample_losses import (
     PACKED_COUPLED,
+    SampleLoss,
     are_equal,
     batches_to_try,
     losses_of,
@@ -206,7 +207,7 @@ class DPTrainer(Trainer):
                 "PerformanceConfig(physical_batch_size=...)"
             )
         self._check_model()
-        self._sample_loss = None if self.compute_loss_func else sample_loss(self._module())
+        self._sample_loss = self._known_loss()
         if isinstance(self.data_collator, PackTo) and self._sample_loss is not causal_lm:
             raise ValueError(
                 f"data_collator=PackTo(...) with {type(self._module()).__name__}"
@@ -215,6 +216,8 @@ class DPTrainer(Trainer):
                 "compute_loss_func out, pad in place of packing, or write a loop of your own"
             )
         self.engine = self._checked_engine(engine)
+        # TRL prepares another dataset of the one that it is given.
+        self._given_dataset = options.get("train_dataset")
         self._privacy = privacy
         self._performance = performance or PerformanceConfig()
         self._log_private_metrics = log_private_metrics
@@ -267,6 +270,10 @@ class DPTrainer(Trainer):
                 "model.config.output_router_logits=True: the router's loss balances the experts "
                 "over the batch, so it is not a sum over samples; set it to False"
             )
+
+    def _known_loss(self) -> SampleLoss | None:
+        """The loss of a sample by the model's task; None where `_losses_of` has another one."""
+        return None if self.compute_loss_func else sample_loss(self._module())
 
     def _checked_engine(self, engine: PrivacyEngine | None) -> PrivacyEngine:
         if engine is None:
@@ -348,13 +355,17 @@ class DPTrainer(Trainer):
             dataset,
             batch_size=args.per_device_train_batch_size,
             shuffle=True,
-            collate_fn=collate,
+            collate_fn=self._training_collate(collate),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
         )
+
+    def _training_collate(self, collate: Any) -> Any:
+        """The collate function of training, from that of the trainer."""
+        return collate
 
     def _steps(self, loader: DataLoader) -> int:
         """The number of releases that `args` asks for."""
@@ -648,6 +659,7 @@ class DPTrainer(Trainer):
     def _refuse_training_data(self, evaluated: Any) -> None:
         if not self._log_private_metrics:
             _refuse_training_data(evaluated, self.train_dataset)
+            _refuse_training_data(evaluated, self._given_dataset)
 
     def hyperparameter_search(self, *arguments: Any, **options: Any) -> NoReturn:
         """Refused: each trial releases a model, and the choice among them is not paid for."""

@@ -1,28 +1,62 @@
-"""DPSFTTrainer: TRL's SFTTrainer, which trains with differential privacy."""
+"""DPSFTTrainer and DPDPOTrainer: TRL's trainers, which train with differential privacy.
+
+Letters: B pairs, T tokens, V classes.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import TrainingArguments
-from trl import SFTTrainer
+from trl import DPOTrainer, SFTTrainer, __version__
+from trl.trainer import dpo_trainer
 
 from ..config import PerformanceConfig
-from ..packing import PackTo
-from .sample_losses import plain_model
+from ..packing import PackTo, Pairs
+from .sample_losses import SampleLoss, plain_model
 from .trainer import DPTrainer
 
 _PER_SAMPLE = "it is not a mean over each sample's own tokens; leave it out"
 # Documents of fewer tokens, on average, leave space in a microbatch.
 _TOKENS_OF_DOCUMENT = 64
+_NO_OFFLOADING = ((False,), "use gradient_checkpointing=True")
 _REFUSED_ARGUMENTS = {
     "loss_type": (("nll",), _PER_SAMPLE),
-    "activation_offloading": ((False,), "use gradient_checkpointing=True"),
+    "activation_offloading": _NO_OFFLOADING,
 }
+_REFUSED_OF_DPO = {
+    "activation_offloading": _NO_OFFLOADING,
+    "padding_free": ((False,), "the pairs of a batch would share a row; leave it out"),
+}
+# Those of which a pair's loss depends on that pair alone.
+_LOSSES_OF_PAIRS = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+)
+# What DPDPOTrainer calls or replaces in TRL.
+_OF_DPO = ("_compute_loss", "compute_ref_log_probs")
+_NOT_OF_MODEL = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
+_NO_LABEL = -100
 
 
 class DPSFTTrainer(DPTrainer, SFTTrainer):
@@ -74,12 +108,7 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
         self._refuse(args, _REFUSED_ARGUMENTS)
 
     def _check_model(self) -> None:
-        if self.aux_loss_enabled:
-            raise ValueError(
-                f"args.router_aux_loss_coef={self.router_aux_loss_coef!r}: the router's loss "
-                "balances the experts over the batch, so it is not a sum over samples; pass "
-                "SFTConfig(router_aux_loss_coef=0.0)"
-            )
+        _refuse_router_losses(self)
         super()._check_model()
         _remove_fused_head(plain_model(self._module()))
 
@@ -95,6 +124,187 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
         if not model.training:
             losses = losses.mean()
         return (losses, outputs) if return_outputs else losses
+
+
+class DPDPOTrainer(DPTrainer, DPOTrainer):
+    """`trl.DPOTrainer` with differential privacy. A preference pair is one sample.
+
+    It prepares data as DPOTrainer does, and trains as `DPTrainer`: an entry of train_dataset is a
+    pair, whose chosen and rejected answers are clipped as one. The loss of a pair is what
+    DPOTrainer computes for a batch of that pair alone, from logits. TRL takes the mean of
+    loss_type="sft" over the tokens of a batch; here it is the mean over each pair's own.
+    Evaluations report the loss and the rewards that DPOTrainer reports.
+
+    The reference model is called without gradients and outside of the privacy step. The
+    reference, and the model that training starts from, count as public: if they were trained on
+    the same pairs, the epsilon of that training adds to this one's.
+
+    Args:
+        model, args, privacy, performance, engine, log_private_metrics: as for `DPTrainer`.
+        options: those of `trl.DPOTrainer`: ref_model, train_dataset, processing_class, ...
+
+    Raises:
+        ValueError: for an option that cannot be private, naming it and the way out:
+            loss_type="aot" and "aot_unpaired", which sort the pairs of a batch, padding_free,
+            losses of routers, images, Liger, and those of `DPTrainer`.
+        ImportError: for a version of TRL before 1.15.
+
+    Guarantees:
+        Those of `DPTrainer`, for one preference pair as the privacy unit.
+    """
+
+    _loads_models = True
+
+    def _check_arguments(self, args: TrainingArguments) -> None:
+        super()._check_arguments(args)
+        self._refuse(args, _REFUSED_OF_DPO)
+        for kind in getattr(args, "loss_type", ()):
+            if kind not in _LOSSES_OF_PAIRS:
+                raise ValueError(
+                    f"args.loss_type has {kind!r}: a pair's loss must depend on that pair alone, "
+                    "and this one is not known to (those of AOT sort the pairs of a batch); pass "
+                    f"some of {', '.join(_LOSSES_OF_PAIRS)}"
+                )
+
+    def _check_model(self) -> None:
+        _require_known_dpo()
+        if self._is_vision_dataset:
+            raise ValueError(
+                "train_dataset has images, whose tensors do not say which pair a row is of: "
+                "train on texts, or with a loop of your own (dpflash.packing.Pairs)"
+            )
+        _refuse_router_losses(self)
+        super()._check_model()
+        _remove_fused_head(plain_model(self._module()))
+        if self.ref_model is not None:
+            self.ref_model.eval()
+
+    def _known_loss(self) -> SampleLoss | None:
+        return None
+
+    def _training_collate(self, collate: Any) -> Any:
+        return Pairs(collate)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """One loss for each pair, `[B]`, while the model trains; DPOTrainer's in an evaluation."""
+        if model.training:
+            losses, outputs = self._losses_of(model, inputs)
+            return (losses, outputs) if return_outputs else losses
+        inputs = {**inputs, **self._reference(inputs)}
+        with self._trl_state(is_logged=True):
+            return self._compute_loss(_with_scores(model), inputs, return_outputs)
+
+    def _losses_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """(losses `[B]`, outputs) of a batch of `Pairs`."""
+        rows = Pairs.rows(inputs)
+        given = {name: x for name, x in rows.items() if name not in _NOT_OF_MODEL}
+        outputs = model(**given, use_cache=False)
+        of_pairs = outputs.logits.unflatten(0, (-1, Pairs.ROWS))  # [B, 2, T, V]
+        firsts_first = {
+            n: x.transpose(0, 1).flatten(0, 1) for n, x in inputs.items() if x.ndim > 1
+        }
+        inputs = {**inputs, **self._reference({**inputs, **firsts_first})}
+        is_logged = [False] * len(of_pairs)
+        if model.training and self._log_private_metrics:
+            assert self._private_loader is not None
+            is_logged = self._private_loader.is_real.tolist()
+        losses = []
+        for number, logits in enumerate(of_pairs):
+            pair = {n: x[number] if x.ndim > 1 else x[number, None] for n, x in inputs.items()}
+            with self._trl_state(is_logged=is_logged[number]):
+                losses.append(self._compute_loss(_scores_of(logits), pair, False))
+        return torch.stack(losses), outputs
+
+    def _reference(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Log-probabilities `[B]` by the reference model, of a batch of DPOTrainer."""
+        if self.precompute_ref_logps:
+            return {name: inputs[name] for name in ("ref_chosen_logps", "ref_rejected_logps")}
+        reference: Any = self.ref_model
+        if reference is None:  # PEFT's model without its adapter
+            reference = _with_scores(self._module())
+        chosen, rejected = self.compute_ref_log_probs(reference, inputs)
+        return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+
+    @contextmanager
+    def _trl_state(self, *, is_logged: bool) -> Iterator[None]:
+        """In the block DPOTrainer reads the batch's reference, and logs metrics only if asked."""
+        precomputed, metrics = self.precompute_ref_logps, self._metrics
+        tokens = self._total_train_tokens
+        self.precompute_ref_logps = True
+        if not is_logged:
+            self._metrics = {mode: defaultdict(list) for mode in metrics}
+        try:
+            yield
+        finally:
+            self.precompute_ref_logps, self._metrics = precomputed, metrics
+            if not is_logged:
+                self._total_train_tokens = tokens
+
+
+def _scores_of(logits: Tensor) -> Callable[..., SimpleNamespace]:
+    """In place of a model: its scores for TRL, from logits `[R, T, V]`."""
+    return lambda **given: _scores(logits, given["labels"])
+
+
+def _with_scores(model: nn.Module) -> Callable[..., SimpleNamespace]:
+    """The model, called as one with TRL's fused head."""
+
+    def call(labels: Tensor | None = None, fused_lm_head: bool = False, **given: Any) -> Any:
+        outputs = model(**given)
+        return outputs if labels is None else _scores(outputs.logits, labels)
+
+    return call
+
+
+def _scores(logits: Tensor, labels: Tensor) -> SimpleNamespace:
+    """The fields of TRL's fused head, `[R, T - 1]`: numbers of each next token.
+
+    Args:
+        logits: `[R, T, V]`, or more tokens, of which the last ones count: the virtual tokens of a
+            prompt's adapter come first.
+        labels: `[R, T]`, -100 where a token does not count.
+    """
+    logits = logits[:, -labels.shape[1] : -1]
+    is_label, following = labels[:, 1:] != _NO_LABEL, labels[:, 1:].clamp(min=0)
+    logs = F.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    log_probs = logs.gather(-1, following.unsqueeze(-1)).squeeze(-1).where(is_label, 0)
+    with torch.no_grad():
+        return SimpleNamespace(
+            log_probs=log_probs,
+            entropy=torch.special.entr(logs.exp()).sum(-1),
+            log_sum_sq_probs=(2 * logs).logsumexp(-1),
+            mean_logits=logits.float().mean(-1),
+            is_top1=logits.argmax(-1) == following,
+        )
+
+
+def _require_known_dpo() -> None:
+    """Refuse a version of TRL whose DPOTrainer computes losses in another way.
+
+    Raises:
+        ImportError: naming the version.
+    """
+    missing = [name for name in _OF_DPO if not hasattr(DPOTrainer, name)]
+    if missing or not hasattr(dpo_trainer, "add_fused_lm_head"):
+        raise ImportError(
+            f"trl {__version__}: DPDPOTrainer needs the DPOTrainer of trl 1.15 or newer; install "
+            "trl 1.16, with which it was tested"
+        )
+
+
+def _refuse_router_losses(trainer: Any) -> None:
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            f"args.router_aux_loss_coef={trainer.router_aux_loss_coef!r}: the router's loss "
+            "balances the experts over the batch, so it is not a sum over samples; pass "
+            f"{type(trainer.args).__name__}(router_aux_loss_coef=0.0)"
+        )
 
 
 def _unpacked(args: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Packed batches: documents of any length in rows of one length; each document is a sample."""
+"""Batches whose rows are no samples: packed documents, and pairs of rows."""
 
 from .pack import PackedBatch, PackTo, pack
+from .pairs import Pairs
 from .units import Units
 
-__all__ = ["PackTo", "PackedBatch", "Units", "pack"]
+__all__ = ["PackTo", "PackedBatch", "Pairs", "Units", "pack"]

@@ -27,8 +27,14 @@ from dpflash.accounting import Event
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from .._validate import positive_int
-from ..packing import PackedBatch, PackTo
-from ..privacy.privacy_unit import DOCUMENT, SAMPLE, USER, USER_OF_FIXED_GRAPH
+from ..packing import PackedBatch, PackTo, Pairs
+from ..privacy.privacy_unit import (
+    DOCUMENT,
+    PREFERENCE_PAIR,
+    SAMPLE,
+    USER,
+    USER_OF_FIXED_GRAPH,
+)
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .lengths import Lengths, PadTo
@@ -109,6 +115,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         slots: rows of each microbatch of this rank; None for "shuffled", whose batches have
             the loader's own sizes.
         packing: the collate function that packs documents; None where rows are samples.
+        has_pairs: whether samples are pairs of rows, see `dpflash.packing.Pairs`.
         lengths: compares the shapes of its batches.
         order: compares the rows that the model gets with those of its batches.
         tracker: follows the loop over its batches.
@@ -155,6 +162,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         self.order = RowOrder()
         self.slots: int | None = None
         self.packing = loader.collate_fn if isinstance(loader.collate_fn, PackTo) else None
+        self.has_pairs = isinstance(loader.collate_fn, Pairs)
         self._draws: DrawSampler | None = None
         self._mark: BatchMark | None = None
         if sampling == "shuffled":
@@ -196,6 +204,12 @@ class PrivateDataLoader(Prepared, DataLoader):
                     "batches of this loader's batch_sampler are units, not entries of the dataset "
                     "(unit_of): iterate over the loader that make_private returned, without "
                     "BatchMemoryManager; physical_batch_size= bounds its microbatches"
+                )
+            elif self.has_pairs:
+                self._draws.refuse_other_loaders(
+                    "in batches of another loader the rows of a pair (collate_fn=Pairs(...)) are "
+                    "clipped each by itself: iterate over the loader that make_private returned, "
+                    "without BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
             self._source = self._draws
         self.sampler_name = self.event(1.0).sampler
@@ -249,7 +263,9 @@ class PrivateDataLoader(Prepared, DataLoader):
 
     @property
     def unit(self) -> str:
-        """The privacy unit: "sample", "document" or "user"; see `PrivacyEngine.privacy_unit`."""
+        """The privacy unit, such as "sample" or "user"; see `PrivacyEngine.privacy_unit`."""
+        if self._groups is None and self.has_pairs:
+            return PREFERENCE_PAIR
         if self._groups is None:
             return SAMPLE if self.packing is None else DOCUMENT
         return USER_OF_FIXED_GRAPH if self._groups.has_shared else USER
@@ -257,6 +273,8 @@ class PrivateDataLoader(Prepared, DataLoader):
     @property
     def unit_in_words(self) -> str:
         """The privacy unit, for reports."""
+        if self.unit == PREFERENCE_PAIR:
+            return "one preference pair of the dataset, its two rows clipped as one"
         if self._groups is None:
             return f"one {'document' if self.unit == DOCUMENT else 'entry'} of the dataset"
         most = "one entry" if self._groups.limit == 1 else f"{self._groups.limit} entries"
@@ -288,12 +306,12 @@ class PrivateDataLoader(Prepared, DataLoader):
     def is_real(self) -> Tensor:
         """`[B]`, bool: which rows of the current microbatch are samples. PRIVATE: keep it secret.
 
-        Of packed documents it is which documents there are.
+        Of packed documents it is which documents there are, of pairs which pairs.
 
         The losses of padding rows mean nothing: `losses[loader.is_real].mean()`.
         """
         mark = self._current_mark()
-        if mark.units is not None and mark.units.are_rows:
+        if mark.units is not None and mark.units.are_rows and not self.has_pairs:
             mark = mark.of_rows
         # The clipping gates read the original.
         return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
@@ -315,9 +333,12 @@ class PrivateDataLoader(Prepared, DataLoader):
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
         for batch, mark in marked:
             self._mark = mark
-            of_rows = mark.of_rows
-            self.lengths.observe(batch, of_rows.size)
-            self.order.observe(batch, of_rows)
+            if self.has_pairs:
+                rows, each = Pairs.rows(batch), Pairs.ROWS
+            else:
+                rows, each, mark = batch, 1, mark.of_rows
+            self.lengths.observe(rows, mark.size * each)
+            self.order.observe(rows, mark, each)
             yield batch
             if mark.last and not self.tracker.may_begin(False):
                 return
@@ -331,6 +352,8 @@ class PrivateDataLoader(Prepared, DataLoader):
             mark = marks.popleft()
             if isinstance(batch, PackedBatch):
                 mark = replace(mark, units=batch.units)
+            elif self.has_pairs:
+                mark = replace(mark, units=Pairs.units(mark.size))
             self.tracker.begin_batch(mark, own)
             yield batch, mark
 

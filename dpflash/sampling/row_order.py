@@ -47,11 +47,16 @@ class RowOrder:
         # Hashes of whole tensors in earlier batches.
         self._past: OrderedDict[int, None] = OrderedDict()
 
-    def observe(self, batch: Any, mark: BatchMark) -> None:
+    def observe(self, batch: Any, mark: BatchMark, each: int = 1) -> None:
         """Record a batch that the loop receives.
 
+        Args:
+            batch: with `[B each, ...]` where samples have several rows each.
+            mark: of B samples.
+            each: the number of rows of a sample.
+
         Raises:
-                RuntimeError: the collate function changed the order of its rows.
+            RuntimeError: the collate function changed the order of its rows.
         """
         self._past.update((rows.hash, None) for rows in self._batch if rows.is_distinctive)
         while len(self._past) > _REMEMBERED:
@@ -61,7 +66,8 @@ class RowOrder:
         if mark.real is None or not self._is_checked(tensors):
             return
         self._left = max(0, self._left - 1)
-        self._batch, self._size = _rows_of(tensors, mark.size), mark.size
+        self._size = mark.size * each
+        self._batch = _rows_of(tensors, self._size)
         for rows in self._batch:
             self._past.pop(rows.hash, None)
         if not 1 < mark.count < mark.size:
@@ -158,11 +164,11 @@ def _rows_of(tensors: Sequence[Tensor], size: int) -> list[_Rows]:
 
 
 def _misplaced(tensors: Sequence[_Rows], copies: Tensor) -> bool:
-    """Whether the rows `copies` `[B]` of one sample differ while as many other rows are equal."""
+    """Whether the samples `copies` `[B]`, all of one, differ while as many others are equal."""
     if not tensors:
         return False
     # All tensors together, since single numbers and masks are often equal by chance.
-    digests = torch.stack([rows.digests for rows in tensors], 1)
+    digests = torch.stack([rows.digests for rows in tensors], 1).view(len(copies), -1)
     if len(digests[copies].unique(dim=0)) == 1:
         return False
     _, counts = digests.unique(dim=0, return_counts=True)

@@ -1,0 +1,70 @@
+"""Pairs: samples of two rows each, such as the chosen and the rejected answer to a prompt.
+
+Letters: B pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .units import Units
+
+
+class Pairs:
+    """A `collate_fn` whose samples are pairs of rows, each pair clipped as one.
+
+    `make_private` with a DataLoader of this collate_fn draws pairs: the privacy unit is the
+    preference pair, a microbatch has `physical_batch_size` of them, and `engine.backward` takes
+    one loss for each, `[B]`, or one for each row, `[2 B]`, of which it takes the mean of a pair.
+    Give the model the rows of `Pairs.rows(batch)`, in which those of a pair follow each other.
+
+    Args:
+        collate: from n entries to a mapping of tensors: `[2 n, ...]` with the first row of each
+            pair before all second ones, as TRL makes them, or `[n]` with a number for each pair.
+
+    Returns:
+        The mapping with `[B, 2, ...]` for the former.
+
+    Raises:
+        ValueError: the batch is no mapping, or a tensor has another shape.
+    """
+
+    ROWS = 2
+
+    def __init__(self, collate: Callable[[list[Any]], Mapping[str, Tensor]]) -> None:
+        self.collate = collate
+
+    def __call__(self, entries: list[Any]) -> dict[str, Tensor]:
+        batch, size = self.collate(entries), len(entries)
+        if not isinstance(batch, Mapping):
+            raise ValueError(
+                f"collate={self.collate!r} returned a {type(batch).__name__}: expected a mapping "
+                "from names to tensors"
+            )
+        return {name: _by_pair(name, x, size) for name, x in batch.items()}
+
+    @staticmethod
+    def rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The batch with `[2 B, ...]` in place of `[B, 2, ...]`; pair i has rows 2 i, 2 i + 1."""
+        return {name: x.flatten(0, 1) if x.ndim > 1 else x for name, x in batch.items()}
+
+    @staticmethod
+    def units(size: int) -> Units:
+        """The rows of each of so many pairs."""
+        spans = ((Pairs.ROWS * pair, Pairs.ROWS * (pair + 1)) for pair in range(size))
+        return Units((Pairs.ROWS * size,), tuple(spans))
+
+
+def _by_pair(name: str, x: Any, size: int) -> Tensor:
+    if isinstance(x, Tensor) and x.ndim > 1 and len(x) == Pairs.ROWS * size:
+        return x.unflatten(0, (Pairs.ROWS, size)).transpose(0, 1).contiguous()
+    if isinstance(x, Tensor) and tuple(x.shape) == (size,):
+        return x
+    found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    raise ValueError(
+        f"batch[{name!r}] of {size} pairs is {found}: expected a tensor [{Pairs.ROWS * size}, "
+        f"...], the first row of each pair before all second ones, or [{size}], a number for each"
+    )
