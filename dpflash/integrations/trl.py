@@ -153,6 +153,11 @@ class DPDPOTrainer(DPTrainer, DPOTrainer):
         Those of `DPTrainer`, for one preference pair as the privacy unit.
     """
 
+    # Of DPOTrainer, which type checkers may not see.
+    precompute_ref_logps: bool
+    _metrics: dict[str, Any]
+    _total_train_tokens: int
+
     _loads_models = True
 
     def _check_arguments(self, args: TrainingArguments) -> None:

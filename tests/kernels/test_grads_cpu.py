@@ -36,11 +36,12 @@ GRID = 2.0**-30
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Around a run of words (2048), a group (64) and every width of vectors.
 SIZES = [1, 7, 8, 9, 31, 63, 65, 2047, 2048, 2049, 4099]
+FULL = os.environ.get("DPFLASH_FULL") == "1"
 # Processors that this one can stand in for, as in test_native.py.
 PROCESSORS = {"native": ("-march=native",)}
 if platform.machine() in ("x86_64", "AMD64"):
     PROCESSORS["sse2"] = ("-march=x86-64",)
-    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+    if FULL and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         PROCESSORS["avx2"] = ("-march=x86-64-v3",)
 
 

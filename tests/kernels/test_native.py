@@ -19,11 +19,12 @@ from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.patterns import Dilated
 
 X86 = platform.machine() in ("x86_64", "AMD64")
+FULL = os.environ.get("DPFLASH_FULL") == "1"
 # Processors that this one can stand in for, with the bytes of their vectors.
 PROCESSORS = {"native": (("-march=native",), None)}
 if X86:
     PROCESSORS["sse2"] = (("-march=x86-64",), 16)
-    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+    if FULL and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         PROCESSORS["avx2"] = (("-march=x86-64-v3",), 32)
 
 
