@@ -135,6 +135,7 @@ def unit_groups(data_loader: DataLoader, privacy: PrivacyConfig) -> UnitGroups |
         privacy.unit_of,
         limit=privacy.examples_per_unit,
         sampling=privacy.unit_sampling,
+        unit_name=privacy.unit_name,
     )
 
 

@@ -105,6 +105,9 @@ class PrivacyConfig:
             arXiv:2407.07737). Where entries have several units, two datasets are neighbors if the
             entries of one unit are replaced by nothing, and who owns which entry is the same in
             both and public (fixed-graph relation of Ganesh et al., arXiv:2503.03622).
+        unit_name: what unit_of gives, such as "patient". It is public: `engine.privacy_unit` and
+            each line of the ledger have it ("user: patient"), so that the releases of one ledger
+            protect the same units. With a ledger it is required.
         public_length: length of all samples, dimension 1 of the batch's tensors. A batch of
             another shape than the first one is then refused. `dpflash.sampling.PadTo` pads to
             this length and declares it.
@@ -143,6 +146,7 @@ class PrivacyConfig:
     unit_of: Sequence[Any] | Callable[[Any], Any] | None = None
     examples_per_unit: int | None = None
     unit_sampling: str = "unit"
+    unit_name: str | None = None
     public_length: int | None = None
     loss_reduction: str | None = None
     budget: PrivacyBudget | None = None
@@ -229,7 +233,19 @@ class PrivacyConfig:
                     f"unit_sampling={self.unit_sampling!r} without unit_of: pass the unit of each "
                     "entry, and examples_per_unit"
                 )
+            if self.unit_name is not None:
+                raise ValueError(
+                    f"unit_name={self.unit_name!r} without unit_of, whose units it names; pass "
+                    "unit_of and examples_per_unit too, or leave it out"
+                )
             return
+        name: Any = self.unit_name
+        if name is not None and not (
+            isinstance(name, str) and name == name.strip() != "" and name.isprintable()
+        ):
+            raise ValueError(
+                f"unit_name={name!r}: expected a word for what unit_of gives, such as 'patient'"
+            )
         positive_int(examples_per_unit=self.examples_per_unit)
         if self.sampling == "shuffled" or (
             self.unit_sampling == "example" and self.sampling != "poisson"

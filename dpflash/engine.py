@@ -242,6 +242,7 @@ class PrivacyEngine(OnlySettable):
         unit_of: Sequence[Any] | Callable[[Any], Any] | None = UNSET,
         examples_per_unit: int | None = UNSET,
         unit_sampling: str = UNSET,
+        unit_name: str | None = UNSET,
         public_length: int | None = UNSET,
         loss_reduction: str | None = UNSET,
         budget: PrivacyBudget | None = UNSET,
@@ -338,7 +339,7 @@ class PrivacyEngine(OnlySettable):
         agree_on_arguments(checked, names, privacy, performance, ranks)
         require_same_data(checked.entries, ranks)
         event = loader.event(privacy.noise_multiplier)
-        self._spending.begin(event, privacy.budget, unit=loader.unit)
+        self._spending.begin(event, privacy.budget, unit=loader.unit, grouping=loader.grouping)
         synchronize_ranks(module, ranks)
         step = PrivateStep(
             optimizer,
@@ -452,6 +453,7 @@ class PrivacyEngine(OnlySettable):
         unit_of: Sequence[Any] | Callable[[Any], Any] | None = UNSET,
         examples_per_unit: int | None = UNSET,
         unit_sampling: str = UNSET,
+        unit_name: str | None = UNSET,
         public_length: int | None = UNSET,
         loss_reduction: str | None = UNSET,
         budget: PrivacyBudget | None = UNSET,
@@ -704,7 +706,8 @@ class PrivacyEngine(OnlySettable):
         """The privacy unit, of which neighbors differ in one.
 
         "sample", "document", "preference pair" or "user"; "user, fixed graph" where an entry may
-        be of several users, see `dpflash.PrivacyConfig.unit_sampling`.
+        be of several users, see `dpflash.PrivacyConfig.unit_sampling`. A unit_name follows, as in
+        "user: patient".
         """
         return self._spending.unit or SAMPLE
 

@@ -45,7 +45,7 @@ from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, r
 from .distributed.mesh import Ranks
 from .packing import Units
 from .privacy.budget import BudgetSpent
-from .privacy.privacy_unit import PREFERENCE_PAIR, USER, USER_OF_FIXED_GRAPH
+from .privacy.privacy_unit import has_several_rows
 from .privacy.public_data import PublicGradients
 from .sampling.slots import RealRows
 from .sampling.tracker import BatchTracker
@@ -645,7 +645,7 @@ class PrivateStep(ClippedSums):
         noise_multiplier = self.noise_multiplier
         drawn = self.tracker.came_from_loader(signalled)
         self._require_same_release(noise_multiplier, bound, drawn)
-        if not drawn and self._spending.unit in (PREFERENCE_PAIR, USER, USER_OF_FIXED_GRAPH):
+        if not drawn and has_several_rows(self._spending.unit):
             self.discard()
             self.tracker.refused()
             raise RuntimeError(

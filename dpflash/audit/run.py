@@ -84,6 +84,7 @@ def auditable(
         loss_reduction=None,
         unit_of=None,
         examples_per_unit=None,
+        unit_name=None,
         budget=None,
         allow_buffers=(),
     ), replace(

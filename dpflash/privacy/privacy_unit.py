@@ -11,3 +11,20 @@ PREFERENCE_PAIR = "preference pair"
 USER = "user"
 # An owner who may share entries with others, where who owns which entry is public.
 USER_OF_FIXED_GRAPH = "user, fixed graph"
+_USERS = (USER, USER_OF_FIXED_GRAPH)
+
+
+def named(unit: str, name: str | None) -> str:
+    """A unit of users with the name of what they are, such as "user: patient"."""
+    return unit if name is None else f"{unit}: {name}"
+
+
+def has_several_rows(unit: str | None) -> bool:
+    """Whether a unit may have several rows of a batch."""
+    kind = None if unit is None else unit.split(": ")[0]
+    return kind in (PREFERENCE_PAIR, *_USERS)
+
+
+def is_unnamed(unit: str) -> bool:
+    """Whether units are users of whom no name says what they are."""
+    return unit in _USERS

@@ -28,7 +28,7 @@ from dpflash.accounting.registry import as_accountant, as_phase
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
 from .ledger import Ledger
-from .privacy_unit import SAMPLE
+from .privacy_unit import SAMPLE, is_unnamed
 
 DEFAULT_ACCOUNTANT = "contour"
 # Accountants whose epsilon is an upper bound and is computed quickly.
@@ -84,6 +84,7 @@ class Spending:
         self.noiseless = False
         self.has_foreign_batches = False
         self.unit: str | None = None
+        self._grouping: str | None = None
         self._relation = ADD_REMOVE if relation is None else relation
         self._remaining: _Remaining | None = None
         self._last: Event | None = None
@@ -241,24 +242,47 @@ class Spending:
             raise ValueError(
                 f"the privacy unit is a {unit!r} here, and a {self.unit!r} in the releases so far "
                 "(of the ledger, or of this engine): one epsilon cannot be for both. Use another "
-                "ledger and engine, and report both epsilons"
+                "ledger and engine, and report both epsilons; where both names mean the same "
+                "units, pass the unit_name= of those releases"
             )
 
-    def begin(self, event: Event, budget: PrivacyBudget | None, *, unit: str = SAMPLE) -> None:
+    def begin(
+        self,
+        event: Event,
+        budget: PrivacyBudget | None,
+        *,
+        unit: str = SAMPLE,
+        grouping: str | None = None,
+    ) -> None:
         """Prepare for a run of such events.
 
         Args:
             event: of each step.
             budget: the limit; None for none.
             unit: the privacy unit.
+            grouping: digest of which entries are of one unit. It stays in memory: who knew all
+                other entries could read from it whose the last one is.
 
         Raises:
             ValueError: they cannot be accounted for, or the budget does not allow even one.
                 Nothing is changed then.
         """
         self.check(event)
+        if self.ledger is not None and is_unnamed(unit):
+            raise ValueError(
+                f"unit_name=None with unit_of and ledger={str(self.ledger.path)!r}, whose lines "
+                "must say which units its epsilon protects: pass what unit_of gives, such as "
+                "unit_name='patient'"
+            )
         if not self.is_empty:
             self._check_unit(unit)
+            if is_unnamed(unit) and self._grouping != grouping:
+                raise ValueError(
+                    "unit_of groups the entries otherwise than in the releases so far of this "
+                    "engine, so they may be other units: if both are the same, such as patients "
+                    "with more entries, pass their unit_name= both times; otherwise use another "
+                    "engine, and report both epsilons"
+                )
         before, self.budget = self.budget, budget
         try:
             if budget is not None and _is_noiseless(event):
@@ -277,7 +301,7 @@ class Spending:
             self.budget = before
             raise
         self.delta = None if budget is None else budget.delta
-        self.unit = unit
+        self.unit, self._grouping = unit, grouping
         self.adopt(event)
 
     def noise_for(

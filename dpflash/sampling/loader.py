@@ -34,6 +34,7 @@ from ..privacy.privacy_unit import (
     SAMPLE,
     USER,
     USER_OF_FIXED_GRAPH,
+    named,
 )
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
@@ -263,12 +264,18 @@ class PrivateDataLoader(Prepared, DataLoader):
 
     @property
     def unit(self) -> str:
-        """The privacy unit, such as "sample" or "user"; see `PrivacyEngine.privacy_unit`."""
+        """The privacy unit, such as "document"; see `PrivacyEngine.privacy_unit`."""
         if self._groups is None and self.has_pairs:
             return PREFERENCE_PAIR
         if self._groups is None:
             return SAMPLE if self.packing is None else DOCUMENT
-        return USER_OF_FIXED_GRAPH if self._groups.has_shared else USER
+        unit = USER_OF_FIXED_GRAPH if self._groups.has_shared else USER
+        return named(unit, self._groups.unit_name)
+
+    @property
+    def grouping(self) -> str | None:
+        """Digest of which entries are of one unit. PRIVATE. None where each entry is one."""
+        return None if self._groups is None else self._groups.digest
 
     @property
     def unit_in_words(self) -> str:
@@ -278,9 +285,10 @@ class PrivateDataLoader(Prepared, DataLoader):
         if self._groups is None:
             return f"one {'document' if self.unit == DOCUMENT else 'entry'} of the dataset"
         most = "one entry" if self._groups.limit == 1 else f"{self._groups.limit} entries"
+        user = named("one user (unit_of)", self._groups.unit_name)
         if self._groups.are_drawn:
-            return f"one user (unit_of), of whom each draw uses at most {most}, clipped as one"
-        text = f"one user (unit_of), of whom training uses at most {most}, each clipped by itself"
+            return f"{user}, of whom each draw uses at most {most}, clipped as one"
+        text = f"{user}, of whom training uses at most {most}, each clipped by itself"
         if self._groups.has_shared:
             text += (
                 "; an entry may be of several users, and who owns which entry is taken as public "
@@ -299,7 +307,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         }
         if self._groups is not None:
             # Another user in a user's place would be protected from some of the releases alone.
-            scheme["entries of each unit"] = self._groups.digest
+            scheme["entries of each unit"] = self.grouping
         return scheme if self.unit == SAMPLE else {**scheme, "unit": self.unit_in_words}
 
     @property

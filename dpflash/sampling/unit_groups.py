@@ -26,6 +26,7 @@ class UnitGroups:
             or a text; an entry of several units has a tuple, list, set or 1-D tensor of them.
         limit: k, the most entries of a unit in one draw, or in all of training.
         sampling: "unit" if units are drawn, "example" if entries are.
+        unit_name: what a unit is, such as "patient"; None if it has no name.
 
     Attributes:
         names: the unit of each entry.
@@ -44,6 +45,7 @@ class UnitGroups:
         *,
         limit: int,
         sampling: str,
+        unit_name: str | None = None,
     ) -> None:
         size = len(dataset)
         if callable(unit_of):
@@ -57,6 +59,7 @@ class UnitGroups:
             )
         self.names = named
         self.limit = limit
+        self.unit_name = unit_name
         self.are_drawn = sampling == "unit"
         self.has_shared = False
         found: dict[Hashable, list[int]] = {}

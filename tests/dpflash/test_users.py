@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash import accounting
+from dpflash.privacy.ledger import Ledger
 
 HUGE = 1e6
 KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
@@ -351,12 +352,17 @@ def test_the_ledger_names_the_unit_and_refuses_another(tmp_path):
     tokens, owners = entries()
     path = tmp_path / "ledger.jsonl"
     engine = dpflash.PrivacyEngine(ledger=path)
-    run = private(Net("linear"), tokens, owners, noise_multiplier=1.0, engine=engine)
+    noisy = {"noise_multiplier": 1.0}
+    with pytest.raises(ValueError, match="unit_name=None with unit_of and ledger=.*'patient'"):
+        private(Net("linear"), tokens, owners, engine=engine, **noisy)
+    patients = {"unit_name": "patient", **noisy}
+    run = private(Net("linear"), tokens, owners, engine=engine, **patients)
     released(run, 1)
-    assert json.loads(path.read_text())["unit"] == "user"
+    assert json.loads(path.read_text())["unit"] == engine.privacy_unit == "user: patient"
+    assert "one user (unit_of): patient, of whom" in str(engine.public)
     other = dpflash.PrivacyEngine(ledger=path)
     model = Net("linear")
-    with pytest.raises(ValueError, match="unit is a 'sample' here, and a 'user' in the releases"):
+    with pytest.raises(ValueError, match="unit is a 'sample' here, and a 'user: patient' in the"):
         other.make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -364,8 +370,66 @@ def test_the_ledger_names_the_unit_and_refuses_another(tmp_path):
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
+    hospitals = dpflash.PrivacyEngine(ledger=path)
+    with pytest.raises(ValueError, match="a 'user: hospital' here, and a 'user: patient' in the"):
+        private(
+            model, tokens, owners[::-1], engine=hospitals, **{**patients, "unit_name": "hospital"}
+        )
+    # More entries of patients are entries of patients.
     again = dpflash.PrivacyEngine(ledger=path)
-    private(Net("linear"), tokens, owners, noise_multiplier=1.0, engine=again)
+    run = private(model, tokens, owners[1:] + [99], engine=again, **patients)
+    with pytest.raises(RuntimeError, match="with unit_of or Pairs: a unit may be in several"):
+        again.backward(run[1](tokens))
+        run[2].step()
+
+
+def test_a_line_of_users_without_a_name_is_read_and_not_continued(tmp_path):
+    tokens, owners = entries()
+    path = tmp_path / "ledger.jsonl"
+    event = accounting.PoissonGaussian(relation="zero_out", noise_multiplier=1.0, sample_rate=0.1)
+    Ledger(path).append(run="a", event=event, accountant="contour", unit="user")
+    engine = dpflash.PrivacyEngine(ledger=path)
+    assert engine.privacy_unit == "user" and engine.get_epsilon(1e-5) > 0
+    with pytest.raises(ValueError, match="a 'user: patient' here, and a 'user' in the releases"):
+        private(
+            Net("linear"),
+            tokens,
+            owners,
+            noise_multiplier=1.0,
+            engine=engine,
+            unit_name="patient",
+        )
+
+
+def test_an_engine_refuses_another_grouping_of_users_that_have_no_name():
+    tokens, owners = entries()
+    engine = dpflash.PrivacyEngine(seed=5)
+    others = [*owners[1:], owners[0]]
+
+    def second(units, **options):
+        run = private(Net("linear"), tokens, units, noise_multiplier=1.0, engine=engine, **options)
+        released(run, 1)
+        engine.detach(run[1])
+
+    second(owners)
+    second([f"user {owner}" for owner in owners])
+    with pytest.raises(ValueError, match="unit_of groups the entries otherwise .*unit_name="):
+        second(others)
+    named = dpflash.PrivacyEngine(seed=5)
+    for units in (owners, others):
+        run = private(
+            Net("linear"), tokens, units, noise_multiplier=1.0, engine=named, unit_name="patient"
+        )
+        released(run, 1)
+        named.detach(run[1])
+
+
+@pytest.mark.parametrize("name", ["", " patient", "two\nlines", 3])
+def test_a_unit_name_is_a_word(name):
+    with pytest.raises(ValueError, match="unit_name=.*expected a word"):
+        dpflash.PrivacyConfig(1.0, unit_of=[0], examples_per_unit=1, unit_name=name)
+    with pytest.raises(ValueError, match="unit_name='patient' without unit_of"):
+        dpflash.PrivacyConfig(1.0, unit_name="patient")
 
 
 def test_a_resumed_run_draws_the_same_entries_of_users(tmp_path):
