@@ -80,6 +80,7 @@ from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
 from .sampling.loader import PrivateDataLoader
 from .step import PrivateStep
+from .verification.loss_trial import LossTrial
 from .verification.proof import Proof, allow_second_backwards
 from .verification.settable import OnlySettable
 from .verification.unchanged import Unchanged
@@ -193,6 +194,7 @@ class PrivacyEngine(OnlySettable):
         self._clipping = "flat"
         self._settings: tuple[PrivacyConfig, PerformanceConfig] | None = None
         self._step: PrivateStep | None = None
+        self._trial: LossTrial | None = None
         _engines.add(self)
 
     @property
@@ -282,6 +284,12 @@ class PrivacyEngine(OnlySettable):
         scalar that the model returns must keep its sum where samples of two batches are
         exchanged, and a cross-entropy of its outputs must give all samples the declared weight.
 
+        Packed documents: a loss that the loop computes is tested too. The first draws, and some
+        later ones, begin with a trial, a microbatch in which every other document has other
+        tokens, and in which `loader.is_real` is False everywhere. It has no backward and is not
+        trained on; the losses of the other documents must be the same in the microbatch itself,
+        which follows with the same random numbers of the global generators.
+
         Batches of the private loader have a public number of rows. A sample's row is secret and
         does not depend on the other samples, so one sample more changes no kernel that computes
         the others' gradients, in any dtype. Padding rows (`~loader.is_real`) count for nothing,
@@ -365,6 +373,10 @@ class PrivacyEngine(OnlySettable):
             )
         for parameter in trained:
             parameter.grad = None
+        self._trial = None
+        if loader.packing is not None and privacy.verify_first_batch:
+            self._trial = LossTrial(trained[0].device)
+            loader.try_losses(self._trial)
         unchanged = Unchanged(module, trained, privacy.allow_buffers)
         backward = self._new_backward(module, checked, step, unchanged, privacy, performance)
         attach(module, backward)
@@ -553,7 +565,8 @@ class PrivacyEngine(OnlySettable):
 
         Raises:
             ValueError: for another shape, or a number of losses that is not the batch's.
-            RuntimeError: for losses that reached no private layer, or a second call on a batch.
+            RuntimeError: for losses that reached no private layer, or a second call on a batch; or
+                the loss of a packed document changed with the tokens of others.
 
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
@@ -597,6 +610,8 @@ class PrivacyEngine(OnlySettable):
             )
         if losses.ndim == 1:
             backward.step.tracker.before_backward(losses.shape[0])
+        if self._trial is not None and self._is_tried(losses, self._trial):
+            return
         nonfinite = backward.statistics.nonfinite_samples
         try:
             with without_autocast(losses.device.type):
@@ -612,6 +627,23 @@ class PrivacyEngine(OnlySettable):
                 "zero (their number is private: do not release it)",
                 stacklevel=2,
             )
+
+    def _is_tried(self, losses: Tensor, trial: LossTrial) -> bool:
+        """Whether losses are of a trial, which has no backward; compares those that follow it."""
+        backward = self._attached()
+        mark = backward.step.tracker.current
+        if mark is not None and mark.is_trial:
+            trial.hold(losses)
+            return True
+        if trial.was_before:
+            try:
+                backward.proof.refuse(trial.refusal(losses))
+            except RuntimeError:
+                # A loop that catches the error meets it again.
+                trial.restart()
+                backward.discard()
+                raise
+        return False
 
     @contextmanager
     def public_data(self) -> Iterator[None]:
@@ -845,13 +877,16 @@ class PrivacyEngine(OnlySettable):
         replaced (its layers are called one by one, or it went through your own torch.compile).
         "forward" where the model returns a scalar loss, so that losses of single samples cannot
         be weighted. It depends on the data no more than a refusal does. A common factor of all
-        losses, such as the number of tokens in the batch, is not seen; `check` tries it.
+        losses, such as the number of tokens in the batch, is not seen; `check` tries it. Of packed
+        documents "pending" too until their losses were seen to stay as their neighbors changed.
 
         Raises:
             ValueError: no model is private.
         """
         backward, _ = self._require_private("verified")
-        return backward.proof.verified
+        verified = backward.proof.verified
+        is_open = self._trial is not None and not self._trial.has_compared
+        return "pending" if verified is True and is_open else verified
 
     def plan(self) -> ClippingPlan:
         """How each matrix parameter's clipped gradient is computed, and why.

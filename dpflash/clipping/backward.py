@@ -244,6 +244,9 @@ class PrivateBackward:
 
     def begin_proof(self, size: int) -> bool:
         """Whether the proof repeats this call of the model, of at most `size` samples."""
+        mark = self.step.tracker.current
+        if mark is not None and mark.is_trial:
+            return False
         return self.proof.begin_forward(size, new_pass=self.forward.is_over)
 
     def expect_scalar(self, outputs: Any, size: int) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._validate import positive_int
 from .units import Units
 
-_IGNORED = -100
+IGNORED = -100
 # Padding is cut into pieces of so many tokens.
 _PADDING = 64
 # Documents that begin at multiples of so many tokens are in the same place of a vector and of a
@@ -71,7 +71,7 @@ class PackedBatch(dict[str, Tensor]):
     @property
     def targets(self) -> Tensor:
         """`[R, T]`, int64: the next token at each position; -100 where there is none."""
-        shifted = torch.full_like(self.labels, _IGNORED)
+        shifted = torch.full_like(self.labels, IGNORED)
         shifted[:, :-1] = self.labels[:, 1:]
         return shifted
 
@@ -242,7 +242,7 @@ _Parts = list[tuple[Tensor, Tensor | None]]
 def _entries(units: Units, given: list[_Parts]) -> dict[str, Tensor]:
     rows, width = units.shape
     input_ids = torch.zeros(units.positions, dtype=torch.int64)
-    labels = torch.full_like(input_ids, _IGNORED)
+    labels = torch.full_like(input_ids, IGNORED)
     borders = {0, units.positions, *(end for span in units.spans for end in span)}
     borders |= set(range(0, units.positions, width))
     for (start, _), parts in zip(units.spans, given, strict=False):
@@ -250,10 +250,10 @@ def _entries(units: Units, given: list[_Parts]) -> dict[str, Tensor]:
             end = start + len(tokens)
             input_ids[start:end] = tokens
             labels[start:end] = tokens if own is None else own
-            labels[start : start + 1] = _IGNORED
+            labels[start : start + 1] = IGNORED
             borders.add(end)
             start = end
-    labels.view(rows, width)[:, 0] = _IGNORED
+    labels.view(rows, width)[:, 0] = IGNORED
     index = units.index.clone()
     index[index == units.size] = -1
     # Attention over all of the padding would cost more than that over the documents.

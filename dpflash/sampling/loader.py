@@ -36,6 +36,7 @@ from ..privacy.privacy_unit import (
     USER_OF_FIXED_GRAPH,
     named,
 )
+from ..verification.loss_trial import LossTrial
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .lengths import Lengths, PadTo
@@ -166,6 +167,7 @@ class PrivateDataLoader(Prepared, DataLoader):
         self.has_pairs = isinstance(loader.collate_fn, Pairs)
         self._draws: DrawSampler | None = None
         self._mark: BatchMark | None = None
+        self._trial: LossTrial | None = None
         if sampling == "shuffled":
             assert loader.batch_size is not None
             own = ShuffledBatchSampler(
@@ -360,6 +362,11 @@ class PrivateDataLoader(Prepared, DataLoader):
             mark = marks.popleft()
             if isinstance(batch, PackedBatch):
                 mark = replace(mark, units=batch.units)
+                if self._trial is not None and self._trial.is_due(mark.microbatch):
+                    trial = mark.of_trial
+                    self.tracker.begin_batch(trial, own)
+                    yield self._trial.begin(batch), trial
+                    self._trial.end()
             elif self.has_pairs:
                 mark = replace(mark, units=Pairs.units(mark.size))
             self.tracker.begin_batch(mark, own)
@@ -377,6 +384,10 @@ class PrivateDataLoader(Prepared, DataLoader):
             self.tracker.begin_batch(mark, own)
             self.tracker.still_to_come(self.steps_per_epoch - number - 1)
             yield batch, mark
+
+    def try_losses(self, trial: LossTrial) -> None:
+        """Yield some packed microbatches twice, first as the trial changes them."""
+        self._trial = trial
 
     def set_key(self, key: bytes) -> None:
         """Draw under another key, for example that of a checkpoint."""

@@ -29,6 +29,7 @@ class BatchMark:
         microbatch: its number among the microbatches of the logical batch.
         real: `[size]`, bool: which rows are samples; None if all rows are.
         units: the samples where they are no rows; size is their number then.
+        is_trial: whether it only precedes the microbatch, see `LossTrial`, and is not trained on.
     """
 
     draw: int
@@ -37,6 +38,7 @@ class BatchMark:
     microbatch: int = 0
     real: Tensor | None = field(default=None, compare=False)
     units: Units | None = field(default=None, compare=False)
+    is_trial: bool = False
 
     @property
     def of_rows(self) -> BatchMark:
@@ -47,6 +49,12 @@ class BatchMark:
         rows = units.shape[0]
         real = units.index < units.size if units.are_rows else torch.ones(rows, dtype=torch.bool)
         return replace(self, size=rows, real=real)
+
+    @property
+    def of_trial(self) -> BatchMark:
+        """The mark of the trial that precedes the microbatch; none of its samples counts."""
+        none = torch.zeros(self.size, dtype=torch.bool)
+        return replace(self, last=False, real=none, is_trial=True)
 
     @property
     def count(self) -> int:

@@ -475,9 +475,10 @@ class TrainingRun:
         self._optimizer.step()
         self._optimizer.zero_grad()
         figures.documents += documents
-        # Packed rows have no targets outside of sampled documents.
-        counted = targets if isinstance(batch, PackedBatch) else targets[real]
-        figures.tokens += int((counted != IGNORE_INDEX).sum())
+        if real.any():
+            # Packed rows have no targets outside of sampled documents.
+            counted = targets if isinstance(batch, PackedBatch) else targets[real]
+            figures.tokens += int((counted != IGNORE_INDEX).sum())
         figures.bits += float(sample_losses.detach()[real].sum()) / math.log(2)
 
     def _entry(self, figures: _Figures) -> dict[str, Any]:

@@ -124,9 +124,9 @@ def packed(
     microbatches = [0]
     while len(found) < steps:
         for batch in loader:
+            microbatches[-1] += not loader.tracker.current.is_trial
             engine.backward(model(batch.input_ids, batch.targets, batch))
             optimizer.step()
-            microbatches[-1] += 1
             if optimizer.releases > len(found):
                 found.append(_whole([p.grad for p in plain.parameters()]))
                 microbatches.append(0)

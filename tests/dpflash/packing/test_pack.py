@@ -206,6 +206,7 @@ def drawn(documents, batch_size, draws, **options):
         data_loader=DataLoader(documents, batch_size=batch_size, collate_fn=PackTo(**options)),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        verify_first_batch=False,
     )
     found, microbatches = [[]], [0]
     while True:

@@ -1,0 +1,103 @@
+"""LossTrial: the first packed batches show that a document's loss depends on that document alone.
+
+Losses are often computed by the training loop, which no forward of the model repeats. So the
+loader yields some microbatches twice, first with other tokens in half of the documents. The losses
+of the other documents must be the same both times. Nothing is trained on the changed microbatch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..packing import PackedBatch
+from ..packing.changed import with_changed_documents
+from .digests import is_deterministic
+from .random_state import RandomState
+
+# The first draws are tried, later ones at powers of two.
+_ALL_TRIED = 4
+
+_CHANGED = (
+    "the loss of document {document} changed as other documents of the batch got other tokens, so "
+    "nothing was released: it depends on them, most likely through targets that were shifted by "
+    "hand (input_ids.roll(-1)), where the last token of a document is to predict the first one of "
+    "the next. Use batch.targets, or batch.labels with losses.causal_lm(sample_index=...), "
+    "divide by nothing of the whole batch, and draw random masks from the global generators. "
+    "make_private(verify_first_batch=False) leaves this proof out"
+)
+
+
+class LossTrial:
+    """Which microbatches are tried, and the losses of the one that is.
+
+    Args:
+        device: of the model; the global generators of the CPU and of this device are as before
+            when the microbatch itself follows.
+
+    Attributes:
+        has_compared: whether documents with changed neighbors kept their losses in some batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.has_compared = False
+        self._device = device
+        self._draws = 0
+        self._random: RandomState | None = None
+        self._kept: Tensor | None = None
+        self._roots = torch.empty(0)
+        self._losses: Tensor | None = None
+
+    def is_due(self, microbatch: int) -> bool:
+        """Whether to try this microbatch of the next draw, the same on all ranks."""
+        self._kept = self._losses = None
+        if microbatch:
+            return False
+        self._draws += 1
+        return self._draws <= _ALL_TRIED or self._draws & (self._draws - 1) == 0
+
+    def begin(self, batch: PackedBatch) -> PackedBatch:
+        """A copy of the batch with other tokens in half of its documents."""
+        self._random = RandomState(self._device)
+        lengths = [end - start for start, end in batch.units.spans]
+        self._roots = torch.tensor(lengths).sqrt()
+        changed, self._kept = with_changed_documents(batch, self._draws)
+        return changed
+
+    def end(self) -> None:
+        """The batch itself follows; its random masks are those of the changed one."""
+        assert self._random is not None
+        self._random.restore()
+
+    @property
+    def was_before(self) -> bool:
+        """Whether the microbatch was tried, and its losses are not compared yet."""
+        return self._kept is not None
+
+    def restart(self) -> None:
+        """Try the next draws."""
+        self._draws = 0
+
+    def hold(self, losses: Tensor) -> None:
+        """Keep the losses `[U]` of the changed batch."""
+        self._losses = losses.detach().clone()
+
+    def refusal(self, losses: Tensor) -> str | None:
+        """A message if losses `[U]` of the batch differ from those that are held."""
+        kept, before = self._kept, self._losses
+        self._kept = self._losses = None
+        if kept is None or before is None or not bool(kept.any()):
+            return None
+        now = losses.detach()
+        apart = (before - now).abs()
+        if is_deterministic(now.device):
+            allowed = torch.zeros_like(apart)
+        else:
+            # A sum of n numbers in another order is rounded by some sqrt(n) eps.
+            allowed = torch.finfo(now.dtype).eps * (8 + self._roots.to(now)) * now.abs()
+        same = (apart <= allowed) | ~(before.isfinite() & now.isfinite())
+        wrong = (~same).cpu() & kept
+        if bool(wrong.any()):
+            return _CHANGED.format(document=int(wrong.int().argmax()))
+        self.has_compared = True
+        return None
