@@ -757,7 +757,8 @@ class PrivacyEngine(OnlySettable):
             model: plain or private; the check works on a plain copy and changes nothing.
             batch: argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
                 dimension is the batch, of at least two samples; four to eight are enough. No
-                epsilon covers the report, so use data of nobody.
+                epsilon covers the report, so use data of nobody. Each row counts as a sample of
+                its own; where users have several rows (unit_of), that finds more than is needed.
             loss_fn: loss_fn(model, batch) -> losses [B]; it calls the model that it is given.
             loss_reduction: "mean" or "sum" as declared to make_private; loss_fn then returns a
                 scalar, and the check compares the scalar of several batches, and its gradient,
@@ -769,7 +770,7 @@ class PrivacyEngine(OnlySettable):
 
         Raises:
             ValueError: for a batch that holds no tensor, one sample, or samples of unequal number,
-                and for another loss_reduction than None, "mean" and "sum".
+                or is packed; and for another loss_reduction than None, "mean" and "sum".
         """
         return run_check(model, batch, loss_fn, loss_reduction=loss_reduction)
 

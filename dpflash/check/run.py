@@ -17,6 +17,8 @@ from ..clipping.precision import (
     WHY_NO_COARSE_MEAN,
     narrow_parameters,
 )
+from ..packing import PackedBatch
+from ..verification.nested import leaves_of
 from .batch import batch_size, mapped
 from .coupling import check_coupling
 from .first_dimensions import check_first_dimensions
@@ -53,6 +55,13 @@ def run_check(
         raise ValueError(
             f"loss_fn={type(loss_fn).__name__}: expected a function loss_fn(model, batch) -> "
             f"{'a scalar' if loss_reduction else 'losses [B]'}; pass one"
+        )
+    if any(leaves_of(batch, kinds=(PackedBatch,))):
+        raise ValueError(
+            "batch holds a PackedBatch, whose samples are documents and no rows, which the check "
+            "does not take: pass a batch of documents one a row (dpflash.sampling.PadTo), with a "
+            "loss_fn for it. The packed batches themselves are tested as training begins, see "
+            "make_private(verify_first_batch=...)"
         )
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
         batch = dict(batch)

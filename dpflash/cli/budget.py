@@ -112,6 +112,7 @@ def _report(
         "runs": runs,
         "accountant": spending.accountant.mechanism(),
         "neighboring_relation": spending.relation,
+        "privacy_unit": spending.unit,
         "remaining_steps": remaining,
     }
 
@@ -152,6 +153,7 @@ def _tables(report: dict[str, Any], accountant: Accountant, style: str | None) -
         ("mechanism", _MECHANISM),
         ("sampler", samplers),
         ("neighboring relation", report["neighboring_relation"]),
+        ("privacy unit", report["privacy_unit"] or "none"),
         ("accountant", described(accountant)),
         ("delta", str(report["delta"])),
         ("steps", str(report["steps"])),

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments, __version__
 from transformers.trainer_utils import TrainOutput
 from transformers.training_args import ParallelMode
 
+from ..checked_arguments import unit_groups
 from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
 from ..losses import causal_lm
@@ -146,6 +147,9 @@ class DPTrainer(Trainer):
     documents: each entry of train_dataset is one, and `args.per_device_train_batch_size` is the
     expected number of documents of a step. Evaluations pack too; their loss is the mean over
     documents of each document's own loss.
+
+    With `unit_of` of `privacy` the batch size counts users, and an epoch has the steps of that
+    many. The ledger requires `unit_name`.
 
     The ledger is `<output_dir>/ledger.jsonl`. Runs with the same output_dir add up, and steps that
     a resumed run repeats stay counted. `<output_dir>/_secret` is needed to resume and holds the
@@ -376,6 +380,7 @@ class DPTrainer(Trainer):
             sampling=self._privacy.sampling,
             key=bytes(32),
             public_size=self._privacy.public_size,
+            groups=unit_groups(loader, self._privacy),
         )
         return math.ceil(self.args.num_train_epochs * drawn.steps_per_epoch)
 

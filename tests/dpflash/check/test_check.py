@@ -15,6 +15,7 @@ import dpflash
 import dpflash.check.run
 from dpflash.attn import boundary
 from dpflash.check import CheckReport, Problem
+from dpflash.packing import pack
 from dpflash.patterns import Adaptive
 
 B = 5
@@ -1061,6 +1062,7 @@ BATCHES = {
     "one-sample": (vectors(1), "holds 1 sample"),
     "empty": (vectors(0), "holds 0 sample"),
     "no-tensor": ([1, 2], "holds no tensor"),
+    "packed": ([pack([[1], [2]], tokens=4, max_documents=2)], "PackedBatch.*one a row"),
     "unequal": ((torch.zeros(3, 2), torch.zeros(2)), "the batch as the first dimension of each"),
 }
 

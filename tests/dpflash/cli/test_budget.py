@@ -75,6 +75,7 @@ def test_json_holds_the_composed_epsilon_and_what_it_rests_on(ledger, capsys):
         ],
         "accountant": "rdp",
         "neighboring_relation": "zero_out",
+        "privacy_unit": "sample",
         "remaining_steps": None,
     }
     assert ledger.read_bytes() == before
@@ -91,6 +92,7 @@ def test_the_table_names_what_a_paper_needs_and_rounds_epsilon_up(ledger, capsys
     assert "Gaussian" in rows["mechanism"] and rows["sampler"] == "poisson, shuffled"
     assert rows["neighboring relation"] == "zero_out" and rows["accountant"] == "rdp"
     assert rows["delta"] == "1e-05" and rows["steps"] == "320"
+    assert rows["privacy unit"] == "sample"
     exact = epsilon_of((POISSON, 300), (SHUFFLED, 2), relation="zero_out")
     assert exact <= float(rows["epsilon (upper bound)"]) < exact + 1e-4
     assert "remaining steps" not in rows and "epsilon (lower bound)" not in rows
@@ -118,8 +120,9 @@ def test_with_a_budget_it_tells_how_many_events_of_the_last_kind_remain(ledger, 
 
 def test_fixed_size_runs_have_their_sample_rate_and_relation(tmp_path, capsys):
     written = Ledger(tmp_path / "l")
-    written.append(run="a", event=FIXED, accountant="rdp", count=40)
+    written.append(run="a", event=FIXED, accountant="rdp", count=40, unit="user: patient")
     report = report_of(capsys, written.path, "--epsilon", "50")
+    assert report["privacy_unit"] == "user: patient"
     assert report["neighboring_relation"] == "replace_one"
     assert report["runs"][0]["sample_rate"] == 5 / 200
     assert report["epsilon"] == epsilon_of((FIXED, 40), relation="replace_one")

@@ -113,6 +113,22 @@ def test_parameters_and_epsilon_of_packed_documents_are_those_of_a_plain_loop(tm
     assert largest_difference(llama(), trained.model) > 1e-3
 
 
+class StopAfterSaving(transformers.TrainerCallback):
+    def on_save(self, args, state, control, **options):
+        raise KeyboardInterrupt
+
+
+def test_a_resumed_run_of_packed_documents_is_the_uninterrupted_one(tmp_path):
+    args = {"save_strategy": "steps", "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, args=args, callbacks=[StopAfterSaving()]).train()
+    again = trainer(tmp_path, args=args)
+    assert again.train(resume_from_checkpoint=True).global_step == 4
+    plain, engine = plain_loop(documents(), PACK)
+    assert again.get_epsilon() == engine.get_epsilon(DELTA)
+    assert largest_difference(plain, again.model) <= 1e-6
+
+
 def test_the_evaluation_of_packed_documents_is_the_mean_over_documents(tmp_path):
     given = documents(9)
     trained = trainer(tmp_path, eval_dataset=given)

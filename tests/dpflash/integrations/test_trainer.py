@@ -128,7 +128,7 @@ def trainer(tmp_path, name="llama", physical_batch_size=None, privacy=None, args
     )
 
 
-def plain_loop(name, physical_batch_size=None, autocast=False, steps=8):
+def plain_loop(name, physical_batch_size=None, autocast=False, steps=8, **units):
     """The model, optimizer and engine of a loop in plain PyTorch."""
     plain, private = built(name), dpflash.PrivacyEngine(seed=0)
     loader = DataLoader(samples(name), batch_size=8, collate_fn=transformers.default_data_collator)
@@ -142,6 +142,7 @@ def plain_loop(name, physical_batch_size=None, autocast=False, steps=8):
         max_grad_norm=1.0,
         physical_batch_size=physical_batch_size,
         steps=steps,
+        **units,
     )
     scheduler = transformers.get_scheduler("linear", optimizer, 0, steps)
     loss = dpflash.losses.cross_entropy if name == "bert" else next_tokens
@@ -347,6 +348,21 @@ def resumed(tmp_path, killed_at, saved_every, **options):
     again = trainer(tmp_path, args=args, physical_batch_size=3)
     assert again.train(resume_from_checkpoint=True).global_step == 8
     return again
+
+
+def test_users_are_those_of_a_plain_loop_and_named_in_the_card(tmp_path):
+    units = {"unit_of": [i // 2 for i in range(32)], "examples_per_unit": 2}
+    units["unit_name"] = "patient"
+    given = {"target_epsilon": 3.0, "target_delta": DELTA, "max_grad_norm": 1.0}
+    trained = trainer(tmp_path, privacy=dpflash.PrivacyConfig(**given, **units))
+    assert trained.train().global_step == 4  # 16 users, 8 in a step
+    plain, _, private = plain_loop("llama", steps=4, **units)
+    assert trained.get_epsilon() == private.get_epsilon(DELTA)
+    assert largest_difference(plain, trained.model) <= 1e-6
+    trained.save_model(str(tmp_path / "saved"))
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "privacy unit: one user (unit_of): patient, of whom each draw uses at most 2" in card
+    assert trained.engine.privacy_unit == "user: patient"
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
