@@ -13,8 +13,8 @@ from .grads import (
     layer_norm_backward,
     per_sample_bias_grad,
     per_sample_grad,
-    per_span_grad,
     rms_norm_backward,
+    span_sum,
     squared_norm,
 )
 from .grid import exact_slots, grid_of
@@ -24,7 +24,6 @@ from .reference import (
     clip_factors,
     embedding_grad_inner,
     grad_inner,
-    grad_magnitude,
 )
 
 __all__ = [
@@ -43,15 +42,14 @@ __all__ = [
     "exact_slots",
     "gaussian_noise_",
     "grad_inner",
-    "grad_magnitude",
     "grad_norm",
     "grid_of",
     "layer_norm_backward",
     "per_sample_bias_grad",
     "per_sample_grad",
-    "per_span_grad",
     "refuse_capture",
     "rms_norm_backward",
     "settle_noise",
+    "span_sum",
     "squared_norm",
 ]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .grid import truncated
-from .reference import ROOT_SLACK, hard_clip_factors, upper_bound
+from .reference import ROOT_SLACK, hard_clip_factors, per_sample_grad, upper_bound
+from .spans import Spans
 
 # Elements of per-sample gradients that block_clipped_grad holds at a time, one sample at least.
 _CHUNK = 1 << 21
@@ -53,6 +54,7 @@ def block_clipped_grad(
     block: tuple[int, int] = BLOCK,
     grid: float | None = None,
     into: Tensor | None = None,
+    spans: Spans | None = None,
     return_factors: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """sum_i of G_i = dy_i^T x_i with each tile of G_i clipped to the tile's own bound.
@@ -70,6 +72,7 @@ def block_clipped_grad(
             sum is exact. None for a sum in fp32 (fp64), rounded.
         into: [O, I], contiguous, fp64, on the grid: the sum of earlier samples, which the sum of
             these is added to in place. Only with a grid.
+        spans: see `per_sample_grad`.
         return_factors: also return the factors c_ik.
 
     Returns:
@@ -82,7 +85,8 @@ def block_clipped_grad(
         that is summed; so one sample moves the sum by at most bound, exactly with a grid, up to
         the sum's rounding without. c_ik depends on sample i alone.
     """
-    batch, outputs, inputs = x.shape[0], dy.shape[2], x.shape[2]
+    batch = x.shape[0] if spans is None else len(spans)
+    outputs, inputs = dy.shape[2], x.shape[2]
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, dy = x.to(dtype), dy.to(dtype)
     total = _zeros(x, outputs, inputs, grid) if into is None else into
@@ -91,9 +95,20 @@ def block_clipped_grad(
     chunk = max(1, _CHUNK // max(1, outputs * inputs))
     for start in range(0, batch, chunk):
         now = slice(start, start + chunk)
-        grads = torch.bmm(dy[now].transpose(1, 2), x[now])
+        own_x, own_dy, own_spans = some_samples(now, x, dy, spans)
+        grads = per_sample_grad(own_x, own_dy, spans=own_spans)
+        assert isinstance(grads, Tensor)
         factors[now] = _add_clipped(total, grads, bound, block, grid)
     return (total, factors) if return_factors else total
+
+
+def some_samples(
+    samples: slice, x: Tensor, dy: Tensor, spans: Spans | None
+) -> tuple[Tensor, Tensor, Spans | None]:
+    """(x, dy, spans) of some samples."""
+    if spans is None:
+        return x[samples], dy[samples], None
+    return x, dy, spans[samples]
 
 
 def block_clip_reduce(

@@ -1,13 +1,13 @@
 """Launches the Triton per-sample gradient kernels: allocation, grids, sums outside of them.
 
 Signatures are those of `reference.py`; `grads.py` checks the arguments.
-Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table, E its width.
+Letters: B samples, T tokens of a sample; U samples that are spans of N tokens; I inputs,
+O outputs, V rows of a table, E its width.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import grad_triton as kernels
 from .attention_configs import architecture
-from .block_reference import BLOCK, block_bounds
+from .block_reference import BLOCK, block_bounds, some_samples
 from .grad_configs import INTERPRETED, GradConfig, Kernel, entry, table
 from .layout import is_aligned, on_device
 from .noise import NoiseStream
@@ -28,6 +28,15 @@ from .noise_triton import (
     settle_or_keep,
 )
 from .reference import upper_bound
+from .spans import (
+    Spans,
+    chunks,
+    in_sequence,
+    pairs_of_tiles,
+    places,
+    samples_of_tokens,
+    tokens_as_samples,
+)
 
 _INTERPRETED = not isinstance(kernels._clipped_grad_kernel, triton.JITFunction)
 
@@ -51,18 +60,19 @@ _LEAST_NORMAL = 2.0**-126
 
 
 def per_sample_grad(
-    x: Tensor, dy: Tensor, *, return_squares: bool = False
+    x: Tensor, dy: Tensor, *, spans: Spans | None = None, return_squares: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.per_sample_grad`; the squares come from the fp32 tiles, still on chip."""
     x, dy = _operands(x, dy)
-    grads = torch.empty(
-        (x.shape[0], dy.shape[2], x.shape[2]), dtype=torch.float32, device=x.device
-    )
-    squares = _launch_per_sample(x, dy, grads, return_squares)
+    shape = (_samples(x, spans), dy.shape[2], x.shape[2])
+    grads = torch.empty(shape, dtype=torch.float32, device=x.device)
+    squares = _launch_per_sample(x, dy, grads, return_squares, spans)
     return grads if squares is None else (grads, squares)
 
 
-def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
+def grad_norm(
+    x: Tensor, dy: Tensor, *, form: str | None = None, spans: Spans | None = None
+) -> Tensor:
     """See `reference.grad_norm`; an upper bound of ||H_i||^2 or ||G_i||^2, by form.
 
     "tile": of ||H_i||^2 for H_i = G_i as `per_sample_grad` makes it, with products and sums in
@@ -75,22 +85,44 @@ def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
     product that overflows gives a non-finite square.
     """
     x, dy = _operands(x, dy)
-    if form is None:
-        tokens, inputs, outputs = x.shape[1], x.shape[2], dy.shape[2]
-        # Symmetry halves the Gram form.
-        form = "gram" if tokens * (inputs + outputs) < 2 * inputs * outputs else "tile"
-    if form == "gram":
-        return _gram_squares(x, dy)
-    squares = _launch_per_sample(x, dy, None, True)
+    if spans is not None:
+        return _span_squares(x, dy, spans, form)
+    if (form or _cheaper_form(x.shape[1], x, dy)) == "gram":
+        return _gram_squares(x, dy, None)
+    squares = _launch_per_sample(x, dy, None, True, None)
     assert squares is not None
     return squares
 
 
-def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
+def _cheaper_form(tokens: int, x: Tensor, dy: Tensor) -> str:
+    inputs, outputs = x.shape[2], dy.shape[2]
+    # Symmetry halves the Gram form.
+    return "gram" if tokens * (inputs + outputs) < 2 * inputs * outputs else "tile"
+
+
+def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
+    """`grad_norm` of spans, each in its form: in that of the others it has no tokens."""
+    forms = [form or _cheaper_form(end - start, x, dy) for start, end in spans]
+    total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
+    for each in set(forms):
+        own = tuple(
+            span if form_of == each else (0, 0) for span, form_of in zip(spans, forms, strict=True)
+        )
+        found = (
+            _gram_squares(x, dy, own)
+            if each == "gram"
+            else _launch_per_sample(x, dy, None, True, own)
+        )
+        assert found is not None
+        total += found
+    return total
+
+
+def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None = None) -> Tensor:
     """See `reference.clipped_grad`; factors are applied to each sample's fp32 product."""
     x, dy = _operands(x, dy)
     sizes = _config("clipped_grad", x, dy)
-    return _launch_clipped(x, dy, factors.float().contiguous(), None, sizes, False)
+    return _launch_clipped(x, dy, factors.float().contiguous(), None, sizes, False, spans)
 
 
 def block_clipped_grad(
@@ -101,6 +133,7 @@ def block_clipped_grad(
     block: tuple[int, int] = BLOCK,
     grid: float | None = None,
     into: Tensor | None = None,
+    spans: Spans | None = None,
     return_factors: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `block_reference.block_clipped_grad`.
@@ -109,20 +142,20 @@ def block_clipped_grad(
     not fit there in fp64: with a grid the G_i of a few samples are written to memory.
     """
     x, dy = _operands(x, dy)
-    batch, outputs, inputs = x.shape[0], dy.shape[2], x.shape[2]
+    batch, outputs, inputs = _samples(x, spans), dy.shape[2], x.shape[2]
     bounds = _bounds(outputs, inputs, float(bound), block, x.device)
     if grid is None:
         factors = torch.empty((batch, bounds.numel()), dtype=torch.float32, device=x.device)
         sizes = _config("block_clipped_grad", x, dy)._replace(block_m=block[0], block_n=block[1])
-        total = _launch_clipped(x, dy, factors, bounds, sizes, return_factors)
+        total = _launch_clipped(x, dy, factors, bounds, sizes, return_factors, spans)
         return (total, factors) if return_factors else total
     if into is None:
         into = torch.zeros((outputs, inputs), dtype=torch.float64, device=x.device)
     chunk = max(1, CHUNK // max(1, outputs * inputs))
     parts = [torch.empty((0, bounds.numel()), dtype=torch.float32, device=x.device)]
     for start in range(0, batch, chunk):
-        now = slice(start, start + chunk)
-        grads = per_sample_grad(x[now], dy[now])
+        own_x, own_dy, own_spans = some_samples(slice(start, start + chunk), x, dy, spans)
+        grads = per_sample_grad(own_x, own_dy, spans=own_spans)
         assert isinstance(grads, Tensor)
         parts.append(_tile_factors(grads, bounds, block))
         _launch_reduce(grads, parts[-1], block, grid=grid, into=into)
@@ -171,24 +204,31 @@ def squared_norm(grads: Tensor) -> Tensor:
     return upper_bound(squares, flat.shape[1] + 4)
 
 
-def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) -> Tensor:
+def embedding_per_sample_grad(
+    indices: Tensor, dy: Tensor, num_embeddings: int, *, spans: Spans | None = None
+) -> Tensor:
     """See `reference.embedding_per_sample_grad`; nothing is atomic, so its bits repeat."""
-    batch, _, width = dy.shape
-    # Each sample has a table of its own.
-    tables = torch.arange(batch, device=dy.device).view(-1, 1) * num_embeddings
+    batch, width = _samples(dy, spans), dy.shape[2]
+    # Each sample has a table of its own, and so do the tokens of no sample, which is not returned.
+    tables = batch if spans is None else batch + 1
+    rows = indices.long() + _sample_of_tokens(dy, spans) * num_embeddings
     ones = torch.ones(batch, device=dy.device)
-    grads = embedding_clipped_grad(indices.long() + tables, dy, ones, batch * num_embeddings)
-    return grads.view(batch, num_embeddings, width)
+    grads = embedding_clipped_grad(rows, dy, ones, tables * num_embeddings, spans=spans)
+    return grads.view(tables, num_embeddings, width)[:batch]
 
 
-def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
+def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = None) -> Tensor:
     """See `reference.embedding_grad_norm`; a sample's tokens sorted by row, a program a row.
 
     An upper bound of the squared norm in real arithmetic: it includes the rounding error of fp64.
     """
     batch, tokens, width = dy.shape
     dy = _unit_stride(dy)
-    in_order, order = torch.sort(indices.long(), dim=1, stable=True)
+    keys = indices.long()
+    if spans is not None:
+        # First by sample, in the order of the spans; those of no sample come last.
+        keys = keys + (_sample_of_tokens(dy, spans) << 32)
+    in_order, order = torch.sort(keys, dim=1, stable=True)
     ends = torch.searchsorted(in_order, in_order, right=True)
     blocks = _blocks(width, WIDTH_BLOCK)
     squares = torch.empty((batch, tokens, blocks), dtype=torch.float64, device=dy.device)
@@ -198,13 +238,26 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
                 dy, order.contiguous(), ends.contiguous(), squares, *dy.stride()[:2],
                 tokens, width, blocks, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
             )  # fmt: skip
-    return upper_bound(squares.sum((1, 2)), tokens * width + 4)
+    if spans is None:
+        total = squares.sum((1, 2))
+    else:
+        total = span_sum(squares[0], in_sequence(tuple(end - start for start, end in spans))).sum(
+            1
+        )
+    return upper_bound(total, tokens * width + 4)
 
 
 def embedding_clipped_grad(
-    indices: Tensor, dy: Tensor, factors: Tensor, num_embeddings: int
+    indices: Tensor,
+    dy: Tensor,
+    factors: Tensor,
+    num_embeddings: int,
+    *,
+    spans: Spans | None = None,
 ) -> Tensor:
     """See `reference.embedding_clipped_grad`; all tokens sorted by row, so nothing is atomic."""
+    if spans is not None:
+        factors, indices, dy = tokens_as_samples(factors, spans, indices, dy)
     tokens, width = dy.shape[1:]
     dy = _unit_stride(dy)
     rows, order = torch.sort(indices.long().flatten(), stable=True)
@@ -220,37 +273,45 @@ def embedding_clipped_grad(
     return out
 
 
-def per_span_grad(x: Tensor, dy: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """See `reference.per_span_grad`; one launch for each sample."""
-    grads = x.new_zeros(len(spans), dy.shape[1], x.shape[1], dtype=torch.float32)
-    for grad, (start, end) in zip(grads, spans, strict=True):
-        if start != end:
-            found = per_sample_grad(x[None, start:end], dy[None, start:end])
-            assert isinstance(found, Tensor)
-            grad.copy_(found[0])
-    return grads
+def span_sum(x: Tensor, spans: Spans) -> Tensor:
+    """See `reference.span_sum`."""
+    flat = x.reshape(1, x.shape[0], x.shape[1:].numel())
+    return _span_sums(flat, spans, sums=True)[1].view(len(spans), *x.shape[1:])
 
 
 def per_sample_bias_grad(dy: Tensor) -> Tensor:
     """See `reference.per_sample_bias_grad`."""
-    return _token_sums(dy, sums=True)[1]
+    return _row_sums(dy, sums=True)[1]
 
 
 def layer_norm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    ndim: int,
+    *,
+    spans: Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.layer_norm_backward`."""
     shape = x.shape[x.ndim - ndim :]
     dx = torch.ops.aten.native_layer_norm_backward(
         dy.contiguous(), x, list(shape), mean, rstd, weight, None, [True, False, False]
     )[0]
-    dweight, dbias = _token_sums(_rows(dy, shape), _rows(x, shape), mean, rstd, sums=True)
-    per_sample = (x.shape[0], *shape)
+    dweight, dbias = _norm_sums(dy, x, mean, rstd, shape, spans, sums=True)
+    per_sample = (_samples(x, spans), *shape)
     return dx, dweight.view(per_sample), dbias.view(per_sample)
 
 
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    ndim: int,
+    *,
+    spans: Spans | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.rms_norm_backward`."""
     shape = x.shape[x.ndim - ndim :]
@@ -258,8 +319,8 @@ def rms_norm_backward(
     normed = x.float() * rstd
     dnormed = dy.float() if weight is None else dy.float() * weight
     dx = rstd * (dnormed - normed * (dnormed * normed).mean(last, keepdim=True))
-    dweight, _ = _token_sums(_rows(dy, shape), _rows(x, shape), None, rstd)
-    return dx.to(x.dtype), dweight.view(x.shape[0], *shape)
+    dweight, _ = _norm_sums(dy, x, None, rstd, shape, spans)
+    return dx.to(x.dtype), dweight.view(_samples(x, spans), *shape)
 
 
 def precision(hip: bool) -> str:
@@ -268,10 +329,11 @@ def precision(hip: bool) -> str:
 
 
 def _launch_per_sample(
-    x: Tensor, dy: Tensor, grads: Tensor | None, squares: bool
+    x: Tensor, dy: Tensor, grads: Tensor | None, squares: bool, spans: Spans | None
 ) -> Tensor | None:
     """Writes grads where given; returns bounds of their squared norms [B] where asked for."""
-    batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
+    tokens, inputs, outputs = *x.shape[1:], dy.shape[2]
+    batch = _samples(x, spans)
     sizes = _config("per_sample_grad", x, dy)
     tiles_i = _blocks(inputs, sizes.block_n)
     num_tiles = _blocks(outputs, sizes.block_m) * tiles_i
@@ -281,7 +343,8 @@ def _launch_per_sample(
     if batch * num_tiles:
         with on_device(x):
             kernels._per_sample_grad_kernel[(batch * num_tiles,)](
-                x, dy, grads, partial, *x.stride()[:2], *dy.stride()[:2],
+                x, dy, places(spans, x.device), grads, partial,
+                *x.stride()[:2], *dy.stride()[:2],
                 tokens, inputs, outputs, tiles_i, num_tiles,
                 STORE=grads is not None, SQUARES=squares,
                 BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
@@ -289,29 +352,40 @@ def _launch_per_sample(
     return None if partial is None else upper_bound(partial.sum(1), inputs * outputs)
 
 
-def _gram_squares(x: Tensor, dy: Tensor) -> Tensor:
+def _gram_squares(x: Tensor, dy: Tensor, spans: Spans | None) -> Tensor:
     """||G_i||^2 [B] by pairs of token tiles, raised by the products' rounding error."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
     sizes = _config("gram", x, dy)
     run = GRAM_STEPS * sizes.block_k
-    pairs = _pairs(_blocks(tokens, sizes.block_m), x.device)
+    if spans is None:
+        pairs = _pairs(_blocks(tokens, sizes.block_m), x.device)
+    else:
+        pairs, of_samples = pairs_of_tiles(spans, sizes.block_m, x.device)
     partial = torch.empty((batch, pairs.shape[1]), dtype=torch.float64, device=x.device)
     if partial.numel():
         with on_device(x):
             kernels._grad_norm_gram_kernel[(partial.numel(),)](
-                x, dy, pairs, partial, *x.stride()[:2], *dy.stride()[:2],
+                x, dy, places(spans, x.device), pairs, partial,
+                *x.stride()[:2], *dy.stride()[:2],
                 tokens, inputs, outputs, pairs.shape[1],
                 BLOCK_M=sizes.block_m, RUN=run, **_options(sizes),
             )  # fmt: skip
-    # Where a product of two tokens overflows, that of one of them with itself does too: NaN.
-    squares = partial.sum(1).clamp(min=0)
     x_norms = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
     dy_norms = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
-    size = (x_norms * dy_norms).sum(1).square()
+    terms = torch.stack([x_norms * dy_norms, x_norms, dy_norms], 2)
+    if (where := places(spans, x.device)) is None or spans is None:
+        squares, terms = partial.sum(1), terms.sum(1)
+        pairs_of_tokens: float | Tensor = tokens**2
+    else:
+        squares, terms = span_sum(partial[0], of_samples), span_sum(terms[0], spans)
+        pairs_of_tokens = where.diff(dim=1)[:, 0].double().square()
+    # Where a product of two tokens overflows, that of one of them with itself does too: NaN.
+    squares = squares.clamp(min=0)
+    size, x_size, dy_size = terms.square().unbind(1)
     rounding = _gram_rounding(inputs, run, x.dtype) + _gram_rounding(outputs, run, x.dtype)
     # An underflowed product of inputs multiplies the product of outputs, and vice versa.
-    vanished = inputs * dy_norms.sum(1).square() + outputs * x_norms.sum(1).square()
-    return squares + (rounding + tokens**2 * 2.0**-52) * size + _LEAST_NORMAL * vanished
+    vanished = inputs * dy_size + outputs * x_size
+    return squares + (rounding + pairs_of_tokens * 2.0**-52) * size + _LEAST_NORMAL * vanished
 
 
 def _gram_rounding(width: int, run: int, dtype: torch.dtype) -> float:
@@ -332,17 +406,19 @@ def _launch_clipped(
     bounds: Tensor | None,
     sizes: GradConfig,
     store_factors: bool,
+    spans: Spans | None,
 ) -> Tensor:
     """sum_i c_i G_i by tiles: with given factors, or clipped to the tiles' bounds."""
-    batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
+    tokens, inputs, outputs = *x.shape[1:], dy.shape[2]
     out = torch.empty((outputs, inputs), dtype=torch.float32, device=x.device)
     tiles_i = _blocks(inputs, sizes.block_n)
     num_tiles = _blocks(outputs, sizes.block_m) * tiles_i
     if num_tiles:
         with on_device(x):
             kernels._clipped_grad_kernel[(num_tiles,)](
-                x, dy, factors, bounds, out, *x.stride()[:2], *dy.stride()[:2],
-                batch, tokens, inputs, outputs, tiles_i, num_tiles,
+                x, dy, places(spans, x.device), factors, bounds, out,
+                *x.stride()[:2], *dy.stride()[:2],
+                _samples(x, spans), tokens, inputs, outputs, tiles_i, num_tiles,
                 CLIP=bounds is not None, STORE_FACTORS=store_factors,
                 BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
             )  # fmt: skip
@@ -404,7 +480,26 @@ def _launch_reduce(
     return out
 
 
-def _token_sums(
+def _norm_sums(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    shape: torch.Size,
+    spans: Spans | None,
+    *,
+    sums: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Sums of dy (x - mean) rstd and of dy over all but samples and the normalised shape."""
+    operands = _rows(dy, shape), _rows(x, shape), mean, rstd
+    if spans is None:
+        return _row_sums(*operands, sums=sums)
+    each = operands[0].shape[1] // max(1, x.shape[1])  # rows of a token
+    own = tuple((start * each, end * each) for start, end in spans)
+    return _span_sums(operands[0], own, *operands[1:], sums=sums)
+
+
+def _row_sums(
     dy: Tensor,
     x: Tensor | None = None,
     mean: Tensor | None = None,
@@ -412,27 +507,67 @@ def _token_sums(
     *,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sums over tokens of dy (x - mean) rstd and of dy, [B, E] in fp32; chunks are added here."""
+    """`_token_sums` of rows, [B, E]; its chunks are added here."""
+    products, totals = _token_sums(dy, x, mean, rstd, None, sums)
+    return products.sum(1), totals.sum(1)
+
+
+def _span_sums(
+    dy: Tensor,
+    spans: Spans,
+    x: Tensor | None = None,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    *,
+    sums: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`_token_sums` of spans, [U, E]: of chunks of them first, and then of the chunks' sums."""
+    parts, of_spans = chunks(spans, TOKEN_CHUNK)
+    found = _token_sums(dy, x, mean, rstd, parts, sums)
+    if len(parts) == len(spans):
+        return found[0][0], found[1][0]
+    products, totals = (
+        _span_sums(part, of_spans, sums=True)[1] if part.numel() else part[0] for part in found
+    )
+    return products, totals
+
+
+def _token_sums(
+    dy: Tensor,
+    x: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    spans: Spans | None,
+    sums: bool,
+) -> tuple[Tensor, Tensor]:
+    """Sums over tokens of dy (x - mean) rstd and of dy, by chunks of tokens.
+
+    Returns:
+        [B, chunks, E], or for spans, none longer than a chunk, [1, U, E]; fp32, fp64 for fp64 dy.
+        Without x and without `sums` empty.
+    """
     batch, tokens, width = dy.shape
     dy, x = _unit_stride(dy), None if x is None else _unit_stride(x)
-    chunks, blocks = _blocks(tokens, TOKEN_CHUNK), _blocks(width, WIDTH_BLOCK)
-    shape = (batch, chunks, width)
-    make = functools.partial(torch.empty, shape, dtype=torch.float32, device=dy.device)
-    products, totals = make() if x is not None else None, make() if sums else None
-    if batch * chunks * blocks:
+    parts, blocks = _blocks(tokens, TOKEN_CHUNK), _blocks(width, WIDTH_BLOCK)
+    if spans is not None:
+        batch, parts = 1, len(spans)
+    dtype = torch.promote_types(dy.dtype, torch.float32)
+    products, totals = (
+        torch.empty((batch, parts, width if made else 0), dtype=dtype, device=dy.device)
+        for made in (x is not None, sums)
+    )
+    if batch * parts * blocks:
         with on_device(dy):
-            kernels._token_sums_kernel[(batch * chunks * blocks,)](
+            kernels._token_sums_kernel[(batch * parts * blocks,)](
                 dy, x, *(None if v is None else v.float().contiguous() for v in (mean, rstd)),
-                products, totals, *dy.stride()[:2], *(dy if x is None else x).stride()[:2],
-                tokens, width, chunks, blocks,
+                places(spans, dy.device),
+                None if x is None else products, totals if sums else None,
+                *dy.stride()[:2], *(dy if x is None else x).stride()[:2],
+                tokens, width, 1 if spans is not None else parts, blocks,
                 CHUNK=TOKEN_CHUNK, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
                 PRODUCTS=x is not None, HAS_MEAN=mean is not None, SUMS=sums,
             )  # fmt: skip
-    empty = dy.new_empty(0, dtype=torch.float32)
-    return (
-        empty if products is None else products.sum(1),
-        empty if totals is None else totals.sum(1),
-    )
+    return products, totals
 
 
 def _rows(x: Tensor, shape: torch.Size) -> Tensor:
@@ -454,6 +589,17 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 def _blocks(size: int, block: int) -> int:
     return -(-size // block)
+
+
+def _samples(x: Tensor, spans: Spans | None) -> int:
+    return x.shape[0] if spans is None else len(spans)
+
+
+def _sample_of_tokens(x: Tensor, spans: Spans | None) -> Tensor:
+    """The sample of each token of x [B, T, ...]: [B, 1], or for spans [N], U for none."""
+    if spans is None:
+        return torch.arange(x.shape[0], device=x.device).view(-1, 1)
+    return samples_of_tokens(spans, x.shape[1], x.device)
 
 
 @functools.lru_cache(maxsize=512)

@@ -5,6 +5,9 @@ of atomics: programs write partial sums, which are added outside, so results rep
 for bit. Products accumulate in fp32; squares are taken and added in fp64, where neither 1e30
 overflows nor 1e-30 vanishes.
 
+A sample is a row of T tokens, or, with ``spans_ptr`` [U, 2], a span of the only row. Its program
+walks it from its first token on, so its bits do not depend on where it is.
+
 No kernel is compiled again for another number of samples or tokens.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, E width, P elements of a parameter.
@@ -17,6 +20,20 @@ from .noise_triton import ADDRESS, as_fp64, as_key, noisy, reciprocal_of_grid
 
 # ruff: noqa: N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+
+@triton.jit
+def _place(spans_ptr, sample, num_tokens):
+    """A sample's row, its first token there, both int64, and its number of tokens."""
+    if spans_ptr is None:
+        row = sample
+        first = sample * 0
+        count = num_tokens
+    else:
+        row = sample * 0
+        first = tl.load(spans_ptr + 2 * sample)
+        count = (tl.load(spans_ptr + 2 * sample + 1) - first).to(tl.int32)
+    return row, first, count
 
 
 @triton.jit
@@ -57,7 +74,7 @@ def _sum_of_squares(tile):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _per_sample_grad_kernel(
-    x_ptr, dy_ptr, grads_ptr, squares_ptr,
+    x_ptr, dy_ptr, spans_ptr, grads_ptr, squares_ptr,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
     num_tokens, num_inputs, num_outputs, tiles_i, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -70,9 +87,11 @@ def _per_sample_grad_kernel(
     b = (pid // num_tiles).to(tl.int64)
     rows = tile // tiles_i * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile % tiles_i * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, first, count = _place(spans_ptr, b, num_tokens)
     acc = _grad_tile(
-        x_ptr + b * stride_xb, dy_ptr + b * stride_dyb, stride_xt, stride_dyt,
-        num_tokens, rows, num_outputs, columns, num_inputs,
+        x_ptr + row * stride_xb + first * stride_xt,
+        dy_ptr + row * stride_dyb + first * stride_dyt, stride_xt, stride_dyt,
+        count, rows, num_outputs, columns, num_inputs,
         BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PRECISION,
     )  # fmt: skip
     if STORE:
@@ -107,7 +126,7 @@ def _gram_tile(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
 def _grad_norm_gram_kernel(
-    x_ptr, dy_ptr, pairs_ptr, squares_ptr,
+    x_ptr, dy_ptr, spans_ptr, pairs_ptr, squares_ptr,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
     num_tokens, num_inputs, num_outputs, num_pairs,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
@@ -115,27 +134,32 @@ def _grad_norm_gram_kernel(
 ):  # fmt: skip
     """``sum_st (x_s . x_t)(dy_s . dy_t)`` for a pair of token tiles t >= s; [B, pairs].
 
-    The matrix is symmetric, so a pair of different tiles counts twice.
+    The matrix is symmetric, so a pair of different tiles counts twice. Spans have pairs of their
+    own, each with its sample: [pairs].
     """
     pid = tl.program_id(0)
     pair = pid % num_pairs
-    b = (pid // num_pairs).to(tl.int64)
+    if spans_ptr is None:
+        b = (pid // num_pairs).to(tl.int64)
+    else:
+        b = tl.load(pairs_ptr + 2 * num_pairs + pair).to(tl.int64)
     s = tl.load(pairs_ptr + pair)
     t = tl.load(pairs_ptr + num_pairs + pair)
     first = s * BLOCK_M + tl.arange(0, BLOCK_M)
     second = t * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, start, count = _place(spans_ptr, b, num_tokens)
     inputs = _gram_tile(
-        x_ptr + b * stride_xb, stride_xt, first, second, num_tokens, num_inputs,
+        x_ptr + row * stride_xb + start * stride_xt, stride_xt, first, second, count, num_inputs,
         BLOCK_M, BLOCK_K, RUN, UPCAST, PRECISION,
     )  # fmt: skip
     outputs = _gram_tile(
-        dy_ptr + b * stride_dyb, stride_dyt, first, second, num_tokens, num_outputs,
-        BLOCK_M, BLOCK_K, RUN, UPCAST, PRECISION,
+        dy_ptr + row * stride_dyb + start * stride_dyt, stride_dyt, first, second, count,
+        num_outputs, BLOCK_M, BLOCK_K, RUN, UPCAST, PRECISION,
     )  # fmt: skip
     total = tl.sum(tl.sum(inputs.to(tl.float64) * outputs.to(tl.float64), 1), 0)
     if s != t:
         total = total * 2
-    tl.store(squares_ptr + b * num_pairs + pair, total)
+    tl.store(squares_ptr + pid, total)
 
 
 @triton.jit
@@ -161,7 +185,7 @@ def _factor(square, bound, TERMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _clipped_grad_kernel(
-    x_ptr, dy_ptr, factors_ptr, bounds_ptr, out_ptr,
+    x_ptr, dy_ptr, spans_ptr, factors_ptr, bounds_ptr, out_ptr,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
     batch, num_tokens, num_inputs, num_outputs, tiles_i, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -179,9 +203,11 @@ def _clipped_grad_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for b in range(0, batch):
         sample = tl.cast(b, tl.int64)
+        row, first, count = _place(spans_ptr, sample, num_tokens)
         acc = _grad_tile(
-            x_ptr + sample * stride_xb, dy_ptr + sample * stride_dyb, stride_xt, stride_dyt,
-            num_tokens, rows, num_outputs, columns, num_inputs,
+            x_ptr + row * stride_xb + first * stride_xt,
+            dy_ptr + row * stride_dyb + first * stride_dyt, stride_xt, stride_dyt,
+            count, rows, num_outputs, columns, num_inputs,
             BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PRECISION,
         )  # fmt: skip
         if CLIP:
@@ -285,36 +311,44 @@ def _clip_reduce_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
 def _token_sums_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr, products_ptr, sums_ptr,
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, spans_ptr, products_ptr, sums_ptr,
     stride_dyb, stride_dyt, stride_xb, stride_xt,
     num_tokens, width, num_chunks, num_blocks,
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     PRODUCTS: tl.constexpr, HAS_MEAN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """``sum_t dy (x - mean) rstd`` and ``sum_t dy`` over a chunk of tokens; [B, chunks, E]."""
+    """``sum_t dy (x - mean) rstd`` and ``sum_t dy`` over a chunk of tokens; [B, chunks, E].
+
+    Spans are chunks already: [U, E]. ``sum_t dy`` is in fp32, or fp64 as sums_ptr.
+    """
     pid = tl.program_id(0)
     columns = pid % num_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
-    chunk = pid // num_blocks % num_chunks
-    b = (pid // num_blocks // num_chunks).to(tl.int64)
+    chunk = (pid // num_blocks).to(tl.int64)
+    row, first, count = _place(spans_ptr, chunk // num_chunks, num_tokens)
+    if spans_ptr is None:
+        first += chunk % num_chunks * CHUNK
+        count = tl.minimum(num_tokens - first, CHUNK).to(tl.int32)
+    dy_ptr += row * stride_dyb + first * stride_dyt
+    of_tokens = row * num_tokens + first
     products = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
-    sums = tl.zeros([BLOCK_T, BLOCK_E], dtype=tl.float32)
-    for start in range(0, CHUNK, BLOCK_T):
-        tokens = chunk * CHUNK + start + tl.arange(0, BLOCK_T)
-        dy = _load_tile(
-            dy_ptr + b * stride_dyb, stride_dyt, tokens, num_tokens, columns, width, True
-        )
+    if SUMS:
+        sums = tl.zeros([BLOCK_T, BLOCK_E], dtype=sums_ptr.dtype.element_ty)
+    for start in range(0, count, BLOCK_T):
+        tokens = start + tl.arange(0, BLOCK_T)
+        dy = _load_tile(dy_ptr, stride_dyt, tokens, count, columns, width, False)
         if PRODUCTS:
             x = _load_tile(
-                x_ptr + b * stride_xb, stride_xt, tokens, num_tokens, columns, width, True
-            )
-            there = tokens < num_tokens
+                x_ptr + row * stride_xb + first * stride_xt, stride_xt, tokens, count, columns,
+                width, True,
+            )  # fmt: skip
+            there = tokens < count
             if HAS_MEAN:
-                x -= tl.load(mean_ptr + b * num_tokens + tokens, mask=there, other=0.0)[:, None]
-            rstd = tl.load(rstd_ptr + b * num_tokens + tokens, mask=there, other=0.0)
-            products += dy * (x * rstd[:, None])
+                x -= tl.load(mean_ptr + of_tokens + tokens, mask=there, other=0.0)[:, None]
+            rstd = tl.load(rstd_ptr + of_tokens + tokens, mask=there, other=0.0)
+            products += dy.to(tl.float32) * (x * rstd[:, None])
         if SUMS:
-            sums += dy
-    offsets = (b * num_chunks + chunk) * width + columns
+            sums += dy.to(sums.dtype)
+    offsets = chunk * width + columns
     if PRODUCTS:
         tl.store(products_ptr + offsets, tl.sum(products, 0), mask=columns < width)
     if SUMS:

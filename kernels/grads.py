@@ -23,6 +23,7 @@ from . import block_reference, grads_cpu, native, reference
 from .block_reference import BLOCK
 from .grid import check_grid
 from .noise import NoiseStream
+from .spans import Spans, check_spans
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SIDES = (16, 32, 64, 128)
@@ -53,31 +54,28 @@ def _documented_by(
 
 @overload
 def per_sample_grad(
-    x: Tensor, dy: Tensor, *, return_squares: Literal[False] = False
+    x: Tensor, dy: Tensor, *, spans: Spans | None = None, return_squares: Literal[False] = False
 ) -> Tensor: ...
 @overload
 def per_sample_grad(
-    x: Tensor, dy: Tensor, *, return_squares: Literal[True]
+    x: Tensor, dy: Tensor, *, spans: Spans | None = None, return_squares: Literal[True]
 ) -> tuple[Tensor, Tensor]: ...
 @_documented_by(reference.per_sample_grad)
 def per_sample_grad(
-    x: Tensor, dy: Tensor, *, return_squares: bool = False
+    x: Tensor, dy: Tensor, *, spans: Spans | None = None, return_squares: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.per_sample_grad`."""
     _check_uses(x, dy)
-    return _backend(x, dy).per_sample_grad(x, dy, return_squares=return_squares)
+    _check_spans(spans, dy)
+    return _backend(x, dy).per_sample_grad(x, dy, spans=spans, return_squares=return_squares)
 
 
-@_documented_by(reference.per_span_grad)
-def per_span_grad(x: Tensor, dy: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """See `reference.per_span_grad`."""
-    _check("x", x, 2)
-    _check("dy", dy, 2)
-    _check_same("x and dy", (x, dy), 1)
-    _check_widths("x", x, "dy", dy)
-    if any(not 0 <= start <= end <= len(x) for start, end in spans):
-        raise ValueError(f"spans is {spans}: give pairs 0 <= start <= end <= {len(x)}")
-    return _backend(x, dy).per_span_grad(x, dy, spans)
+@_documented_by(reference.span_sum)
+def span_sum(x: Tensor, spans: Spans) -> Tensor:
+    """See `reference.span_sum`; on a GPU its kernel takes fp64 too."""
+    _check("x", x)
+    _check_spans(spans, x.unsqueeze(0))
+    return _backend(x, any_dtype=True).span_sum(x, spans)
 
 
 @_documented_by(reference.per_sample_bias_grad)
@@ -88,20 +86,23 @@ def per_sample_bias_grad(dy: Tensor) -> Tensor:
 
 
 @_documented_by(reference.grad_norm)
-def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
+def grad_norm(
+    x: Tensor, dy: Tensor, *, form: str | None = None, spans: Spans | None = None
+) -> Tensor:
     """See `reference.grad_norm`."""
     _check_uses(x, dy)
+    _check_spans(spans, dy)
     if form not in (None, "gram", "tile"):
         raise ValueError(f"form is {form!r}: give 'gram', 'tile', or None for the cheaper one")
-    return _backend(x, dy).grad_norm(x, dy, form=form)
+    return _backend(x, dy).grad_norm(x, dy, form=form, spans=spans)
 
 
 @_documented_by(reference.clipped_grad)
-def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
+def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None = None) -> Tensor:
     """See `reference.clipped_grad`."""
     _check_uses(x, dy)
-    _check_factors(factors, x)
-    return _backend(x, dy).clipped_grad(x, dy, factors)
+    _check_factors(factors, x, _check_spans(spans, dy))
+    return _backend(x, dy).clipped_grad(x, dy, factors, spans=spans)
 
 
 @overload
@@ -113,6 +114,7 @@ def block_clipped_grad(
     block: tuple[int, int] = BLOCK,
     grid: float | None = None,
     into: Tensor | None = None,
+    spans: Spans | None = None,
     return_factors: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -124,6 +126,7 @@ def block_clipped_grad(
     block: tuple[int, int] = BLOCK,
     grid: float | None = None,
     into: Tensor | None = None,
+    spans: Spans | None = None,
     return_factors: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @_documented_by(block_reference.block_clipped_grad)
@@ -135,15 +138,17 @@ def block_clipped_grad(
     block: tuple[int, int] = BLOCK,
     grid: float | None = None,
     into: Tensor | None = None,
+    spans: Spans | None = None,
     return_factors: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `block_reference.block_clipped_grad`."""
     _check_uses(x, dy)
+    _check_spans(spans, dy)
     bound = _positive("bound", bound, "a number above 0, in the units of the norms")
     _check_block(block)
     _check_into(into, grid, torch.Size((dy.shape[2], x.shape[2])))
     return _block_backend(x, dy).block_clipped_grad(
-        x, dy, bound, block=block, grid=grid, into=into, return_factors=return_factors
+        x, dy, bound, block=block, grid=grid, into=into, spans=spans, return_factors=return_factors
     )
 
 
@@ -198,7 +203,7 @@ def clip_reduce(
 ) -> Tensor:
     """See `reference.clip_reduce`."""
     _check("grads", grads)
-    _check_factors(factors, grads)
+    _check_factors(factors, grads, grads.shape[0])
     _check_into(into, grid, grads.shape[1:])
     _check_noise(noise, grads.shape[1:].numel())
     if noise is not None and (into is not None or grid not in (None, noise.grid)):
@@ -218,53 +223,77 @@ def squared_norm(grads: Tensor) -> Tensor:
 
 
 @_documented_by(reference.embedding_per_sample_grad)
-def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) -> Tensor:
+def embedding_per_sample_grad(
+    indices: Tensor, dy: Tensor, num_embeddings: int, *, spans: Spans | None = None
+) -> Tensor:
     """See `reference.embedding_per_sample_grad`."""
     _check_look_ups(indices, dy)
-    return _backend(dy).embedding_per_sample_grad(indices, dy, num_embeddings)
+    _check_spans(spans, dy)
+    return _backend(dy).embedding_per_sample_grad(indices, dy, num_embeddings, spans=spans)
 
 
 @_documented_by(reference.embedding_grad_norm)
-def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
+def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = None) -> Tensor:
     """See `reference.embedding_grad_norm`."""
     _check_look_ups(indices, dy)
-    return _backend(dy).embedding_grad_norm(indices, dy)
+    _check_spans(spans, dy)
+    return _backend(dy).embedding_grad_norm(indices, dy, spans=spans)
 
 
 @_documented_by(reference.embedding_clipped_grad)
 def embedding_clipped_grad(
-    indices: Tensor, dy: Tensor, factors: Tensor, num_embeddings: int
+    indices: Tensor,
+    dy: Tensor,
+    factors: Tensor,
+    num_embeddings: int,
+    *,
+    spans: Spans | None = None,
 ) -> Tensor:
     """See `reference.embedding_clipped_grad`."""
     _check_look_ups(indices, dy)
-    _check_factors(factors, dy)
-    return _backend(dy).embedding_clipped_grad(indices, dy, factors, num_embeddings)
+    _check_factors(factors, dy, _check_spans(spans, dy))
+    backend = _backend(dy)
+    return backend.embedding_clipped_grad(indices, dy, factors, num_embeddings, spans=spans)
 
 
 @_documented_by(reference.layer_norm_backward)
 def layer_norm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    ndim: int,
+    *,
+    spans: Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.layer_norm_backward`."""
-    _check_norm(dy, x, ndim)
-    return _backend(dy, x).layer_norm_backward(dy, x, mean, rstd, weight, ndim)
+    _check_norm(dy, x, ndim, spans)
+    return _backend(dy, x).layer_norm_backward(dy, x, mean, rstd, weight, ndim, spans=spans)
 
 
 @_documented_by(reference.rms_norm_backward)
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    ndim: int,
+    *,
+    spans: Spans | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.rms_norm_backward`."""
-    _check_norm(dy, x, ndim)
-    return _backend(dy, x).rms_norm_backward(dy, x, rstd, weight, ndim)
+    _check_norm(dy, x, ndim, spans)
+    return _backend(dy, x).rms_norm_backward(dy, x, rstd, weight, ndim, spans=spans)
 
 
-def _backend(*tensors: Tensor) -> ModuleType:
-    """The module that runs on these tensors."""
+def _backend(*tensors: Tensor, any_dtype: bool = False) -> ModuleType:
+    """The module that runs on these tensors; Triton on float64 only if `any_dtype`."""
     device = tensors[0].device
     if device.type == "cpu" and not torch.compiler.is_compiling():
         return reference if native.library() is None else grads_cpu
-    if device.type == "cpu" or any(t.dtype == torch.float64 for t in tensors):
+    double = any(t.dtype == torch.float64 for t in tensors)
+    if device.type == "cpu" or (double and not any_dtype):
         return reference
     try:
         from . import grad_launch
@@ -318,6 +347,10 @@ def _check_same(names: str, tensors: Sequence[Tensor], ndim: int) -> None:
             f"{names} have shapes {tuple(first.shape)} and {tuple(second.shape)}: give both the "
             f"same {'samples' if ndim == 1 else 'samples and tokens'}"
         )
+    _check_device(names, first, second)
+
+
+def _check_device(names: str, first: Tensor, second: Tensor) -> None:
     if first.device != second.device:
         raise ValueError(
             f"{names} are on devices {first.device} and {second.device}: move both to one"
@@ -376,16 +409,30 @@ def _check_look_ups(indices: Tensor, dy: Tensor) -> None:
     _check_same("indices and dy", (indices, dy), 2)
 
 
-def _check_factors(factors: Tensor, of_samples: Tensor) -> None:
+def _check_spans(spans: Spans | None, of_tokens: Tensor) -> int:
+    """The number of samples in a tensor of tokens; raises if spans are none of its only row."""
+    if spans is None:
+        return of_tokens.shape[0]
+    if of_tokens.shape[0] != 1:
+        raise ValueError(
+            f"spans beside a tensor of shape {tuple(of_tokens.shape)}: give the tokens "
+            "of all samples as the only row, [1, tokens, ...]"
+        )
+    if not isinstance(spans, tuple) or not all(isinstance(span, tuple) for span in spans):
+        raise ValueError(f"spans is {spans!r}: give a tuple of tuples (first token, end)")
+    check_spans(spans, of_tokens.shape[1])
+    return len(spans)
+
+
+def _check_factors(factors: Tensor, of_samples: Tensor, batch: int) -> None:
     """Their values are not looked at: on a GPU that would wait for all work before."""
     _check_dtype("factors", factors)
-    batch = of_samples.shape[0]
     if factors.shape != (batch,):
         raise ValueError(
             f"factors has shape {tuple(factors.shape)}: give one factor for each of the {batch} "
             "samples"
         )
-    _check_same("factors and the samples", (factors, of_samples), 1)
+    _check_device("factors and the samples", factors, of_samples)
     if factors.dtype == torch.float64 != of_samples.dtype:
         raise ValueError(
             f"factors has dtype torch.float64 and the samples {of_samples.dtype}: give "
@@ -419,13 +466,15 @@ def _check_into(into: Tensor | None, grid: float | None, shape: torch.Size) -> N
         )
 
 
-def _check_norm(dy: Tensor, x: Tensor, ndim: int) -> None:
+def _check_norm(dy: Tensor, x: Tensor, ndim: int, spans: Spans | None) -> None:
     _check("x", x)
     _check("dy", dy)
-    if not isinstance(ndim, int) or not 0 < ndim < x.ndim:
+    others = 1 if spans is None else 2
+    if not isinstance(ndim, int) or not 0 < ndim <= x.ndim - others:
         raise ValueError(
             f"ndim is {ndim!r} where x has shape {tuple(x.shape)}: give the number of normalised "
-            "dimensions, at least one fewer than x has"
+            f"dimensions, at least {('one', 'two')[others - 1]} fewer than x has"
         )
+    _check_spans(spans, x)
     _check_same("dy and x", (dy, x), x.ndim)
     _check_widths("dy", dy, "x", x)

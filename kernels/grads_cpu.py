@@ -8,6 +8,7 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -23,10 +24,11 @@ from .reference import (
     embedding_per_sample_grad,
     layer_norm_backward,
     per_sample_bias_grad,
-    per_span_grad,
     rms_norm_backward,
+    span_sum,
     upper_bound,
 )
+from .spans import Spans
 
 __all__ = [
     "block_clip_reduce",
@@ -39,9 +41,9 @@ __all__ = [
     "grad_norm",
     "layer_norm_backward",
     "per_sample_bias_grad",
-    "per_span_grad",
     "per_sample_grad",
     "rms_norm_backward",
+    "span_sum",
     "squared_norm",
 ]
 
@@ -78,16 +80,20 @@ def squared_norm(grads: Tensor) -> Tensor:
 
 
 def per_sample_grad(
-    x: Tensor, dy: Tensor, *, return_squares: bool = False
+    x: Tensor, dy: Tensor, *, spans: Spans | None = None, return_squares: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.per_sample_grad`."""
-    grads = reference.per_sample_grad(x, dy)
+    grads = reference.per_sample_grad(x, dy, spans=spans)
     assert isinstance(grads, Tensor)
     return (grads, squared_norm(grads)) if return_squares else grads
 
 
-def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
+def grad_norm(
+    x: Tensor, dy: Tensor, *, form: str | None = None, spans: Spans | None = None
+) -> Tensor:
     """See `reference.grad_norm`."""
+    if spans is not None:
+        return reference.by_span(functools.partial(grad_norm, form=form), spans, x, dy)
     if form is None and x.shape[1] == 1:
         return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
     if (form or reference.cheaper_norm(x, dy)) == "gram":
@@ -132,10 +138,12 @@ def block_clipped_grad(
     block: tuple[int, int] = BLOCK,
     grid: float | None = None,
     into: Tensor | None = None,
+    spans: Spans | None = None,
     return_factors: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `block_reference.block_clipped_grad`."""
-    batch, outputs, inputs = x.shape[0], dy.shape[2], x.shape[2]
+    batch = x.shape[0] if spans is None else len(spans)
+    outputs, inputs = dy.shape[2], x.shape[2]
     dtype = torch.promote_types(x.dtype, torch.float32)
     x, dy = x.detach().to(dtype), dy.detach().to(dtype)
     sums = _BlockSums(batch, outputs, inputs, bound, block, grid, into)
@@ -144,7 +152,11 @@ def block_clipped_grad(
     for start in range(0, batch, chunk):
         part = grads[: batch - start]
         now = slice(start, start + chunk)
-        torch.bmm(dy[now].transpose(1, 2), x[now], out=part)
+        if spans is None:
+            torch.bmm(dy[now].transpose(1, 2), x[now], out=part)
+        else:
+            for i, (first, end) in enumerate(spans[now]):
+                torch.mm(dy[0, first:end].t(), x[0, first:end], out=part[i])
         sums.add(part, start)
     return sums.result(dtype, return_factors)
 

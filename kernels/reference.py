@@ -4,19 +4,24 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of an embe
 E its width, P elements of a parameter. A linear layer y = x W^T has the per-sample gradient
 G_i = dy_i^T x_i. Everything is accumulated in fp32 or wider, whatever the operands are.
 
+A sample is a row, or a span of the tokens of the only row: with `spans`, operations take
+[1, N, ...], the N tokens of U samples, in place of [B, T, ...], and return [U, ...] for [B, ...].
+
 A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .grid import truncated
+from .spans import Spans, samples_of_tokens, tokens_as_samples
 
 if TYPE_CHECKING:
     from .noise import NoiseStream
@@ -108,6 +113,12 @@ def _without_removed(factors: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
     return tuple(t[keep] for t in (factors, *operands))
 
 
+def by_span(operation: Callable[..., Tensor], spans: Spans, *operands: Tensor) -> Tensor:
+    """[U, ...]: an operation's results for each sample's tokens, as the only row."""
+    found = [operation(*(x[:, start:end] for x in operands)) for start, end in spans]
+    return torch.cat(found) if found else operation(*(x[:0] for x in operands))
+
+
 def squared_norm(grads: Tensor) -> Tensor:
     """Upper bound of the squared L2 norm of each sample's gradient.
 
@@ -128,38 +139,47 @@ def squared_norm(grads: Tensor) -> Tensor:
 
 
 def per_sample_grad(
-    x: Tensor, dy: Tensor, *, return_squares: bool = False
+    x: Tensor, dy: Tensor, *, spans: Spans | None = None, return_squares: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Per-sample gradients G_i = dy_i^T x_i of the weight of a linear layer y = x W^T.
 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
         dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
+        spans: (first token, end) of each of U samples, where x and dy are [1, N, ...] with the
+            tokens of all; equal for a sample without tokens. Tokens of no sample may hold NaN.
         return_squares: also return the squared norms of the result, fp64.
 
     Returns:
         [B, O, I], fp32 (fp64 for fp64 operands); with return_squares also [B].
     """
-    grads = torch.bmm(_wide(dy).transpose(1, 2), _wide(x))
+    x, dy = _wide(x), _wide(dy)
+    if spans is None:
+        grads = torch.bmm(dy.transpose(1, 2), x)
+    else:
+        grads = x.new_empty(len(spans), dy.shape[2], x.shape[2])
+        for i, (start, end) in enumerate(spans):
+            torch.mm(dy[0, start:end].t(), x[0, start:end], out=grads[i])
     return (grads, squared_norm(grads)) if return_squares else grads
 
 
-def per_span_grad(x: Tensor, dy: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """G_i = dy_i^T x_i for samples that are spans of tokens.
+def span_sum(x: Tensor, spans: Spans) -> Tensor:
+    """Sums over the tokens of each sample, in their order.
 
     Args:
-        x: [N, I], fp16, bf16, fp32 or fp64: N tokens with I inputs each.
-        dy: [N, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
-        spans: (first token, end) of each of S samples; equal for one without tokens.
+        x: [N, ...], fp16, bf16, fp32 or fp64: N tokens.
+        spans: (first token, end) of each of U samples; equal for one without tokens. Tokens of no
+            sample may hold NaN.
 
     Returns:
-        [S, O, I], fp32 (fp64 for fp64 operands).
+        [U, ...], fp32 (fp64 for fp64 x).
     """
-    x, dy = _wide(x), _wide(dy)
-    grads = x.new_empty(len(spans), dy.shape[1], x.shape[1])
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    sums = x.new_zeros(len(spans), *x.shape[1:], dtype=dtype)
     for i, (start, end) in enumerate(spans):
-        torch.mm(dy[start:end].t(), x[start:end], out=grads[i])
-    return grads
+        if start != end:
+            torch.sum(x[start:end], 0, dtype=dtype, out=sums[i])
+    return sums
 
 
 def per_sample_bias_grad(dy: Tensor) -> Tensor:
@@ -193,20 +213,25 @@ def grad_inner(x: Tensor, dy: Tensor, other_x: Tensor, other_dy: Tensor) -> Tens
     return (inputs * outputs).sum((1, 2))
 
 
-def grad_norm(x: Tensor, dy: Tensor, *, form: str | None = None) -> Tensor:
+def grad_norm(
+    x: Tensor, dy: Tensor, *, form: str | None = None, spans: Spans | None = None
+) -> Tensor:
     """Squared norms ||G_i||^2 of G_i = dy_i^T x_i, holding at most one sample's G_i at a time.
 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
         dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
         form: "gram" (cost T^2 (I + O)), "tile" (G_i is computed, cost T I O), or None for the
-            cheaper one.
+            cheaper one, of each sample where they are spans.
+        spans: see `per_sample_grad`.
 
     Returns:
         Squared norms [B], fp64: take the root before comparing them with a bound. Products that
         are summed in fp32 round by about 2^-24 of `grad_magnitude`, which matters only where
         tokens cancel far below it.
     """
+    if spans is not None:
+        return by_span(functools.partial(grad_norm, form=form), spans, x, dy)
     if form is None:
         if x.shape[1] == 1:
             return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
@@ -245,7 +270,7 @@ def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
     return (x_norms * torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)).sum(1)
 
 
-def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
+def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None = None) -> Tensor:
     """sum_i factors_i dy_i^T x_i as one product.
 
     Args:
@@ -254,6 +279,7 @@ def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
         factors: [B], fp32 or narrower (for fp64 operands also fp64), each from 0 to the bound
             divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
             one that is negative, NaN or greater breaks the bound.
+        spans: see `per_sample_grad`; factors are then [U].
 
     Returns:
         [O, I], fp32 (fp64 for fp64 operands), a sum that is rounded as a whole.
@@ -261,6 +287,8 @@ def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
     Guarantees:
         A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
     """
+    if spans is not None:
+        factors, x, dy = tokens_as_samples(factors, spans, x, dy)
     factors, x, dy = _without_removed(factors, x, dy)
     weighted = _wide(dy) * factors.view(-1, 1, 1)
     return weighted.flatten(0, 1).t() @ _wide(x).flatten(0, 1)
@@ -311,17 +339,25 @@ def clip_reduce(
     return total if noise is None else noise.add_to_(total).to(wide)
 
 
-def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) -> Tensor:
+def embedding_per_sample_grad(
+    indices: Tensor, dy: Tensor, num_embeddings: int, *, spans: Spans | None = None
+) -> Tensor:
     """Per-sample gradient of an embedding table, dense.
 
     Args:
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
         dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of the looked-up rows.
         num_embeddings: V, rows of the table; indices are below it, which is not checked.
+        spans: see `per_sample_grad`.
 
     Returns:
         [B, V, E], fp32 (fp64 for fp64 operands).
     """
+    if spans is not None:
+        grads = _wide(dy).new_zeros(len(spans), num_embeddings, dy.shape[2])
+        for i, (start, end) in enumerate(spans):
+            grads[i].index_add_(0, indices[0, start:end], _wide(dy[0, start:end]))
+        return grads
     batch, width = dy.shape[0], dy.shape[2]
     grads = _wide(dy).new_zeros(batch * num_embeddings, width)
     rows = indices + torch.arange(batch, device=indices.device).view(-1, 1) * num_embeddings
@@ -329,12 +365,13 @@ def embedding_per_sample_grad(indices: Tensor, dy: Tensor, num_embeddings: int) 
     return grads.view(batch, num_embeddings, width)
 
 
-def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
+def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = None) -> Tensor:
     """Squared norm of each sample's table gradient, by the distinct rows a sample touches.
 
     Args:
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
         dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of the looked-up rows.
+        spans: see `per_sample_grad`.
 
     Returns:
         Squared norms [B], fp64: take the root before comparing them with a bound.
@@ -342,16 +379,26 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor) -> Tensor:
     batch, tokens, width = dy.shape
     # A pair (sample, row) is one segment; only touched rows exist.
     stride = int(indices.max()) + 1 if indices.numel() else 1
-    pairs = indices + torch.arange(batch, device=indices.device).view(-1, 1) * stride
+    samples = torch.arange(batch, device=indices.device).view(-1, 1)
+    if spans is not None:
+        # Tokens of no sample are a sample behind the others.
+        batch, samples = len(spans) + 1, samples_of_tokens(spans, tokens, indices.device)
+    pairs = indices + samples * stride
     segments, of_token = torch.unique(pairs.flatten(), return_inverse=True)
     sums = dy.new_zeros(segments.numel(), width, dtype=torch.float64)
-    sums.index_add_(0, of_token, dy.reshape(batch * tokens, width).double())
+    sums.index_add_(0, of_token, dy.reshape(-1, width).double())
     squares = dy.new_zeros(batch, dtype=torch.float64)
-    return squares.index_add_(0, segments // stride, sums.square().sum(1))
+    squares.index_add_(0, segments // stride, sums.square().sum(1))
+    return squares if spans is None else squares[:-1]
 
 
 def embedding_clipped_grad(
-    indices: Tensor, dy: Tensor, factors: Tensor, num_embeddings: int
+    indices: Tensor,
+    dy: Tensor,
+    factors: Tensor,
+    num_embeddings: int,
+    *,
+    spans: Spans | None = None,
 ) -> Tensor:
     """sum_i factors_i times sample i's table gradient.
 
@@ -362,6 +409,7 @@ def embedding_clipped_grad(
             divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
             one that is negative, NaN or greater breaks the bound.
         num_embeddings: V, rows of the table; indices are below it, which is not checked either.
+        spans: see `per_sample_grad`; factors are then [U].
 
     Returns:
         [V, E], fp32 (fp64 for fp64 operands).
@@ -369,6 +417,8 @@ def embedding_clipped_grad(
     Guarantees:
         A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
     """
+    if spans is not None:
+        factors, indices, dy = tokens_as_samples(factors, spans, indices, dy)
     factors, indices, dy = _without_removed(factors, indices, dy)
     weighted = _wide(dy) * factors.view(-1, 1, 1)
     grad = weighted.new_zeros(num_embeddings, dy.shape[2])
@@ -397,7 +447,14 @@ def embedding_grad_inner(indices: Tensor, dy: Tensor, x: Tensor, other_dy: Tenso
 
 
 def layer_norm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    ndim: int,
+    *,
+    spans: Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward of layer norm with per-sample gradients of its weight and bias.
 
@@ -406,6 +463,7 @@ def layer_norm_backward(
         mean, rstd: as torch.native_layer_norm returns them.
         weight: [*S] or None.
         ndim: number of dimensions of S, at least 1 and below that of x.
+        spans: see `per_sample_grad`; dy and x are then [1, N, ..., *S].
 
     Returns:
         dx like x; the weight's and the bias's per-sample gradients [B, *S], fp32 (fp64 for fp64
@@ -416,6 +474,7 @@ def layer_norm_backward(
     batch = x.shape[0]
     fused = (
         weight is not None
+        and spans is None
         and not torch.compiler.is_compiling()
         and batch > 0
         and x[0].numel() >= _FUSED_CALL_ELEMENTS
@@ -436,14 +495,29 @@ def layer_norm_backward(
     )[0]
     wide_dy = _wide(dy)
     normed = (_wide(x) - mean) * rstd
-    middle = tuple(range(1, x.ndim - ndim))
-    if not middle:
-        return dx, wide_dy * normed, wide_dy
-    return dx, (wide_dy * normed).sum(middle), wide_dy.sum(middle)
+    return (
+        dx,
+        _sums_of_samples(wide_dy * normed, ndim, spans),
+        _sums_of_samples(wide_dy, ndim, spans),
+    )
+
+
+def _sums_of_samples(x: Tensor, ndim: int, spans: Spans | None) -> Tensor:
+    """[B, *S]: sums of x [B, ..., *S] with `ndim` dimensions S; with spans [U, *S]."""
+    first = 1 if spans is None else 2
+    middle = tuple(range(first, x.ndim - ndim))
+    x = x.sum(middle) if middle else x
+    return x if spans is None else span_sum(x[0], spans)
 
 
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, ndim: int
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    ndim: int,
+    *,
+    spans: Spans | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Backward of RMS norm y = x * rstd * weight with per-sample gradients of its weight.
 
@@ -452,15 +526,14 @@ def rms_norm_backward(
         rstd: [B, ..., 1, ...], fp32 (fp64 for fp64 operands).
         weight: [*S] or None.
         ndim: number of dimensions of S, at least 1 and below that of x.
+        spans: see `per_sample_grad`; dy and x are then [1, N, ..., *S].
 
     Returns:
         dx like x; the weight's per-sample gradients [B, *S], fp32 (fp64 for fp64 operands).
     """
     last = tuple(range(x.ndim - ndim, x.ndim))
-    middle = tuple(range(1, x.ndim - ndim))
     normed = _wide(x) * rstd
     wide_dy = _wide(dy)
     dnormed = wide_dy if weight is None else wide_dy * weight
     dx = rstd * (dnormed - normed * (dnormed * normed).mean(last, keepdim=True))
-    dweight = wide_dy * normed
-    return dx.to(x.dtype), dweight.sum(middle) if middle else dweight
+    return dx.to(x.dtype), _sums_of_samples(wide_dy * normed, ndim, spans)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +19,12 @@ from dpflash.kernels import (
     embedding_grad_inner,
     embedding_grad_norm,
     embedding_per_sample_grad,
-    grad_magnitude,
     grad_norm,
     per_sample_grad,
-    per_span_grad,
     squared_norm,
 )
 
+from ..packing.pack import EXACT_ALIGN
 from ..packing.units import Units
 from ..sampling.slots import RealRows
 
@@ -58,6 +59,14 @@ class TiledUse(Protocol):
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
         """G_i of a tile, [samples, rows, ...], fp32 or wider; the same bits in every call."""
+
+
+class Use(NamedTuple):
+    """A linear use or a look-up, (x or indices, dy); of units their spans in `[1, n, ...]` too."""
+
+    first: Tensor
+    dy: Tensor
+    spans: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass
@@ -99,13 +108,6 @@ class DeferredGradients:
         Args:
             other: [B, rows, ...], added to G_i; it is clipped by itself.
         """
-        if self.units is not None and not self.tiled:
-            return torch.cat(
-                [
-                    self._sample(i).squared_norm(None if other is None else other[i : i + 1])
-                    for i in range(self.units.size)
-                ]
-            )
         if other is not None:
             dense, others = self.dense(), squared_norm(other).sqrt()
             sizes = others + (squared_norm(dense).sqrt() if self.tiled else self._sizes())
@@ -145,30 +147,14 @@ class DeferredGradients:
     def _shared(self, factors: Tensor) -> Tensor:
         """sum_i factors_i G_i as products over the tokens of all samples."""
         total: Tensor | None = None
-        linear, embedding = self.linear, self.embedding
-        if self.units is None:
-            linear, embedding = (
-                [] if (use := _joined(uses)) is None else [use] for uses in (linear, embedding)
-            )
-        for use in embedding:
-            indices, dy, own = self._with_factors(use, factors)
-            part = embedding_clipped_grad(indices, dy, own, self.rows)
-            total = part if total is None else total.add_(part)
-        for use in linear:
-            part = clipped_grad(*self._with_factors(use, factors))
-            total = part if total is None else total.add_(part)
+        for indices, dy, spans in self._parts(self.embedding):
+            of_use = embedding_clipped_grad(indices, dy, factors, self.rows, spans=spans)
+            total = of_use if total is None else total.add_(of_use)
+        for x, dy, spans in self._parts(self.linear):
+            of_use = clipped_grad(x, dy, factors, spans=spans)
+            total = of_use if total is None else total.add_(of_use)
         assert total is not None
         return total
-
-    def _with_factors(
-        self, use: tuple[Tensor, Tensor], factors: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """A use and the factors of its rows; where samples are units, each token is a row."""
-        first, dy = use
-        if self.units is None:
-            return first, dy, factors
-        own = self.units.of_entries(factors, dy.shape[1])
-        return first.transpose(0, 1), dy.transpose(0, 1), own
 
     def block_clipped(
         self, bound: float, grid: float | None, into: Tensor | None, *, scale: int
@@ -178,24 +164,16 @@ class DeferredGradients:
         Linear uses only; grid and into are `block_clipped_grad`'s.
         """
         assert not self.embedding and not self.tiled
-        if self.units is None:
-            linear = _joined(self.linear)
-            assert linear is not None
-            x, dy = linear
-            dy = dy if scale == 1 else dy * scale
-            return block_clipped_grad(x, dy, bound, grid=grid, into=into, return_factors=True)
-        total, all_factors = into, []
-        for i in range(self.units.size):
-            sum_to_extend = total if grid is not None else None
-            added, factors = self._sample(i).block_clipped(bound, grid, sum_to_extend, scale=scale)
-            total = added if grid is not None or total is None else total + added
-            all_factors.append(factors)
-        assert total is not None
-        return total, torch.cat(all_factors)
+        linear = self._joined(self.linear)
+        assert linear is not None
+        x, dy, spans = linear
+        dy = dy if scale == 1 else dy * scale
+        return block_clipped_grad(
+            x, dy, bound, grid=grid, into=into, spans=spans, return_factors=True
+        )
 
     def dense(self) -> Tensor:
         """The per-sample gradients G_i [B, rows, ...], computed."""
-        linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
             dense: Tensor | None = None
             for samples, part, grad in self._tiles():
@@ -204,26 +182,19 @@ class DeferredGradients:
                 dense[samples, part] = grad
             assert dense is not None
             return dense
-        if self.units is not None and not self.embedding and len(self.linear) == 1:
-            ((x, dy),) = self.linear
-            return per_span_grad(x[0], dy[0], self.units.spans_of(dy.shape[1]))
-        if self.units is not None:
-            first = self._sample(0).dense()
-            grads = first.new_empty(self.units.size, *first.shape[1:])
-            grads[0] = first[0]
-            for i in range(1, self.units.size):
-                grads[i] = self._sample(i).dense()[0]
-            return grads
-        if linear is None:
-            assert embedding is not None
-            return embedding_per_sample_grad(*embedding, self.rows)
-        total = per_sample_grad(*linear)
+        linear, embedding = self._joined(self.linear), self._joined(self.embedding)
+        total: Tensor | None = None
+        if linear is not None:
+            total = per_sample_grad(linear.first, linear.dy, spans=linear.spans)
         if embedding is not None:
-            total += embedding_per_sample_grad(*embedding, self.rows)
+            of_use = embedding_per_sample_grad(
+                embedding.first, embedding.dy, self.rows, spans=embedding.spans
+            )
+            total = of_use if total is None else total.add_(of_use)
+        assert total is not None
         return total
 
     def _squares(self) -> Tensor:
-        linear, embedding = _joined(self.linear), _joined(self.embedding)
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -233,42 +204,38 @@ class DeferredGradients:
                 squares[samples] += squared_norm(grad)
             assert squares is not None
             return squares
-        if linear is None:
-            assert embedding is not None
-            return embedding_grad_norm(*embedding)
-        squares = grad_norm(*linear)
+        linear, embedding = self._joined(self.linear), self._joined(self.embedding)
+        total: Tensor | None = None
+        if linear is not None:
+            total = grad_norm(linear.first, linear.dy, spans=linear.spans)
         if embedding is not None:
-            squares = squares + embedding_grad_norm(*embedding)
-            squares = squares + 2 * embedding_grad_inner(*embedding, *linear)
-        return squares
+            of_use = embedding_grad_norm(embedding.first, embedding.dy, spans=embedding.spans)
+            total = of_use if total is None else total + of_use
+        assert total is not None
+        if linear is not None and embedding is not None:
+            total = total + 2 * _inner(embedding, linear)
+        return total
 
     def _sizes(self) -> Tensor:
         """[B], fp64: the sum of the magnitudes of the terms of G_i, never below ||G_i||."""
         if self._magnitudes is None:
-            # Where samples are units, first those of their tokens.
-            linear, embedding = self.linear, self.embedding
-            if self.units is not None:
-                linear, embedding = (
-                    [(first.transpose(0, 1), dy.transpose(0, 1)) for first, dy in uses]
-                    for uses in (linear, embedding)
-                )
-            sizes = [grad_magnitude(*use) for use in linear]
-            for _, dy in embedding:
-                lengths = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
-                sizes.append(lengths.sum(1))
-            if self.units is not None:
-                sizes = [self.units.summed(of_tokens) for of_tokens in sizes]
-            self._magnitudes = torch.stack(sizes).sum(0)
+            of_tokens = [_magnitudes_of_tokens(x, dy) for x, dy in self.linear]
+            of_tokens += [_magnitudes_of_tokens(None, dy) for _, dy in self.embedding]
+            sums = (t.sum(1) if self.units is None else self.units.summed(t[0]) for t in of_tokens)
+            self._magnitudes = torch.stack(list(sums)).sum(0)
         return self._magnitudes
 
-    def _rounding(self) -> float:
+    def _rounding(self) -> float | Tensor:
         """Rounding of a product over the tokens, relative to the magnitudes of its terms."""
         uses = [*self.linear, *self.embedding]
-        tokens = sum(dy.shape[1] for _, dy in uses)
-        wide = all(dy.dtype == torch.float64 for _, dy in uses)
         # Two more for the Gram form in fp64: (I + O + T^2) 2^-46 of the sizes, with norms of at
         # least 1/256 of these.
-        return (tokens + 2) * 2.0 ** (-53 if wide else _PRODUCT_BITS[uses[0][1].is_cuda])
+        wide = all(dy.dtype == torch.float64 for _, dy in uses)
+        of_token = 2.0 ** (-53 if wide else _PRODUCT_BITS[uses[0][1].is_cuda])
+        if self.units is None:
+            return (sum(dy.shape[1] for _, dy in uses) + 2) * of_token
+        spans = tuple(self.units.spans_of(dy.shape[1]) for _, dy in uses)
+        return (_numbers_of_tokens(spans, uses[0][1].device) + 2) * of_token
 
     def _sample(self, i: int) -> DeferredGradients:
         """The linear uses and look-ups of one sample."""
@@ -277,6 +244,26 @@ class DeferredGradients:
             linear=[self._of(slice(i, i + 1), *use) for use in self.linear],
             embedding=[self._of(slice(i, i + 1), *use) for use in self.embedding],
         )
+
+    def _parts(self, uses: list[tuple[Tensor, Tensor]]) -> list[Use]:
+        """Uses whose gradients add up to that of all: one for all where they lie side by side."""
+        if self.units is not None:
+            return [Use(first, dy, self._spans(dy)) for first, dy in uses]
+        joined = self._joined(uses)
+        return [] if joined is None else [joined]
+
+    def _spans(self, dy: Tensor) -> tuple[tuple[int, int], ...] | None:
+        return None if self.units is None else self.units.spans_of(dy.shape[1])
+
+    def _joined(self, uses: list[tuple[Tensor, Tensor]]) -> Use | None:
+        """The uses as one: G = sum_u dy_u^T x_u. Their tokens are put next to each other."""
+        if len(uses) < 2:
+            return next((Use(first, dy, self._spans(dy)) for first, dy in uses), None)
+        if self.units is None:
+            return Use(
+                torch.cat([first for first, _ in uses], 1), torch.cat([dy for _, dy in uses], 1)
+            )
+        return _side_by_side(uses, self.units)
 
     def _of(self, samples: slice, first: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         """The part of a use of some samples, of one where they are units."""
@@ -316,8 +303,57 @@ def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
     return embedding_per_sample_grad(local, dy, rows.stop - rows.start)
 
 
-def _joined(uses: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
-    """Concatenate uses along the tokens: G = sum_u dy_u^T x_u."""
-    if len(uses) < 2:
-        return uses[0] if uses else None
-    return torch.cat([first for first, _ in uses], 1), torch.cat([dy for _, dy in uses], 1)
+def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
+    """Uses of units as one, with each unit's entries next to each other.
+
+    Units begin where products may begin without an effect on bits, see `PackTo`.
+    """
+    spans = [units.spans_of(dy.shape[1]) for _, dy in uses]
+    own = list(zip(*spans, strict=True))  # of each unit, one for each use
+    lengths = [sum(end - start for start, end in of_uses) for of_uses in own]
+    gaps = [-length % EXACT_ALIGN for length in lengths]
+    starts = itertools.accumulate(map(sum, zip(lengths, gaps, strict=True)), initial=0)
+
+    def together(column: int) -> Tensor:
+        parts = []
+        gap = uses[0][column].new_zeros(1, EXACT_ALIGN, *uses[0][column].shape[2:])
+        for of_uses, behind in zip(own, gaps, strict=True):
+            parts += [use[column][:, a:b] for use, (a, b) in zip(uses, of_uses, strict=True)]
+            parts.append(gap[:, :behind])
+        return torch.cat(parts, 1)
+
+    places = tuple((a, a + length) for a, length in zip(starts, lengths, strict=False))
+    return Use(together(0), together(1), places)
+
+
+@functools.lru_cache(maxsize=8)
+def _numbers_of_tokens(
+    spans: tuple[tuple[tuple[int, int], ...], ...], device: torch.device
+) -> Tensor:
+    """`[B]`, fp64: entries of each unit, of all uses together."""
+    counts = [sum(end - start for start, end in own) for own in zip(*spans, strict=True)]
+    return torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def _inner(embedding: Use, linear: Use) -> Tensor:
+    """<G_i, H_i> `[B]` of a look-up's and a linear use's gradients."""
+    if embedding.spans is None or linear.spans is None:
+        return embedding_grad_inner(embedding.first, embedding.dy, linear.first, linear.dy)
+    places = zip(embedding.spans, linear.spans, strict=True)
+    return torch.cat(
+        [
+            embedding_grad_inner(
+                embedding.first[:, a:b],
+                embedding.dy[:, a:b],
+                linear.first[:, c:d],
+                linear.dy[:, c:d],
+            )
+            for (a, b), (c, d) in places
+        ]
+    )
+
+
+def _magnitudes_of_tokens(x: Tensor | None, dy: Tensor) -> Tensor:
+    """`[B, T]`, fp64: ||x_t|| ||dy_t||, the size of a token's term; ||dy_t|| without x."""
+    sizes = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
+    return sizes if x is None else sizes * torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)

@@ -38,13 +38,8 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight = ctx.saved_tensors
-        units, needs = ctx.units, ctx.needs_input_grad
-        if units is not None:
-            # Each entry by itself, `[n, ...]`.
-            dy, x, mean, rstd = dy[0], x[0], mean[0], rstd[0]
-        dx, dweight, dbias = layer_norm_backward(dy, x, mean, rstd, weight, ctx.ndim)
-        if units is not None:
-            dx, dweight, dbias = dx.unsqueeze(0), units.summed(dweight), units.summed(dbias)
+        needs, spans = ctx.needs_input_grad, _spans(ctx.units, x)
+        dx, dweight, dbias = layer_norm_backward(dy, x, mean, rstd, weight, ctx.ndim, spans=spans)
         return (
             dx,
             None,
@@ -81,12 +76,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight = ctx.saved_tensors
-        units = ctx.units
-        if units is not None:
-            dy, x, rstd = dy[0], x[0], rstd[0]
-        dx, dweight = rms_norm_backward(dy, x, rstd, weight, ctx.ndim)
-        if units is not None:
-            dx, dweight = dx.unsqueeze(0), units.summed(dweight)
+        spans = _spans(ctx.units, x)
+        dx, dweight = rms_norm_backward(dy, x, rstd, weight, ctx.ndim, spans=spans)
         return dx, None, dweight if ctx.needs_input_grad[2] else None, None, None, None
 
 
@@ -151,6 +142,11 @@ class PrivateRMSNorm(PrivateModule):
             self._dpflash.units,
         )
         return self._dpflash.as_given(y, given)
+
+
+def _spans(units: Units | None, x: Tensor) -> tuple[tuple[int, int], ...] | None:
+    """Those of the units in x `[1, n, ...]`; None where samples are rows."""
+    return None if units is None else units.spans_of(x.shape[1])
 
 
 def _checked(module: Any, x: Tensor) -> Tensor:

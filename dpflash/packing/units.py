@@ -8,12 +8,13 @@ Letters: U units, R rows, T tokens of a row, N = R T positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from dpflash.kernels import span_sum
 
 
 @dataclass(frozen=True)
@@ -107,17 +108,12 @@ class Units:
         start, end = self.spans[unit]
         return slice(start * each, end * each)
 
-    def parts(self, n: int) -> Iterator[tuple[int, slice]]:
-        """(unit, its entries) of tensors `[n, ...]`, for the units that have any."""
-        each = n // max(1, self.positions)
-        for unit, (start, end) in enumerate(self.spans):
-            if start != end:
-                yield unit, slice(start * each, end * each)
-
-    def spans_of(self, n: int) -> list[tuple[int, int]]:
+    def spans_of(self, n: int) -> tuple[tuple[int, int], ...]:
         """(first entry, end) of each unit in tensors `[n, ...]`."""
-        entries = (self.entries(unit, n) for unit in range(self.size))
-        return [(own.start, own.stop) for own in entries]
+        each = n // max(1, self.positions)
+        if each == 1:
+            return self.spans
+        return tuple((start * each, end * each) for start, end in self.spans)
 
     def of_entries(self, values: Tensor, n: int) -> Tensor:
         """`[n, ...]`: for each entry the value of its unit, of values `[U, ...]`; 0 for none."""
@@ -127,19 +123,15 @@ class Units:
 
     def summed(self, x: Tensor) -> Tensor:
         """`[U, ...]`: sums of x `[n, ...]` over the entries of each unit, in fp32 or wider."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        sums = x.new_zeros(self.size, *x.shape[1:], dtype=dtype)
-        for unit, own in self.parts(len(x)):
-            torch.sum(x[own], 0, dtype=dtype, out=sums[unit])
-        return sums
+        return span_sum(x if x.is_floating_point() else x.float(), self.spans_of(len(x)))
 
     def padded(self, x: Tensor) -> Tensor:
         """`[U, L, ...]`: the entries of each unit of x `[n, ...]`, and zeros behind them."""
-        parts = list(self.parts(len(x)))
-        longest = max((own.stop - own.start for _, own in parts), default=0)
+        spans = self.spans_of(len(x))
+        longest = max((end - start for start, end in spans), default=0)
         result = x.new_zeros(self.size, longest, *x.shape[1:])
-        for unit, own in parts:
-            result[unit, : own.stop - own.start] = x[own]
+        for unit, (start, end) in enumerate(spans):
+            result[unit, : end - start] = x[start:end]
         return result
 
     def describes(self, x: Tensor) -> bool:

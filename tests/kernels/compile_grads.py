@@ -80,9 +80,10 @@ POINTERS = {
     "order_ptr": "*i64",
     "rows_ptr": "*i64",
     "ends_ptr": "*i64",
+    "spans_ptr": "*i64",
     "open_ptr": "*i64",
 }
-# What the launcher passes None for.
+# What the launcher passes None for; spans_ptr too, but for spans.
 ABSENT = {
     "clipped_grad": "bounds_ptr",
     "clip_reduce": "open_ptr",
@@ -107,10 +108,11 @@ def constants_of(kernel, arch, sizes):
     return {**flags, **blocks, "UPCAST": False, "PRECISION": precision}
 
 
-def compile_one(kernel, arch, dtype, sizes, odd=False):
+def compile_one(kernel, arch, dtype, sizes, odd=False, spans=False):
     """Compiles one kernel as the launcher would for widths that are multiples of 16.
 
     `odd`: for widths that are neither that nor 1. The rows are aligned in memory either way.
+    `spans`: for samples that are spans of tokens.
     """
     function = getattr(kernels, f"_{FUNCTIONS.get(kernel, kernel)}_kernel")
     constants = constants_of(kernel, arch, sizes)
@@ -120,7 +122,7 @@ def compile_one(kernel, arch, dtype, sizes, odd=False):
         if parameter.is_constexpr:
             signature[name] = "constexpr"
             constexprs[name] = constants[name]
-        elif name == ABSENT.get(kernel):
+        elif name == ABSENT.get(kernel) or (name == "spans_ptr" and not spans):
             signature[name] = "constexpr"
             constexprs[name] = None
         elif name.endswith("_ptr"):
@@ -148,6 +150,7 @@ def main():
     )
     parser.add_argument("--half", choices=("bf16", "fp16"), default="bf16", help="16-bit dtype")
     parser.add_argument("--odd", action="store_true", help="widths that are no multiples of 16")
+    parser.add_argument("--spans", action="store_true", help="samples are spans of tokens")
     arguments = parser.parse_args()
     rows = table()[arguments.arch]
     for entry in arguments.entries or [*rows, *(f"{name}/16" for name in REDUCTIONS)]:
@@ -156,7 +159,7 @@ def main():
         warps = launch.OFFSET_OPTIONS["num_warps"] if kernel == "offset_clip_reduce" else 4
         sizes = arguments.sizes or list(rows.get(entry, (0, 0, 0, warps, 3)))
         start = time.perf_counter()
-        needed = compile_one(kernel, arguments.arch, dtype, sizes, arguments.odd)
+        needed = compile_one(kernel, arguments.arch, dtype, sizes, arguments.odd, arguments.spans)
         line = {
             "arch": arguments.arch,
             "entry": entry,

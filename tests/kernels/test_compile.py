@@ -238,6 +238,13 @@ def test_gradients_fit_their_architecture(arch):
 
 
 @full
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_gradients_of_spans_fit_their_architecture(arch):
+    entries = [*GRADS, "token_sums/16", "token_sums/32"]
+    assert not misfits(arch, compiled("grads", arch, entries, "--spans"))
+
+
+@full
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_reductions_fit_their_architecture(arch):
     assert not misfits(arch, compiled("grads", arch, REDUCTIONS))

@@ -177,10 +177,62 @@ REFUSED = {
         {},
         "ndim is 3",
     ),
-    "span-tokens": ("per_span_grad", (X[0], DY[0, 1:], [(0, 1)]), {}, "(4, 5) and (3, 6)"),
-    "span-dimensions": ("per_span_grad", (X, DY[0], [(0, 1)]), {}, "x has shape (3, 4, 5)"),
-    "span-end": ("per_span_grad", (X[0], DY[0], [(2, 5)]), {}, "spans is [(2, 5)]: give pairs"),
-    "span-order": ("per_span_grad", (X[0], DY[0], [(2, 1)]), {}, "spans is [(2, 1)]: give pairs"),
+    "spans-of-rows": (
+        "per_sample_grad",
+        (X, DY),
+        {"spans": ((0, 1),)},
+        "spans beside a tensor of shape (3, 4, 6): give the tokens of all samples as the only row",
+    ),
+    "spans-end": ("span_sum", (X[0], ((2, 5),)), {}, "spans is ((2, 5),): give pairs 0 <= start"),
+    "spans-order": (
+        "grad_norm",
+        (X[:1], DY[:1]),
+        {"spans": ((2, 1),)},
+        "spans is ((2, 1),): give",
+    ),
+    "spans-overlap": (
+        "block_clipped_grad",
+        (X[:1], DY[:1], 1.0),
+        {"spans": ((0, 2), (3, 4), (1, 3))},
+        "two overlap; give each token to one sample at most",
+    ),
+    "spans-list": (
+        "embedding_grad_norm",
+        (INDICES[:1], DY[:1]),
+        {"spans": [(0, 1)]},
+        "spans is [(0, 1)]: give a tuple of tuples (first token, end)",
+    ),
+    "spans-lists": (
+        "embedding_per_sample_grad",
+        (INDICES[:1], DY[:1], 2),
+        {"spans": ([0, 1],)},
+        "spans is ([0, 1],): give a tuple of tuples",
+    ),
+    "spans-factors": (
+        "clipped_grad",
+        (X[:1], DY[:1], FACTORS),
+        {"spans": ((0, 1),)},
+        "factors has shape (3,): give one factor for each of the 1 samples",
+    ),
+    "spans-factors-of-table": (
+        "embedding_clipped_grad",
+        (INDICES[:1], DY[:1], FACTORS, 2),
+        {"spans": ((0, 1),)},
+        "factors has shape (3,): give one factor for each of the 1 samples",
+    ),
+    "spans-normalised": (
+        "rms_norm_backward",
+        (X[0], X[0], X[0, :, :1], None, 1),
+        {"spans": ((0, 1),)},
+        "ndim is 1 where x has shape (4, 5): give the number of normalised dimensions, at least "
+        "two fewer",
+    ),
+    "spans-of-norms": (
+        "layer_norm_backward",
+        (X, X, X[..., :1], X[..., :1], None, 1),
+        {"spans": ((0, 5),)},
+        "spans beside a tensor of shape (3, 4, 5)",
+    ),
     "norm-shapes": ("rms_norm_backward", (DY, X, X[..., :1], None, 1), {}, "dy and x have shapes"),
 }
 
@@ -336,20 +388,6 @@ def test_every_name_of_the_dispatch_is_public():
     own = [n for n in names if getattr(grads, n).__module__ == grads.__name__]
     assert own and set(own) <= set(kernels.__all__)
     assert all(getattr(kernels, name) is getattr(grads, name) for name in own)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_spans_are_those_of_their_tokens_alone(dtype):
-    generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(20, n, generator=generator).to(dtype) for n in (7, 8))
-    x[15], dy[16] = math.nan, math.inf  # of no span
-    close = 1e-14 if dtype == torch.float64 else 5e-7
-    spans = [(3, 15), (0, 1), (0, 0), (17, 20), (1, 3)]
-    found = kernels.per_span_grad(x, dy, spans)
-    assert found.dtype == torch.promote_types(dtype, torch.float32)
-    for grad, (start, end) in zip(found.double(), spans, strict=True):
-        expected = dy[start:end].double().t() @ x[start:end].double()
-        torch.testing.assert_close(grad, expected, rtol=close, atol=close)
 
 
 def test_the_reference_s_new_results_agree_with_what_they_stand_for():
