@@ -220,25 +220,19 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
   }
 }
 
-// Sums over keys, for each row of a tile: of ds, of p, and of p times the distance.
+// Sums over keys, for each row of a tile: of ds, of p, and of both times the distance.
 template <class F>
 struct RowSums {
-  std::array<double, kTile + kWidth<F>> ds{}, p{}, far{};
+  std::array<double, kTile + kWidth<F>> ds{}, p{}, ds_far{}, p_far{};
 };
 
-// Adds ds [key][query] to the gradients of the slope and of the runs' weights.
+// Adds ds [key][query] to the gradients of the runs' weights.
 template <class F>
-void backward_bias(const Problem& p, const Keys& keys, const Rows& rows, const F* ds,
-                   double* dslope, double* dweights) {
+void add_to_weights(const Keys& keys, const Rows& rows, const F* ds, double* dweights) {
   for (int x = 0; x < keys.count; ++x) {
-    double total = 0, far = 0;
-    for (int i = 0; i < rows.count; ++i) {
-      double value = ds[x * kWidth<F> + i];
-      total += value;
-      far += value * double(distance(p, rows.at(i), keys.position[x]));
-    }
-    *dslope -= far;
-    if (dweights) dweights[keys.run[x]] += total;
+    double total = 0;
+    for (int i = 0; i < rows.count; ++i) total += ds[x * kWidth<F> + i];
+    dweights[keys.run[x]] += total;
   }
 }
 
@@ -247,13 +241,15 @@ template <class F>
 void add_to_row_sums(const Problem& p, const Keys& keys, const Rows& rows, const F* ds,
                      const F* ps, int64_t first, RowSums<F>* sums) {
   double *of_ds = &sums->ds[size_t(first)], *of_p = &sums->p[size_t(first)];
-  double* of_far = &sums->far[size_t(first)];
+  double *of_ds_far = &sums->ds_far[size_t(first)], *of_p_far = &sums->p_far[size_t(first)];
   for (int x = 0; x < keys.count; ++x) {
     for (int i = 0; i < rows.count; ++i) {
-      double weight = ps[x * kWidth<F> + i];
-      of_ds[i] += ds[x * kWidth<F> + i];
+      double value = ds[x * kWidth<F> + i], weight = ps[x * kWidth<F> + i];
+      double far = double(distance(p, rows.at(i), keys.position[x]));
+      of_ds[i] += value;
       of_p[i] += weight;
-      of_far[i] += weight * double(distance(p, rows.at(i), keys.position[x]));
+      of_ds_far[i] += value * far;
+      of_p_far[i] += weight * far;
     }
   }
 }
@@ -286,9 +282,9 @@ struct Sums {
   int64_t first;
 };
 
-// Adds to the sums, sets dq, and returns the gradient of the slope.
+// Adds to the sums, and sets dq and the sums of rows.
 template <class F>
-double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F* scratch) {
+void backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F* scratch) {
   constexpr int width = kWidth<F>;
   const F* q = p.q.of<F>(tile.b, tile.h);
   const F* k = p.k.of<F>(tile.b, key_head(p, tile));
@@ -296,7 +292,6 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
   const F* o = p.o_in.of<F>(tile.b, tile.h);
   const F* dout = p.dout.of<F>(tile.b, tile.h);
   int64_t head = tile.b * p.heads + tile.h, line = head * p.queries;
-  double dslope = 0;
   double* dweights = p.dweights ? p.dweights + p.dweights_of[head] : nullptr;
   Added<F> added(p, tile);
   RowsOf<F> all(tile);
@@ -361,7 +356,7 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
           store<F>(to_gradient, e * (load<F>(to_gradient) - less));
         }
       }
-      if (p.dslopes || dweights) backward_bias<F>(p, keys, rows, ds, &dslope, dweights);
+      if (dweights) add_to_weights<F>(keys, rows, ds, dweights);
       if (p.row_sums) add_to_row_sums<F>(p, keys, rows, ds, scores, i * width, &row_sums);
       if (dbias) write_bias_grad<F>(p, keys, rows, ds, dbias);
       if (p.softcap > 0) uncap<F>(keys.count, rows.vectors, tangents, ds);
@@ -380,12 +375,12 @@ double backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F*
         double* to = p.row_sums + line + all[i].at(r);
         int64_t rows = p.batch * p.heads * p.queries;
         size_t at = size_t(i * width + r);
-        to[0] = row_sums.ds[at], to[rows] = row_sums.p[at], to[2 * rows] = row_sums.far[at];
+        to[0] = row_sums.ds[at], to[rows] = row_sums.p[at];
+        to[2 * rows] = row_sums.ds_far[at], to[3 * rows] = row_sums.p_far[at];
       }
       for (int64_t d = 0; d < p.dim; ++d) dq[d] = from[d * width] * F(p.scale);
     }
   }
-  return dslope;
 }
 
 // Memory of a thread for one tile.
@@ -414,7 +409,6 @@ template <class F>
 void backward(const Problem& p) {
   std::vector<Tile> tiles;
   std::vector<Part> parts = parts_of(p, tiles);
-  std::vector<double> dslopes(tiles.size());
   int64_t rows = 0;
   for (const Part& part : parts) {
     if (part.turn > 0) rows = std::max(rows, part.end_key - part.first_key);
@@ -442,7 +436,7 @@ void backward(const Problem& p) {
       sums = {own, own + keys * p.padded, part.first_key};
     }
     for (int64_t i = part.first; i < part.end; ++i) {
-      dslopes[size_t(i)] = backward_tile<F>(p, tiles[size_t(i)], sums, scratch.of(thread));
+      backward_tile<F>(p, tiles[size_t(i)], sums, scratch.of(thread));
     }
     std::unique_lock<std::mutex> lock(mutex);
     turned.wait(lock, [&] { return turns[size_t(part.unit)] == part.turn; });
@@ -456,9 +450,6 @@ void backward(const Problem& p) {
     ++turns[size_t(part.unit)];
     turned.notify_all();
   });
-  for (size_t i = 0; p.dslopes && i < tiles.size(); ++i) {
-    p.dslopes[tiles[i].b * p.heads + tiles[i].h] += dslopes[i];
-  }
 }
 
 // 0, or 1 where memory does not suffice.

@@ -81,10 +81,9 @@ def attention_backward(
     dk = k.new_zeros(*k.shape[:3], call.padded, dtype=dtype)
     dv = v.new_zeros(*v.shape[:3], call.value_padded, dtype=dtype)
     dbias = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=dtype) if bias_grad else None
-    dslopes = None if inputs.slopes is None else q.new_zeros(q.shape[:2], dtype=torch.float64)
     row_sums = None
-    if dslopes is not None and all_keys:
-        row_sums = q.new_zeros((3, *q.shape[:3]), dtype=torch.float64)
+    if inputs.slopes is not None:
+        row_sums = q.new_zeros((4, *q.shape[:3]), dtype=torch.float64)
     dweights = _RunGrads(inputs.graph, q.shape[:2]) if run_grads else None
     call.run(
         "backward",
@@ -92,14 +91,16 @@ def attention_backward(
         dout=_aligned(do, dtype),
         lse_in=lse.contiguous(),
         dlse=None if dlse is None else dlse.to(dtype).contiguous(),
-        **{"dq": dq, "dk": dk, "dv": dv, "dslopes": dslopes, "dbias": dbias},
+        **{"dq": dq, "dk": dk, "dv": dv, "dbias": dbias},
         row_sums=row_sums,
         dweights=None if dweights is None else dweights.of_heads,
         dweights_of=None if dweights is None else dweights.begin_of_runs,
     )
     dk, dv = dk[..., : k.shape[3]], dv[..., : v.shape[3]]
-    delta = None if sinks is None and row_sums is None else delta_of(do, o, lse, dlse)
-    if dslopes is not None and row_sums is not None and delta is not None:
+    needs_delta = sinks is not None or (row_sums is not None and all_keys)
+    delta = delta_of(do, o, lse, dlse) if needs_delta else None
+    dslopes = None if row_sums is None else -row_sums[2]
+    if dslopes is not None and row_sums is not None and delta is not None and all_keys:
         dslopes -= _slopes_error(row_sums, sinks, lse, delta, dlse)
     grads = AttentionGrads(
         dq,
@@ -121,22 +122,22 @@ def attention_backward(
 def _slopes_error(
     row_sums: Tensor, sinks: Tensor | None, lse: Tensor, delta: Tensor, dlse: Tensor | None
 ) -> Tensor:
-    """`[B, H]`: the error of dslopes that comes from delta, by which distances are multiplied.
+    """`[B, H, T]`: the error of dslopes that comes from delta, by which distances are multiplied.
 
     A row of all keys has ``sum_j p_ij (do_i v_j) = (delta_i + dlse_i) (sum_j p_ij + p_sink)``, so
     that ds and p tell the error of a delta that was computed from a rounded o.
 
     Args:
-        row_sums: `[3, B, H, T]`: sums over keys of ds, of p, and of p |i - j|.
+        row_sums: `[4, B, H, T]`: sums over keys of ds, p, ds |i - j| and p |i - j|.
         sinks, lse, delta, dlse: of the backward.
     """
-    ds, p, far = row_sums.unbind(0)
+    ds, p, _, far = row_sums.unbind(0)
     of_sink = torch.zeros_like(p)
     if sinks is not None:
         of_sink = (sinks.to(p.dtype).unsqueeze(2) - lse).exp()
     error = (delta * of_sink - ds) / (p + of_sink)
     error = error if dlse is None else error + dlse
-    return (error * far).masked_fill(p == 0, 0.0).sum(2)
+    return (error * far).masked_fill(p == 0, 0.0)
 
 
 def _visits_all_rows(graph: TileGraph) -> bool:
@@ -199,7 +200,7 @@ class _Problem(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("sinks", "slopes", "o", "lse", "lse_in", "dlse", "dq", "dk", "dv"),
-                *("dbias", "dslopes", "dweights", "row_sums", "dweights_of"),
+                *("dbias", "dweights", "row_sums", "dweights_of"),
                 *("groups", "runs", "weights", "variants", "row_variants", "key_range"),
             )
         ),

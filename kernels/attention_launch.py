@@ -160,7 +160,7 @@ def _launch_dq(
     # Variants may have fewer tiles than the longest one: unwritten entries must be 0.
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device=q.device)
     q_sums = zeros((batch, heads, num_tiles, head_dim)) if token_sums else None
-    slope_sums = zeros((batch, heads, num_tiles)) if slopes is not None else None
+    slope_sums = zeros((batch, heads, queries)) if slopes is not None else None
     run_sums = zeros((places, num_runs)) if run_grads else None
     partial = zeros((batch, heads * num_tiles), dtype=torch.float64) if squares else None
     if dq.numel() and num_tiles:
@@ -183,7 +183,7 @@ def _launch_dq(
             )  # fmt: skip
     return (
         None if q_sums is None else q_sums.sum(2),
-        None if slope_sums is None else slope_sums.sum(2),
+        slope_sums,
         None if run_sums is None else run_sums.sum(0),
         None if partial is None else partial.sum(1),
     )

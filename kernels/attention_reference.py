@@ -53,8 +53,9 @@ class AttentionGrads(NamedTuple):
 
     Attributes:
         dq, dk, dv: shapes and dtypes of q, k and v; dtype of lse if asked for as wide.
-        dsinks: `[B, H]`, or None without sinks.
-        dslopes: `[B, H]`, or None without slopes.
+        dsinks: `[B, H, T]`, or None without sinks: the terms of each query, whose sum over the
+            queries is the gradient.
+        dslopes: `[B, H, T]`, or None without slopes: likewise.
         dlog_multiplicity: `[R]`, of the runs of `graph.rows`, or None if not asked for.
         q_sum, k_sum, v_sum: `[B, H, D]`, `[B, G, D]` twice: dq, dk and dv summed over tokens,
             which is each sample's gradient of a bias of q, k or v; or None.
@@ -146,7 +147,7 @@ def attention_backward(
     dbias = ds if bias_grad else None
     dslopes = dlog = None
     if inputs.slopes is not None:
-        dslopes = -(ds * _distances(inputs.graph, dtype, ds.device)).sum((2, 3))
+        dslopes = -(ds * _distances(inputs.graph, dtype, ds.device)).sum(3)
     if run_grads:
         dlog = _run_grads(ds, inputs.graph)
     if inputs.softcap is not None:
@@ -177,9 +178,9 @@ def needs_wide_o(q: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> bool
 
 
 def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """`[B, H]`, dtype of lse: ``-sum_i e^(sink - lse_i) delta_i``; a sink's value is 0."""
+    """`[B, H, T]`, dtype of lse: ``-e^(sink - lse_i) delta_i``; a sink's value is 0."""
     p = (sinks.to(lse.dtype).unsqueeze(2) - _finite(lse)).exp()
-    return -(p * delta.masked_fill(lse == -math.inf, 0.0)).sum(2)
+    return -(p * delta.masked_fill(lse == -math.inf, 0.0))
 
 
 def squared_norms(*grads: Tensor) -> Tensor:

@@ -529,7 +529,7 @@ def _attention_dq_kernel(
             more = D0 + tl.arange(0, D1)
             tl.store(q_sums_ptr + partial * D + more, tl.sum(dq1, 0), mask=more < D)
     if HAS_SLOPES:
-        tl.store(slope_sums_ptr + partial, -tl.sum(slope_sum, 0))
+        tl.store(slope_sums_ptr + at + rows, -slope_sum, mask=there)
     if SQUARES:
         squares = _squares(dq_ptr, dq0, 0, D0, D)
         if D1 > 0:

@@ -31,8 +31,8 @@ struct Problem {
   const void *lse_in, *dlse;       // [B, H, T]; dlse or null
   void *dq, *dk, *dv;              // [B, H, T, D]; [B, G, S, padded], [..., value_padded], added to
   void *dbias;                     // [B, H, T, S], or null
-  double *dslopes, *dweights;      // [B, H], added to; [W], added to; or null
-  double *row_sums;                // [3, B, H, T], or null: sums over keys of ds, p, p |i - j|
+  double* dweights;                // [W], added to; or null
+  double* row_sums;                // [4, B, H, T], or null: sums over keys, see attention_cpu.py
   const int64_t* dweights_of;      // [B, H]: where in dweights a head's run 0 is
   const int32_t *groups, *runs;    // tile_graph.Side
   const double* weights;           // [R]: log multiplicities

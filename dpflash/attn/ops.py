@@ -299,8 +299,8 @@ def _backward(
     if gates is not None and dgates is not None:
         dgates = dgates.view(gates.shape)
     optional = (
-        (grads.dsinks, sinks),
-        (grads.dslopes, slopes),
+        (None if grads.dsinks is None else grads.dsinks.sum(2), sinks),
+        (None if grads.dslopes is None else grads.dslopes.sum(2), slopes),
         (dgates, gates),
         (grads.dbias, bias),
     )

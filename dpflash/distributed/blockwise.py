@@ -186,7 +186,7 @@ class BlockwiseBackward:
         self._do = torch.zeros_like(o, dtype=q.dtype) if do is None else do
         self._dlse = dlse
         self._dq: Tensor | None = None
-        self._dslopes = lse.new_zeros(q.shape[:2])
+        self._dslopes = torch.zeros_like(lse)  # [B, H, T]
         self._druns = lse.new_zeros(0 if self._gates is None else self._gates.numel())
 
     def runtime_graph(self, sharded: ShardedPattern) -> TileGraph | None:
@@ -224,7 +224,7 @@ class BlockwiseBackward:
                 dkv[0][:, :, columns] += grads.dk
                 dkv[1][:, :, columns] += grads.dv
             if grads.dslopes is not None:
-                self._dslopes += grads.dslopes
+                self._dslopes[:, :, rows] += grads.dslopes
             if grads.dlog_multiplicity is not None:
                 by_chunk = (piece.chunks[0], len(self._druns), piece.chunks[1])
                 self._druns += grads.dlog_multiplicity.view(by_chunk).sum((0, 2))
@@ -248,14 +248,14 @@ class BlockwiseBackward:
             None if dkv is None else dkv[0].to(k.dtype),
             None if dkv is None else dkv[1].to(v.dtype),
             None if sinks is None else self._sinks_grad(sinks),
-            None if slopes is None else self._dslopes.to(slopes.dtype),
+            None if slopes is None else self._dslopes.sum(2).to(slopes.dtype),
             None,
             None if gates is None else self._druns.view(gates.shape).to(gates.dtype),
         )
 
     def _sinks_grad(self, sinks: Tensor) -> Tensor:
         grad = sinks_grad(sinks, self._lse, delta_of(self._do, self._o, self._lse, self._dlse))
-        return grad.to(sinks.dtype)
+        return grad.sum(2).to(sinks.dtype)
 
 
 def _inputs_of(

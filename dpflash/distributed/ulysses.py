@@ -145,12 +145,17 @@ class _OwnHeads(torch.autograd.Function):
             grads.dq,
             grads.dk,
             grads.dv,
-            None if sinks is None or grads.dsinks is None else grads.dsinks.to(sinks.dtype),
-            None if slopes is None or grads.dslopes is None else grads.dslopes.to(slopes.dtype),
+            _summed(grads.dsinks, sinks),
+            _summed(grads.dslopes, slopes),
             None if gates is None or dgates is None else dgates.view(gates.shape),
             None,
             None,
         )
+
+
+def _summed(terms: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """The gradient of sinks or slopes x `[B, H]`, from its terms `[B, H, T]`."""
+    return None if terms is None or x is None else terms.sum(2).to(x.dtype)
 
 
 def ulysses_attention(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -144,13 +145,19 @@ class _SelfAttention(torch.autograd.Function):
             sums = cast("tuple[Tensor, ...]", (grads.q_sum, grads.k_sum, grads.v_sum))
             dqkv_bias = torch.cat([part.flatten(1) for part in sums], dim=1)
         if needs[12]:
-            dsinks = grads.dsinks
+            dsinks = _of_samples(grads.dsinks, ctx.units)
         if needs[13]:
-            dslopes = grads.dslopes
+            dslopes = _of_samples(grads.dslopes, ctx.units)
         if needs[0]:
             dx = dqkv @ qkv_weight
         handles = (dqkv_weight, dqkv_bias, dout_weight, dout_bias, dsinks, dslopes)
         return (dx, *(None,) * 7, *handles, None, None, None, None)
+
+
+def _of_samples(terms: Tensor | None, units: Units | None) -> Tensor:
+    """`[B, H]`: the gradient of each sample's sinks or slopes, from terms `[B, H, T]`."""
+    assert terms is not None
+    return terms.sum(2) if units is None else units.summed(terms[0].mT)
 
 
 class PrivateMultiheadAttention(PrivateModule):
@@ -196,6 +203,42 @@ class PrivateMultiheadAttention(PrivateModule):
         if isinstance(inner, Adaptive) or not _is_one_node(module):
             return super()._packed_output(x, documents, is_causal)  # type: ignore[misc]
         return _attend(module, x, None, documents & inner, tuple(documents.cu_seqlens))
+
+    def _attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
+    ) -> Tensor:
+        """Document by document where each has its own gradient of sinks or slopes."""
+        per_head = [child for child in (self.sinks, self.alibi_slopes) if child is not None]
+        trained = [c for c in per_head if isinstance(c, PrivateModule) and c.is_private_call()]
+        units = trained[0]._dpflash.units if trained else None
+        if units is None:
+            return super()._attend_packed(q, k, v, documents, inner)  # type: ignore[misc]
+        sinks, slopes = (_of_documents(c, units) for c in (self.sinks, self.alibi_slopes))
+        results = []
+        for begin, end in pairwise(documents.cu_seqlens):
+            if begin == end:
+                continue
+            own = units.index[begin : begin + 1]
+            o = attention(
+                *(x[:, :, begin:end] for x in (q, k, v)),
+                pattern=inner,
+                sinks=None if sinks is None else sinks[own],
+                alibi_slopes=None if slopes is None else slopes[own],
+            )
+            results.append(o)
+        return torch.cat(results, 2)
+
+
+def _of_documents(child: Any, units: Units) -> Tensor | None:
+    """`[U + 1, H]`: the numbers of each document's heads, and last those of padding."""
+    if child is None:
+        return None
+    numbers: Tensor = child.weight.detach().expand(units.size + 1, -1)
+    if not (isinstance(child, PrivateModule) and child.is_private_call()):
+        return numbers
+    own = child.private_handles(units.size).values("weight")
+    assert own is not None
+    return torch.cat([own, numbers[:1]])
 
 
 def _is_one_node(module: Any) -> bool:
@@ -251,7 +294,7 @@ def _attend(
         handles += [own["weight"], own["bias"]]
     numbers: list[Tensor | None] = []
     for child in (module.sinks, module.alibi_slopes):
-        numbers.append(None if child is None else child.weight.detach().expand(batch, -1))
+        numbers.append(None if child is None else child.weight.detach().expand(len(x), -1))
         handles.append(None if child is None else child.private_handles(batch).dense("weight"))
     heads = _Heads(
         module.num_heads,

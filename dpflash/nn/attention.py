@@ -227,8 +227,7 @@ class MultiheadAttention(nn.Module):
             cu_seqlens: borders of the documents that are packed into the batch, ``(0, end of the
                 first, ..., B * T)``, counted through its rows one after the other. Each token
                 attends within its own document, and rotary positions count from its begin. Needs
-                self-attention, no masks, sinks, slopes or context_parallel, and no dropout of
-                weights.
+                self-attention, no masks or context_parallel, and no dropout of weights.
 
         Returns:
             The pair (output `[B, T, E]`, None). A query all of whose keys are masked out gets the
@@ -286,8 +285,21 @@ class MultiheadAttention(nn.Module):
         if self.rotary:
             q, k = self._rotated(q, k, document_positions(documents.cu_seqlens, q.device))
         inner = resolve_pattern(self.pattern, is_causal, q.shape[2], q.shape[2])
-        o = attention(q, k, v, pattern=documents & inner)
+        o = self._attend_packed(q, k, v, documents, inner)
         return self._merged(o.transpose(1, 2).unflatten(1, x.shape[:2])[0].transpose(1, 2))
+
+    def _attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
+    ) -> Tensor:
+        """Attention `[1, H, N, D]` within the documents of one row."""
+        return attention(
+            q,
+            k,
+            v,
+            pattern=documents & inner,
+            sinks=None if self.sinks is None else self.sinks(q),
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes(q),
+        )
 
     def _require_packable(self, *masks: Tensor | None) -> None:
         """Refuses what does not go with packed documents."""
@@ -296,8 +308,6 @@ class MultiheadAttention(nn.Module):
             reason = "keys of another source have other documents; pass self_attention=True"
         elif any(mask is not None for mask in masks):
             reason = "a mask beside it; leave the mask out, padding is a document of its own"
-        elif self.sinks is not None or self.alibi_slopes is not None:
-            reason = "attention_sinks and alibi have no gradient for each document; leave them out"
         elif self.context_parallel is not None:
             reason = "context_parallel; train with one document a row, or without it"
         elif self.training and self.dropout > 0:

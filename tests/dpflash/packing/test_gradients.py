@@ -171,6 +171,36 @@ def test_a_pattern_starts_anew_in_each_document(
     assert found < 1e-10
 
 
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "bound", "tolerance"),
+    [(torch.float64, 1e6, 1e-10), (torch.float32, 1e6, 1e-6), (torch.float64, 0.05, 1e-6)],
+    ids=["fp64", "fp32", "clipped"],
+)
+@pytest.mark.parametrize("way", ["one-node", "hooked", "frozen"])
+@pytest.mark.parametrize("pattern", ["causal", "window", "dilated", "adaptive"])
+def test_sinks_and_slopes_have_a_gradient_of_each_document(
+    pattern, way, dtype, bound, tolerance, rows, run, gradients, clipped, error, documents,
+    language_model,
+):  # fmt: skip
+    def model():
+        options = {"positions": "alibi", "attention_sinks": True}
+        made = language_model(pattern=PATTERNS.get(pattern), **options)
+        for number, block in enumerate(made.blocks):
+            nn.init.normal_(block.attention.sinks.weight)
+            if way == "hooked":
+                block.attention.qkv_proj.register_forward_hook(lambda *_: None)
+            elif way == "frozen":
+                block.attention.alibi_slopes.requires_grad_(number == 0)
+        return made
+
+    docs, options = documents(LENGTHS), {**packing(rows), "max_grad_norm": bound}
+    models = model().to(dtype), model().double()
+    found, _ = compared(run, gradients, clipped, error, *models, docs, **options)
+    assert found < tolerance
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])

@@ -206,8 +206,6 @@ def test_options_that_do_not_go_with_packing_are_refused(options, message, run, 
 @pytest.mark.parametrize(
     ("options", "arguments", "message"),
     [
-        ({"attention_sinks": True}, {}, "attention_sinks and alibi"),
-        ({"alibi": True}, {}, "attention_sinks and alibi"),
         ({"self_attention": False}, {}, "self_attention=True"),
         ({"dropout": 0.5}, {}, "dropout=0.5"),
         ({}, {"attn_mask": torch.zeros(8, 8)}, "a mask beside it"),
