@@ -187,10 +187,10 @@ def _check_packed(privacy: PrivacyConfig, performance: PerformanceConfig, ranks:
             f"physical_batch_size={performance.physical_batch_size} {packed}, which determines "
             "the size of microbatches by its tokens and max_documents; leave it out"
         )
-    if ranks.context is not None:
+    if ranks.context is not None and privacy.exact is True:
         raise ValueError(
-            f"a mesh with a context dimension {packed}: documents would cross ranks, which is not "
-            "supported; use a data dimension alone, or one document a row"
+            f"exact=True {packed} on a mesh with a context dimension, whose ranks cut documents "
+            "where they are packed, so that bits depend on the place; leave exact='auto'"
         )
 
 

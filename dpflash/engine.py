@@ -954,14 +954,14 @@ class PrivacyEngine(OnlySettable):
         Only packed batches, and models that torch.compile compiled, need it.
 
         Args:
-            batch: the packed batch, or the number of rows.
+            batch: the packed batch, of all ranks of a context, or the number of rows.
         """
-        forward = self._attached().forward
+        backward = self._attached()
         if isinstance(batch, PackedBatch):
-            forward.begin_batch(batch.max_documents, batch.units)
+            backward.begin_batch(batch.max_documents, batch.units)
         else:
             positive_int(batch_size=batch)
-            forward.prepare(batch)
+            backward.forward.prepare(batch)
 
     def detach(self, model: nn.Module) -> nn.Module:
         """Return the plain model, with its parameters; the engine keeps its spent privacy."""

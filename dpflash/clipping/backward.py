@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 
 from dpflash.kernels import clip_factors
 
-from ..distributed.collectives import agree, gather_rows
+from ..distributed.collectives import agree, gather_rows, rank_in, world_size
+from ..distributed.layout import Layout
 from ..packing.units import Units
 from ..step import ClippedSums
 from ..verification.declared_reduction import refuse_weights
@@ -112,7 +113,11 @@ class PrivateBackward:
             yield is_outermost
 
     def begin_batch(self, samples: int, units: Units | None) -> None:
-        """See `PrivateForward.begin_batch`."""
+        """See `PrivateForward.begin_batch`; of packed documents this rank has some tokens."""
+        context = self.ranks.context
+        if units is not None and not units.are_rows and context is not None:
+            (own,) = Layout(units.shape[1], world_size(context)).chunks(rank_in(context))
+            units = units.columns(own.start, own.start + own.length)
         self.forward.begin_batch(samples, units)
 
     def refuse_coarse_use(self, x: Tensor) -> None:

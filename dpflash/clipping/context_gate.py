@@ -21,8 +21,6 @@ from dpflash.kernels import (
     block_clip_reduce,
     bound_share,
     clip_reduce,
-    embedding_per_sample_grad,
-    per_sample_grad,
     squared_norm,
 )
 from dpflash.kernels.block_reference import BLOCK
@@ -51,14 +49,15 @@ class ContextGate(Gate):
         """See `Gate.take_linear`; nothing is left for the handle."""
         self._only_seen(position, *((x, dy) if swapped else (dy, x)))
         if self.owner.mode != "prove":
-            self._take(position, per_sample_grad(x, dy))
+            self._take(position, self._deferred(position, linear=((x, dy),)).dense())
         return None
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
         """See `Gate.take_embedding`."""
         self._only_seen(position, dy, indices)
         if self.owner.mode != "prove":
-            self._take(position, embedding_per_sample_grad(indices, dy, self._rows(position)))
+            use = self._deferred(position, embedding=((indices, dy),))
+            self._take(position, use.dense())
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
@@ -150,7 +149,8 @@ class ContextGate(Gate):
         own = self.step.rows.only(piece) * scale
         matrix = own.view(self.batch_size, piece.shape[1] // width, width)
         dtype = piece.dtype if self.step.grid is None else torch.float64
-        total, factors = piece.new_zeros(0, dtype=dtype), piece.new_ones(self.batch_size, 0)
+        total = piece.new_zeros(0, dtype=dtype)
+        factors = piece.new_ones(self.batch_size, 0, dtype=torch.float32)
         if matrix.shape[1]:
             total, factors = block_clip_reduce(
                 matrix, self._tile_bound(matrix.shape[1]), grid=self.step.grid, return_factors=True

@@ -134,8 +134,8 @@ def agree_on_lengths(
     return [row[2] for row in rows]
 
 
-def layout_of(operation: str, lengths: list[int], sharding: str) -> Layout:
-    """The layout in which the ranks hold these numbers of tokens.
+def layout_of(operation: str, lengths: list[int], sharding: str, rows: int = 1) -> Layout:
+    """The layout in which the ranks hold these numbers of tokens, of each row.
 
     Raises:
         ValueError: there is none, because a shard is too long or too short.
@@ -148,7 +148,7 @@ def layout_of(operation: str, lengths: list[int], sharding: str) -> Layout:
             f"{sum(lengths)} tokens with sharding={sharding!r}; split the sequence with "
             "dpflash.distributed.shard_sequence"
         )
-    return layout
+    return layout if rows == 1 else Layout(rows * layout.num_tokens, len(lengths), sharding, rows)
 
 
 def unpadded_length(length: object, num_tokens: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dpflash import _validate
 from dpflash.distributed.collectives import digest, gather_rows, rank_in, world_size
+from dpflash.packing import PackedBatch, Units
 
 from .agreement import (
     MODES,
@@ -186,6 +187,7 @@ class ContextParallel:
         self,
         tokens: int,
         *,
+        rows: int = 1,
         length: int | None = None,
         error: ValueError | None = None,
         **values: object,
@@ -194,6 +196,7 @@ class ContextParallel:
 
         Args:
             tokens: T_p, number of tokens of this rank.
+            rows: of which the sequence consists, each with T_p tokens on this rank.
             length: positions from this one on are padding.
             error: why this rank cannot continue; all ranks then raise it.
             values: values that must be equal on all ranks; compared by their repr.
@@ -202,10 +205,11 @@ class ContextParallel:
             ValueError: on all ranks: `error`, a value that differs, a shard with a wrong number of
                 tokens, or a length that exceeds the sequence.
         """
-        everything = {**values, "length": length, "mode": self.mode, "sharding": self.sharding}
+        everything = {**values, "rows": rows, "length": length}
+        everything |= {"mode": self.mode, "sharding": self.sharding}
         operation = "context parallelism"
         lengths = agree_on_lengths(operation, everything, tokens, self.group, error)
-        layout = layout_of(operation, lengths, self.sharding)
+        layout = layout_of(operation, lengths, self.sharding, rows)
         return Context(self.group, layout, self.mode, unpadded_length(length, layout.num_tokens))
 
     def warn_of_copies(self, context: Context, x: Tensor) -> None:
@@ -262,11 +266,34 @@ class ContextParallel:
         for module in (*attentions, model):
             module.context_parallel = self
 
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a sequence that all ranks hold, see `shard_sequence`."""
+    @overload
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor: ...
+    @overload
+    def shard(self, x: PackedBatch, dim: int = 1) -> PackedBatch: ...
+    def shard(self, x: Tensor | PackedBatch, dim: int = 1) -> Tensor | PackedBatch:
+        """This rank's tokens of a sequence that all ranks hold, see `shard_sequence`.
+
+        Of a packed batch they are those of each row, see `PackedBatch.columns`.
+
+        Raises:
+            ValueError: see `shard_sequence`; a packed batch with sharding="zigzag".
+        """
+        if isinstance(x, PackedBatch):
+            self.require_packable()
+            layout = Layout(x.units.shape[1], world_size(self.group))
+            (own,) = layout.chunks(rank_in(self.group))
+            return x.columns(own.start, own.start + own.length)
         if self.group is None:
             return x.clone()
         return shard_sequence(x, dim, self.group, self.sharding)
+
+    def require_packable(self) -> None:
+        """Refuse a sharding in which a packed document's tokens on a rank are not one part."""
+        if self.sharding != "contiguous":
+            raise ValueError(
+                f"sharding={self.sharding!r} with packed documents, of which each rank holds one "
+                "part; pass sharding='contiguous'"
+            )
 
     def unshard(self, x: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
         """The whole sequence on every rank, see `unshard_sequence`."""
@@ -304,6 +331,7 @@ def loss_weights(
     targets: Tensor,
     mesh_or_group: DeviceMesh | ProcessGroup | None = None,
     ignore_index: int = -100,
+    units: Units | None = None,
 ) -> Tensor:
     """The fraction of each sample's valid targets that this rank holds.
 
@@ -315,6 +343,7 @@ def loss_weights(
         mesh_or_group: a DeviceMesh with a dimension "context", or the group itself; None means the
             default group, or a single process without torch.distributed.
         ignore_index: targets of this value do not count.
+        units: of this rank's part of a packed batch: its B samples, which are no rows.
 
     Returns:
         `[B]`, float32: valid targets of this rank over those of all ranks; 0 if none is valid.
@@ -335,11 +364,15 @@ def loss_weights(
             "unsqueeze(0)"
         )
     values = {
-        "number of samples": None if error else targets.shape[0],
+        "number of samples": None if error else len(targets) if units is None else units.size,
         "ignore_index": ignore_index,
     }
     agree_on_lengths("loss_weights", values, 0, group, error)
-    own = (targets != ignore_index).flatten(1).sum(1)
+    counted = targets != ignore_index
+    if units is None:
+        own = counted.flatten(1).sum(1)
+    else:
+        own = units.summed(units.flattened(counted.double(), "loss_weights")).long()
     if group is None or world_size(group) == 1:
         total = own
     else:

@@ -26,6 +26,7 @@ class Layout:
         num_tokens: T, at least P; P need not divide it.
         world_size: P.
         sharding: "contiguous" or "zigzag".
+        rows: of how many rows of one length the sequence consists; each is split by itself.
 
     Raises:
         ValueError: an unknown sharding, or fewer tokens than ranks.
@@ -34,11 +35,12 @@ class Layout:
     num_tokens: int
     world_size: int
     sharding: str = "contiguous"
+    rows: int = 1
 
     def __post_init__(self) -> None:
         _validate.one_of(sharding=(self.sharding, SHARDINGS))
         _validate.positive_int(world_size=self.world_size)
-        if self.num_tokens < self.world_size:
+        if self.num_tokens // self.rows < self.world_size:
             raise ValueError(
                 f"num_tokens={self.num_tokens} over {self.world_size} ranks: expected at least "
                 "one token per rank; use a smaller context group or a longer sequence"
@@ -78,13 +80,20 @@ class Layout:
 
 @functools.lru_cache(maxsize=4096)
 def _chunks(layout: Layout, rank: int, length: int) -> tuple[Chunk, ...]:
+    if layout.rows > 1:
+        width, chunks = layout.num_tokens // layout.rows, list[Chunk]()
+        row = Layout(width, layout.world_size, layout.sharding)
+        for number in range(layout.rows):
+            start, local = number * width, number * row.local_length(rank)
+            chunks += [Chunk(c.start + start, c.length, c.local + local) for c in row.chunks(rank)]
+        return tuple(chunks)
     num_ranges = layout.world_size
     indices = [rank]
     if layout.sharding == "zigzag":
         num_ranges *= 2
         indices.append(num_ranges - 1 - rank)
     size, longer = divmod(layout.num_tokens, num_ranges)
-    chunks: list[Chunk] = []
+    chunks = []
     local = 0
     for index in indices:
         start = index * size + min(index, longer)

@@ -200,7 +200,8 @@ class PrivateMultiheadAttention(PrivateModule):
         module: Any = self
         tokens = documents.cu_seqlens[-1]
         inner = resolve_pattern(module.pattern, is_causal, tokens, tokens)
-        if isinstance(inner, Adaptive) or not _is_one_node(module):
+        split = module.context_parallel is not None
+        if split or isinstance(inner, Adaptive) or not _is_one_node(module):
             return super()._packed_output(x, documents, is_causal)  # type: ignore[misc]
         return _attend(module, x, None, documents & inner, tuple(documents.cu_seqlens))
 

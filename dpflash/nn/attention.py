@@ -15,8 +15,9 @@ from .. import _validate
 from ..attn.functional import attention, require_pattern, resolve_pattern
 from ..attn.rotary import document_positions, rotary_angles, rotate
 from ..distributed import ContextParallel
+from ..distributed.agreement import Context
 from ..distributed.attention import attend
-from ..patterns import Documents, Pattern
+from ..patterns import Adaptive, Documents, Pattern
 
 
 class PerHead(nn.Module):
@@ -227,7 +228,9 @@ class MultiheadAttention(nn.Module):
             cu_seqlens: borders of the documents that are packed into the batch, ``(0, end of the
                 first, ..., B * T)``, counted through its rows one after the other. Each token
                 attends within its own document, and rotary positions count from its begin. Needs
-                self-attention, no masks or context_parallel, and no dropout of weights.
+                self-attention, no masks and no dropout of weights. With context_parallel the
+                borders are those of all ranks' tokens, and sinks, slopes and `Adaptive` patterns
+                are refused.
 
         Returns:
             The pair (output `[B, T, E]`, None). A query all of whose keys are masked out gets the
@@ -282,11 +285,38 @@ class MultiheadAttention(nn.Module):
             t.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
             for t in self._project(x, x, x)
         )
-        if self.rotary:
-            q, k = self._rotated(q, k, document_positions(documents.cu_seqlens, q.device))
         inner = resolve_pattern(self.pattern, is_causal, q.shape[2], q.shape[2])
-        o = self._attend_packed(q, k, v, documents, inner)
+        positions = document_positions(documents.cu_seqlens, q.device)
+        context = None
+        if self.context_parallel is not None:
+            context = self._context_of(x, documents & inner, len(positions))
+            positions = positions[context.positions(q.device)]
+        if self.rotary:
+            q, k = self._rotated(q, k, positions)
+        if context is None:
+            o = self._attend_packed(q, k, v, documents, inner)
+        else:
+            o, _ = attend(
+                *(q, k, v),
+                pattern=documents & inner,
+                scale=1 / math.sqrt(self.head_dim),
+                context=context,
+            )
         return self._merged(o.transpose(1, 2).unflatten(1, x.shape[:2])[0].transpose(1, 2))
+
+    def _context_of(self, x: Tensor, pattern: Pattern, tokens: int) -> Context:
+        """All rows of a packed batch as one sequence, of which x `[R, T_p, E]` is a part."""
+        assert self.context_parallel is not None
+        self.context_parallel.require_packable()
+        context = self.context_parallel.agree(
+            x.shape[1], rows=x.shape[0], dtype=x.dtype, pattern=pattern.key
+        )
+        if context.length != tokens:
+            raise ValueError(
+                f"cu_seqlens of {tokens} tokens for inputs of {context.length} on all ranks: cut "
+                "the packed batch by model.context_parallel.shard(batch)"
+            )
+        return context
 
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
@@ -304,12 +334,21 @@ class MultiheadAttention(nn.Module):
     def _require_packable(self, *masks: Tensor | None) -> None:
         """Refuses what does not go with packed documents."""
         reason = None
+        has_numbers = self.sinks is not None or self.alibi_slopes is not None
         if not self.self_attention:
             reason = "keys of another source have other documents; pass self_attention=True"
         elif any(mask is not None for mask in masks):
             reason = "a mask beside it; leave the mask out, padding is a document of its own"
-        elif self.context_parallel is not None:
-            reason = "context_parallel; train with one document a row, or without it"
+        elif self.context_parallel is not None and has_numbers:
+            reason = (
+                "attention_sinks or alibi over several ranks, which have no gradient for each "
+                "document; leave them out, or train without context_parallel"
+            )
+        elif self.context_parallel is not None and isinstance(self.pattern, Adaptive):
+            reason = (
+                f"pattern={self.pattern!r} over several ranks, which choose blocks in the whole "
+                "sequence; pass another pattern, or train without context_parallel"
+            )
         elif self.training and self.dropout > 0:
             reason = f"dropout={self.dropout} of attention weights; pass dropout=0"
         if reason is not None:

@@ -210,8 +210,8 @@ class LongContextLM(nn.Module):
                 this rank's.
             targets: `[B, T]`, int64, the next token at each position; -100 does not count.
             packed: the batch of `dpflash.packing` that the tokens are of, in which each document
-                is a sample: attention and positions are each document's own. Not with
-                context_parallel.
+                is a sample: attention and positions are each document's own; with
+                context_parallel this rank's part of it.
 
         Returns:
             `[B, T, V]`, logits; those at t depend on the tokens 0..t of the same sample alone.
@@ -236,11 +236,10 @@ class LongContextLM(nn.Module):
                 self._looked = True
                 self.context_parallel.warn_of_copies(context, tokens)
         if packed is not None:
-            if tuple(tokens.shape) != packed.units.shape or self.context_parallel is not None:
+            if tuple(tokens.shape) != packed.units.shape:
                 raise ValueError(
-                    f"packed of shape {packed.units.shape} for tokens {tuple(tokens.shape)}"
-                    + (" with context_parallel" if self.context_parallel is not None else "")
-                    + ": expected packed.input_ids, and a model without context_parallel"
+                    f"packed of shape {packed.units.shape} for tokens {tuple(tokens.shape)}: "
+                    "expected packed.input_ids"
                 )
             length = packed.longest
         if length > self.max_seq_len:
@@ -286,4 +285,5 @@ class LongContextLM(nn.Module):
             )
         if self.context_parallel is None:
             return sample_losses
-        return sample_losses * loss_weights(targets, self.context_parallel.group)
+        units = None if packed is None else packed.units
+        return sample_losses * loss_weights(targets, self.context_parallel.group, units=units)

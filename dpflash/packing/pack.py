@@ -37,11 +37,15 @@ class PackedBatch(dict[str, Tensor]):
 
     Attributes:
         units: the positions of the U documents, some of which may have none.
+        longest: the greatest number of tokens that see each other.
     """
 
-    def __init__(self, entries: Mapping[str, Tensor], units: Units) -> None:
+    def __init__(
+        self, entries: Mapping[str, Tensor], units: Units, longest: int | None = None
+    ) -> None:
         super().__init__(entries)
         self.units = units
+        self.longest = _longest(self.cu_seqlens, units) if longest is None else longest
 
     def __getattr__(self, name: str) -> Tensor:
         try:
@@ -50,7 +54,7 @@ class PackedBatch(dict[str, Tensor]):
             raise AttributeError(name) from None
 
     def __reduce__(self) -> Any:
-        return type(self), (dict(self), self.units)
+        return type(self), (dict(self), self.units, self.longest)
 
     @property
     def max_documents(self) -> int:
@@ -58,30 +62,46 @@ class PackedBatch(dict[str, Tensor]):
         return self.units.size
 
     @property
-    def longest(self) -> int:
-        """The greatest number of tokens that see each other."""
-        index, borders = self.units.index, self.cu_seqlens.tolist()
-        lengths = (
-            end - start
-            for start, end in zip(borders, borders[1:], strict=False)
-            if start != end and index[start] != self.units.size
-        )
-        return max(lengths, default=0)
-
-    @property
     def targets(self) -> Tensor:
         """`[R, T]`, int64: the next token at each position; -100 where there is none."""
+        if "targets" in self:
+            return self["targets"]
         shifted = torch.full_like(self.labels, IGNORED)
         shifted[:, :-1] = self.labels[:, 1:]
         return shifted
 
+    def columns(self, first: int, last: int) -> PackedBatch:
+        """The tokens `first` up to, not including, `last` of all rows.
+
+        It has ``targets`` in place of labels, which would be shifted within them, and ``units`` of
+        these tokens. ``cu_seqlens`` and ``longest`` are those of the whole batch.
+        """
+        of_tokens = {**self, "targets": self.targets}
+        del of_tokens["labels"], of_tokens["cu_seqlens"]
+        own = {name: t[:, first:last].contiguous() for name, t in of_tokens.items()}
+        entries = {**own, "cu_seqlens": self.cu_seqlens}
+        return PackedBatch(entries, self.units.columns(first, last), self.longest)
+
     def to(self, *args: Any, **kwargs: Any) -> PackedBatch:
         """The batch with its tensors moved, as by `torch.Tensor.to`."""
-        return PackedBatch({k: t.to(*args, **kwargs) for k, t in self.items()}, self.units)
+        return self._changed({k: t.to(*args, **kwargs) for k, t in self.items()})
 
     def pin_memory(self) -> PackedBatch:
         """The batch in pinned memory."""
-        return PackedBatch({k: t.pin_memory() for k, t in self.items()}, self.units)
+        return self._changed({k: t.pin_memory() for k, t in self.items()})
+
+    def _changed(self, entries: Mapping[str, Tensor]) -> PackedBatch:
+        return PackedBatch(entries, self.units, self.longest)
+
+
+def _longest(cu_seqlens: Tensor, units: Units) -> int:
+    index, borders = units.index, cu_seqlens.tolist()
+    lengths = (
+        end - start
+        for start, end in zip(borders, borders[1:], strict=False)
+        if start != end and index[start] != units.size
+    )
+    return max(lengths, default=0)
 
 
 class Places:

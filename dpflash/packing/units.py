@@ -69,6 +69,21 @@ class Units:
             index[start:end] = unit
         return index
 
+    def columns(self, first: int, last: int) -> Units:
+        """What units of tokens have of the tokens `first` to `last` - 1 of all rows.
+
+        Units and rows keep their numbers; a unit without such tokens has none.
+        """
+        (rows, width), kept = self.shape, last - first
+
+        def place(position: int) -> int:
+            """How many kept positions are before a position."""
+            row, column = divmod(position, width)
+            return row * kept + min(max(column - first, 0), kept)
+
+        spans = [(place(start), place(end)) for start, end in self.spans]
+        return Units((rows, kept), tuple(s if s[0] != s[1] else (0, 0) for s in spans))
+
     def pieces(self) -> list[tuple[int, int]]:
         """(unit, number of positions) of what units of tokens have of each row, in order.
 

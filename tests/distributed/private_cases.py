@@ -84,15 +84,19 @@ def train_packed(
     group: object = None,
     *,
     together: bool = True,
+    context: int = 1,
     wrapper: str = "plain",
     clipping: str = "flat",
+    grad_sample_mode: str = "auto",
     steps: int = 3,
 ) -> dict[str, Any]:
     """Some private steps on packed documents; together=False is one process."""
-    mesh = mesh_of(1) if together else None
-    made: nn.Module = build()
+    mesh = mesh_of(context) if together else None
+    plain = made = build()
     if mesh is not None:
-        made = wrap(made, wrapper, mesh)
+        if context > 1:
+            context_parallel(plain, mesh)
+        made = wrap(plain, wrapper, mesh)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
     pack = dpflash.packing.PackTo(tokens=2 * TOKENS, max_documents=5, rows=2)
     made, optimizer, loader = engine.make_private(
@@ -102,10 +106,13 @@ def train_packed(
         noise_multiplier=0.5,
         max_grad_norm=0.5,
         clipping=clipping,
+        grad_sample_mode=grad_sample_mode,
     )
     microbatches, own = 0, []
     while optimizer.releases < steps:
         for batch in loader:
+            if context > 1:
+                batch = plain.context_parallel.shard(batch)
             engine.backward(made(batch.input_ids, batch.targets, packed=batch))
             optimizer.step()
             optimizer.zero_grad()
@@ -237,6 +244,69 @@ def clipped_sums(
             mend_norms()
     sums = engine._step.sums
     return torch.cat([sums[p].flatten() for p in model.parameters()]).numpy()
+
+
+def packed_sums(
+    group: object = None,
+    *,
+    context: int,
+    clipping: str = "flat",
+    grad_sample_mode: str = "auto",
+    rows: int = 1,
+    mode: str = "ring",
+    drop: int | None = None,
+    broken: bool = False,
+    bound: float = 1.0,
+    model: dict[str, Any] | None = None,
+) -> dict[str, np.ndarray]:
+    """Clipped sums and losses of one packed batch, some documents of which cross ranks.
+
+    Args:
+        drop: this document has no tokens.
+        broken: see `clipped_sums`.
+    """
+    mesh = mesh_of(context) if context else None
+    made: nn.Module = build(**dict(model or {})).double()
+    if context > 1:
+        context_parallel(made, mesh, mode=mode)
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
+    pack = dpflash.packing.PackTo(tokens=22 * rows, max_documents=6, rows=rows)
+    made, optimizer, _ = engine.make_private(
+        module=made,
+        optimizer=torch.optim.SGD(made.parameters(), lr=1.0),
+        data_loader=DataLoader(documents(), batch_size=BATCH, collate_fn=pack),
+        noise_multiplier=0.0,
+        max_grad_norm=bound,
+        clipping=clipping,
+        grad_sample_mode=grad_sample_mode,
+        exact=False,
+        verify_first_batch=False,
+    )
+    generator = torch.Generator().manual_seed(2)
+    lengths = [[3, 13, 5, 1], [28, 9, 5, 2, 0]][rows > 1]
+    texts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
+    places = pack(texts)
+    if drop is not None:
+        start, end = places.units.spans[drop]
+        spans = tuple((0, 0) if i == drop else s for i, s in enumerate(places.units.spans))
+        places.units = dpflash.packing.Units(places.units.shape, spans)
+        places["labels"].view(-1)[start:end] = -100
+        places["sample_index"].view(-1)[start:end] = -1
+    engine.prepare(places)
+    batch = made.context_parallel.shard(places) if context > 1 else places
+    if broken:
+        break_norms()
+    try:
+        losses = made(batch.input_ids, batch.targets, packed=batch)
+        engine.backward(losses)
+    finally:
+        if broken:
+            mend_norms()
+    sums = engine._step.sums
+    return {
+        "sums": torch.cat([sums[p].flatten() for p in made.parameters()]).numpy(),
+        "losses": losses.detach().numpy(),
+    }
 
 
 _held: list[Any] = []
@@ -387,6 +457,21 @@ def refusals(group: object = None) -> dict[str, str]:
             dpflash.PrivacyEngine(mesh=context),
             context_parallel(build(), context),
             grad_sample_mode="book_keeping",
+        ),
+    )
+    attempt(
+        "packed exact",
+        lambda: dpflash.PrivacyEngine(mesh=context).make_private(
+            module=(model := context_parallel(build(), context)),
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+            data_loader=DataLoader(
+                documents(),
+                batch_size=BATCH,
+                collate_fn=dpflash.packing.PackTo(tokens=64, max_documents=5, align=64),
+            ),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            exact=True,
         ),
     )
     attempt("ddp without mesh", lambda: make(dpflash.PrivacyEngine(), wrap(build(), "ddp", data)))

@@ -117,19 +117,22 @@ def test_ranks_get_the_parameters_of_one_process(
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("clipping", [CLIPPINGS[0], CLIPPINGS[3]])
+@pytest.mark.parametrize(
+    ("ranks", "context", "wrapper"), [MESHES[i] for i in (0, 1, 2, 3, 4, 8, 9)]
+)
 def test_ranks_get_the_parameters_of_one_process_from_packed_documents(
-    started: _Started, wrapper: str, clipping: str
+    started: _Started, ranks: int, context: int, wrapper: str, clipping: dict[str, str]
 ) -> None:
-    together = started.run(2, "train_packed", wrapper=wrapper, clipping=clipping)
-    alone = cases.train_packed(together=False, clipping=clipping)
+    together = started.run(ranks, "train_packed", context=context, wrapper=wrapper, **clipping)
+    alone = cases.train_packed(together=False, **clipping)
     for one in together:
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
         np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
         assert one["epsilon"] == alone["epsilon"]
-    # Each document is on one rank, and all ranks have as many microbatches.
-    assert sum(sum(one["documents"]) for one in together) == sum(alone["documents"])
+    # Each document is on the ranks of one context, and all have as many microbatches.
+    count = sum(sum(one["documents"]) for one in together)
+    assert count == context * sum(alone["documents"])
     assert together[0]["microbatches"] == together[1]["microbatches"]
 
 
@@ -377,6 +380,56 @@ def test_adding_the_squares_of_partial_norms_breaks_the_bound(
     assert max(moved) > bound * 1.01
 
 
+PACKED = [
+    {"grad_sample_mode": "instantiate"},
+    {"grad_sample_mode": "ghost", "mode": "all_gather"},
+    {"grad_sample_mode": "auto"},
+    {"clipping": "per_layer"},
+    {"clipping": "per_block"},
+    {"model": {"chunked_loss": True, "pattern": "dilated", "positions": "learned"}},
+]
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("options", PACKED, ids=lambda o: str(next(iter(o.values()))))
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_documents_that_cross_ranks_have_the_sums_of_one_process(
+    started: _Started, ranks: int, rows: int, options: dict[str, Any]
+) -> None:
+    """Some documents cross ranks, some have several rows, some are on one rank alone."""
+    options = {**options, "rows": rows, "bound": 0.05}
+    together = started.run(ranks, "packed_sums", context=ranks, **options)
+    alone = cases.packed_sums(context=0, **options)
+    losses = sum(one["losses"] for one in together)
+    np.testing.assert_allclose(losses, alone["losses"], rtol=0, atol=1e-6)
+    for one in together:
+        moved = np.linalg.norm(one["sums"] - alone["sums"])
+        assert moved <= 1e-6 * np.linalg.norm(alone["sums"])
+        np.testing.assert_array_equal(one["sums"], together[0]["sums"])
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("broken", [False, True], ids=["right", "squares"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_invariant_1_a_document_that_crosses_ranks_moves_the_sum_by_at_most_the_bound(
+    started: _Started, rows: int, broken: bool
+) -> None:
+    """With the squares of shards' norms added it moves by more: the test would see it."""
+    options = {"context": 2, "rows": rows, "bound": 0.05, "grad_sample_mode": "instantiate"}
+    options["broken"] = broken
+    full = started.run(2, "packed_sums", **options)[0]["sums"]
+    moved = []
+    for drop in range(3):
+        less = started.run(2, "packed_sums", drop=drop, **options)[0]["sums"]
+        moved.append(float(np.linalg.norm(full - less)) / 0.05)
+    if broken:
+        assert max(moved) > 1.01
+    else:
+        np.testing.assert_allclose(moved, 1, rtol=0, atol=1e-4)
+        assert max(moved) <= 1 + 1e-6
+
+
 def test_invariant_6_a_sample_with_nan_on_one_rank_counts_nowhere(started: _Started) -> None:
     assert started.run(2, "uneven_losses") == ["1 True", "1 True"]
 
@@ -554,6 +607,7 @@ REFUSED = {
     "no engine mesh": "the engine's mesh has no such dimension",
     "users": "unit_of with a mesh that has a context dimension",
     "book_keeping": "grad_sample_mode='book_keeping'",
+    "packed exact": "exact=True with collate_fn=PackTo",
     "ddp without mesh": "PrivacyEngine(mesh=",
     "fsdp without mesh": "PrivacyEngine(mesh=",
     "ledger": "ledger",

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 import dpflash
+from dpflash.distributed import ContextParallel
 from dpflash.nn import MultiheadAttention
 from dpflash.packing import pack
+from dpflash.patterns import Adaptive
 
 LENGTHS = [5, 3, 12, 17, 9, 20, 4, 6, 11, 7, 2, 8]
 
@@ -206,6 +208,8 @@ def test_options_that_do_not_go_with_packing_are_refused(options, message, run, 
 @pytest.mark.parametrize(
     ("options", "arguments", "message"),
     [
+        ({"context_parallel": ContextParallel(None), "alibi": True}, {}, "attention_sinks or"),
+        ({"context_parallel": ContextParallel(None), "pattern": Adaptive()}, {}, "Adaptive"),
         ({"self_attention": False}, {}, "self_attention=True"),
         ({"dropout": 0.5}, {}, "dropout=0.5"),
         ({}, {"attn_mask": torch.zeros(8, 8)}, "a mask beside it"),
@@ -217,3 +221,14 @@ def test_attention_refuses_what_does_not_go_with_borders(options, arguments, mes
     batch = pack([[1, 2, 3]], tokens=8, max_documents=2)
     with pytest.raises(ValueError, match=f"cu_seqlens with .*{message}"):
         attention(torch.zeros(1, 8, 16), cu_seqlens=batch.cu_seqlens, **arguments)
+
+
+def test_a_sharding_that_tears_documents_apart_is_refused():
+    """The units of a rank's tokens would be other documents'."""
+    zigzag = ContextParallel(None, sharding="zigzag")
+    batch = pack([[1, 2, 3]], tokens=8, max_documents=2)
+    with pytest.raises(ValueError, match="sharding='zigzag' with packed documents"):
+        zigzag.shard(batch)
+    attention = MultiheadAttention(16, 2, context_parallel=zigzag)
+    with pytest.raises(ValueError, match="sharding='zigzag' with packed documents"):
+        attention(torch.zeros(1, 8, 16), cu_seqlens=batch.cu_seqlens)
