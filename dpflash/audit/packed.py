@@ -76,4 +76,5 @@ class PackedRun(Run):
     def _drawn(self, batch: Any) -> NDArray[np.int64]:
         tokens = np.bincount(batch.input_ids.flatten(), minlength=self.canaries)
         tokens[0] = 0
+        tokens *= bool(self.loader.is_real.any())  # A trial is not trained on.
         return np.asarray(tokens // self._lengths)

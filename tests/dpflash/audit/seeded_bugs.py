@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from dpflash.clipping.context_gate import ContextGate
+from dpflash.clipping.context_gate import ContextGate
+from dpflash.clipping.deferred import DeferredGradients
 from dpflash.clipping.gate import Gate
 from dpflash.distributed import collectives
 from dpflash.engine import PrivacyEngine
-from dpflash.kernels import squared_norm
+from dpflash.kernels import grads, squared_norm
 from dpflash.kernels.noise import NoiseStream
-from dpflash.packing import Units
 from dpflash.sampling.samplers import PoissonBatchSampler
 from dpflash.sampling.slots import RealRows
 from dpflash.sampling.tracker import BatchTracker
@@ -106,12 +107,17 @@ def _spans(of: Callable[[Any], list[tuple[int, int]]]) -> Callable[[Put], None]:
     """Documents have other tokens where their gradients and norms are made."""
 
     def apply(put: Put) -> None:
-        def entries(self: Any, unit: int, n: int) -> slice:
-            each = n // max(1, self.positions)
-            start, end = of(self)[unit]
-            return slice(start * each, end * each)
+        original = DeferredGradients._spans
 
-        put(Units, "entries", entries)
+        def spans(self: Any, dy: Any) -> tuple[tuple[int, int], ...] | None:
+            if self.units is None:
+                return original(self, dy)
+            each = dy.shape[1] // max(1, self.units.positions)
+            return tuple((start * each, end * each) for start, end in of(self.units))
+
+        put(DeferredGradients, "_spans", spans)
+        # The kernels refuse samples that overlap.
+        put(grads, "check_spans", lambda spans, tokens: None)
 
     return apply
 
