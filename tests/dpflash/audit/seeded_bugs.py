@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from dpflash.clipping.context_gate import ContextGate
-from dpflash.clipping.context_gate import ContextGate
 from dpflash.clipping.deferred import DeferredGradients
 from dpflash.clipping.gate import Gate
 from dpflash.distributed import collectives
