@@ -830,6 +830,7 @@ class PrivacyEngine(OnlySettable):
             return audit_losses(
                 np.asarray(scores, dtype=np.float64), np.asarray(included), self.accountant,
                 steps=releases, delta=delta, confidence=confidence, seed=seed,
+                privacy_unit=self.privacy_unit,
             )  # fmt: skip
         privacy, performance = self._settings
         privacy, performance = auditable(
@@ -842,7 +843,7 @@ class PrivacyEngine(OnlySettable):
         return run_audit(
             Audited(PrivacyEngine, arguments, privacy, performance),
             canaries=canaries, delta=delta, confidence=confidence, seed=seed, ranks=ranks,
-            device=str(next(self._model.parameters()).device),
+            device=str(next(self._model.parameters()).device), privacy_unit=self.privacy_unit,
         )  # fmt: skip
 
     def groups(self) -> ClippingGroups:

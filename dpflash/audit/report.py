@@ -41,6 +41,7 @@ class AuditReport:
         assessment: errors at each cut, guesses, and why the claim is refuted.
         curve: (false positives, least false negatives) of the claimed trade-off curve.
         seeded: whether keys and coins came from a seed.
+        privacy_unit: of the audited settings: what a canary stands for.
     """
 
     claimed_epsilon: float
@@ -57,6 +58,7 @@ class AuditReport:
     assessment: Assessment
     curve: tuple[tuple[float, float], ...]
     seeded: bool
+    privacy_unit: str
 
     @property
     def ok(self) -> bool:
@@ -77,6 +79,7 @@ class AuditReport:
     def __str__(self) -> str:
         rows = [
             ("claim", self.claim),
+            ("privacy unit", self.privacy_unit),
             ("claimed epsilon", f"{self.claimed_epsilon:.4g} at delta {self.delta:g}"),
             (
                 "scores",

@@ -17,6 +17,7 @@ from dpflash.accounting import Accountant
 
 from .._validate import positive_int, probability
 from ..config import PerformanceConfig, PrivacyConfig, resolved
+from ..privacy.privacy_unit import SAMPLE
 from .bounds import Assessment, Claim, Plan, assess
 from .checks import (
     Check,
@@ -105,6 +106,7 @@ def run_audit(
     ranks: bool = True,
     device: str = "cpu",
     progress: bool = False,
+    privacy_unit: str = SAMPLE,
 ) -> AuditReport:
     """White-box audit: canaries with orthogonal gradients, and the named checks.
 
@@ -118,6 +120,7 @@ def run_audit(
         ranks: whether to probe two ranks as well, in processes of their own.
         device: of the models.
         progress: whether to show a progress bar.
+        privacy_unit: what a canary stands for, as the report says.
 
     Returns:
         An `AuditReport`.
@@ -153,7 +156,7 @@ def run_audit(
     return _report(
         scored.claim, assessment, tuple(checks),
         confidence=confidence, canaries=canaries, steps=steps, mode=WHITE_BOX,
-        seeded=seed is not None,
+        seeded=seed is not None, privacy_unit=privacy_unit,
     )  # fmt: skip
 
 
@@ -166,6 +169,7 @@ def audit_losses(
     delta: float,
     confidence: float = 0.95,
     seed: int | None = None,
+    privacy_unit: str = SAMPLE,
 ) -> AuditReport:
     """Black-box audit: what losses of canary documents say about a training run.
 
@@ -182,6 +186,7 @@ def audit_losses(
         delta: of the claim and the bounds.
         confidence: of each of the two bounds on epsilon.
         seed: of the halves.
+        privacy_unit: what a canary stands for, as the report says.
 
     Raises:
         ValueError: scores and included are not of equal length, at least 4, or not finite.
@@ -212,7 +217,7 @@ def audit_losses(
     return _report(
         claim, assessment, (),
         confidence=confidence, canaries=len(scores), steps=steps, mode=BLACK_BOX,
-        seeded=seed is not None,
+        seeded=seed is not None, privacy_unit=privacy_unit,
     )  # fmt: skip
 
 
@@ -278,6 +283,7 @@ def _report(
     steps: int,
     mode: str,
     seeded: bool,
+    privacy_unit: str,
 ) -> AuditReport:
     return AuditReport(
         claimed_epsilon=claim.epsilon,
@@ -294,4 +300,5 @@ def _report(
         assessment=assessment,
         curve=tuple((float(x), claim.least_false_negatives(float(x))) for x in _CURVE),
         seeded=seeded,
+        privacy_unit=privacy_unit,
     )

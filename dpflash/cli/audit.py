@@ -31,6 +31,7 @@ class _Audit:
     max_grad_norm: float
     clipping: str | None
     accountant: str
+    privacy_unit: str = "sample"
 
 
 def add_audit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,6 +184,7 @@ def _from_run(args: argparse.Namespace) -> _Audit:
         max_grad_norm=report["max_grad_norm"],
         clipping=report["clipping"],
         accountant=report["accountant"],
+        privacy_unit=report["privacy_unit"],
     )
 
 
@@ -214,11 +216,13 @@ def _audit(args: argparse.Namespace, asked: _Audit) -> AuditReport:
         return audit_losses(
             scores, included, accountant,
             steps=asked.steps, delta=asked.delta, confidence=args.confidence, seed=args.seed,
+            privacy_unit=asked.privacy_unit,
         )  # fmt: skip
     try:
         return run_audit(
             audited, canaries=args.canaries, delta=asked.delta, confidence=args.confidence,
             seed=args.seed, ranks=args.ranks, device=args.device, progress=progress,
+            privacy_unit=asked.privacy_unit,
         )  # fmt: skip
     except RankFailure as error:
         raise ValueError(str(error)) from error

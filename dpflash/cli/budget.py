@@ -41,11 +41,13 @@ _MAX_POINTS = 200
 def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash budget`."""
     parser.description = (
-        "Compute the total epsilon of all runs in a ledger, from the samplers that they used "
-        "and under a neighboring relation that holds for all of them."
+        "Compute the total epsilon of all runs in a ledger, or in several ledgers of the same "
+        "data, from the samplers that they used and under a neighboring relation that holds for "
+        "all of them."
     )
     parser.add_argument(
-        "ledger",
+        "ledgers",
+        nargs="+",
         metavar="LEDGER",
         help="file that PrivacyEngine(ledger=...) or dpflash train wrote",
     )
@@ -75,17 +77,20 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_budget(args: argparse.Namespace) -> int:
     check_output_arguments(args)
-    ledger = Ledger(args.ledger)
-    if not Path(args.ledger).exists():
-        raise FileNotFoundError(f"ledger={args.ledger!r}: no such file; pass the path of a ledger")
+    ledgers = [_ledger(path) for path in args.ledgers]
+    if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
+        raise ValueError(f"ledgers={args.ledgers!r}: one is given twice; pass each once")
     probability(delta=args.delta)
     budget = None if args.epsilon is None else PrivacyBudget(args.epsilon, args.delta)
     create_accountant(args.accountant)
     if args.plot is not None:
         check_plot(args.plot, args.accountant)
     with accounting():
-        spending = Spending(args.accountant, ledger=ledger)
-        lines = ledger.lines
+        # Each is compared with the epsilon of its own lines before it adds to another.
+        spending, *_ = [Spending(args.accountant, ledger=ledger) for ledger in ledgers]
+        for ledger in ledgers[1:]:
+            spending.include(ledger)
+        lines = [line for ledger in ledgers for line in ledger.lines]
         report = _report(spending, lines, budget, args.delta)
         if args.plot is not None:
             save(_figure(spending, lines, args), args.plot)
@@ -93,10 +98,17 @@ def _run_budget(args: argparse.Namespace) -> int:
     return 0
 
 
+def _ledger(path: str) -> Ledger:
+    ledger = Ledger(path)
+    if not Path(path).exists():
+        raise FileNotFoundError(f"ledger={path!r}: no such file; pass the path of a ledger")
+    return ledger
+
+
 def _report(
     spending: Spending, lines: list[LedgerLine], budget: PrivacyBudget | None, delta: float
 ) -> dict[str, Any]:
-    """The total guarantee of the ledger, with its assumptions."""
+    """The total guarantee of all lines, with its assumptions."""
     epsilon = spending.epsilon(delta)
     runs = _runs(lines)
     events = [line.event for line in lines if line.event is not None]
@@ -108,7 +120,7 @@ def _report(
         "epsilon": epsilon.upper,
         "epsilon_lower": epsilon.lower,
         "delta": delta,
-        "steps": lines[-1].last if lines else 0,
+        "steps": sum(line.steps for line in lines),
         "runs": runs,
         "accountant": spending.accountant.mechanism(),
         "neighboring_relation": spending.relation,
@@ -177,7 +189,7 @@ def _cell(value: Any) -> str:
 
 
 def _figure(spending: Spending, lines: list[LedgerLine], args: argparse.Namespace) -> Any:
-    """Plot of epsilon over steps, under the ledger's relation, and of the trade-off curve."""
+    """Plot of epsilon over steps, under the common relation, and of the trade-off curve."""
     label = described(spending.accountant)
     steps, epsilons = _points(spending, lines, args.accountant, args.delta)
     tradeoff = Tradeoff(label, [0.0, 1.0], [0.0, 0.0])
@@ -190,14 +202,15 @@ def _figure(spending: Spending, lines: list[LedgerLine], args: argparse.Namespac
 def _points(
     spending: Spending, lines: list[LedgerLine], accountant: str, delta: float
 ) -> tuple[list[int], list[float]]:
-    total = lines[-1].last if lines else 0
+    total = sum(line.steps for line in lines)
     every = -(-total // _MAX_POINTS) or 1
     partial = Spending(create_accountant(accountant), relation=spending.relation)
     steps, epsilons = [0], [0.0]
+    done = 0
     for line in lines:
-        done = line.first - 1
-        while done < line.last:
-            until = min(line.last, done - done % every + every)
+        last = done + line.steps
+        while done < last:
+            until = min(last, done - done % every + every)
             if line.event is not None:
                 partial.add(line.event, until - done)
             done = until

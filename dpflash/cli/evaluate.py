@@ -20,9 +20,9 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--unit",
-        choices=("file", "record"),
         default="file",
-        help="whether a document is a file, or a line of a JSONL file (default: file)",
+        help="file or folder: a document is a file; record or field:NAME: a line of a JSONL file "
+        "(default: file)",
     )
     parser.add_argument(
         "--field", metavar="NAME", default="text", help="key of the text in a record"

@@ -56,7 +56,7 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
         str,
         "auto, instantiate, book_keeping or ghost",
     ),
-    "max_grad_norm": ("C", float, "clipping bound: maximum norm of one document's gradient"),
+    "max_grad_norm": ("C", float, "clipping bound: maximum norm of one unit's gradient"),
     "optimize": ("LEVEL", str, "none, conservative, balanced (bfloat16) or aggressive (compiled)"),
     "learning_rate": ("R", float, "Adam learning rate"),
     "embed_dim": ("N", int, "width of the model"),
@@ -132,6 +132,11 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         help="what epsilon protects: file; record, a line of a JSONL file; folder, all files in "
         "each folder of --data together, such as a patient's notes; field:NAME, all records with "
         "the same value of that field, such as field:patient (default: file)",
+    )
+    parser.add_argument(
+        "--unit-name",
+        metavar="NAME",
+        help="what a folder is, for the ledger and the report, such as patient (default: folder)",
     )
     parser.add_argument(
         "--examples-per-unit",
@@ -212,8 +217,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pack",
         action="store_true",
-        help="pack whole documents into rows of --seq-len tokens; each is one unit, however many "
-        "rows it has",
+        help="pack whole documents into rows of --seq-len tokens, so that a step trains on all of "
+        "a sampled document",
     )
     parser.add_argument(
         "--allow-large-delta",
@@ -410,16 +415,12 @@ def _documents(job: Any) -> str:
 
 
 def _noun(config: TrainingConfig) -> str:
-    from dpflash.train.data import noun_of
-
-    return "document" if config.unit == "file" else noun_of(config.unit)
+    return "document" if config.unit == "file" else config.noun
 
 
 def _unit(config: TrainingConfig) -> str:
     """The privacy unit, such as "one file"."""
-    from dpflash.train.data import noun_of
-
-    text = f"one {noun_of(config.unit)}"
+    text = f"one {config.noun}"
     if config.examples_per_unit is not None:
         text += f" (at most {counted(config.examples_per_unit, config.document)} of it in a step)"
     return text
@@ -456,7 +457,8 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
             f"epsilon at delta {report['delta']:g}",
             f"{epsilon} after {counted(report['steps'], 'step')}",
         ),
-        ("neighboring relation", f"{report['neighboring_relation']} {report['privacy_unit']}"),
+        ("neighboring relation", report["neighboring_relation"]),
+        ("privacy unit", report["privacy_unit"]),
         ("dataset size", _dataset_size(report["public"], _noun(job.config))),
         ("sampler", report["sampler"]),
         ("accountant", report["accountant"]),

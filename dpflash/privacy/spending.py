@@ -93,11 +93,7 @@ class Spending:
         self.ledger = ledger
         if self.ledger is not None:
             self._check_epsilon(self.ledger)
-            for line in self.ledger.lines:
-                self._check_unit(line.unit)
-                self.unit = line.unit
-                if line.event is not None:
-                    self.add(line.event, line.steps)
+            self.include(self.ledger)
 
     # Spent so far
 
@@ -119,6 +115,18 @@ class Spending:
         if self.is_empty:
             return Interval(0.0, 0.0)
         return self._epsilon_of(self.accountant, delta)
+
+    def include(self, ledger: Ledger) -> None:
+        """Count the releases of a ledger.
+
+        Raises:
+            ValueError: its privacy unit is not that of the releases so far.
+        """
+        for line in ledger.lines:
+            self._check_unit(line.unit)
+            self.unit = line.unit
+            if line.event is not None:
+                self.add(line.event, line.steps)
 
     def add(self, event: Event, count: int = 1) -> None:
         """Count an event that is in the ledger or charged, `count` times."""

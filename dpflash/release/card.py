@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..privacy.spending import rounded_up
-from ..train.data import noun_of
+from ..train.report import noun_in
 
 _RELATIONS = {
     "zero_out": "of which one has nothing in place of a {unit} of the other (the number of "
@@ -43,7 +43,7 @@ def model_card(
         how: Python that loads the model.
         audit: what `dpflash audit --run` found with the run's settings; None without one.
     """
-    unit = noun_of(report["config"]["unit"])
+    unit = noun_in(report)
     trained = "trained" if base is None else f"fine-tuned from {base}"
     lines = [
         "---",

@@ -287,10 +287,10 @@ class PrivateDataLoader(Prepared, DataLoader):
         if self._groups is None:
             return f"one {'document' if self.unit == DOCUMENT else 'entry'} of the dataset"
         most = "one entry" if self._groups.limit == 1 else f"{self._groups.limit} entries"
-        user = named("one user (unit_of)", self._groups.unit_name)
+        user = f"{self.unit} (unit_of)"
         if self._groups.are_drawn:
-            return f"{user}, of whom each draw uses at most {most}, clipped as one"
-        text = f"{user}, of whom training uses at most {most}, each clipped by itself"
+            return f"{user}, of which each draw uses at most {most}, clipped as one"
+        text = f"{user}, of which training uses at most {most}, each clipped by itself"
         if self._groups.has_shared:
             text += (
                 "; an entry may be of several users, and who owns which entry is taken as public "

@@ -291,7 +291,7 @@ class BatchTracker:
             raise RuntimeError(
                 "a second backward on the same batch: its samples would enter the step twice and "
                 "break the bound. Add the losses up and call engine.backward once for each batch "
-                "(to accumulate, pass physical_batch_size= and iterate over the private loader)"
+                "(the microbatches of the private loader accumulate until optimizer.step())"
             )
         real = self.real_rows(batch_size)
         if mark is None and not is_padding and real is not None and not bool(real.all()):
@@ -344,6 +344,7 @@ class BatchTracker:
     def _refuse_unreleased() -> None:
         raise RuntimeError(
             "a new logical batch began before optimizer.step() released the last one; one sample "
-            "could enter a step twice. Call step() of the optimizer that make_private returned, "
-            "and use physical_batch_size= to accumulate (or zero_grad() to drop a batch)"
+            "could enter a step twice. Call step() of the optimizer that make_private returned "
+            "after each microbatch: it releases at the last one of a draw, so that larger batches "
+            "need no accumulation of your own (zero_grad() drops a batch)"
         )

@@ -38,6 +38,8 @@ class TrainingConfig:
         data: file or folder with documents; None for the sources of Python's standard library.
         unit: privacy unit: "file"; "record" for each line of a JSONL file; "folder" for all files
             of each folder in `data`; "field:NAME" for all records with one value of that field.
+        unit_name: what a folder is, such as "patient", for the ledger and the report; None for
+            "folder".
         examples_per_unit: most documents of a folder or field that a step uses, at random among
             its own, clipped as one; None for 4.
         field: key of a record's text.
@@ -91,6 +93,7 @@ class TrainingConfig:
 
     data: str | None = None
     unit: str = "file"
+    unit_name: str | None = None
     examples_per_unit: int | None = None
     field: str = "text"
     suffixes: Collection[str] | None = None
@@ -207,6 +210,11 @@ class TrainingConfig:
                 f"examples_per_unit={self.examples_per_unit!r} with unit={self.unit!r}, of which "
                 "each document is a unit; pass unit='folder' or 'field:NAME', or drop it"
             )
+        if self.unit_name is not None and self.unit != "folder":
+            raise ValueError(
+                f"unit_name={self.unit_name!r} with unit={self.unit!r}: it names what a folder "
+                "is; pass unit='folder', or drop it"
+            )
         data = default_data_dir() if self.data is None else Path(self.data)
         suffixes = (".py",) if self.data is None and self.suffixes is None else self.suffixes
         if suffixes is not None and not isinstance(suffixes, str):
@@ -280,6 +288,11 @@ class TrainingConfig:
             return self.steps
         assert self.epochs is not None
         return epochs_to_steps(epochs=self.epochs, sample_rate=self.sample_rate(num_units))
+
+    @property
+    def noun(self) -> str:
+        """What a unit is called, such as "file" or "patient"."""
+        return noun_of(self.unit, self.unit_name)
 
     @property
     def document(self) -> str:
@@ -447,8 +460,8 @@ class Corpus:
         if config.dataset_size is None and config.batch_size > train.num_units:
             raise ValueError(
                 f"batch_size={config.batch_size}: {config.data} has "
-                f"{_validate.counted(train.num_units, noun_of(config.unit))} for training; lower "
-                "it or add more"
+                f"{_validate.counted(train.num_units, config.noun)} for training; lower it or add "
+                "more"
             )
         digest = blake2b(digest_size=16)
         parts = [documents] if config.eval_data is None else [documents, held_out]
@@ -477,7 +490,7 @@ def noise_for(config: TrainingConfig, num_units: int) -> float:
     Raises:
         ValueError: delta is not below 1 / number of units, or no noise meets the target.
     """
-    size, noun = config.dataset_size or num_units, noun_of(config.unit)
+    size, noun = config.dataset_size or num_units, config.noun
     problem = _validate.large_delta(config.delta, size, noun)
     if problem is not None and not config.allow_large_delta and config.noise_multiplier != 0:
         raise ValueError(f"{problem}, or allow it with --allow-large-delta")

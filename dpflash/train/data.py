@@ -52,9 +52,9 @@ def has_several_documents(unit: str) -> bool:
     return unit == "folder" or unit.startswith(_FIELD)
 
 
-def noun_of(unit: str) -> str:
-    """What a unit is called: "file", or "patient" for "field:patient"."""
-    return unit.removeprefix(_FIELD)
+def noun_of(unit: str, name: str | None = None) -> str:
+    """What a unit is called: its name, or "file", or "patient" for "field:patient"."""
+    return name or unit.removeprefix(_FIELD)
 
 
 def default_data_dir() -> Path:
@@ -224,8 +224,8 @@ class ByteDocuments(Sequence[bytes]):
                 f"eval_fraction={held_out:g}: "
                 f"{_validate.counted(self.num_units, noun_of(self.unit))} gave "
                 f"{train.num_units} for training and {kept.num_units} held out: expected one of "
-                "both; add files to the data folder, pass eval_data, or eval_fraction=0 for no "
-                "evaluation"
+                "both; pass another eval_fraction (names or texts decide which are held out, at "
+                "random with that probability), eval_data, or eval_fraction=0 for no evaluation"
             )
         return train, kept
 

@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dpflash.accounting import Interval
 from .._json import finite
 from .._validate import counted
 from ..packing import PackTo
+from ..privacy.privacy_unit import USER, named
 from ..privacy.public_facts import PublicFacts
 from .config import TrainingConfig, TrainingState
 from .data import has_several_documents, noun_of
@@ -42,7 +44,6 @@ _NOT_COVERED = {
 _UNITS = {
     "file": "one document (a file)",
     "record": "one record (a line of a JSONL file)",
-    "folder": "one folder with all its files",
 }
 _UNVERIFIED = (
     "the first batches do not prove that the model keeps documents apart (verified): too few "
@@ -56,14 +57,15 @@ _SEEDED = "seeded: anyone who knows the seed can subtract the noise. For researc
 
 
 def _unit_in_words(config: TrainingConfig) -> str:
-    name = noun_of(config.unit)
-    text = _UNITS.get(config.unit, f"all records of one {name} (the field {name!r})")
     part = "all of {}, packed" if config.pack else "one window of {}"
     if not has_several_documents(config.unit):
-        return f"{text}; each step trains on {part.format('it')}"
+        return f"{_UNITS[config.unit]}; each step trains on {part.format('it')}"
+    documents = "one folder with all its files"
+    if config.unit != "folder":
+        documents = f"all records with one value of the field {noun_of(config.unit)!r}"
     return (
-        f"{text}; each step trains on at most {config.examples_per_unit} of them, "
-        f"{part.format('each')}, clipped as one"
+        f"{named(USER, config.noun)} ({documents}); each step trains on at most "
+        f"{config.examples_per_unit} of them, {part.format('each')}, clipped as one"
     )
 
 
@@ -233,6 +235,11 @@ def _draw(figure: Any, report: dict[str, Any]) -> None:
     figure.supxlabel("epsilon does not cover the losses: not for release", fontsize=8, color=grey)
 
 
+def noun_in(report: Mapping[str, Any]) -> str:
+    """What a unit of a report's run is called."""
+    return noun_of(report["config"]["unit"], report["config"].get("unit_name"))
+
+
 def _title(report: dict[str, Any]) -> str:
     if report["epsilon"] is None:
         return f"{counted(report['steps'], 'step')} without privacy"
@@ -240,7 +247,7 @@ def _title(report: dict[str, Any]) -> str:
     return (
         f"epsilon {epsilon:.2f} at delta {report['delta']:g} after "
         f"{counted(report['steps'], 'step')} of about "
-        f"{counted(report['expected_batch_size'], noun_of(report['config']['unit']))}"
+        f"{counted(report['expected_batch_size'], noun_in(report))}"
     )
 
 

@@ -36,7 +36,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
 from .config import Corpus, TrainingConfig, TrainingState, current_names, noise_for
-from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, noun_of, num_targets
+from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, num_targets
 from .language_models import PRETRAINED, WEIGHTS, language_model
 from .launch import Launch
 from .metrics import Metrics
@@ -146,7 +146,7 @@ class TrainingRun:
             dataset_size=config.dataset_size,
             unit_of=corpus.train.owners,
             examples_per_unit=config.examples_per_unit,
-            unit_name=None if corpus.train.owners is None else noun_of(config.unit),
+            unit_name=None if corpus.train.owners is None else config.noun,
             public_length=None if config.pack else self.window_len,
         )
 

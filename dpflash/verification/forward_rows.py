@@ -25,6 +25,13 @@ _CHANGED = (
     "with a capacity, rows in another order), or draws from a generator of its own. Make it per "
     "sample; engine.check helps to find it"
 )
+_CHANGED_DOCUMENT = (
+    "{where} changed for a document as other documents of the batch were replaced, so nothing "
+    "was released: an operation before it mixes documents. Attention must see one document: "
+    "models of Hugging Face need position_ids=batch.position_ids, use_cache=False and no "
+    "attention_mask; LongContextLM needs packed=batch; attention of your own needs a mask that is "
+    "True where batch.sample_index of query and key are equal"
+)
 _COMPARED = (
     "the model's output of shape {shape} changed for a sample as other samples of the batch were "
     "replaced, so nothing was released: it compares the samples of a batch, most likely for a "
@@ -67,6 +74,11 @@ class ForwardRows:
         self.dtypes: set[torch.dtype] = set()
         self._greatest: list[Tensor] = []
         self._least: list[Tensor] = []
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether the samples are packed documents."""
+        return self._units is not None and not self._units.are_rows
 
     @property
     def has_units(self) -> bool:
@@ -128,7 +140,9 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
         shape = first.shapes[first.where.index(where)]
         if shape[1:2] == shape[:1]:
             return _COMPARED.format(shape=tuple(shape))
-    return None if where is None else _CHANGED.format(where=where)
+    if where is None:
+        return None
+    return (_CHANGED_DOCUMENT if first.are_packed else _CHANGED).format(where=where)
 
 
 def reached(first: ForwardRows, second: ForwardRows, replacement: Replacement) -> bool:

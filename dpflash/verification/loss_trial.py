@@ -20,10 +20,11 @@ _ALL_TRIED = 4
 
 _CHANGED = (
     "the loss of document {document} changed as other documents of the batch got other tokens, so "
-    "nothing was released: it depends on them, most likely through targets that were shifted by "
-    "hand (input_ids.roll(-1)), where the last token of a document is to predict the first one of "
-    "the next. Use batch.targets, or batch.labels with losses.causal_lm(sample_index=...), "
-    "divide by nothing of the whole batch, and draw random masks from the global generators. "
+    "nothing was released: it depends on them. The usual causes are targets shifted by hand "
+    "(input_ids.roll(-1)), where the last token of a document predicts the first one of the next "
+    "(use batch.targets, or batch.labels with losses.causal_lm(sample_index=...)); division by a "
+    "number of the whole batch; attention that sees other documents (see docs/packing.md); and "
+    "random masks that are not from the global generators. "
     "make_private(verify_first_batch=False) leaves this proof out"
 )
 

@@ -344,7 +344,7 @@ def test_rate_and_divisor_count_users():
     engine, *_, loader = private(Net("linear"), tokens, owners, noise_multiplier=1.0)
     assert (loader.dataset_size, loader.expected_batch_size) == (7, 3.0)
     assert loader.sample_rate == 3 / 7 and loader.steps_per_epoch == 3
-    assert "one user (unit_of), of whom each draw uses at most 2 entries" in str(engine.public)
+    assert "user (unit_of), of which each draw uses at most 2 entries" in str(engine.public)
     assert engine.privacy_unit == "user"
 
 
@@ -359,7 +359,7 @@ def test_the_ledger_names_the_unit_and_refuses_another(tmp_path):
     run = private(Net("linear"), tokens, owners, engine=engine, **patients)
     released(run, 1)
     assert json.loads(path.read_text())["unit"] == engine.privacy_unit == "user: patient"
-    assert "one user (unit_of): patient, of whom" in str(engine.public)
+    assert "user: patient (unit_of), of which" in str(engine.public)
     other = dpflash.PrivacyEngine(ledger=path)
     model = Net("linear")
     with pytest.raises(ValueError, match="unit is a 'sample' here, and a 'user: patient' in the"):

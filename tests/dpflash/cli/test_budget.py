@@ -294,3 +294,20 @@ def test_a_damaged_or_missing_ledger_is_exit_code_2_with_the_line_named(ledger, 
     assert f"{ledger}.head with step 320: the ledger was removed" in capsys.readouterr().err
     assert main(["budget", str(ledger.parent), *RDP]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_ledgers_of_the_same_units_add_up(ledger, tmp_path, capsys):
+    other = Ledger(tmp_path / "other.jsonl")
+    other.append(run="third", event=POISSON, accountant="rdp", count=200)
+    total = report_of(capsys, ledger, other.path)
+    assert total["epsilon"] == epsilon_of((POISSON, 500), (SHUFFLED, 2), relation="zero_out")
+    assert total["steps"] == 520
+    assert [run["run"] for run in total["runs"]] == ["first", "second", "third"]
+
+
+def test_ledgers_of_other_units_and_one_ledger_twice_are_refused(ledger, tmp_path, capsys):
+    patients = Ledger(tmp_path / "patients.jsonl")
+    patients.append(run="third", event=POISSON, accountant="rdp", unit="user: patient")
+    for other, message in ((patients.path, "'user: patient' here"), (ledger, "given twice")):
+        assert main(["budget", str(ledger), str(other), *RDP]) == 2
+        assert message in capsys.readouterr().err

@@ -361,7 +361,7 @@ def test_users_are_those_of_a_plain_loop_and_named_in_the_card(tmp_path):
     assert largest_difference(plain, trained.model) <= 1e-6
     trained.save_model(str(tmp_path / "saved"))
     card = (tmp_path / "saved" / "README.md").read_text()
-    assert "privacy unit: one user (unit_of): patient, of whom each draw uses at most 2" in card
+    assert "privacy unit: user: patient (unit_of), of which each draw uses at most 2" in card
     assert trained.engine.privacy_unit == "user: patient"
 
 

@@ -152,7 +152,9 @@ def test_a_new_document_moves_no_other_one_between_the_parts():
 
 
 def test_split_refuses_an_empty_part():
-    with pytest.raises(ValueError, match="^eval_fraction=0.1: 1 file gave .* add files"):
+    with pytest.raises(
+        ValueError, match="^eval_fraction=0.1: 1 file gave .* pass another eval_fraction"
+    ):
         numbered_documents(1).split()
 
 
