@@ -315,12 +315,15 @@ class Proof:
             real: `[B]`, bool: rows that are samples; None for all.
 
         Returns:
-            A watch that compares the ordinary backward with it; None if it could not run.
+            A watch that compares the ordinary backward with it; None if it could not run, or if
+            no rank has two samples to compare.
 
         Raises:
             RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.
         """
         real = torch.ones(size, dtype=torch.bool) if real is None else real
+        if max(row[0] for row in gather_rows([int(real.sum())], self.group, _EXCHANGE)) < 2:
+            return None
         largest = _largest_losses(outputs, seeds, real)
         drawn = self.draw(lambda rng: _weights(real.numpy(), rng, largest)).astype(bool)
         weighted = _WeightedBackward(torch.from_numpy(drawn), real)

@@ -17,6 +17,7 @@ import dpflash
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
 from dpflash.patterns import SlidingWindow
+from dpflash.privacy.ledger import Ledger
 from dpflash.train.config import Corpus, Parallelism, TrainingConfig
 from dpflash.train.run import Interrupted, TrainingRun
 
@@ -627,6 +628,28 @@ def test_a_single_file_needs_records_as_units(
     assert main([*words, "--unit", "record"]) == 0
     shown = capsys.readouterr().out
     assert "one record is one unit" in shown and "one record (a line of a JSONL file)" in shown
+
+
+def test_a_folder_has_one_name_in_ledger_report_and_output(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, poem in enumerate(sorted(data.iterdir())):
+        folder = data / f"author-{number % 20}"
+        folder.mkdir(exist_ok=True)
+        poem.rename(folder / poem.name)
+    out = tmp_path / "out"
+    words = [*options(data, steps=1), "--no-baseline", "--eval-fraction", "0", "--out", str(out)]
+    assert main([*words, "--unit-name", "author"]) == 2
+    assert "unit_name='author' with unit='file'" in capsys.readouterr().err
+    assert main([*words, "--unit", "folder", "--unit-name", "author"]) == 0
+    shown = capsys.readouterr().out
+    assert "one author (at most 4 files of it in a step) is one unit" in shown
+    assert "20 authors with 50 files" in shown
+    assert Ledger(out / "ledger.jsonl").lines[0].unit == "user: author"
+    report = json.loads((out / "report.json").read_text())
+    assert report["privacy_unit"].startswith("user: author (one folder with all its files)")
+    assert main(["evaluate", str(out), "--data", str(data), "--unit", "folder", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == 50
 
 
 def test_without_matplotlib_the_summary_says_how_to_get_it(

@@ -363,12 +363,14 @@ def test_audit_of_a_run_uses_its_settings_and_exits_with_1_where_they_are_refute
         "max_grad_norm": 0.2,
         "clipping": "per_layer",
         "accountant": "contour",
+        "privacy_unit": "user: patient",
     }
     (tmp_path / "report.json").write_text(json.dumps(report))
     seeded_bugs.BUGS["noise / 5"](monkeypatch.setattr)
     assert main(["audit", "--run", str(tmp_path), "--canaries", "500", "--no-ranks"]) == 1
     printed = capsys.readouterr().out
     assert "4 releases, noise multiplier 1.3" in printed
+    assert "user: patient" in printed
     assert "REFUTED: at the cut" in printed and "failed: noise scale" in printed
     written = json.loads((tmp_path / "audit.json").read_text())
     assert not written["ok"] and written["delta"] == 1e-6

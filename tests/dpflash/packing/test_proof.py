@@ -9,6 +9,7 @@ from dpflash.distributed import ContextParallel
 from dpflash.nn import MultiheadAttention
 from dpflash.packing import pack
 from dpflash.patterns import Adaptive
+from dpflash.verification import proof
 
 LENGTHS = [5, 3, 12, 17, 9, 20, 4, 6, 11, 7, 2, 8]
 
@@ -115,6 +116,18 @@ def test_empty_places_do_not_keep_a_model_from_being_proven(run, documents):
         if own.engine.verified is not True:
             own.sums()
     assert own.engine.verified is True
+
+
+@pytest.mark.parametrize("lengths", [[20] * 4, [20, 10, 10]])
+def test_a_backward_is_repeated_where_two_documents_can_be_compared(
+    lengths, run, documents, monkeypatch
+):
+    repeated, differentiate = [], proof._differentiate
+    monkeypatch.setattr(
+        proof, "_differentiate", lambda *given: repeated.append(1) or differentiate(*given)
+    )
+    run(Model(), documents(lengths), max_documents=4, tokens=20).sums()
+    assert len(repeated) == (10 in lengths)
 
 
 @pytest.mark.parametrize(
