@@ -367,10 +367,10 @@ class Parallelism:
                     f"{name}={getattr(self, name)!r} with model={config.model!r}: pretrained "
                     "models are shared by dividing the documents only; drop it"
                 )
-        if context > 1 and config.pack:
+        if context > 1 and config.pack and self.sharding != "contiguous":
             raise ValueError(
-                f"context_parallel={context} with pack: packed documents are shared by dividing "
-                "them over ranks, not their tokens; drop one of them"
+                f"sharding={self.sharding!r} with pack: ranks hold contiguous tokens of packed "
+                "rows; drop it"
             )
         if context > config.seq_len:
             raise ValueError(

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed import Layout, collectives, context_parallel
+from ..distributed import ContextParallel, Layout, collectives, context_parallel
 from ..distributed.fsdp import is_sharded
 from ..distributed.mesh import DATA, Ranks
 from ..nn import LongContextLM
+from ..packing import PackedBatch
 from .config import Parallelism
 
 
@@ -77,6 +78,12 @@ class Team:
             return x
         layout = Layout(x.shape[1], collectives.world_size(context), self.parallel.sharding)
         return x[:, layout.positions(collectives.rank_in(context), x.device)]
+
+    def own_packed(self, batch: PackedBatch) -> PackedBatch:
+        """This rank's tokens of each packed row."""
+        if self.mesh is None or self.ranks.context is None:
+            return batch
+        return ContextParallel.of(self.mesh).shard(batch)
 
     def own_documents(self, x: Tensor) -> Tensor:
         """This rank's part of the rows of x; it may be empty."""

@@ -453,7 +453,7 @@ class TrainingRun:
     def _losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """(the loss of each document of a batch, its targets)."""
         if isinstance(batch, PackedBatch):
-            batch = batch.to(self.config.device)
+            batch = self._team.own_packed(batch).to(self.config.device)
             return self._lm.packed_losses(model, batch), batch.targets
         inputs, targets = map(self._own_tokens, batch)
         return self._lm.losses(model, inputs, targets), targets

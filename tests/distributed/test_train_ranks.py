@@ -145,6 +145,16 @@ def test_ranks_train_what_one_process_trains(
             assert np.array_equal(value, other["parameters"][name])
 
 
+def test_ranks_train_what_one_process_trains_on_packed_documents(
+    world: Any, data: Path, tmp_path: Path
+) -> None:
+    packed = config(data, pack=True, steps=2, checkpoint_every=2)
+    TrainingRun.start(TrainingConfig(**packed), tmp_path / "whole").run()
+    out, parallel = tmp_path / "out", {"context_parallel": 2}
+    world.run(CASES, "train", 4, out=str(out), parallel=parallel, config=packed)
+    assert_same_run(out, tmp_path / "whole")
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("first", "then"),
