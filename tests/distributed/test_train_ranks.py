@@ -145,6 +145,7 @@ def test_ranks_train_what_one_process_trains(
             assert np.array_equal(value, other["parameters"][name])
 
 
+@pytest.mark.cases(0)
 def test_ranks_train_what_one_process_trains_on_packed_documents(
     world: Any, data: Path, tmp_path: Path
 ) -> None:
