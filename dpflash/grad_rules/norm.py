@@ -138,10 +138,15 @@ class PrivateRMSNorm(PrivateModule):
             None if weight is None else weight.detach(),
             handles.dense("weight"),
             tuple(self.normalized_shape),
-            torch.finfo(x.dtype).eps if self.eps is None else self.eps,
+            self._eps_for(x.dtype),
             self._dpflash.units,
         )
         return self._dpflash.as_given(y, given)
+
+    def _eps_for(self, dtype: torch.dtype) -> float:
+        # torch's default is that of the dtype in which it computes, not that of x.
+        wide = torch.promote_types(dtype, torch.float32)
+        return torch.finfo(wide).eps if self.eps is None else self.eps
 
 
 def _spans(units: Units | None, x: Tensor) -> tuple[tuple[int, int], ...] | None:

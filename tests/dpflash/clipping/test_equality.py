@@ -568,3 +568,15 @@ def test_an_input_gradient_taken_before_leaves_nothing_in_the_clipped_sum(mode, 
         return losses
 
     agree(model, loss, torch.randn(5, 3, 4), grad_sample_mode=mode)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_a_private_rms_norm_has_torchs_own_eps(dtype, private):
+    x = 0.01 * torch.randn(4, 8).to(getattr(torch, dtype))
+    model = nn.RMSNorm(8, dtype=x.dtype)
+    expected = model(x).detach()
+    _, model, _, _ = private(model, x)
+    found = model(x)
+    assert "_RMSNorm" in type(found.grad_fn).__name__
+    tolerance = 2 * torch.finfo(x.dtype).eps
+    torch.testing.assert_close(found.detach(), expected, rtol=tolerance, atol=0)
