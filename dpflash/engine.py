@@ -285,10 +285,10 @@ class PrivacyEngine(OnlySettable):
         exchanged, and a cross-entropy of its outputs must give all samples the declared weight.
 
         Packed documents: a loss that the loop computes is tested too. The first draws, and some
-        later ones, begin with a trial, a microbatch in which every other document has other
-        tokens, and in which `loader.is_real` is False everywhere. It has no backward and is not
-        trained on; the losses of the other documents must be the same in the microbatch itself,
-        which follows with the same random numbers of the global generators.
+        later ones, begin with a trial, a microbatch of which half of the documents have other
+        tokens or are left out, and in which `loader.is_real` is False everywhere. It has no
+        backward and is not trained on; the losses of the other documents must be the same in the
+        microbatch itself, which follows with the same random numbers of the global generators.
 
         Batches of the private loader have a public number of rows. A sample's row is secret and
         does not depend on the other samples, so one sample more changes no kernel that computes

@@ -1,4 +1,4 @@
-"""Packed batches in which some documents have other tokens, for the proof of the losses."""
+"""Packed batches in which some documents are others or left out, for the proof of the losses."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import torch
 from torch import Tensor
 
 from .pack import IGNORED, PackedBatch
+from .units import Units
+
+# What the entries of a batch have where there is no document.
+_PADDING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "sample_index": -1}
 
 
 def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch, Tensor]:
-    """A copy of a batch in which every other document has other tokens.
+    """A copy of a batch in which some documents are left out, and others have other tokens.
 
-    A changed document gets the tokens of the next one in reverse order, so that its first token
-    changes even where all documents begin alike. It keeps its place and length. Its labels are
-    reversed with them, every other one is dropped, and none is added.
+    By turns two trials change every other document (later every other two, four, ...), and two
+    the longer half and the shorter one. A document that is left out becomes padding, so that the
+    numbers of documents, of tokens and of labels change too. Another one gets the tokens of the
+    next one in reverse order, so that its first token changes even where all documents begin
+    alike. It keeps its place and length, and its labels are reversed with them.
 
     Args:
         batch: not changed.
-        number: whether the first, third, ... document is changed (odd), or the others (even).
+        number: of the trial, from 0; it determines which documents are changed.
 
     Returns:
         (batch, `[U]`, bool: documents that are unchanged while others changed).
@@ -27,22 +33,39 @@ def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch
     filled = [unit for unit in filled if _length(batch, unit)]
     entries = {name: x.clone() for name, x in batch.items()}
     kept = torch.zeros(units.size, dtype=torch.bool)
-    changed = filled[(number + 1) % 2 :: 2] if len(filled) > 1 else []
+    changed, left_out = _chosen(batch, filled, number) if len(filled) > 1 else ([], [])
     if changed:
-        kept[[u for u in filled if u not in changed]] = True
+        kept[[unit for unit in filled if unit not in changed]] = True
     tokens, labels = batch.input_ids.flatten(), batch.labels.flatten()
     for unit in changed:
-        other = filled[(filled.index(unit) + 1) % len(filled)]
-        own, (first, last) = slice(*units.spans[unit]), units.spans[other]
+        own = slice(*units.spans[unit])
+        if unit in left_out:
+            for name, padding in _PADDING.items():
+                entries[name].view(-1)[own] = padding
+            continue
+        first, last = units.spans[filled[(filled.index(unit) + 1) % len(filled)]]
         entries["input_ids"].view(-1)[own] = _reversed(tokens[first:last], _length(batch, unit))
         counts = (labels[own] != IGNORED).nonzero().flatten()
         theirs = labels[first:last]
         theirs = theirs[theirs != IGNORED]
         if len(counts) and len(theirs):
-            new = _reversed(theirs, len(counts))
-            new[1::2] = IGNORED
-            entries["labels"].view(-1)[own][counts] = new
-    return PackedBatch(entries, units), kept
+            entries["labels"].view(-1)[own][counts] = _reversed(theirs, len(counts))
+    spans = tuple((0, 0) if unit in left_out else span for unit, span in enumerate(units.spans))
+    return PackedBatch(entries, Units(units.shape, spans)), kept
+
+
+def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[int], list[int]]:
+    """(Documents that change, those of them that are left out), of two or more documents."""
+    pair, odd = divmod(number, 2)
+    by_length = sorted(filled, key=lambda unit: -_length(batch, unit))
+    half = (len(filled) + 1) // 2
+    if pair % 2:
+        changed = by_length[half:] if odd else by_length[:half]
+        return changed, changed[:-1]
+    bit = pair // 2 % (len(filled) - 1).bit_length()
+    changed = [unit for place, unit in enumerate(filled) if (place >> bit) % 2 == odd]
+    # The last one of all is among those of one of the two trials.
+    return changed, sorted(changed)[len(changed) // 2 :]
 
 
 def _length(batch: PackedBatch, unit: int) -> int:

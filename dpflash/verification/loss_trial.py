@@ -1,8 +1,9 @@
 """LossTrial: the first packed batches show that a document's loss depends on that document alone.
 
 Losses are often computed by the training loop, which no forward of the model repeats. So the
-loader yields some microbatches twice, first with other tokens in half of the documents. The losses
-of the other documents must be the same both times. Nothing is trained on the changed microbatch.
+loader yields some microbatches twice, first with half of the documents changed or left out. The
+losses of the other documents must be the same both times. Nothing is trained on the changed
+microbatch.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from .random_state import RandomState
 _ALL_TRIED = 4
 
 _CHANGED = (
-    "the loss of document {document} changed as other documents of the batch got other tokens, so "
-    "nothing was released: it depends on them. The usual causes are targets shifted by hand "
-    "(input_ids.roll(-1)), where the last token of a document predicts the first one of the next "
-    "(use batch.targets, or batch.labels with losses.causal_lm(sample_index=...)); division by a "
-    "number of the whole batch; attention that sees other documents (see docs/packing.md); and "
-    "random masks that are not from the global generators. "
-    "make_private(verify_first_batch=False) leaves this proof out"
+    "the loss of document {document} changed as other documents of the batch got other tokens or "
+    "were left out, so nothing was released: it depends on them. The usual causes are targets "
+    "shifted by hand (input_ids.roll(-1)), where the last token of a document predicts the first "
+    "one of the next (use batch.targets, or batch.labels with causal_lm(sample_index=...)); "
+    "division by a number of the whole batch, such as that of its tokens or documents; attention "
+    "that sees other documents (see docs/packing.md); and random masks that are not from the "
+    "global generators. make_private(verify_first_batch=False) leaves this proof out"
 )
 
 
@@ -43,7 +44,7 @@ class LossTrial:
     def __init__(self, device: torch.device) -> None:
         self.has_compared = False
         self._device = device
-        self._draws = 0
+        self._draws = self._trials = 0
         self._random: RandomState | None = None
         self._kept: Tensor | None = None
         self._roots = torch.empty(0)
@@ -58,11 +59,12 @@ class LossTrial:
         return self._draws <= _ALL_TRIED or self._draws & (self._draws - 1) == 0
 
     def begin(self, batch: PackedBatch) -> PackedBatch:
-        """A copy of the batch with other tokens in half of its documents."""
+        """A copy of the batch, of which half of the documents are others or left out."""
         self._random = RandomState(self._device)
         lengths = [end - start for start, end in batch.units.spans]
         self._roots = torch.tensor(lengths).sqrt()
-        changed, self._kept = with_changed_documents(batch, self._draws)
+        changed, self._kept = with_changed_documents(batch, self._trials)
+        self._trials += 1
         return changed
 
     def end(self) -> None:
@@ -76,8 +78,8 @@ class LossTrial:
         return self._kept is not None
 
     def restart(self) -> None:
-        """Try the next draws."""
-        self._draws = 0
+        """Try the next draws, and change the same documents again."""
+        self._draws = self._trials = 0
 
     def hold(self, losses: Tensor) -> None:
         """Keep the losses `[U]` of the changed batch."""
@@ -96,7 +98,7 @@ class LossTrial:
         else:
             # A sum of n numbers in another order is rounded by some sqrt(n) eps.
             allowed = torch.finfo(now.dtype).eps * (8 + self._roots.to(now)) * now.abs()
-        same = (apart <= allowed) | ~(before.isfinite() & now.isfinite())
+        same = (apart <= allowed) | ~(before.isfinite() | now.isfinite())
         wrong = (~same).cpu() & kept
         if bool(wrong.any()):
             return _CHANGED.format(document=int(wrong.int().argmax()))

@@ -5,8 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import dpflash
+from dpflash.packing import pack
+from dpflash.packing.changed import with_changed_documents
 
 LENGTHS = [5, 3, 12, 17, 9]
+OF_TOKENS = ("input_ids", "labels", "position_ids", "sample_index")
 IGNORED = -100
 
 
@@ -85,6 +88,23 @@ def masked(model, batch):
     )
 
 
+def divided(number):
+    def losses(own, batch):
+        tokens = token_losses(own.model, batch, batch.targets)
+        return by_document(tokens, batch) / number(own, batch)
+
+    return losses
+
+
+NUMBERS = {
+    "tokens": lambda own, batch: (batch.sample_index >= 0).sum(),
+    "labels": lambda own, batch: (batch.labels != IGNORED).sum(),
+    "documents": lambda own, batch: batch.sample_index.max() + 1,
+    "real-documents": lambda own, batch: own.loader.is_real.sum(),
+    "longest": lambda own, batch: batch.longest,
+}
+
+
 RIGHT = {
     "targets": of_head(lambda batch: batch.targets),
     "labels": hugging_face_shift,
@@ -107,6 +127,58 @@ def test_a_loss_of_another_documents_tokens_is_refused(
         with pytest.raises(RuntimeError, match="the loss of document .* nothing was released"):
             own.sums()
     assert own.optimizer.releases == 0
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS * 2, [5, 4]], ids=["five", "ten", "two"])
+def test_a_loss_divided_by_a_number_of_the_batch_is_refused_in_the_first_draws(
+    lengths, number, run, documents, language_model
+):
+    docs = [{"input_ids": d, "labels": d.clone()} for d in documents(lengths)]
+    for document in docs:
+        document["labels"][:-1] = IGNORED  # So each has one label.
+    loss = divided(NUMBERS[number])
+    own = run(language_model(), docs, losses=lambda model, batch: loss(own, batch))
+    with pytest.raises(RuntimeError, match="the loss of document .* nothing was released"):
+        for _ in range(4):
+            own.sums()
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_trial_keeps_half_of_the_documents_and_adds_no_label(number, documents):
+    docs = [document + 1 for document in documents(LENGTHS)]
+    for document in docs:
+        document[0], document[-1] = 1, 2 + len(document)
+    batch = pack(docs, tokens=64, max_documents=8)
+    trial, kept = with_changed_documents(batch, number)
+    assert 2 <= int(kept.sum()) <= 3
+    found = set()
+    for unit, (start, end) in enumerate(batch.units.spans[: len(docs)]):
+        own = {n: (batch[n][:, start:end], trial[n][:, start:end]) for n in OF_TOKENS}
+        same = {n: torch.equal(*tensors) for n, tensors in own.items()}
+        if kept[unit]:
+            assert all(same.values()) and trial.units.spans[unit] == (start, end)
+        elif trial.units.spans[unit] == (0, 0):
+            assert (trial.sample_index[:, start:end] == -1).all()
+            assert (trial.labels[:, start:end] == IGNORED).all()
+            found.add("left out")
+        else:
+            assert same["sample_index"] and same["position_ids"]
+            assert trial.input_ids[0, start] != 1 and trial.labels[0, start] == IGNORED
+            found.add("changed")
+    assert found == {"left out", "changed"}
+
+
+def test_a_document_that_makes_others_not_finite_is_refused(run, documents, language_model):
+    def losses(model, batch):
+        own = of_head(lambda b: b.targets)(model, batch)
+        return own + 0 * (batch.input_ids.sum() - total).abs().float().log()
+
+    docs = documents(LENGTHS)
+    total = sum(int(document.sum()) for document in docs)
+    own = run(language_model(), docs, losses=losses, tokens=64)
+    with pytest.raises(RuntimeError, match="the loss of document .* nothing was released"):
+        own.sums()
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -74,7 +74,8 @@ class TokenMean(Model):
             logits.flatten(0, 1), batch.targets.flatten(), reduction="none"
         )
         index = batch.sample_index.flatten()
-        sums = tokens.new_zeros(batch.max_documents + 1).index_add(0, index, tokens)
+        sums = tokens.new_zeros(batch.max_documents + 1)
+        sums = sums.index_add(0, index % len(sums), tokens)
         return sums[:-1] / sums.detach().sum()
 
 
