@@ -17,6 +17,7 @@ the picture of all rows beside the file.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -266,6 +267,15 @@ def write_files(out: Path) -> None:
         shutil.copyfile(path, place)
 
 
+def digest(folder: Path) -> str:
+    """SHA-256 of the names and contents of all files."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        total.update(f"{path.relative_to(folder)}\n".encode())
+        total.update(path.read_bytes())
+    return total.hexdigest()
+
+
 def source_run(choice: str, epsilon: float, seed: int, folder: Path) -> Row:
     """What `dpflash train` reports."""
     if not (folder / "data").exists():
@@ -278,7 +288,7 @@ def source_run(choice: str, epsilon: float, seed: int, folder: Path) -> Row:
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         subprocess.run(command, check=True, capture_output=True, text=True, env=one_thread)
         report = json.loads(Path(out, "run", "report.json").read_text())
-    return {name: report[name] for name in REPORTED}
+    return {**{name: report[name] for name in REPORTED}, "files_sha256": digest(folder)}
 
 
 def draw(rows: list[Row], path: Path) -> None:
