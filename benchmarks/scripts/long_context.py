@@ -10,6 +10,8 @@ on one window of each file, on whole files packed, and with folders as units.
 
     python benchmarks/scripts/long_context.py recall --rows ROWS.jsonl
 
+"speed": private steps of the recall models, which take turns.
+
 A row is appended after each run; runs whose rows are in the file are not made again. "draw" makes
 the picture of all rows beside the file.
 """
@@ -17,11 +19,13 @@ the picture of all rows beside the file.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -40,7 +44,7 @@ import dpflash
 from dpflash.accounting import get_noise_multiplier
 from dpflash.bench.environment import environment
 from dpflash.nn import LongContextLM
-from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
+from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
 
 Row = dict[str, Any]
 EPSILONS, DELTA, MAX_GRAD_NORM = (3.0, 8.0), 1e-5, 1.0
@@ -51,6 +55,7 @@ TOKENS = (2048, 8192, 32_768)
 FILLERS, VALUES, VOCABULARY = 48, 8, 64
 QUESTION = VOCABULARY - 1
 DOCUMENTS, HELD_OUT, BATCH, STEPS, LEARNING_RATE = 2048, 256, 32, 16, 3.0
+TIMED = 3
 # Tokens, batch size, steps and highest learning rate of the public training's phases.
 PUBLIC = ((256, 64, 400, 1e-2), (1024, 16, 100, 1e-2), (2048, 16, 60, 5e-3), (8192, 4, 40, 5e-3))
 
@@ -82,6 +87,17 @@ def patterns(tokens: int) -> dict[str, Pattern]:
         "sliding window": SlidingWindow(window=512, causal=True),
         "LongNet": Dilated(segment_lengths=lengths, dilation_rates=(1, 4, 16), causal=True),
     }
+
+
+def dense_at_the_end(tokens: int, block: int = 64) -> Pattern:
+    """Dense attention of the last block of tokens; the others see their own block.
+
+    In a model of one layer with a loss at the last position alone, losses and gradients are those
+    of dense attention.
+    """
+    count = -(-tokens // block)
+    lists = [*((i,) for i in range(count - 1)), tuple(range(count))]
+    return BlockSparse(block_size=block, causal=True, block_lists=lists)
 
 
 class Recall(Dataset[tuple[Tensor, Tensor]]):
@@ -170,11 +186,11 @@ def private_code(seed: int) -> Tensor:
 
 
 def private_steps(
-    tokens: int, pattern: str, noise: float, seed: int, weights: dict[str, Tensor]
+    tokens: int, pattern: Pattern, noise: float, seed: int, weights: dict[str, Tensor]
 ) -> tuple[LongContextLM, Iterator[int], dpflash.PrivacyEngine]:
     """The model, and an iterator that makes a step and returns its drawn documents."""
     data = Recall(seed, DOCUMENTS, LENGTH, tokens, private_code(seed))
-    model = recall_model(patterns(tokens)[pattern])
+    model = recall_model(pattern)
     model.load_state_dict(weights)
     nn.init.zeros_(model.lm_head.weight)
     model.requires_grad_(False)
@@ -215,7 +231,10 @@ def recall_run(tokens: int, pattern: str, epsilon: float, seed: int, folder: Pat
     )
     weights = public_weights(seed, folder)
     begin = time.perf_counter()
-    model, steps, engine = private_steps(tokens, pattern, noise, seed, weights)
+    attention = patterns(tokens)[pattern]
+    if pattern == "dense" and tokens == TOKENS[-1]:
+        attention = dense_at_the_end(tokens)
+    model, steps, engine = private_steps(tokens, attention, noise, seed, weights)
     for _ in range(STEPS):
         next(steps)
     trained = time.perf_counter() - begin
@@ -238,6 +257,31 @@ def recall_run(tokens: int, pattern: str, epsilon: float, seed: int, folder: Pat
         "right_by_distance": within,
         "seconds": trained,
     }
+
+
+def speeds(seed: int, folder: Path) -> list[Row]:
+    """Tokens per second of private steps, of which the first of each model does not count."""
+    weights = public_weights(seed, folder)
+    configs = list(itertools.product(TOKENS, patterns(TOKENS[0])))
+    models = [
+        private_steps(tokens, patterns(tokens)[name], 1.0, seed, weights)
+        for tokens, name in configs
+    ]
+    found: list[list[float]] = [[] for _ in models]
+    for _ in tqdm(range(1 + TIMED)):
+        for (tokens, _), (_, steps, _), own in zip(configs, models, found, strict=True):
+            begin = time.perf_counter()
+            drawn = next(steps)
+            own.append(drawn * tokens / (time.perf_counter() - begin))
+    return [
+        {
+            "tokens": tokens,
+            "pattern": pattern,
+            "tokens_per_second": statistics.median(own[1:]),
+            "each": own[1:],
+        }
+        for (tokens, pattern), own in zip(configs, found, strict=True)
+    ]
 
 
 def write_files(out: Path) -> None:
@@ -266,6 +310,15 @@ def write_files(out: Path) -> None:
         shutil.copyfile(path, place)
 
 
+def digest(folder: Path) -> str:
+    """SHA-256 of the names and contents of all files."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        total.update(f"{path.relative_to(folder)}\n".encode())
+        total.update(path.read_bytes())
+    return total.hexdigest()
+
+
 def source_run(choice: str, epsilon: float, seed: int, folder: Path) -> Row:
     """What `dpflash train` reports."""
     if not (folder / "data").exists():
@@ -278,7 +331,7 @@ def source_run(choice: str, epsilon: float, seed: int, folder: Path) -> Row:
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         subprocess.run(command, check=True, capture_output=True, text=True, env=one_thread)
         report = json.loads(Path(out, "run", "report.json").read_text())
-    return {name: report[name] for name in REPORTED}
+    return {**{name: report[name] for name in REPORTED}, "files_sha256": digest(folder)}
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -319,7 +372,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", choices=("recall", "source", "draw"))
+    parser.add_argument("part", choices=("recall", "source", "speed", "draw"))
     parser.add_argument("--rows", type=Path, required=True, help="JSONL file of the results")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
@@ -340,6 +393,11 @@ def main() -> None:
 
     if args.part == "draw":
         draw(made, args.rows.with_suffix(".png"))
+        return
+
+    if args.part == "speed":
+        for row in speeds(args.seeds[0], args.cache):
+            save(row)
         return
 
     def missing(config: Row) -> bool:
