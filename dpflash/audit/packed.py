@@ -37,6 +37,10 @@ class PackedCanaryModel(nn.Module):
         self.tables = nn.ModuleList(
             [nn.Embedding(canaries, 1), nn.Linear(canaries, 1, bias=False)]
         )
+        with torch.no_grad():
+            for weight in self.parameters():
+                # Padding has a gradient and no value, so that trials may have more of it.
+                weight.view(-1)[0] = 0.0
         self.background = None
         self.canaries = canaries
         self.scale = scale
