@@ -120,7 +120,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def output():
-    """output(script, *words): its lines; in another process, since this one may interpret Triton."""
+    """output(script, *words): its lines, of a process that does not interpret Triton."""
     with subprocess.Popen(
         [sys.executable, "-c", RUNNER],
         cwd=HERE,
