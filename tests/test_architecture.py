@@ -273,10 +273,14 @@ def _in_a_fresh_process(code: str, cwd: Path) -> str:
     return done.stdout.strip()
 
 
-def test_importing_dpflash_loads_no_optional_library(tmp_path: Path) -> None:
+def test_models_are_built_without_accounting_and_dpflash_loads_no_optional_library(
+    tmp_path: Path,
+) -> None:
     code = (
-        "import sys, torch; before = set(sys.modules); import dpflash, dpflash.cli\n"
-        "[getattr(dpflash, name) for name in dpflash.__all__]\n"
+        "import sys, torch; before = set(sys.modules); import dpflash.nn\n"
+        "print(*{m.split('.')[0] for m in set(sys.modules) - before if 'scipy' in m},\n"
+        "      *(m for m in sys.modules if m.startswith('dpflash.accounting')))\n"
+        "import dpflash, dpflash.cli; [getattr(dpflash, name) for name in dpflash.__all__]\n"
         f"print(*(m for m in {NEVER_AT_THE_TOP!r} if m in set(sys.modules) - before))"
     )
     assert _in_a_fresh_process(code, tmp_path) == ""
@@ -289,15 +293,6 @@ def test_dpflash_imports_where_no_optional_library_is_installed(tmp_path: Path) 
         "[getattr(dpflash, name) for name in dpflash.__all__]; print('imported')"
     )
     assert _in_a_fresh_process(code, tmp_path) == "imported"
-
-
-def test_models_are_built_without_accounting_and_scipy(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); import dpflash.nn\n"
-        "print(*{m.split('.')[0] for m in set(sys.modules) - before if 'scipy' in m},\n"
-        "      *(m for m in sys.modules if m.startswith('dpflash.accounting')))"
-    )
-    assert _in_a_fresh_process(code, tmp_path) == ""
 
 
 def test_no_module_takes_the_place_of_a_public_name() -> None:

@@ -43,7 +43,7 @@ LISTED = ", ".join(map(repr, KINDS))
 
 bounds = pytest.mark.parametrize("accountant", ["contour", "rdp"])
 FULL = os.environ.get("DPFLASH_FULL") == "1"
-few = settings(max_examples=20 if FULL else 8, derandomize=True, deadline=None)
+few = settings(max_examples=20 if FULL else 4, derandomize=True, deadline=None)
 
 
 def epsilon_of(
@@ -58,6 +58,7 @@ def epsilon_of(
     return trial.get_epsilon(delta)
 
 
+@pytest.mark.cases(8)
 @bounds
 @pytest.mark.parametrize(
     ("target_epsilon", "target_delta", "sample_rate", "steps"),
@@ -229,6 +230,7 @@ def test_the_accountant_that_is_passed_is_asked_and_left_alone() -> None:
     assert found > get_noise_multiplier(**target)
 
 
+@pytest.mark.cases(4)
 @bounds
 @pytest.mark.parametrize(
     ("target_epsilon", "target_delta", "noise_multiplier", "steps"),

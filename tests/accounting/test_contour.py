@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 
 import mpmath
 import numpy as np
@@ -35,6 +36,7 @@ from dpflash.accounting.contour_integral import (
 )
 from dpflash.accounting.pairs import Pair, canonical
 
+FULL = os.environ.get("DPFLASH_FULL") == "1"
 KINDS = (ContourAccountant, PLDAccountant, RDPAccountant, GDPAccountant, PRVAccountant)
 
 
@@ -58,6 +60,7 @@ def of(*history: tuple, kind: type[Accountant] = ContourAccountant, relation: st
 
 
 def few(examples: int):
+    examples = examples if FULL else examples // 3
     return settings(max_examples=examples, derandomize=True, deadline=None)
 
 
@@ -376,10 +379,9 @@ def test_beta_is_a_trade_off_curve(phase: tuple) -> None:
     assert np.all(betas >= 1 - alphas - advantage - 1e-12)
     # Somewhere the advantage is reached.
     assert min(betas + alphas) <= 1 - advantage * (1 - 0.05)
-    for alpha, beta in zip(alphas, betas, strict=True):
-        for epsilon in (0.01, 0.3, 2.0):
-            implied = 1 - accountant.get_delta(epsilon) - math.exp(epsilon) * alpha
-            assert beta >= implied - 1e-6
+    for epsilon in (0.01, 0.3, 2.0):
+        implied = 1 - accountant.get_delta(epsilon) - math.exp(epsilon) * alphas
+        assert np.all(betas >= implied - 1e-6)
 
 
 @pytest.mark.parametrize(("noise", "steps"), [(1.0, 1), (10.0, 100), (3.0, 4), (0.5, 1)])

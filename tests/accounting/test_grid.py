@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import warnings
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dpflash.accounting import (
     compute_rdp,
 )
 
+FULL = os.environ.get("DPFLASH_FULL") == "1"
 ROWS = json.loads(Path(__file__).with_name("truth.json").read_text())
 ROUNDING = 4e-15  # of an epsilon as float64
 
@@ -83,6 +85,7 @@ def test_contour_holds_the_truth_to_a_millionth(row: dict) -> None:
     assert accountant.get_delta(upper) <= row["delta"] * (1 + 1e-6)
 
 
+@pytest.mark.cases(40)
 @rows
 def test_contour_has_the_tables_delta_at_the_truth(row: dict) -> None:
     truth, _ = truth_of(row)
@@ -97,7 +100,9 @@ def test_contour_has_the_tables_delta_at_the_truth(row: dict) -> None:
 
 
 @pytest.mark.cases(1)
-@rows
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if FULL or row.get("steps") == 1000], ids=name
+)
 def test_pld_holds_the_truth_to_a_thousandth(row: dict) -> None:
     truth, digit = truth_of(row)
     accountant = asked(PLDAccountant, phases_of(row))
@@ -111,6 +116,7 @@ def test_pld_holds_the_truth_to_a_thousandth(row: dict) -> None:
     assert above <= row["delta"] * loose
 
 
+@pytest.mark.cases(20)
 @rows
 def test_rdp_is_above_the_truth(row: dict) -> None:
     truth, digit = truth_of(row)

@@ -63,6 +63,7 @@ def name(row: dict) -> str:
     return f"q{rate:g}-s{noise:g}-T{row['steps']}-d{row['delta']:g}"
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     ("rate", "noise", "epsilon"),
@@ -75,6 +76,7 @@ def test_one_step_by_contour_is_the_closed_form(rate, noise, epsilon, direction)
     assert lost < 1e-12 * value
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("rate", "noise", "epsilon", "direction"),
     [
@@ -108,6 +110,7 @@ def test_moments_of_whole_order_are_the_binomial_sum(noise: float, rate: float) 
         assert abs(precise(log.real) - truth) <= 2 * error + 1e-19 * truth
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("v", [2 + 3j, -4 + 30j, 4 + 40j])
 def test_complex_moments_are_those_of_mpmath(v: complex) -> None:
     log, error = oracle.Step(1.0, 0.01).log_moment(np.array([v]))
@@ -176,7 +179,7 @@ def quick(row: dict) -> bool:
     return not closed(row) and all(s >= 0.8 and q > 1e-4 for s, q, _ in phases_of(row))
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("row", list(filter(quick, oracle.read()))[::6], ids=name)
 def test_rows_have_their_delta_on_a_line_of_their_own(row: dict) -> None:
     if row["epsilon"] == "0.0":

@@ -279,7 +279,7 @@ def test_moments_are_those_of_quadrature_within_the_claimed_error(
 # What must hold anywhere.
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("noise", "rate", "examples", "steps", "delta"),
     [

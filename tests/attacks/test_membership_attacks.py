@@ -52,6 +52,7 @@ def of(target, view, sigma):
     return lambda seed: attacked.mechanism(target, view, sigma, seed=seed, weights=WEIGHTS)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("sigma", SIGMAS)
 @pytest.mark.parametrize("view", ["p.grad", "weights"])
 def test_every_attack_wins_against_torch_normal(view, sigma):
@@ -66,6 +67,7 @@ def test_no_attack_beats_honest_noise_against_dpflash(view, sigma):
     assert max(right.values()) <= attacks.limit(sigma, TRIALS)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_no_attack_beats_honest_noise_in_the_8_digits_of_bfloat16(sigma):
     right = right_guesses(of("dpflash", "p.grad, bf16", sigma))

@@ -97,7 +97,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize(("ranks", "context", "wrapper"), MESHES)
 def test_ranks_get_the_parameters_of_one_process(
@@ -116,7 +116,7 @@ def test_ranks_get_the_parameters_of_one_process(
         assert one["epsilon"] == alone["epsilon"]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("clipping", [CLIPPINGS[0], CLIPPINGS[3]])
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"), [MESHES[i] for i in (0, 1, 2, 3, 4, 8, 9)]
@@ -136,7 +136,7 @@ def test_ranks_get_the_parameters_of_one_process_from_packed_documents(
     assert together[0]["microbatches"] == together[1]["microbatches"]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "ghost"])
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_ranks_get_the_parameters_of_one_process_from_users(
@@ -201,7 +201,7 @@ def test_every_kind_of_model_trains_over_its_context(
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "plain"])
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_torchs_transformer_and_recurrent_layers_train_as_in_one_process(
@@ -340,7 +340,7 @@ SENSITIVITY = [
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("clipping", CLIPPINGS[:2] + CLIPPINGS[3:])
 @pytest.mark.parametrize(("ranks", "context"), SENSITIVITY[:2])
 def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(
@@ -359,6 +359,7 @@ def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(
             assert moved >= bound * (1 - 1e-4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "context"), SENSITIVITY[:2])
 def test_adding_the_squares_of_partial_norms_breaks_the_bound(
     started: _Started, ranks: int, context: int
@@ -434,7 +435,7 @@ def test_invariant_6_a_sample_with_nan_on_one_rank_counts_nowhere(started: _Star
     assert started.run(2, "uneven_losses") == ["1 True", "1 True"]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
     [
@@ -456,6 +457,7 @@ def test_invariant_4_noise_is_added_once_whatever_the_ranks(
         np.testing.assert_allclose(one["noise"], alone, rtol=0, atol=2e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
     [pytest.param(2, 1, "fsdp", id="fsdp2"), pytest.param(4, 2, "fsdp2d", id="fsdp4")],
@@ -513,7 +515,7 @@ def assert_same_bits(started: _Started, ranks: int, wrapper: str, options: dict[
             np.testing.assert_array_equal(one, once)
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("ranks", "wrapper", "clipping"),
     EXACT_MESHES,

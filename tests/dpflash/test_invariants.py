@@ -52,7 +52,7 @@ few = hypothesis.settings(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 # `make test-all`: in three dtypes 200 random and adversarial cases for each clipping.
-many = hypothesis.settings(few, max_examples=67 if FULL else 20)
+many = hypothesis.settings(few, max_examples=67 if FULL else 10)
 
 # What rounding a product, a factor and a norm may add to one sample's contribution.
 RELATIVE = 1 + 2.0**-20

@@ -42,7 +42,7 @@ def _options(clipping, bound):
 CLIPPINGS = ["flat", "ghost", "per_layer", "per_block"]
 
 
-@pytest.mark.cases(14)
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("column", models_table.COLUMNS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_private_step_is_what_the_page_says(name, column):

@@ -232,7 +232,7 @@ def test_a_padded_away_sample_attends_to_nothing():
     assert all((found[name][1] == 0).all() for name in ("dq", "dk", "dv"))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [T, 64])
 def test_chosen_blocks_and_the_gradient_of_their_gates_match_the_reference(causal, tokens):
@@ -261,13 +261,13 @@ def test_cross_attention_of_other_lengths_matches_the_reference():
 
 
 def test_gradients_are_written_into_one_fused_buffer():
-    q, k, v = fused_qkv(1, 4, 2, 37, 16, torch.float32)
-    graph = block(PATTERNS["window-globals"], 37, 4)
+    q, k, v = fused_qkv(1, 4, 2, 21, 16, torch.float32)
+    graph = block(PATTERNS["window-globals"], 21, 4)
     inputs = AttentionInputs(q, k, v, graph, 0.25)
     o, lse = launch.attention_forward(inputs)
     do = torch.ones_like(o)
     apart = launch.attention_backward(do, None, o, lse, inputs)
-    buffer = torch.full((1, 37, 8, 16), torch.nan, device=DEVICE)
+    buffer = torch.full((1, 21, 8, 16), torch.nan, device=DEVICE)
     out = tuple(x.transpose(1, 2) for x in buffer.split((4, 2, 2), dim=2))
     fused = launch.attention_backward(
         do, None, o, lse, AttentionInputs(q, k, v, graph, 0.25), out=out
@@ -297,7 +297,7 @@ def test_multiplicities_count_as_often_as_they_say():
     assert found["lse"].exp().sum() > 0
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "name", [name for name, p in PATTERNS.items() if p.causal and name != "block-lists"]
 )
@@ -345,7 +345,7 @@ def test_squares_are_of_the_gradients_as_stored(name, dtype):
     )
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("head_dim", [5, 40, 80, 96])
 def test_squares_take_every_part_of_a_head_dim_once(head_dim, dtype):
@@ -383,8 +383,8 @@ def test_squares_of_padded_blind_and_chosen_rows_are_of_the_gradients_as_stored(
 
 
 def test_squares_match_the_reference_repeat_bit_for_bit_and_change_no_gradient():
-    q, k, v = fused_qkv(2, 2, 1, 37, 16, torch.float32)
-    graph = block(PATTERNS["window-globals"], 37, 2)
+    q, k, v = fused_qkv(2, 2, 1, 21, 16, torch.float32)
+    graph = block(PATTERNS["window-globals-causal"], 21, 2)
     found, expected = run(graph, q, k, v, squares=True, token_sums=True)
     torch.testing.assert_close(found["squares"], expected["squares"], rtol=1e-6, atol=0)
     grads, again, without = (
@@ -433,6 +433,7 @@ print("exact")
 """
 
 
+@pytest.mark.cases(0)
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="would allocate 8 GB of device memory")
 def test_token_offsets_beyond_int32_are_exact():
     done = subprocess.run(
@@ -513,7 +514,7 @@ def test_compiled_kernels_repeat_bit_for_bit():
         assert all(torch.equal(x, y) for x, y in zip(first[:3], again[:3], strict=True))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "pattern, queries, keys, head_dim, value_dim, dtype",
     [

@@ -105,15 +105,54 @@ SPILLED_BY_BIAS: dict[tuple[str, str], tuple[int, int]] = {
 }
 
 
-def compiled(script, arch, entries, *options):
-    """What the kernels need; a process of its own, since the tests' one may interpret Triton."""
-    command = [sys.executable, str(HERE / f"compile_{script}.py"), arch, *entries, *options]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = {line["entry"]: line for line in map(json.loads, done.stdout.splitlines())}
-    assert list(lines) == list(entries)
-    return lines
+# Runs one script after another: to import torch and Triton takes longer than most of them.
+RUNNER = """
+import json, runpy, sys, traceback
+for line in sys.stdin:
+    sys.argv = json.loads(line)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+    print("end", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def output():
+    """output(script, *words): its lines, of a process that does not interpret Triton."""
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNNER],
+        cwd=HERE,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+
+        def run(script, *words):
+            print(json.dumps([str(script), *words]), file=process.stdin, flush=True)
+            lines = []
+            while (line := process.stdout.readline()) != "end\n":
+                assert line, f"the process ended: {lines}"
+                lines.append(line)
+            return lines
+
+        yield run
+
+
+@pytest.fixture
+def compiled(output):
+    """What the kernels need."""
+
+    def run(script, arch, entries, *options):
+        printed = output(HERE / f"compile_{script}.py", arch, *entries, *options)
+        assert all(line.startswith("{") for line in printed), "".join(printed)
+        lines = {line["entry"]: line for line in map(json.loads, printed)}
+        assert list(lines) == list(entries)
+        return lines
+
+    return run
 
 
 def misfits(arch, lines, spilled=SPILLED, *, registers=None, shared=None):
@@ -168,14 +207,14 @@ def test_budget_allows_no_spills_in_16_bit_but_of_old_releases_and_head_dim_256(
 
 
 @pytest.mark.parametrize("arch", COMPILED)
-def test_16_bit_attention_fits_its_architecture(arch):
+def test_16_bit_attention_fits_its_architecture(arch, compiled):
     entries = attention("forward", "dq", "dkdv")
     assert not misfits(arch, compiled("attention", arch, entries))
 
 
 @full
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_float32_attention_fits_its_architecture(arch):
+def test_float32_attention_fits_its_architecture(arch, compiled):
     entries = [name for name in ATTENTION if name.endswith("/32")]
     assert not misfits(arch, compiled("attention", arch, entries))
 
@@ -183,7 +222,7 @@ def test_float32_attention_fits_its_architecture(arch):
 @pytest.mark.cases(0)
 @pytest.mark.parametrize("change", SCORE_CHANGES)
 @pytest.mark.parametrize("arch", COMPILED)
-def test_split_head_dim_with_every_feature_fits_its_architecture(arch, change):
+def test_split_head_dim_with_every_feature_fits_its_architecture(arch, change, compiled):
     """Slopes, a soft cap and a bias one at a time; with several of them more is spilled."""
     entries = [f"{kernel}/128/16" for kernel in ("forward", "dq", "dkdv", "delta")]
     others = [name for name in SCORE_CHANGES if name != change]
@@ -198,7 +237,7 @@ def test_split_head_dim_with_every_feature_fits_its_architecture(arch, change):
 
 @full
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_attention_with_a_bias_fits_its_architecture(arch):
+def test_attention_with_a_bias_fits_its_architecture(arch, compiled):
     """As T5 has it, with the gradient of the bias and squared norms."""
     flags = ("HAS_BIAS", "BIAS_GRAD", "HAS_KEY_RANGE", "SQUARES")
     lines = compiled("attention", arch, attention("forward", "dq", "dkdv"), "--flags", *flags)
@@ -208,7 +247,7 @@ def test_attention_with_a_bias_fits_its_architecture(arch):
 
 @full
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_dq_with_sums_over_rows_compiles(arch):
+def test_dq_with_sums_over_rows_compiles(arch, compiled):
     """Triton 3.6 fails to compile some tiles of two stages for gfx942 once they have such sums."""
     lines = compiled("attention", arch, attention("dq"), "--flags", "HAS_SLOPES", "RUN_GRADS")
     assert all(line["flags"] == ["HAS_SLOPES", "RUN_GRADS"] for line in lines.values())
@@ -216,7 +255,7 @@ def test_dq_with_sums_over_rows_compiles(arch):
 
 @full
 @pytest.mark.parametrize("bits", [16, 32])
-def test_unaligned_rows_fit_in_shared_memory(bits):
+def test_unaligned_rows_fit_in_shared_memory(bits, compiled):
     """They spill, since each element has an address of its own; models' rows are aligned."""
     entries = [f"{kernel}/128/{bits}" for kernel in ("forward", "dq", "dkdv")]
     lines = compiled("attention", "sm_90", entries, "--head-dim", "80", "--unaligned")
@@ -225,57 +264,57 @@ def test_unaligned_rows_fit_in_shared_memory(bits):
 
 @pytest.mark.cases(0)
 @pytest.mark.parametrize("arch", COMPILED)
-def test_16_bit_backward_with_squares_fits_its_architecture(arch):
+def test_16_bit_backward_with_squares_fits_its_architecture(arch, compiled):
     lines = compiled("attention", arch, attention("dq", "dkdv"), "--flags", "SQUARES")
     assert all(line["flags"] == ["SQUARES"] for line in lines.values())
     assert not misfits(arch, lines)
 
 
 @pytest.mark.parametrize("arch", COMPILED)
-def test_gradients_fit_their_architecture(arch):
+def test_gradients_fit_their_architecture(arch, compiled):
     entries = GRADS if FULL else [name for name in GRADS if name.endswith("/16")]
     assert not misfits(arch, compiled("grads", arch, entries))
 
 
 @full
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_gradients_of_spans_fit_their_architecture(arch):
+def test_gradients_of_spans_fit_their_architecture(arch, compiled):
     entries = [*GRADS, "token_sums/16", "token_sums/32"]
     assert not misfits(arch, compiled("grads", arch, entries, "--spans"))
 
 
 @full
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_reductions_fit_their_architecture(arch):
+def test_reductions_fit_their_architecture(arch, compiled):
     assert not misfits(arch, compiled("grads", arch, REDUCTIONS))
 
 
 @pytest.mark.parametrize("arch", COMPILED)
-def test_exact_sums_and_their_noise_fit_their_architecture(arch):
+def test_exact_sums_and_their_noise_fit_their_architecture(arch, compiled):
     names = (*EXACT, *NOISY) if FULL else (EXACT[0], *NOISY[:2])
     assert not misfits(arch, compiled("grads", arch, [f"{name}/16" for name in names]))
 
 
 @full
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
-def test_exact_sums_of_odd_widths_fit_their_architecture(arch):
+def test_exact_sums_of_odd_widths_fit_their_architecture(arch, compiled):
     entries = [f"{name}/32" for name in (*EXACT, "offset_clip_reduce")]
     assert not misfits(arch, compiled("grads", arch, entries, "--odd"))
 
 
-def test_widths_that_are_no_multiples_of_16_compile():
+def test_widths_that_are_no_multiples_of_16_compile(compiled):
     lines = compiled("grads", "sm_90", ["block_clipped_grad/16"], "--odd", "--half", "fp16")
     assert not misfits("sm_90", lines)
 
 
 @pytest.mark.parametrize("arch", COMPILED)
-def test_noise_fits_its_architecture(arch):
+def test_noise_fits_its_architecture(arch, compiled):
     lines = compiled("noise", arch, NOISE if FULL else NOISE[:2])
     budgets = {"registers": REGISTERS_OF_NOISE, "shared": SHARED_OF_NOISE}
     assert not misfits(arch, lines, **budgets)
 
 
-def test_no_kernel_compiles_anew_for_another_batch_or_address():
+def test_no_kernel_compiles_anew_for_another_batch_or_address(output, tmp_path):
     program = """
 from dpflash.kernels import attention_triton, grad_triton, noise_triton
 for module in (attention_triton, grad_triton, noise_triton):
@@ -284,11 +323,9 @@ for module in (attention_triton, grad_triton, noise_triton):
             print(name, *(p.name for p in kernel.params if not p.is_constexpr
                           and not p.name.endswith("_ptr") and not p.do_not_specialize))
 """
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    lines = output(script)
     # Widths, strides and what follows from the widths: fixed by the model.
     fixed = {"num_inputs", "num_outputs", "width", "size", "num_elements"}
     fixed |= {"tiles_i", "num_tiles", "num_blocks"}
@@ -296,9 +333,9 @@ for module in (attention_triton, grad_triton, noise_triton):
     fixed |= {"scale", "scale_log2", "softcap_log2"}
     # What lengths decide, of attention alone: 1, a multiple of 16, or another number.
     lengths = {"num_queries", "num_keys", "num_rows", "num_runs"}
-    for line in done.stdout.splitlines():
+    for line in lines:
         name, *specialised = line.split()
         left = {p for p in specialised if not p.startswith("stride_")} - fixed
         left -= lengths if name.startswith("_attention_") else set()
         assert not left, name
-    assert len(done.stdout.splitlines()) == 13
+    assert len(lines) == 13

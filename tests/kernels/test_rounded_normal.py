@@ -23,7 +23,7 @@ TOP = 2**63 - 1
 PROCESSORS = {"native": ("-march=native",)}
 if platform.machine() in ("x86_64", "AMD64"):
     PROCESSORS["sse2"] = ("-march=x86-64",)
-    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+    if FULL and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         PROCESSORS["avx2"] = ("-march=x86-64-v3",)
 
 

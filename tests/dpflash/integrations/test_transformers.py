@@ -173,6 +173,7 @@ def distances():
     return of
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("side", ["none", "right", "left", "all_kept"])
 @pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
 def test_logits_and_gradients_are_those_of_eager_attention(build, side, distances):
@@ -526,6 +527,7 @@ def test_a_model_can_change_to_it_and_back():
     assert torch.equal(model(tokens()).logits, expected)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("side", "backend"), [("none", "eager"), ("left", "aot_eager")])
 def test_a_compiled_model_is_one_graph_and_agrees(side, backend):
     mask = padding(side)
@@ -544,6 +546,7 @@ def test_a_compiled_model_refuses_packed_documents_instead_of_mixing_them():
         compiled(tokens(1), position_ids=PACKED, use_cache=False)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("mode", ["instantiate", "book_keeping", "ghost"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=lambda build: build.__name__)

@@ -144,7 +144,7 @@ def largest_difference(a, b):
     return max(float((x - y).abs().max()) for x, y in pairs)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("name", MODELS)

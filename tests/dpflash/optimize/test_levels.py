@@ -482,7 +482,7 @@ def test_copies_and_pickles_are_of_the_plain_model(mode, root, private):
     assert type(model) is kind
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("level", ["balanced", "aggressive"])
 def test_a_model_that_the_user_compiles_keeps_the_levels_autocast(
     level, private, tiny_lm, sums, distance, next_token_loss, quick
