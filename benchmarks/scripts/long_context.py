@@ -10,7 +10,8 @@ on one window of each file, on whole files packed, and with folders as units.
 
     python benchmarks/scripts/long_context.py recall --rows ROWS.jsonl
 
-"speed": private steps of the recall models, which take turns.
+"public": what the recall models know before they are trained privately. "speed": private steps of
+these models, which take turns.
 
 A row is appended after each run; runs whose rows are in the file are not made again. "draw" makes
 the picture of all rows beside the file.
@@ -98,6 +99,13 @@ def dense_at_the_end(tokens: int, block: int = 64) -> Pattern:
     count = -(-tokens // block)
     lists = [*((i,) for i in range(count - 1)), tuple(range(count))]
     return BlockSparse(block_size=block, causal=True, block_lists=lists)
+
+
+def attention_of(pattern: str, tokens: int) -> Pattern:
+    """The attention of a model with a loss at the last position."""
+    if pattern == "dense" and tokens == TOKENS[-1]:
+        return dense_at_the_end(tokens)
+    return patterns(tokens)[pattern]
 
 
 class Recall(Dataset[tuple[Tensor, Tensor]]):
@@ -231,9 +239,7 @@ def recall_run(tokens: int, pattern: str, epsilon: float, seed: int, folder: Pat
     )
     weights = public_weights(seed, folder)
     begin = time.perf_counter()
-    attention = patterns(tokens)[pattern]
-    if pattern == "dense" and tokens == TOKENS[-1]:
-        attention = dense_at_the_end(tokens)
+    attention = attention_of(pattern, tokens)
     model, steps, engine = private_steps(tokens, attention, noise, seed, weights)
     for _ in range(STEPS):
         next(steps)
@@ -257,6 +263,18 @@ def recall_run(tokens: int, pattern: str, epsilon: float, seed: int, folder: Pat
         "right_by_distance": within,
         "seconds": trained,
     }
+
+
+def public_run(tokens: int, seed: int, folder: Path) -> Row:
+    """Accuracy of the dense public model on public documents of T tokens."""
+    model = recall_model(attention_of("dense", tokens))
+    model.load_state_dict(public_weights(seed, folder))
+    data = Recall(900 + seed, HELD_OUT // 2, tokens, tokens, torch.arange(VALUES))
+    hits = []
+    with torch.no_grad():
+        for x, y in DataLoader(data, batch_size=max(1, 16 * 2048 // tokens)):
+            hits.append(model(x)[:, -1].argmax(-1) == y[:, -1])
+    return {"accuracy": float(torch.cat(hits).float().mean())}
 
 
 def speeds(seed: int, folder: Path) -> list[Row]:
@@ -372,7 +390,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", choices=("recall", "source", "speed", "draw"))
+    parser.add_argument("part", choices=("public", "recall", "source", "speed", "draw"))
     parser.add_argument("--rows", type=Path, required=True, help="JSONL file of the results")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
@@ -404,18 +422,21 @@ def main() -> None:
         return not any(config.items() <= row.items() for row in made)
 
     run: Callable[..., Row]
-    if args.part == "recall":
-        run = recall_run
-        names: tuple[str, ...] = ("seed", "tokens", "pattern", "target_epsilon")
+    names: tuple[str, ...]
+    grid: Iterator[tuple[Any, ...]]
+    if args.part == "public":
+        run, names = public_run, ("seed", "tokens")
+        grid = itertools.product(args.seeds, args.tokens)
+    elif args.part == "recall":
+        run, names = recall_run, ("seed", "tokens", "pattern", "target_epsilon")
         grid = itertools.product(args.seeds, args.tokens, args.patterns, EPSILONS)
     else:
-        run = source_run
-        names = ("seed", "choice", "target_epsilon")
+        run, names = source_run, ("seed", "choice", "target_epsilon")
         grid = itertools.product(args.seeds, CHOICES, EPSILONS)
     configs = [dict(zip(names, values, strict=True)) for values in grid]
     for config in tqdm([c for c in configs if missing({"part": args.part, **c})]):
-        seed, *middle, epsilon = config.values()
-        save({**config, **run(*middle, epsilon, seed, args.cache)})
+        seed, *others = config.values()
+        save({**config, **run(*others, seed, args.cache)})
 
 
 if __name__ == "__main__":
