@@ -90,7 +90,7 @@ def check_arguments(
     )
     check_slots(loader.expected_batch_size, privacy.bound)
     if isinstance(data_loader.collate_fn, PackTo):
-        _check_packed(privacy, performance, ranks)
+        _check_packed(data_loader.collate_fn, privacy, performance, ranks)
         if privacy.exact is True:
             _check_exact_packing(data_loader.collate_fn, module)
     else:
@@ -169,9 +169,17 @@ def agree_on_arguments(
     )
 
 
-def _check_packed(privacy: PrivacyConfig, performance: PerformanceConfig, ranks: Ranks) -> None:
+def _check_packed(
+    collate: PackTo, privacy: PrivacyConfig, performance: PerformanceConfig, ranks: Ranks
+) -> None:
     """Refuse options that do not go with packed documents."""
     packed = "with collate_fn=PackTo(...)"
+    if type(collate) is not PackTo:
+        raise ValueError(
+            f"data_loader.collate_fn={type(collate).__name__}, a subclass of PackTo: what it puts "
+            "into a batch (targets of its own, say) may be of other documents, and no trial "
+            "changes it. Pass PackTo(...), and compute the rest from the batch in the loop"
+        )
     if privacy.sampling == "shuffled":
         raise ValueError(
             f"sampling='shuffled' (poisson_sampling=False) {packed}: its microbatches "

@@ -284,11 +284,12 @@ class PrivacyEngine(OnlySettable):
         scalar that the model returns must keep its sum where samples of two batches are
         exchanged, and a cross-entropy of its outputs must give all samples the declared weight.
 
-        Packed documents: a loss that the loop computes is tested too. The first draws, and some
-        later ones, begin with a trial, a microbatch of which half of the documents have other
-        tokens or are left out, and in which `loader.is_real` is False everywhere. It has no
-        backward and is not trained on; the losses of the other documents must be the same in the
-        microbatch itself, which follows with the same random numbers of the global generators.
+        Packed documents: a loss that the loop computes is tested too. In the first draws, and in
+        some later ones, a trial precedes each microbatch: a copy of which half of the documents
+        have other tokens or are left out, and in which `loader.is_real` is False everywhere. It
+        has no backward and is not trained on; the losses of the other documents must be the same
+        in the microbatch itself, which follows with the same random numbers of the global
+        generators.
 
         Batches of the private loader have a public number of rows. A sample's row is secret and
         does not depend on the other samples, so one sample more changes no kernel that computes
@@ -635,12 +636,12 @@ class PrivacyEngine(OnlySettable):
         if mark is not None and mark.is_trial:
             trial.hold(losses)
             return True
-        if trial.was_before:
+        if trial.decides:
             try:
                 backward.proof.refuse(trial.refusal(losses))
-            except RuntimeError:
+            except RuntimeError as error:
                 # A loop that catches the error meets it again.
-                trial.restart()
+                trial.restart(str(error))
                 backward.discard()
                 raise
         return False

@@ -107,9 +107,9 @@ class Units:
         if self.are_rows:
             raise ValueError(
                 f"input of layer '{layer}' has shape {tuple(x.shape)} in a batch of "
-                f"{self.positions} rows of users (unit_of): expected as many first, so that each "
-                "row's user is known. Give each row its own entry, and call the model on other "
-                "data under torch.no_grad()"
+                f"{self.positions} rows of users (unit_of) or pairs: expected as many first, so "
+                "that each row's unit is known. Give the model all rows in one call, each with an "
+                "entry of its own, and call it on other data under torch.no_grad()"
             )
         raise ValueError(
             f"input of layer '{layer}' has shape {tuple(x.shape)} in a batch of packed documents "

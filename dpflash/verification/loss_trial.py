@@ -16,7 +16,8 @@ from ..packing.changed import with_changed_documents
 from .digests import is_deterministic
 from .random_state import RandomState
 
-# The first draws are tried, later ones at powers of two.
+# All microbatches of the first draws are tried, and those of later ones at powers of two. Not the
+# first microbatch alone: it has the longest documents, and may have a single one.
 _ALL_TRIED = 4
 
 _CHANGED = (
@@ -44,19 +45,20 @@ class LossTrial:
     def __init__(self, device: torch.device) -> None:
         self.has_compared = False
         self._device = device
-        self._draws = self._trials = 0
+        self._draws, self._trials = 0, -1  # Number of the last draw, and of the last tried one.
         self._random: RandomState | None = None
         self._kept: Tensor | None = None
         self._roots = torch.empty(0)
         self._losses: Tensor | None = None
+        self._refused: str | None = None
 
     def is_due(self, microbatch: int) -> bool:
-        """Whether to try this microbatch of the next draw, the same on all ranks."""
+        """Whether to try this microbatch, the same on all ranks; the first one begins a draw."""
         self._kept = self._losses = None
-        if microbatch:
-            return False
-        self._draws += 1
-        return self._draws <= _ALL_TRIED or self._draws & (self._draws - 1) == 0
+        self._draws += not microbatch
+        due = self._draws <= _ALL_TRIED or self._draws & (self._draws - 1) == 0
+        self._trials += due and not microbatch
+        return due
 
     def begin(self, batch: PackedBatch) -> PackedBatch:
         """A copy of the batch, of which half of the documents are others or left out."""
@@ -64,7 +66,6 @@ class LossTrial:
         lengths = [end - start for start, end in batch.units.spans]
         self._roots = torch.tensor(lengths).sqrt()
         changed, self._kept = with_changed_documents(batch, self._trials)
-        self._trials += 1
         return changed
 
     def end(self) -> None:
@@ -73,13 +74,13 @@ class LossTrial:
         self._random.restore()
 
     @property
-    def was_before(self) -> bool:
-        """Whether the microbatch was tried, and its losses are not compared yet."""
-        return self._kept is not None
+    def decides(self) -> bool:
+        """Whether the microbatch was tried and is not compared yet, or an earlier one failed."""
+        return self._kept is not None or self._refused is not None
 
-    def restart(self) -> None:
-        """Try the next draws, and change the same documents again."""
-        self._draws = self._trials = 0
+    def restart(self, refusal: str) -> None:
+        """Try the next draws; refuse the rest of this one, and then all until a trial passes."""
+        self._draws, self._trials, self._refused = 0, -1, refusal
 
     def hold(self, losses: Tensor) -> None:
         """Keep the losses `[U]` of the changed batch."""
@@ -90,7 +91,7 @@ class LossTrial:
         kept, before = self._kept, self._losses
         self._kept = self._losses = None
         if kept is None or before is None or not bool(kept.any()):
-            return None
+            return self._refused
         now = losses.detach()
         apart = (before - now).abs()
         if is_deterministic(now.device):
@@ -102,5 +103,6 @@ class LossTrial:
         wrong = (~same).cpu() & kept
         if bool(wrong.any()):
             return _CHANGED.format(document=int(wrong.int().argmax()))
-        self.has_compared = True
-        return None
+        if self._draws:
+            self.has_compared, self._refused = True, None
+        return self._refused

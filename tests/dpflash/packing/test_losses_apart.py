@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 import dpflash
-from dpflash.packing import pack
+from dpflash.packing import PackTo, pack
 from dpflash.packing.changed import with_changed_documents
 
 LENGTHS = [5, 3, 12, 17, 9]
@@ -179,6 +180,51 @@ def test_a_document_that_makes_others_not_finite_is_refused(run, documents, lang
     own = run(language_model(), docs, losses=losses, tokens=64)
     with pytest.raises(RuntimeError, match="the loss of document .* nothing was released"):
         own.sums()
+
+
+def test_a_loss_is_tried_where_the_longest_document_fills_a_microbatch(
+    run, documents, language_model
+):
+    own = run(language_model(), documents([64, *LENGTHS]), losses=WRONG["loop"])
+    with pytest.raises(RuntimeError, match="the loss of document .* nothing was released"):
+        own.sums()
+
+
+def test_a_collate_function_that_adds_to_packed_batches_is_refused(documents, language_model):
+    """Its entries stay as they are in a trial, such as targets that predict the next document."""
+
+    class Rolled(PackTo):
+        def __call__(self, given):
+            batch = super().__call__(given)
+            batch["targets"] = shifted_over_rows(batch)
+            return batch
+
+    model = language_model()
+    with pytest.raises(ValueError, match="collate_fn=Rolled, a subclass of PackTo"):
+        dpflash.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(
+                documents(LENGTHS), batch_size=2, collate_fn=Rolled(tokens=64, max_documents=5)
+            ),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+
+
+def test_no_microbatch_passes_behind_one_that_was_refused(run, documents, language_model):
+    own = run(language_model(), documents(LENGTHS * 4), losses=WRONG["loop"])
+    refused, real = 0, 0
+    for _ in range(2):
+        for batch in own.loader:
+            real += bool(own.loader.is_real.any())
+            try:
+                own.engine.backward(own.losses(own.model, batch))
+            except RuntimeError:
+                refused += 1
+            own.optimizer.step()
+            own.optimizer.zero_grad()
+    assert refused == real > 4
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
