@@ -368,12 +368,19 @@ def draw(rows: list[Row], path: Path) -> None:
                     points.append((tokens, sum(own) / len(own), min(own), max(own)))
             x, mean, low, high = zip(*points, strict=True)
             recall.plot(
-                x, mean, line, color=f"C{index}", marker="o", label=f"{pattern}, {epsilon:g}"
+                x,
+                mean,
+                line,
+                color=f"C{index}",
+                marker="o",
+                label=f"{pattern}, epsilon {epsilon:g}",
             )
             recall.fill_between(x, low, high, color=f"C{index}", alpha=0.08)
-    recall.set_xscale("log", base=2)
+    recall.set_xscale("log")
+    recall.set_xticks(TOKENS, [f"{tokens:,}" for tokens in TOKENS])
+    recall.minorticks_off()
     recall.set(xlabel="T, tokens of a document that are used", ylabel="accuracy", ylim=(0, 1))
-    recall.set_title("recall: attention, epsilon", fontsize=10)
+    recall.set_title("recall, mean and range of the seeds", fontsize=10)
     recall.legend(fontsize=8)
     for index, epsilon in enumerate(EPSILONS):
         for place, choice in enumerate(CHOICES):
@@ -383,7 +390,8 @@ def draw(rows: list[Row], path: Path) -> None:
             label = f"epsilon {epsilon:g}" if place == 0 else None
             source.plot(where, own, "o", color=f"C{index}", label=label)
     source.set_xticks(range(len(CHOICES)), list(CHOICES))
-    source.set(ylabel="held-out bits a byte", title="source: a point for each seed")
+    source.set_ylabel("held-out bits per byte")
+    source.set_title("source, a point for each seed", fontsize=10)
     source.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
