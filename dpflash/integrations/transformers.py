@@ -177,8 +177,9 @@ def _is_not_flash_attention() -> None:
 
     is_requested._dpflash = True  # type: ignore[attr-defined]
     generic.is_flash_attention_requested = is_requested
-    # Modules that were imported before hold the function by its name.
-    for name, module in list(sys.modules.items()):
+    # Modules that were imported before hold the function by its name. A finalizer may import one
+    # meanwhile: `list(sys.modules.items())` would raise then.
+    for name, module in sys.modules.copy().items():
         if name.startswith("transformers.") and "is_flash_attention_requested" in vars(module):
             module.is_flash_attention_requested = is_requested  # type: ignore[attr-defined]
 

@@ -1,6 +1,7 @@
 """Models of transformers give on this library's attention what they give on transformers' own."""
 
 import copy
+import gc
 import sys
 
 import pytest
@@ -501,6 +502,39 @@ def test_registering_twice_changes_nothing():
         for name in (huggingface.register(), huggingface.register())
     ]
     assert found[0] == found[1] == (huggingface._attention, huggingface._mask)
+
+
+class Importing:
+    """Garbage which leads to an import whenever some is looked for."""
+
+    number = 0
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        Importing.number += 1
+        sys.modules[f"imported_{Importing.number}"] = sys
+        if Importing.number < 10_000:
+            Importing()
+
+
+def test_a_finalizer_may_import_a_module_while_it_registers(monkeypatch):
+    asked = huggingface.register() and transformers.utils.generic.is_flash_attention_requested
+    name = "is_flash_attention_requested"
+    monkeypatch.setattr(transformers.utils.generic, name, asked.__wrapped__)
+    before = gc.get_threshold()
+    Importing()
+    gc.set_threshold(1)
+    try:
+        huggingface._is_not_flash_attention()
+    finally:
+        gc.set_threshold(*before)
+        last, Importing.number = Importing.number, 10_000
+        for number in range(1, last + 1):
+            sys.modules.pop(f"imported_{number}")
+    assert last > 0
+    assert transformers.modeling_utils.is_flash_attention_requested is not asked
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, gpt_oss], ids=lambda build: build.__name__)
