@@ -38,6 +38,11 @@ _SECONDS_FOR_OTHERS = 3.0
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
+# Processes are copies of a server, which imports torch and the benchmarks once; an optimizer
+# imports torch._dynamo. Not set again with each call: a program may have the server import more.
+_FORKED: Any = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["dpflash.bench.scaling_tasks", "torch._dynamo"])
+
 Call = tuple[Callable[..., Any], Mapping[str, Any]]
 
 
@@ -129,15 +134,11 @@ def _results(
 
     When the caller stops asking, the processes that still run are killed.
     """
-    # Processes are copies of a server, which imports torch and the benchmarks once.
-    context: Any = multiprocessing.get_context("forkserver")
-    # An optimizer imports torch._dynamo.
-    context.set_forkserver_preload(["dpflash.bench.scaling_tasks", "torch._dynamo"])
     running: dict[Any, tuple[int, Any]] = {}  # by the pipe of its result
     try:
         for number, call in enumerate(calls):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
+            ours, theirs = _FORKED.Pipe(duplex=False)
+            process = _FORKED.Process(
                 target=_work, args=(theirs, call, memory_limit, threads), daemon=True
             )
             process.start()

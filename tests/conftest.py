@@ -1,5 +1,6 @@
 """Settings of all tests: GPU tests, the number of cases that run, deadlines, the user's cache."""
 
+import gc
 import itertools
 import json
 import os
@@ -34,6 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path.name != "test_rounded_normal.py")
     elif not torch.cuda.is_available():
         _leave_out_cases(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what collection made, which stays, out of each search for garbage: some 0.4 s."""
+    gc.freeze()
 
 
 def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:

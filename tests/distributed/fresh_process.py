@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FORKED = multiprocessing.get_context("forkserver")
-# `import dpflash` alone imports nothing, and an optimizer imports torch._dynamo.
+# `import dpflash` alone imports nothing, and an optimizer imports torch._dynamo. The benchmarks'
+# processes are copies of the same server, whichever test starts it.
 FORKED.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "scipy.stats"]
-    + ["dpflash.train.run"]
+    + ["dpflash.train.run", "dpflash.bench.scaling_tasks"]
 )
 
 
