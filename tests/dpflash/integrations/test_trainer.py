@@ -15,6 +15,7 @@ import dpflash
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+datasets = pytest.importorskip("datasets")
 
 from dpflash.integrations.transformers import DPTrainer  # noqa: E402
 
@@ -363,6 +364,20 @@ def test_users_are_those_of_a_plain_loop_and_named_in_the_card(tmp_path):
     card = (tmp_path / "saved" / "README.md").read_text()
     assert "privacy unit: user: patient (unit_of), of which each draw uses at most 2" in card
     assert trained.engine.privacy_unit == "user: patient"
+
+
+def test_a_function_names_users_by_a_column_that_the_model_does_not_take(tmp_path):
+    entries = [{**entry, "patient": i // 2} for i, entry in enumerate(samples("llama"))]
+    private = dpflash.PrivacyConfig(
+        noise_multiplier=1.0,
+        target_delta=DELTA,
+        max_grad_norm=1.0,
+        unit_of=lambda entry: entry["patient"],
+        examples_per_unit=2,
+        unit_name="patient",
+    )
+    trained = trainer(tmp_path, privacy=private, train_dataset=datasets.Dataset.from_list(entries))
+    assert trained.train().global_step == 4  # 16 users, 8 in a step
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
