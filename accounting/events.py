@@ -151,9 +151,9 @@ class UnitPoissonGaussian(PoissonGaussian):
         The pair sum over j of Binom(k, sample_rate)(j) N(j, noise_multiplier^2) against
         N(0, noise_multiplier^2) dominates the sum of one step on any two neighbors, in both
         directions, and is attained. Let V be what the unit's drawn examples add to the sum, over
-        the bound, so that ``|V|`` is at most their number, J. Then E (P / Q - alpha)_+ under Q is of a
-        sum of lognormals, one for each value of V, and so greatest if all V point in one direction
-        (comonotone terms have the greatest sum in convex order). P / Q then rises with the output,
+        the bound, so that its absolute value is at most their number, J. Then E (P / Q - alpha)_+
+        under Q is of a sum of lognormals, one for each value of V, and so greatest if all V point
+        in one direction (comonotone terms have the greatest sum in convex order). P / Q then rises with the output,
         the event P / Q > alpha is a half-line, and its probability rises with V; a unit of fewer
         examples draws stochastically fewer.
 
