@@ -154,8 +154,8 @@ class UnitPoissonGaussian(PoissonGaussian):
         the bound, so that its absolute value is at most their number, J. Then E (P / Q - alpha)_+
         under Q is of a sum of lognormals, one for each value of V, and so greatest if all V point
         in one direction (comonotone terms have the greatest sum in convex order). P / Q then rises
-        with the output, the event P / Q > alpha is a half-line, and its probability rises with V; a
-        unit of fewer examples draws stochastically fewer.
+        with the output, the event P / Q > alpha is a half-line, and its probability rises with V;
+        a unit of fewer examples draws stochastically fewer.
 
     Source:
         Mixture of Gaussians mechanisms: Choquette-Choo, Ganesh, Steinke, Thakurta 2024 (arXiv
