@@ -363,9 +363,10 @@ class PrivateDataLoader(Prepared, DataLoader):
             if isinstance(batch, PackedBatch):
                 mark = replace(mark, units=batch.units)
                 if self._trial is not None and self._trial.is_due(mark.microbatch):
-                    trial = mark.of_trial
+                    changed = self._trial.begin(batch)
+                    trial = replace(mark.of_trial, units=changed.units)
                     self.tracker.begin_batch(trial, own)
-                    yield self._trial.begin(batch), trial
+                    yield changed, trial
                     self._trial.end()
             elif self.has_pairs:
                 mark = replace(mark, units=Pairs.units(mark.size))
