@@ -212,6 +212,13 @@ def test_a_collate_function_that_adds_to_packed_batches_is_refused(documents, la
         )
 
 
+def test_a_chunked_head_takes_trials_that_leave_documents_out(run, documents, language_model):
+    own = run(language_model(chunked_loss=True), documents(LENGTHS))
+    for _ in range(2):
+        own.sums()
+    assert own.engine._trial.has_compared
+
+
 def test_no_microbatch_passes_behind_one_that_was_refused(run, documents, language_model):
     own = run(language_model(), documents(LENGTHS * 4), losses=WRONG["loop"])
     refused, real = 0, 0
