@@ -447,7 +447,7 @@ def _attention_dq_kernel(
     v_ptr += sample * stride_vb + kv_head * stride_vh
     do_ptr += sample * stride_db + wide_head * stride_dh
     dq_ptr += sample * stride_dqb + wide_head * stride_dqh
-    at = (sample * heads + head) * num_queries
+    at = (pid // num_tiles).to(tl.int64) * num_queries
     if HAS_BIAS:
         bias_ptr += sample * stride_ib + wide_head * stride_ih
     if BIAS_GRAD:
@@ -520,7 +520,12 @@ def _attention_dq_kernel(
     if D1 > 0:
         dq1 *= scale
         _store(dq_ptr, row_offsets * stride_dqt, there, dq1, D0, D1, D)
-    partial = (sample * heads + head) * num_tiles + index
+    # No register is free to keep these over the loops: offsets are computed again, and the terms
+    # of the slopes are stored in the layout that dq's rows have.
+    partial = pid.to(tl.int64)
+    if HAS_SLOPES:
+        at = partial // num_tiles * num_queries
+        tl.store(slope_sums_ptr + at + rows[:, None], -slope_sum[:, None], mask=there[:, None])
     if TOKEN_SUMS:
         # Rows that are not there have p = 0 through pivot = inf, so they add nothing.
         dims = tl.arange(0, D0)
@@ -528,8 +533,6 @@ def _attention_dq_kernel(
         if D1 > 0:
             more = D0 + tl.arange(0, D1)
             tl.store(q_sums_ptr + partial * D + more, tl.sum(dq1, 0), mask=more < D)
-    if HAS_SLOPES:
-        tl.store(slope_sums_ptr + at + rows, -slope_sum, mask=there)
     if SQUARES:
         squares = _squares(dq_ptr, dq0, 0, D0, D)
         if D1 > 0:
