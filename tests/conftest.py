@@ -30,11 +30,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
-    if FULL:
-        # The longest file first: at the end one worker would run it alone.
-        items.sort(key=lambda item: item.path.name != "test_rounded_normal.py")
-    elif not torch.cuda.is_available():
+    if not FULL and not torch.cuda.is_available():
         _leave_out_cases(config, items)
+    # A long file first: at the end one worker would run it alone.
+    long_file = "test_rounded_normal.py" if FULL else "test_docs.py"
+    items.sort(key=lambda item: item.path.name != long_file)
 
 
 def pytest_collection_finish() -> None:
