@@ -22,6 +22,7 @@ from suite_cases import (  # noqa: E402
 )
 
 
+@pytest.mark.cases(0)
 def test_an_isolated_call_returns_or_says_how_it_failed():
     assert run_isolated(grow, size=10) == 10
     with pytest.raises(isolated.OutOfMemory):

@@ -264,6 +264,7 @@ def tasks(tmp_path, monkeypatch):
     return scaling_test_tasks
 
 
+@pytest.mark.cases(0)
 def test_a_rank_that_fails_is_named_and_nobody_stays_behind(tasks, monkeypatch):
     given = {"device": "cpu", "plus": 5}
     before = set(torch.multiprocessing.active_children())

@@ -201,6 +201,7 @@ def test_a_run_goes_on_with_other_ranks(
     assert len(list(out.glob("checkpoint*"))) == 1
 
 
+@pytest.mark.cases(0)
 def test_the_non_private_run_goes_on_with_other_ranks(
     world: Any, data: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -215,6 +216,7 @@ def test_the_non_private_run_goes_on_with_other_ranks(
     )
 
 
+@pytest.mark.cases(0)
 def test_a_checkpoint_that_was_to_be_removed_does_not_come_back(
     world: Any, data: Path, whole: Path, tmp_path: Path
 ) -> None:

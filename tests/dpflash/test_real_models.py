@@ -42,7 +42,7 @@ def _options(clipping, bound):
 CLIPPINGS = ["flat", "ghost", "per_layer", "per_block"]
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("column", models_table.COLUMNS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_private_step_is_what_the_page_says(name, column):
@@ -118,6 +118,7 @@ def _errors(name, dtype=torch.float64, reduction=None):
 
 
 # Their layers do not see the batch first, or they change what they are given.
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["T5", "BART", "Swin", "Wav2Vec2", *REFUSED])
 def test_check_takes_from_layers_what_training_takes(name):
     assert _errors(name)[:1] == ([FOUND[name]] if name in REFUSED else [])

@@ -130,7 +130,7 @@ def norm(grads):
 @pytest.mark.parametrize("chunked", [False, True], ids=["logits", "chunked"])
 @pytest.mark.parametrize("layer", LAYERS)
 @every_kind
-@pytest.mark.cases(22)
+@pytest.mark.cases(12)
 def test_the_sum_is_over_users_of_the_gradient_of_their_mean_loss(layer, kind, chunked):
     torch.manual_seed(1)
     model = Net(layer, chunked).double()

@@ -314,6 +314,7 @@ def test_what_could_not_be_kept_leaves_nothing_behind(tiny, cache, monkeypatch):
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
+@pytest.mark.cases(0)
 def test_a_compiler_that_fails_is_quoted(tmp_path):
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'error: out of paper' >&2; exit 1\n")

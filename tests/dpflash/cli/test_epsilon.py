@@ -625,7 +625,7 @@ def test_a_run_without_noise_is_drawn_as_no_privacy(figures, tmp_path):
     assert set(lines_of(right)["contour"].get_ydata()) == {0.0}
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "event",
     [

@@ -122,7 +122,7 @@ def until_refused(made):
     return str(caught.value)
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @every_kind
 @pytest.mark.parametrize("limit", [2.5, 6.0])
 def test_the_step_is_refused_at_which_a_loop_over_the_accountant_exceeds_the_budget(
