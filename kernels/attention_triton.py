@@ -447,7 +447,7 @@ def _attention_dq_kernel(
     v_ptr += sample * stride_vb + kv_head * stride_vh
     do_ptr += sample * stride_db + wide_head * stride_dh
     dq_ptr += sample * stride_dqb + wide_head * stride_dqh
-    at = (pid // num_tiles).to(tl.int64) * num_queries
+    at = (sample * heads + head) * num_queries
     if HAS_BIAS:
         bias_ptr += sample * stride_ib + wide_head * stride_ih
     if BIAS_GRAD:
@@ -520,8 +520,8 @@ def _attention_dq_kernel(
     if D1 > 0:
         dq1 *= scale
         _store(dq_ptr, row_offsets * stride_dqt, there, dq1, D0, D1, D)
-    # No register is free to keep these over the loops: offsets are computed again, and the terms
-    # of the slopes are stored in the layout that dq's rows have.
+    # The loops need nearly all registers, so offsets are computed here and not before them. The
+    # slopes' terms, one for each query, are stored as a column: that is dq's layout.
     partial = pid.to(tl.int64)
     if HAS_SLOPES:
         at = partial // num_tiles * num_queries
