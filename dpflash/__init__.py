@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .optimizer import PrivateOptimizer
     from .privacy.budget import BudgetSpent, PrivacyBudget
     from .recommender import recommend
+    from .refusal import PrivateRefusal, PrivateWarning
     from .release.load import load
 
 __version__ = "0.1.0"
@@ -26,6 +27,8 @@ __all__ = [
     "PrivacyConfig",
     "PrivacyEngine",
     "PrivateOptimizer",
+    "PrivateRefusal",
+    "PrivateWarning",
     "__version__",
     "accounting",
     "attention",
@@ -49,6 +52,8 @@ _MODULES = {
     "PrivacyConfig": "config",
     "PrivacyEngine": "engine",
     "PrivateOptimizer": "optimizer",
+    "PrivateRefusal": "refusal",
+    "PrivateWarning": "refusal",
     "attention": "attn.functional",
     "load": "release.load",
     "private_boundary": "attn.boundary",

@@ -1,0 +1,30 @@
+"""PrivateRefusal and PrivateWarning: errors and warnings that depend on private data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PrivateRefusal(RuntimeError):
+    """Training stops because of what the private data is.
+
+    Whether it is raised depends on private data, and epsilon does not cover that, see "Refusals"
+    in docs/guarantees.md. Every other error depends on public facts alone: arguments, code,
+    declared shapes.
+
+    Args:
+        message: names layers, arguments and the way out; no value, index, length or count of the
+            data.
+        **details: what was found.
+
+    Attributes:
+        details: what was found, by name. PRIVATE, as losses are: do not publish it.
+    """
+
+    def __init__(self, message: str, **details: Any):
+        super().__init__(message)
+        self.details = details
+
+
+class PrivateWarning(UserWarning):
+    """A warning whose appearance depends on private data; its text holds none of it."""
