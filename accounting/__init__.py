@@ -1,5 +1,6 @@
 """Privacy accounting: from noisy steps to epsilon and delta, and back to the noise they need."""
 
+from . import dp_events
 from .accountant import Accountant, Interval
 from .calibration import (
     epochs_to_steps,
@@ -51,6 +52,7 @@ __all__ = [
     "UnitPoissonGaussian",
     "compute_rdp",
     "create_accountant",
+    "dp_events",
     "epochs_to_steps",
     "event_from_dict",
     "gaussian_delta",

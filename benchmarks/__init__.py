@@ -4,3 +4,7 @@
 processes, `output`, `document` and `picture` write what was found, and `schema` upgrades
 older files. `suites` lists the benchmarks, `compare` compares two runs and `versus` two checkouts.
 """
+
+from dpflash._lazy import lazy
+
+__getattr__ = lazy(__name__)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ._lazy import lazy
 
 if TYPE_CHECKING:
     from . import accounting, distributed, losses, nn, patterns, sampling
@@ -59,20 +60,7 @@ _MODULES = {
     "private_boundary": "attn.boundary",
     "recommend": "recommender",
 }
-_SUBMODULES = {
-    *("accounting", "distributed", "integrations", "kernels"),
-    *("losses", "nn", "patterns", "sampling"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = found
-    return found
+__getattr__ = lazy(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

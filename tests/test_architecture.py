@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The import law of dpflash/, bottom up. A package, or a file directly in dpflash/, imports from
 # the rows before its own; what stands in one row does not import each other.
 LAW = [
-    ["_json", "_validate", "distributed core", "opacus_calls", "refusal"],
+    ["_json", "_lazy", "_validate", "distributed core", "opacus_calls", "refusal"],
     ["losses", "packing"],
     ["patterns", "privacy", "verification"],
     ["attn", "checkpoint", "sampling"],

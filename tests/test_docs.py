@@ -1,9 +1,11 @@
 """README and the pages of docs/ are true where a machine can tell."""
 
+import ast
 import importlib.util
 import re
 import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ sys.path.insert(
 from fresh_process import FORKED, run_script  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CODE = ("dpflash", "kernels", "accounting", "benchmarks")
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
 # What a block has -> what takes less time.
 LESS = {
@@ -114,3 +117,28 @@ def test_pages_stay_short():
     lengths = {page.name: len(page.read_text().splitlines()) for page in PAGES}
     assert lengths.pop("README.md") <= 200
     assert max(lengths.values()) < 250, lengths
+
+
+def test_the_names_of_pages_and_messages_resolve():
+    """`import dpflash; dpflash.packing.PackTo` works wherever a text says so."""
+    names = set()
+    for page in PAGES:
+        names |= named_in(page.read_text())
+    for path in (p for folder in CODE for p in (ROOT / folder).rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+        names |= named_in("\n".join(text for text in texts if isinstance(text, str)))
+    for library in ("lightning", "trl", "transformers"):
+        if importlib.util.find_spec(library) is None:
+            names = {n for n in names if not n.startswith(f"integrations.{library}")}
+    assert len(names) > 50
+    # A fresh process, since other imports set attributes of packages.
+    script = (
+        "import dpflash, operator, sys\nfor n in sys.argv[1:]: operator.attrgetter(n)(dpflash)"
+    )
+    subprocess.run([sys.executable, "-c", script, *sorted(names)], check=True)
+
+
+def named_in(text):
+    """The names below `dpflash` in a text; `torch.ops.dpflash` and file names are none."""
+    return set(re.findall(r"(?<![\w./-])dpflash\.((?:[A-Za-z]\w*\.)*[A-Za-z]\w*)", text))

@@ -7,8 +7,9 @@ are never sent. Ranks compare the arguments of each call before they exchange te
 raises on all of them instead of hanging.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy
 
 if TYPE_CHECKING:
     from .attention import ring_attention
@@ -54,10 +55,4 @@ _MODULES = {
     "unshard_sequence": "context",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = found
-    return found
+__getattr__ = lazy(__name__, _MODULES)

@@ -1,7 +1,8 @@
 """Sampling: samplers, the private loader, slots and padding."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .._lazy import lazy
 
 if TYPE_CHECKING:
     from .lengths import PadTo
@@ -40,11 +41,7 @@ _MODULES = {
     "check_loader": "loader",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = lazy(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,34 @@
+"""The `__getattr__` of packages whose names and modules are imported when they are first used."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy(package: str, modules: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """A `__getattr__` that finds the names of a package, and its modules.
+
+    Args:
+        package: its `__name__`.
+        modules: name -> the module of the package that defines it.
+    """
+    modules = modules or {}
+
+    def find(name: str) -> Any:
+        if name in modules:
+            found = getattr(import_module(f"{package}.{modules[name]}"), name)
+            setattr(sys.modules[package], name, found)
+            return found
+        module = f"{package}.{name}"
+        try:
+            if not name.startswith("_"):
+                return import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return find
