@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The import law of dpflash/, bottom up. A package, or a file directly in dpflash/, imports from
 # the rows before its own; what stands in one row does not import each other.
 LAW = [
-    ["_json", "_lazy", "_validate", "distributed core", "opacus_calls", "refusal"],
+    ["_lazy"],
+    ["_json", "_validate", "distributed core", "opacus_calls", "refusal"],
     ["losses", "packing"],
     ["patterns", "privacy", "verification"],
     ["attn", "checkpoint", "sampling"],
@@ -187,8 +188,8 @@ def test_packages_of_dpflash_import_only_from_the_rows_before_their_own() -> Non
     assert not wrong
 
 
-def test_at_most_twelve_files_stand_directly_in_dpflash() -> None:
-    assert len(list((ROOT / "dpflash").glob("*.py"))) <= 12
+def test_at_most_fourteen_files_stand_directly_in_dpflash() -> None:
+    assert len(list((ROOT / "dpflash").glob("*.py"))) <= 14
 
 
 def _declared_attributes() -> dict[str, set[str]]:
