@@ -3,12 +3,14 @@
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from dpflash.bench import versus
+import dpflash
+from dpflash.bench import versus, versus_worker
 from dpflash.bench.versus import WorkerError, run_versus
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -203,3 +205,23 @@ def test_a_result_unlike_that_of_the_old_checkout_is_no_row_of_figures(
     versus._compare_results(*rows, tmp_path)
     assert [row["correct"] for row in rows] == [True, is_right]
     assert [versus._runs(row) for row in rows] == [True, is_right]
+
+
+def test_the_private_step_trains_on_the_loaders_batches_and_gives_their_clipped_mean():
+    small = {"batch": 4, "tokens": 8, "width": 16, "layers": 1, "heads": 2, "vocabulary": 11}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="a step was made on a batch that")
+        job = versus_worker.private_step("flat", **small)
+        job.step()
+    x, y = torch.randint(0, 11, (2, 4, 8), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = dpflash.nn.LongContextLM(11, 16, 1, 2, max_seq_len=8, tie_embeddings=False)
+    clipped = [torch.zeros_like(p) for p in model.parameters()]
+    for i in range(4):
+        loss = dpflash.losses.cross_entropy(model(x[i : i + 1]), y[i : i + 1]).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        for held, grad in zip(clipped, grads, strict=True):
+            held.add_(grad / norm.clamp(min=1) / 4)
+    for got, wanted in zip(job.result(), clipped, strict=True):
+        torch.testing.assert_close(got / 1024, wanted, rtol=1e-4, atol=1e-6)
