@@ -613,7 +613,6 @@ class PrivacyEngine(OnlySettable):
             backward.step.tracker.before_backward(losses.shape[0])
         if self._trial is not None and self._is_tried(losses, self._trial):
             return
-        nonfinite = backward.statistics.nonfinite_samples
         try:
             with without_autocast(losses.device.type):
                 backward.backward(losses)
@@ -621,13 +620,6 @@ class PrivacyEngine(OnlySettable):
             # Its sums are dropped, so the batch may be tried again.
             backward.step.tracker.dropped()
             raise
-        found = backward.statistics.nonfinite_samples - nonfinite
-        if found:
-            warnings.warn(
-                f"{found} sample(s) of a batch had a NaN or Inf gradient and contributed "
-                "zero (their number is private: do not release it)",
-                stacklevel=2,
-            )
 
     def _is_tried(self, losses: Tensor, trial: LossTrial) -> bool:
         """Whether losses are of a trial, which has no backward; compares those that follow it."""

@@ -5,6 +5,9 @@ Hugging Face models), couples the samples: removing one of them rescales the gra
 others, and the clipped sum moves by several times the clipping bound. Here every divisor belongs
 to the sample itself, and the engine sums over the samples.
 
+A sample with a target out of range has the loss NaN and a gradient of exact zeros. Nothing raises,
+since an error would depend on one private entry.
+
 Letters: B samples, V classes.
 """
 
@@ -30,19 +33,20 @@ def cross_entropy(
     Args:
         logits: `[B, ..., V]`, floating point, classes last; narrower ones are
             computed in float32.
-        targets: `[B, ...]`, int64 class indices, already shifted for next-token prediction.
+        targets: `[B, ...]`, int64 class indices, already shifted for next-token prediction. A
+            sample with one outside of `0..V-1` has the loss NaN and a zero gradient.
         ignore_index: targets of this value do not count. A sample with no other target has the
             loss 0 and a zero gradient.
         sample_index: of a packed batch: the shape of `targets`, int64, the number of each
-            position's sample, and -1 for padding. None where row i is sample i.
+            position's sample; positions with another number, such as -1, are of none. None where
+            row i is sample i.
         num_samples: of a packed batch: B, its `max_documents`.
 
     Returns:
         `[B]`, float32 (float64 for float64 logits), in nats.
 
     Raises:
-        ValueError: for shapes that do not fit, targets that are not int64, or (on a CPU) a target
-            outside of `0..V-1` or a sample_index outside of `-1..B-1`.
+        ValueError: for shapes that do not fit, or targets that are not int64.
 
     Guarantees:
         Entry i depends on the logits and targets of sample i alone.
@@ -60,19 +64,13 @@ def cross_entropy(
             "come last (logits.movedim(1, -1) moves them there), and under context parallelism "
             "both are this rank's tokens"
         )
-    try:
-        position_losses = F.cross_entropy(
-            _at_least_float32(logits).flatten(0, -2),
-            targets.flatten(),
-            ignore_index=ignore_index,
-            reduction="none",
-        )
-    except IndexError as error:
-        raise ValueError(
-            f"targets: {error} Expected 0..{logits.shape[-1] - 1} or ignore_index={ignore_index}; "
-            "widen the logits or mark padding with ignore_index"
-        ) from error
-    valid = targets != ignore_index
+    valid, outside = kinds_of_targets(targets, logits.shape[-1], ignore_index)
+    position_losses = F.cross_entropy(
+        _at_least_float32(logits).flatten(0, -2),
+        targets.masked_fill(outside, ignore_index).flatten(),
+        ignore_index=ignore_index,
+        reduction="none",
+    )
     if sample_index is None:
         if num_samples is not None:
             raise ValueError(
@@ -80,11 +78,23 @@ def cross_entropy(
             )
         rows = _rows(targets.shape)
         valid_counts = valid.reshape(rows).sum(1)
-        return position_losses.reshape(rows).sum(1) / valid_counts.clamp(min=1)
+        losses = position_losses.reshape(rows).sum(1) / valid_counts.clamp(min=1)
+        return losses.masked_fill(outside.reshape(rows).any(1), math.nan)
     index, num_samples = _checked_index(sample_index, num_samples, targets)
-    sums = position_losses.new_zeros(num_samples + 1).index_add(0, index, position_losses)
-    counts = torch.zeros_like(sums).index_add(0, index, valid.flatten().to(sums.dtype))
-    return (sums / counts.clamp(min=1))[:num_samples]
+    zeros = position_losses.new_zeros(num_samples + 1)
+    sums = zeros.index_add(0, index, position_losses)
+    counts = zeros.index_add(0, index, valid.flatten().to(sums.dtype))
+    wrong = zeros.index_add(0, index, outside.flatten().to(sums.dtype)) > 0
+    return (sums / counts.clamp(min=1)).masked_fill(wrong, math.nan)[:num_samples]
+
+
+def kinds_of_targets(
+    targets: Tensor, num_classes: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """(which targets count, which are out of range), bool, of the shape of `targets`."""
+    inside = (targets >= 0) & (targets < num_classes)
+    counted = targets != ignore_index
+    return counted & inside, counted & ~inside
 
 
 def causal_lm(
@@ -103,7 +113,8 @@ def causal_lm(
 
     Args:
         logits: `[B, T, V]`, floating point; narrower than float32 is computed in float32.
-        labels: `[B, T]`, int64; the first one of each sample is predicted by nothing.
+        labels: `[B, T]`, int64; the first one of each sample is predicted by nothing. A sample
+            with another one outside of `0..V-1` has the loss NaN and a zero gradient.
         ignore_index: labels of this value, such as padding, do not count. A sample with no other
             label behind its first has the loss 0 and a zero gradient.
         sample_index, num_samples: of a packed batch, see `cross_entropy`. A label behind one of
@@ -113,9 +124,8 @@ def causal_lm(
         `[B]`, float32 (float64 for float64 logits), in nats.
 
     Raises:
-        ValueError: for shapes that do not fit, labels that are not int64, or (on a CPU) a label
-            outside of `0..V-1`. Under context parallelism shift the labels before they are split,
-            and use `cross_entropy`.
+        ValueError: for shapes that do not fit, or labels that are not int64. Under context
+            parallelism shift the labels before they are split, and use `cross_entropy`.
 
     Guarantees:
         Entry i depends on the logits and labels of sample i alone.
@@ -165,32 +175,27 @@ def binary_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: `[B]`, `[B, 1]` or `[B, ...]`, floating point; computed in float32 where narrower.
-        targets: the shape of `logits`, floating point, probabilities of the positive class.
+        targets: the shape of `logits`, floating point, probabilities of the positive class. A
+            sample with one outside of [0, 1] has the loss NaN and a zero gradient.
 
     Returns:
         `[B]`, float32 (float64 where an argument is float64), in nats.
 
     Raises:
         ValueError: for unequal shapes ((B, 1) against (B,) would broadcast to all B x B pairs and
-            couple the samples), targets that are not floating point, or (on a CPU, outside of
-            `torch.compile`) targets outside of [0, 1].
+            couple the samples) or targets that are not floating point.
 
     Guarantees:
         Entry i depends on `logits[i]` and `targets[i]` alone.
     """
     _require_alike(logits, targets, "logits")
-    # On an accelerator the check would wait for the device at every step.
-    checkable = targets.device.type == "cpu" and not torch.compiler.is_compiling()
-    if checkable and not bool(((targets >= 0) & (targets <= 1)).all()):
-        raise ValueError(
-            "targets hold values outside of [0, 1]: expected probabilities of the positive class; "
-            "map labels such as -1/+1 to 0/1"
-        )
     dtype = torch.promote_types(_at_least_float32(logits[:0]).dtype, targets.dtype)
+    outside = ~((targets >= 0) & (targets <= 1))
     element_losses = F.binary_cross_entropy_with_logits(
-        logits.to(dtype), targets.to(dtype), reduction="none"
+        logits.to(dtype), targets.masked_fill(outside, 0).to(dtype), reduction="none"
     )
-    return _mean_of_each_sample(element_losses)
+    losses = _mean_of_each_sample(element_losses)
+    return losses.masked_fill(outside.reshape(_rows(targets.shape)).any(1), math.nan)
 
 
 def _checked_index(
@@ -207,15 +212,8 @@ def _checked_index(
             f"sample_index has shape {tuple(sample_index.shape)} and dtype {sample_index.dtype}: "
             f"expected torch.int64 of the targets' shape {tuple(targets.shape)}"
         )
-    # On an accelerator the check would wait for the device at every step.
-    if targets.device.type == "cpu":
-        outside = (sample_index < -1) | (sample_index >= num_samples)
-        if bool(outside.any()):
-            raise ValueError(
-                f"sample_index holds {int(sample_index[outside][0])}: expected -1.."
-                f"{num_samples - 1}, -1 for padding; pass num_samples=batch.max_documents"
-            )
-    return torch.where(sample_index < 0, num_samples, sample_index).flatten(), num_samples
+    outside = (sample_index < 0) | (sample_index >= num_samples)
+    return sample_index.masked_fill(outside, num_samples).flatten(), num_samples
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

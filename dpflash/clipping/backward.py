@@ -140,7 +140,7 @@ class PrivateBackward:
         self.watches = self.proof.resting
         try:
             self.refuse_coarse_use(losses)
-            self._begin()
+            self._begin(losses if losses.ndim else None)
             gates = list(self.forward.gates.values())
             twice = len(self.groups) == 1 and bool(gates) and self._is_ghost(gates[0])
             twice, proving = self._meet(twice, self._wants_proof(self._expected_size))
@@ -335,11 +335,11 @@ class PrivateBackward:
             for gate in self.forward.gates.values():
                 gate.reset()
 
-    def _begin(self) -> None:
+    def _begin(self, losses: Tensor | None = None) -> None:
         self._arrived = set()
         self._arrived_generation = None
         self._task = -1
-        self.statistics.begin_backward()
+        self.statistics.begin_backward(losses)
         self.step.begin_backward()
 
     def check_gate(self, gate: Gate) -> None:

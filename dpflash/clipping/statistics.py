@@ -23,9 +23,17 @@ class ClipStatistics:
         self._counts: list[Tensor] = []
         self.seen_samples = 0
 
-    def begin_backward(self) -> None:
-        """Samples that are removed from now on are of another backward."""
+    def begin_backward(self, losses: Tensor | None = None) -> None:
+        """Samples that are removed from now on are of another backward.
+
+        Args:
+            losses: `[B]`; a sample whose loss is NaN or infinite is removed; None where the loss
+                is a scalar.
+        """
         self._removed = None
+        if losses is not None:
+            nonfinite = self._rows.only(~losses.detach().isfinite())
+            self._add(self._newly_removed(nonfinite), torch.zeros_like(nonfinite))
 
     def note(self, squares: Tensor | None, factors: Tensor) -> None:
         """Note the squared norms and the clipping factors of one group, `[B]` each.
@@ -34,18 +42,25 @@ class ClipStatistics:
         """
         real = self._rows.of(factors)
         self._squares = (None if squares is None else squares.detach(), real)
-        removed, clipped = factors == 0, factors < 1
-        if real is not None:
-            removed, clipped = removed & real, clipped & real
-        # A sample that several groups remove is one sample.
-        new = removed if self._removed is None else removed & ~self._removed
-        self._removed = removed if self._removed is None else removed | self._removed
-        counts = torch.stack([new.sum(), clipped.sum() - removed.sum()])
+        removed, clipped = self._rows.only(factors == 0), self._rows.only(factors < 1)
+        self._add(self._newly_removed(removed), clipped & ~removed)
+        self.seen_samples += self._rows.count(len(factors))
+
+    def _newly_removed(self, removed: Tensor) -> Tensor:
+        """Which of these samples were not removed before: a sample of several groups is one."""
+        known = self._removed
+        if known is None or known.shape != removed.shape:
+            known = torch.zeros_like(removed)
+        known = known.to(removed.device)
+        self._removed = removed | known
+        return removed & ~known
+
+    def _add(self, removed: Tensor, clipped: Tensor) -> None:
+        counts = torch.stack([removed.sum(), clipped.sum()])
         if self._counts and self._counts[-1].device == counts.device:
             self._counts[-1] = self._counts[-1] + counts
         else:
             self._counts.append(counts)
-        self.seen_samples += self._rows.count(len(factors))
 
     def _count(self) -> list[int]:
         """Samples that were removed, and clipped, so far. Waits for the device if some are new."""
@@ -58,7 +73,7 @@ class ClipStatistics:
 
     @property
     def nonfinite_samples(self) -> int:
-        """Samples that contributed nothing, since a gradient of theirs was NaN or infinite."""
+        """Samples that contributed nothing, since their loss or gradient was NaN or infinite."""
         return self._count()[0]
 
     @property

@@ -8,6 +8,7 @@ Letters: B samples, T tokens, E model dim, V classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from dpflash.kernels import per_sample_grad
 
 from ..clipping.planner import HeadShape
+from ..losses import kinds_of_targets
 from ..packing.units import Units
 from .base import Slot, autocast_dtype
 from .linear import PrivateLinear
@@ -258,27 +260,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         units: Units | None,
     ) -> Tensor:
-        valid = targets != ignore_index
+        valid, outside = kinds_of_targets(targets, weight.shape[0], ignore_index)
+        wrong = _sums(outside, units) > 0
         forward = torch.ops.dpflash.linear_cross_entropy if _compiling() else _statistics
         lse, nll = forward(
             x, weight.to(x.dtype), _like(bias, x), targets.masked_fill(~valid, 0), chunk_tokens
         )
         nll = nll.masked_fill(~valid, 0)
-        ctx.save_for_backward(x, weight, bias, targets, lse)
+        ctx.save_for_backward(x, weight, bias, targets, lse, wrong)
         ctx.slot = slot
         ctx.ignore_index = ignore_index
         ctx.mean = reduction == "mean"
         ctx.chunk_tokens = chunk_tokens
         ctx.units = units
         losses = _sums(nll, units)
-        return losses / _sums(valid, units).clamp(min=1) if ctx.mean else losses
+        losses = losses / _sums(valid, units).clamp(min=1) if ctx.mean else losses
+        return losses.masked_fill(wrong, math.nan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, targets, lse = ctx.saved_tensors
-        valid = targets != ctx.ignore_index
+        x, weight, bias, targets, lse, wrong = ctx.saved_tensors
+        valid, _ = kinds_of_targets(targets, weight.shape[0], ctx.ignore_index)
         units: Units | None = ctx.units
+        dlosses = dlosses.masked_fill(wrong, 0)
         scale = dlosses / _sums(valid, units).clamp(min=1) if ctx.mean else dlosses
         scale = torch.where(valid, _of_tokens(scale, units, x.shape[1]), 0)
         need_x, need_weight, need_bias, weight_handle, bias_handle = ctx.needs_input_grad[:5]

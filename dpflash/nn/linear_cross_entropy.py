@@ -71,15 +71,15 @@ class LinearCrossEntropy(nn.Linear):
         Args:
             x: `[B, T, E]` (or `[B, ..., E]`), of the weight's dtype.
             targets: `[B, T]` (or `[B, ...]`), int64 class indices, already shifted for next-token
-                prediction.
+                prediction. A sample with one outside of `0..V-1` has the loss NaN and a zero
+                gradient.
             units: of a batch of `dpflash.packing`: its samples, which are no rows of x.
 
         Returns:
             `[B]`, float32 (float64 for float64), in nats. Without targets `[B, T, V]`.
 
         Raises:
-            ValueError: for shapes and dtypes that do not fit, or (on a CPU, outside of
-                `torch.compile`) a target outside of `0..V-1`.
+            ValueError: for shapes and dtypes that do not fit.
         """
         if targets is None:
             return F.linear(x, self.weight, self.bias)
@@ -115,16 +115,6 @@ class LinearCrossEntropy(nn.Linear):
                 f"{tuple(targets.shape)}: expected x [B, ..., {self.in_features}] and targets "
                 "[B, ...]; the batch comes first and features last, add a batch with unsqueeze(0)"
             )
-        # On an accelerator the check would wait for the device at every step.
-        if targets.device.type == "cpu" and not torch.compiler.is_compiling():
-            outside = (targets < 0) | (targets >= self.out_features)
-            outside &= targets != self.ignore_index
-            if bool(outside.any()):
-                raise ValueError(
-                    f"targets hold {int(targets[outside][0])}: expected 0.."
-                    f"{self.out_features - 1} or ignore_index={self.ignore_index}; raise "
-                    "num_classes or mark padding with ignore_index"
-                )
 
     def extra_repr(self) -> str:
         """As of nn.Linear, with this layer's arguments."""

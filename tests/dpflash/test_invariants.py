@@ -40,7 +40,6 @@ every_kind = pytest.mark.parametrize(
     "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
 )
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*NaN or Inf:UserWarning"),
     pytest.mark.filterwarnings("ignore:a step was made on a batch that did not come:UserWarning"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
 ]
@@ -679,13 +678,10 @@ def test_invariant_6_a_non_finite_sample_contributes_zero_and_is_reported(
         losses = scale * model(batch).square().mean(1)
         if value == 1e30 and len(batch) == 5:
             losses = losses * torch.tensor([1, 1, 1e38, 1, 1]) * torch.tensor([1, 1, 1e38, 1, 1])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # It would depend on one sample.
             engine.backward(losses)
         found.append(sums(engine, model))
-        messages = [str(w.message) for w in caught]
-        assert (len(batch) == 5) == any("NaN or Inf" in m for m in messages)
-        assert all("their number is private" in m for m in messages if "NaN or Inf" in m)
         assert (len(batch) == 5) == (engine.diagnostics()["nonfinite_samples"] > 0)
     assert all(bool(torch.isfinite(g).all()) for g in found[0].values())
     assert distance(found[0], found[1]) <= 1e-6
@@ -889,10 +885,11 @@ def test_invariant_9_a_gradient_of_a_parameter_that_no_gate_reached_is_refused(p
 def test_diagnostics_count_clipped_samples_and_removed_ones_apart(private):
     engine, model, *_ = private(nn.Linear(1, 1, bias=False))
     x = torch.tensor([[0.5], [2.0], [math.nan], [3.0], [0.1]])
-    with pytest.warns(UserWarning, match="NaN or Inf"):
-        engine.backward(model(x).sum(1))
+    losses = model(x).sum(1)
+    root = (losses[4:] - losses[4:].detach()).sqrt()  # 0, with an infinite gradient
+    engine.backward(torch.cat([losses[:4], root]))
     found = engine.diagnostics()
-    assert (found["clip_fraction"], found["nonfinite_samples"]) == (2 / 5, 1)
+    assert (found["clip_fraction"], found["nonfinite_samples"]) == (2 / 5, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

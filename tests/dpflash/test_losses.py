@@ -212,18 +212,57 @@ def test_cross_entropy_refuses_what_it_would_misread():
         losses.cross_entropy(torch.rand(11), torch.tensor(3))
 
 
-@pytest.mark.parametrize("wrong", [11, -1, 1000])
-def test_class_indices_out_of_range_are_refused(wrong):
+def packed_cross_entropy(logits, targets):
+    return losses.cross_entropy(
+        logits.flatten(0, 1)[None],
+        targets.flatten()[None],
+        sample_index=torch.arange(3).repeat_interleave(7)[None],
+        num_samples=3,
+    )
+
+
+@pytest.mark.parametrize("wrong", [11, -1, 2**40, -(2**63)])
+@pytest.mark.parametrize(
+    "loss",
+    [losses.cross_entropy, losses.causal_lm, packed_cross_entropy],
+    ids=["rows", "shifted", "packed"],
+)
+def test_a_sample_with_a_class_out_of_range_has_a_gradient_of_zeros_and_changes_no_other(
+    loss, wrong
+):
     logits, targets = make_batch((3, 7))
-    targets[1, 2] = wrong
-    with pytest.raises(ValueError, match=r"Expected 0\.\.10 or ignore_index=-100"):
-        losses.cross_entropy(logits, targets)
+    logits.requires_grad_()
+    found = []
+    for value in (wrong, -100):
+        targets[1] = torch.tensor([2, value, 3, -100, value, 0, 1])
+        own = loss(logits, targets)
+        (grad,) = torch.autograd.grad(own.nansum(), logits)
+        found.append((own, grad))
+    (own, grad), (without, expected) = found
+    assert own.isnan().tolist() == [False, True, False] and not grad[1].any()
+    for other in (0, 2):
+        assert torch.equal(own[other], without[other])
+        assert torch.equal(grad[other], expected[other])
 
 
-@pytest.mark.parametrize("wrong", [-1.0, 1.5, math.nan])
-def test_binary_targets_out_of_range_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"outside of \[0, 1\]"):
-        losses.binary_cross_entropy_with_logits(torch.zeros(3), torch.tensor([0.0, wrong, 1.0]))
+def test_a_position_with_an_unknown_sample_index_is_of_no_sample():
+    logits, targets = make_batch((1, 6))
+    targets[:] = torch.tensor([1, 2, 3, 4, 5, 6])
+    index = torch.tensor([[0, 0, -1, 1, 1, 1]])
+    expected = losses.cross_entropy(logits, targets, sample_index=index, num_samples=2)
+    index[0, 2] = 7
+    found = losses.cross_entropy(logits, targets, sample_index=index, num_samples=2)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 1.5, math.inf, math.nan])
+def test_a_sample_with_a_binary_target_out_of_range_has_a_gradient_of_zeros(wrong):
+    logits = torch.ones(3, 2, requires_grad=True)
+    targets = torch.tensor([[0.0, 1.0], [wrong, 1.0], [0.5, 0.0]])
+    own = losses.binary_cross_entropy_with_logits(logits, targets)
+    own.nansum().backward()
+    assert own.isnan().tolist() == [False, True, False]
+    assert logits.grad.isfinite().all() and logits.grad.any(1).tolist() == [True, False, True]
 
 
 def test_losses_compile_into_one_graph():

@@ -756,15 +756,14 @@ def test_m12_opacus_releases_nan_for_one_nan_sample_and_still_reports_epsilon():
 
 @every_combination
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_m12_a_nan_or_inf_sample_contributes_nothing_and_is_reported(clipping, mode, value):
+def test_m12_a_nan_or_inf_sample_contributes_nothing(clipping, mode, value):
     torch.manual_seed(0)
     x, y = samples()
     x[3] = value
     others = [i for i in range(16) if i != 3]
     plain = nn.Linear(4, 3)
     options = {"clipping": clipping, "grad_sample_mode": mode, "bound": 0.5}
-    with pytest.warns(UserWarning, match=r"1 sample\(s\).*contributed zero"):
-        released = private_sum(plain, x, y, **options)
+    released = private_sum(plain, x, y, **options)
     assert_sums_equal(released, private_sum(plain, x[others], y[others], **options))
 
 

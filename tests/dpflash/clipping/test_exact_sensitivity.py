@@ -32,7 +32,6 @@ settings = hypothesis.settings(
     report_multiple_bugs=False,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-pytestmark = pytest.mark.filterwarnings("ignore:.*NaN or Inf:UserWarning")
 
 ROUNDED_MODES = ("book_keeping", "ghost")
 KINDS = (

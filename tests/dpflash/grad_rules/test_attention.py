@@ -198,13 +198,12 @@ def test_an_empty_batch_and_a_single_sample(private, sums, distance, oracle):
 
 def test_a_nonfinite_sample_contributes_nothing(private, sums):
     found = []
-    with pytest.warns(UserWarning, match="NaN or Inf"):
-        for value in (torch.nan, torch.inf):
-            x = samples()
-            x[2, 3] = value
-            engine, model, _, _ = private(build(), batch_size=4, max_grad_norm=0.2)
-            engine.backward(loss_of(model, x))
-            found.append(sums(engine, model))
+    for value in (torch.nan, torch.inf):
+        x = samples()
+        x[2, 3] = value
+        engine, model, _, _ = private(build(), batch_size=4, max_grad_norm=0.2)
+        engine.backward(loss_of(model, x))
+        found.append(sums(engine, model))
     engine, model, _, _ = private(build(), batch_size=3, max_grad_norm=0.2)
     engine.backward(loss_of(model, samples()[[0, 1, 3]]))
     for one in found:

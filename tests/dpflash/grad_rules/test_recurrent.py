@@ -380,14 +380,9 @@ def test_a_sample_that_is_not_finite_contributes_zero(private, sums, distance):
         engine, model, _, _ = private(copy.deepcopy(plain))
         losses = loss_of(model, x)
         weights = torch.tensor([1.0, 0.0 if value == 1 else value, 1.0, 1.0, 1.0])
-        with pytest.warns(UserWarning, match="NaN or Inf") if value > 1 else _nothing():
-            engine.backward(weights * losses)
+        engine.backward(weights * losses)
         found.append(sums(engine, model))
     assert distance(found[1], found[0]) == 0
-
-
-def _nothing():
-    return torch.enable_grad()
 
 
 class Uses(nn.Module):
