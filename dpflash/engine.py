@@ -365,6 +365,14 @@ class PrivacyEngine(OnlySettable):
             divides=privacy.loss_reduction != "sum",
             exact=privacy.exact is not False,
         )
+        asked_for, entries = data_loader.batch_size, loader.dataset_size
+        if asked_for is not None and not loader.has_public_size and asked_for > entries:
+            warnings.warn(
+                f"data_loader.batch_size={asked_for} above the {entries} privacy units of the "
+                "data: each draw takes all of them, without amplification by sampling. Pass a "
+                "smaller batch_size",
+                stacklevel=4,
+            )
         most = privacy.max_batch_size
         if most is not None and most < loader.expected_batch_size:
             warnings.warn(
@@ -549,6 +557,8 @@ class PrivacyEngine(OnlySettable):
         )
         asked = replace(asked, noise_multiplier=noise_multiplier)
         made = self._make_private(module, optimizer, data_loader, asked, performance)
+        assert self._step is not None
+        self._step.plan(steps, target_epsilon=target_epsilon)
         if asked.budget is None:
             self._spending.set_delta(target_delta)
         return made

@@ -455,6 +455,7 @@ class PrivateStep(ClippedSums):
         self._noise_multiplier = noise_multiplier
         self._is_closed = False
         self._may_charge = False
+        self._planned: tuple[int, float] | None = None
         # The last epoch of a shuffled loader that was charged, and its noise.
         self._paid = (0, math.inf)
 
@@ -517,6 +518,10 @@ class PrivateStep(ClippedSums):
         """The parameters that a release changes."""
         held = [p for group in self._optimizer.param_groups for p in group["params"]]
         return [p for p in held if p in self._ids and p.requires_grad]
+
+    def plan(self, releases: int, *, target_epsilon: float) -> None:
+        """Warn at the first release beyond those that the noise was calibrated for."""
+        self._planned = (self.releases + releases, target_epsilon)
 
     def resume(
         self,
@@ -682,6 +687,14 @@ class PrivateStep(ClippedSums):
             self._paid = (self.tracker.epochs, noise_multiplier)
         step = self.releases
         self.releases += 1
+        if self._planned is not None and step == self._planned[0]:
+            warnings.warn(
+                f"release {step + 1}: the noise was calibrated for {step} releases, so epsilon is "
+                f"above target_epsilon={self._planned[1]!r} from now on. Pass the epochs or steps "
+                "that you train for to make_private_with_epsilon; budget=PrivacyBudget(...) stops "
+                "training by itself",
+                stacklevel=4,
+            )
         return BatchNoise(
             noise_multiplier, bound, key=self._keys.noise, step=step, parameter_ids=self._ids
         )

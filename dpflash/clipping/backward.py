@@ -21,7 +21,7 @@ from ..verification.declared_reduction import refuse_weights
 from ..verification.proof import OFF, Proof
 from ..verification.two_backwards import BackwardsDiffer, FirstBackward, SecondBackward
 from ..verification.watch import Watch, refuse_together
-from .forward import SHARED, PrivateForward
+from .forward import SHARED, PrivateForward, refuse_for_memory
 from .gate import Gate
 from .groups import Group
 from .planner import Planner
@@ -158,8 +158,10 @@ class PrivateBackward:
                     "losses did not reach any private layer: no parameter got a gradient. Compute "
                     "losses from the output of the model given to make_private, with gradients on"
                 )
-        except BaseException:
+        except BaseException as error:
             self.discard()
+            if isinstance(error, RuntimeError):
+                refuse_for_memory(error, self.forward.batch_hint)
             raise
         finally:
             self.mode = "clip"

@@ -89,6 +89,28 @@ def _refuse_expanded(error: RuntimeError, call: _Call) -> None:
     ) from error
 
 
+def refuse_for_memory(error: RuntimeError, rows: int | None) -> None:
+    """Where memory ran out, say how many rows a microbatch has and which argument bounds them.
+
+    Args:
+        error: of a forward or a backward.
+        rows: of the loader's microbatch; None without one.
+
+    Raises:
+        torch.OutOfMemoryError: memory ran out.
+    """
+    text = str(error)
+    ran_out = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text
+    if rows is None or not ran_out or "physical_batch_size" in text:
+        return
+    # The frames of the error hold the tensors that filled the memory.
+    error.__traceback__ = None
+    raise torch.OutOfMemoryError(
+        f"{text}\nA microbatch has {rows} rows. Pass make_private(physical_batch_size=), such as "
+        f"{max(1, rows // 4)}: logical batches, noise and epsilon stay the same"
+    ) from None
+
+
 class PrivateForward:
     """The forward of one private model.
 
@@ -171,6 +193,7 @@ class PrivateForward:
         try:
             yield True
         except RuntimeError as error:
+            refuse_for_memory(error, self.batch_hint)
             _refuse_expanded(error, self._call)
             raise
         finally:

@@ -301,12 +301,6 @@ class DPTrainer(Trainer):
             raise ValueError(self._refusal)
         if self._private_loader is None:
             self._private_loader = self._make_private()
-        elif self._privacy.target_epsilon is not None and self._releases:
-            warnings.warn(
-                f"another call of train(): target_epsilon={self._privacy.target_epsilon!r} was "
-                "for one, so get_epsilon() will be larger; a PrivacyBudget stops training",
-                stacklevel=2,
-            )
         return LogicalBatches(self._private_loader)
 
     @property

@@ -64,12 +64,28 @@ def load_model(folder: str | Path, *, merge: bool = False) -> nn.Module:
             model = _from_pretrained(
                 transformers.AutoModelForCausalLM, folder, "model", dtype=torch.float32
             )
+        _require_causal(model, folder)
         return model
     peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
     base = load_model(adapted_folder(folder))
     with quiet_peft():
         model = peft.PeftModel.from_pretrained(base, folder)
     return (model.merge_and_unload() if merge else model).eval()
+
+
+@torch.no_grad()
+def _require_causal(model: Any, folder: Path) -> None:
+    """Raise a ValueError where an output depends on a later token, as in encoders such as BERT."""
+    tokens = torch.arange(16).remainder(model.config.get_text_config().vocab_size)[None]
+    changed = tokens.clone()
+    changed[0, -1] = tokens[0, 0]
+    one, other = (model(input_ids=x).logits[0, :-1].float() for x in (tokens, changed))
+    if not torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max())):
+        raise ValueError(
+            f"model={str(folder)!r}: {type(model).__name__} sees later tokens, as encoders do, "
+            "so it would be trained to copy what it is to predict. Pass the folder of a causal "
+            "language model, such as a GPT or Llama; to fine-tune an encoder use DPTrainer"
+        )
 
 
 def adapted_folder(folder: Path) -> Path:

@@ -301,3 +301,18 @@ def test_a_missing_library_is_named(
         ValueError, match=rf"needs {library}; pip install 'dpflash\[transformers\]'"
     ):
         PretrainedModel(TrainingConfig(model=str(llama), lora_rank=2))
+
+
+def test_an_encoder_is_refused_as_a_model_to_train(llama: Path, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
+    for kind, config in (
+        (transformers.BertForMaskedLM, transformers.BertConfig),
+        (transformers.RobertaForMaskedLM, transformers.RobertaConfig),
+    ):
+        folder = tmp_path / kind.__name__
+        kind(config(**sizes)).save_pretrained(folder)
+        with pytest.raises(ValueError, match="sees later tokens"):
+            load_model(folder)
+        kind(config(**sizes, is_decoder=True)).save_pretrained(folder)
+        load_model(folder)

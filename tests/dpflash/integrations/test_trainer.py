@@ -594,7 +594,7 @@ def test_another_call_of_train_goes_on_and_says_that_it_spends_more(tmp_path):
     trained = trainer(tmp_path, args=arguments(tmp_path, max_steps=2))
     trained.train()
     spent, model = trained.get_epsilon(), trained.model
-    with pytest.warns(UserWarning, match=r"target_epsilon=3\.0 was for one"):
+    with pytest.warns(UserWarning, match=r"calibrated for 2 releases.*target_epsilon=3\.0"):
         trained.train()
     assert trained.model is model and trained.optimizer.releases == 4
     assert trained.get_epsilon() > spent
