@@ -222,20 +222,19 @@ class PrivateBackward:
         first = FirstBackward(gate.device)
         self.watches = (*self.watches, first)
         self.mode = "norms"
+        (handles,) = self.forward.handles.values()
         grads = torch.autograd.grad(
-            losses, gate.handles, grad_outputs=seed, retain_graph=True, allow_unused=True
+            losses, handles, grad_outputs=seed, retain_graph=True, allow_unused=True
         )
-        # The saved pairs are attached to the graph.
-        with torch.no_grad():
-            self.compare(gate, grads)
-            squares = gate.finish_norms(grads)
-            gate.reset()
-            if squares.shape != losses.shape:
-                self.refuse_size(gate.batch_size, losses.shape[0])
-            allowed = first.allowed(squares)
-            factors = clip_factors(allowed, gate.bound, self.clip_function)
-            self.factors = self.step.rows.only(factors)
-            self.statistics.note(squares, self.factors)
+        self.compare(gate, grads)
+        squares = gate.finish_norms(grads)
+        gate.reset()
+        if squares.shape != losses.shape:
+            self.refuse_size(gate.batch_size, losses.shape[0])
+        allowed = first.allowed(squares)
+        factors = clip_factors(allowed, gate.bound, self.clip_function)
+        self.factors = self.step.rows.only(factors)
+        self.statistics.note(squares, self.factors)
         del grads
         self._summing = gate
         self.watches = (SecondBackward(first, allowed, self.meeting),)
@@ -314,7 +313,7 @@ class PrivateBackward:
     def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
         """See `dpflash.verification.proof.ProvableBackward`."""
         for index, gate in self.forward.gates.items():
-            for position, handle in enumerate(gate.handles):
+            for position, handle in enumerate(self.forward.handles[index]):
                 yield (index, position), gate.layer_of(position), gate.is_dense(position), handle
         for index, handles in enumerate(self.forward.prepared_handles):
             for position, handle in enumerate(handles):

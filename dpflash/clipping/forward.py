@@ -54,6 +54,7 @@ class _State:
     Attributes:
         batch_size: its number of rows.
         gates: by number of the clipping group.
+        handles: those of the gates.
         used: how often each module ran.
         shared: modules whose input of one row is what all samples share.
         flattened: see `_Call`; set at the end of the call.
@@ -63,6 +64,7 @@ class _State:
 
     batch_size: int | None = None
     gates: dict[int, Gate] = field(default_factory=dict)
+    handles: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
     flattened: set[str] = field(default_factory=set)
@@ -143,6 +145,11 @@ class PrivateForward:
     def gates(self) -> dict[int, Gate]:
         """The gates of the current forward, by number of the group."""
         return self._state.gates
+
+    @property
+    def handles(self) -> dict[int, tuple[Tensor, ...]]:
+        """The handles of `gates`."""
+        return self._state.handles
 
     @property
     def used(self) -> dict[str, int]:
@@ -313,7 +320,7 @@ class PrivateForward:
         gate = state.gates.get(group)
         if gate is None:
             gate = self._open_gate(self._groups[group], samples, self._number)
-            state.gates[group] = gate
+            state.gates[group], state.handles[group] = gate, gate.open()
         return gate
 
     def note_shapes(self, group: int, shapes: dict[int, list[LinearShape]]) -> None:
@@ -332,10 +339,9 @@ class PrivateForward:
     def prepare(self, batch_size: int) -> None:
         """Make the handles that a compiled model reads; an eager model makes its own."""
         self._number += 1
-        gates = [self._open_gate(group, batch_size, self._number) for group in self._groups]
-        self._prepared = [gate.handles for gate in gates]
-        for gate in gates:
-            gate.close()
+        self._prepared = [
+            self._open_gate(group, batch_size, self._number).open() for group in self._groups
+        ]
 
     @property
     def prepared_handles(self) -> list[tuple[Tensor, ...]]:
@@ -363,6 +369,5 @@ class PrivateForward:
 
     def _close_gates(self) -> None:
         for gate in self._state.gates.values():
-            gate.close()
             gate.reset()
-        self._state.gates = {}
+        self._state.gates, self._state.handles = {}, {}

@@ -12,6 +12,7 @@ gate instead, see `planner`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +28,14 @@ from dpflash.kernels import (
 from dpflash.kernels.reference import rounded_down
 
 from ..distributed.fsdp import is_sharded
+from ..verification.watch import alive
 from .deferred import DeferredGradients, TiledUse
 from .groups import Group
 from .planner import LinearShape, Plan
 from .precision import without_autocast
 
 if TYPE_CHECKING:
+    from ..step import ClippedSums
     from .backward import PrivateBackward
 
 # In these modes a gate follows the planner; "prove" only compares.
@@ -82,9 +85,8 @@ class Gate:
     """
 
     def __init__(self, owner: PrivateBackward, group: Group, batch_size: int, generation: int):
-        self.owner = owner
+        self._owner = weakref.ref(owner)
         self.units = owner.forward.units
-        self.step = owner.step
         self.group = group
         self.batch_size = batch_size
         self.generation = generation
@@ -97,16 +99,26 @@ class Gate:
         self.squares: Tensor | None = None
         self.device = group.parameters[0].device
         owner.refuse_coarse_products(self.device.type)
-        self.handles: tuple[Tensor, ...] = _ClipGate.apply(self, *map(_source, group.parameters))
+
+    def open(self) -> tuple[Tensor, ...]:
+        """Make the handles. Their node holds the gate, which must hold nothing of the graph."""
+        handles: tuple[Tensor, ...] = _ClipGate.apply(self, *map(_source, self.group.parameters))
+        return handles
+
+    @property
+    def owner(self) -> PrivateBackward:
+        """The private backward."""
+        return alive(self._owner)
+
+    @property
+    def step(self) -> ClippedSums:
+        """The logical batch that clipped sums are added to."""
+        return self.owner.step
 
     @property
     def index(self) -> int:
         """Number of its group."""
         return self.owner.index_of(self.group)
-
-    def close(self) -> None:
-        """Let go of the handles. They, the gate and their node refer to each other."""
-        self.handles = ()
 
     @property
     def size(self) -> int:
@@ -154,7 +166,7 @@ class Gate:
         elif mode in _CLIPS and not self.group.tiled and self._way(position) == "instantiate":
             return self._deferred(position, linear=((x, dy),)).dense()
         else:
-            self._keep(position).linear.append((x, dy))
+            self._keep(position).linear.append((x.detach(), dy.detach()))
         return None
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
@@ -167,7 +179,7 @@ class Gate:
         elif mode in _CLIPS and self._way(position) == "instantiate":
             return self._deferred(position, embedding=((indices, dy),)).dense()
         else:
-            self._keep(position).embedding.append((indices, dy))
+            self._keep(position).embedding.append((indices, dy.detach()))
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:

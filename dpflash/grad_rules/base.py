@@ -178,7 +178,8 @@ class Handles:
         self._context.backward.refuse_coarse_use(parameter)
         if self.compiling:
             return self._context.backward.forward.prepared(group)[position]
-        handle = self._gate(group).handles[position]
+        self._gate(group)
+        handle = self._context.backward.forward.handles[group][position]
         return handle if self._units is None else of_units(handle, self._units)
 
     def dense(self, name: str) -> Tensor | None:

@@ -182,7 +182,7 @@ class _Projection(torch.autograd.Function):
                 own = weight[expert].t() if ctx.transposed else weight[expert]
                 torch.mm(dy[start:end], own, out=dx[start:end])
         if ctx.needs_input_grad[3]:
-            use = ExpertsUse(x, dy, routing, ctx.transposed)
+            use = ExpertsUse(x.detach(), dy, routing, ctx.transposed)
             slot: Slot | None = ctx.slot
             if slot is None or not slot.gate.take_tiled(slot.position, use):
                 dweight = use.grad(slice(0, routing.batch_size), slice(0, routing.experts))

@@ -289,7 +289,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_x, need_weight, need_bias, weight_handle, bias_handle = ctx.needs_input_grad[:5]
         # Handles come with detached parameters, so either both are plain or both per sample.
         per_sample = weight_handle or bias_handle
-        arguments = (x, weight.to(x.dtype), _like(bias, x), targets, lse, scale)
+        arguments = (x.detach(), weight.to(x.dtype), _like(bias, x), targets, lse, scale)
         needs = (need_x, need_weight or weight_handle, need_bias or bias_handle, per_sample)
         if _compiling():
             backward = torch.ops.dpflash.linear_cross_entropy_backward

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from .digests import differing, row_summaries, tolerance
 from .forward_rows import is_scalar
 from .nested import map_tensors, tensors_of
 from .random_state import random_state_kept
-from .watch import Watch, WatchedGate, refuse_together
+from .watch import Watch, WatchedGate, alive, refuse_together
 
 # A model counts as proven after this many samples, in one batch or in several.
 _ENOUGH = 16
@@ -360,7 +361,10 @@ class Proof:
             uses.take_turn()
             return outputs
 
+        of_proof, of_owner = weakref.ref(self), weakref.ref(owner)
+
         def prove(inner: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+            proof, owner = alive(of_proof), alive(of_owner)
             reached = [(x, g) for x, g in zip(inner, grads, strict=True) if g is not None]
             if refusal is not None and any(
                 is_scalar(x) and (size > 1 or not x.ndim) for x, _ in reached
@@ -368,11 +372,11 @@ class Proof:
                 owner.discard()
                 raise RuntimeError(refusal)
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
-            if self._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
+            if proof._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
                 owner.crossed([x for x, _ in reached], [g for _, g in reached], size)
             else:
                 uses.take_turn()
-                self._note_scalar(reached)
+                proof._note_scalar(reached)
 
         behind = dict(zip(map(id, crossing), _Crossing.apply(prove, *crossing), strict=True))
         wrapped = map_tensors(lambda x: behind.get(id(x), x), outputs)

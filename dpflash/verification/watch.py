@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..distributed.collectives import exchanging, gather_rows
+
+_T = TypeVar("_T")
+
+
+def alive(reference: weakref.ref[_T]) -> _T:
+    """The object that a node of autograd's graph belongs to.
+
+    Such nodes hold weak references alone: Python's garbage collector does not look into a graph.
+    """
+    found = reference()
+    if found is None:
+        raise RuntimeError(
+            "the losses are of a private model that does not exist any more: keep the model and "
+            "its optimizer until the backward"
+        )
+    return found
 
 
 class WatchedGate(Protocol):

@@ -1,0 +1,148 @@
+"""Engine, model, optimizer, loader and data are freed when their user drops them."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpflash
+
+
+class Net(nn.Module):
+    """Layers of several rules, one of them checkpointed; it keeps some of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fails = False
+        self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.second, self.last = nn.Linear(4, 4), dpflash.nn.LinearCrossEntropy(4, 2)
+
+    def forward(self, x, y):
+        self.kept = self.norm(self.first(x))
+        if self.fails:
+            raise ZeroDivisionError
+        hidden = self.kept
+        if self.training:
+            # It holds the layer, as it does of a plain model.
+            hidden = hidden + checkpoint(self.second, x, use_reentrant=False)
+        return self.last(hidden[:, None], y[:, None])
+
+
+def _fail(grad):
+    raise ZeroDivisionError
+
+
+def _train(engine, model, optimizer, loader, batches=None):
+    for number, (x, y) in enumerate(loader):
+        if number == batches:
+            break
+        engine.backward(model(x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _other(rows):
+    return torch.randn(rows, 4), torch.zeros(rows, dtype=torch.long)
+
+
+def _evaluate(engine, model, optimizer, loader):
+    _train(engine, model, optimizer, loader)
+    model.eval()
+    model.outputs = model(*_other(5))
+
+
+def _break_between_microbatches(engine, model, optimizer, loader):
+    _train(engine, model, optimizer, loader, 1)
+    engine.backward(model(*next(iter(loader))))
+    model(*_other(5))
+
+
+def _break_before_the_backward(engine, model, optimizer, loader):
+    model.eval()
+    model.outputs = model(*next(iter(loader))).sum()
+
+
+def _fail_in_a_forward(engine, model, optimizer, loader):
+    _train(engine, model, optimizer, loader, 2)
+    model.fails = True
+    with contextlib.suppress(ZeroDivisionError):
+        _train(engine, model, optimizer, loader)
+
+
+def _fail_in_a_backward(engine, model, optimizer, loader):
+    losses = model(*next(iter(loader)))
+    model.kept.register_hook(_fail)
+    with contextlib.suppress(ZeroDivisionError):
+        engine.backward(losses)
+
+
+def _fail_in_a_backward_of_torch(engine, model, optimizer, loader):
+    losses = model(*next(iter(loader)))
+    model.kept.register_hook(_fail)
+    with contextlib.suppress(ZeroDivisionError):
+        losses.sum().backward()
+
+
+def _keep_outputs(engine, model, optimizer, loader):
+    model(*_other(5))
+    return model.kept, model.last(model.kept[:, None])
+
+
+def _detach(engine, model, optimizer, loader):
+    _evaluate(engine, model, optimizer, loader)
+    engine.detach(model)
+
+
+def _public(engine, model, optimizer, loader):
+    _evaluate(engine, model, optimizer, loader)
+    with engine.public_data():
+        model(*_other(5)).sum().backward()
+
+
+RUNS = [
+    (_evaluate, {}),
+    (_evaluate, {"clipping": "per_layer", "loss_reduction": "mean"}),
+    (_break_between_microbatches, {"grad_sample_mode": "ghost"}),
+    (_break_between_microbatches, {"physical_batch_size": 2}),
+    (_break_before_the_backward, {"loss_reduction": "mean"}),
+    (_fail_in_a_forward, {}),
+    (_fail_in_a_backward, {}),
+    (_fail_in_a_backward_of_torch, {"loss_reduction": "sum", "grad_sample_mode": "book_keeping"}),
+    (_keep_outputs, {}),
+    (_detach, {}),
+    (_public, {}),
+    (_evaluate, {"optimize": "aggressive"}),
+]
+
+
+@pytest.mark.cases(8)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("how", "options"), RUNS)
+def test_all_objects_of_a_run_are_freed(how, options, monkeypatch):
+    monkeypatch.setattr("dpflash.optimize.wrapper._BACKEND", "aot_eager")
+
+    def run():
+        torch.manual_seed(0)
+        model, data = Net(), TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+        engine = dpflash.PrivacyEngine(accountant="rdp", seed=0)
+        made = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            data_loader=DataLoader(data, batch_size=16),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            **options,
+        )
+        kept = how(engine, *made)
+        names = ("engine", "data", "model", "optimizer", "loader")
+        objects = dict(zip(names, (engine, data, *made), strict=True))
+        return {name: weakref.ref(value) for name, value in objects.items()}, kept
+
+    references, kept = run()
+    gc.collect()
+    assert [name for name, reference in references.items() if reference() is not None] == []
