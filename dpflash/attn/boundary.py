@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import clip_factors, gaussian_noise_, grid_of, squared_norm
 from dpflash.kernels.grid import truncated
 
 from .. import _validate
 from ..privacy.keys import master_key
+from ..verification.second_order import differentiable_once
 
 _releases = itertools.count()
 _key = master_key()
@@ -189,7 +189,7 @@ class _Boundary(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         squares = sum(squared_norm(grad) for grad in grads)
         assert isinstance(squares, Tensor)

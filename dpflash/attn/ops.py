@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import attention as kernels
 from dpflash.kernels.attention_reference import AttentionInputs, needs_wide_o
@@ -24,6 +23,7 @@ from dpflash.kernels.tile_graph import TileGraph
 from ..patterns import Adaptive, Dense, Pattern, from_key
 from ..patterns.adaptive import runtime_graph
 from ..patterns.dense import cross_graph
+from ..verification.second_order import differentiable_once
 
 _LIBRARY = torch.library.Library("dpflash", "DEF")
 
@@ -184,7 +184,7 @@ class ReleasedAttention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         o, lse, *inputs = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do

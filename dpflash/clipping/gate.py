@@ -28,6 +28,7 @@ from dpflash.kernels import (
 from dpflash.kernels.reference import rounded_down
 
 from ..distributed.fsdp import is_sharded
+from ..verification.second_order import differentiable_once
 from ..verification.watch import alive
 from .deferred import DeferredGradients, TiledUse
 from .groups import Group
@@ -53,6 +54,7 @@ class _ClipGate(torch.autograd.Function):
         )
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         gate = ctx.gate
         gate.owner.refuse_coarse_products(gate.device.type)

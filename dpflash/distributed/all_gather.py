@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroup
 from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.tile_graph import TileGraph
 
+from ..verification.second_order import differentiable_once
 from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward
-from .exchange import all_gather, differentiable_once, reduce_scatter
+from .exchange import all_gather, reduce_scatter
 from .exchange_plan import ALL_RANKS, Piece, ShardedPattern, pieces
 
 

@@ -29,7 +29,8 @@ from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import block_counts, runtime_graph
 
-from .exchange import all_reduce, differentiable_once
+from ..verification.second_order import differentiable_once
+from .exchange import all_reduce
 from .exchange_plan import Piece, ShardedPattern
 
 

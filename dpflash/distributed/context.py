@@ -18,6 +18,7 @@ from dpflash import _validate
 from dpflash.distributed.collectives import digest, gather_rows, rank_in, world_size
 from dpflash.packing import PackedBatch, Units
 
+from ..verification.second_order import differentiable_once
 from .agreement import (
     MODES,
     Context,
@@ -27,7 +28,7 @@ from .agreement import (
     resolve_group,
     unpadded_length,
 )
-from .exchange import all_gather, all_reduce, differentiable_once, reduce_scatter
+from .exchange import all_gather, all_reduce, reduce_scatter
 from .layout import SHARDINGS, Layout
 
 CONTEXT = "context"

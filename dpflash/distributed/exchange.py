@@ -6,8 +6,7 @@ Tensors are moved as raw bytes and summed in their own dtype. P is the number of
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,32 +194,3 @@ def all_to_all(
         flat.view(dtype).view(shape)
         for flat, shape in zip(received.split(sizes), shapes, strict=True)
     ]
-
-
-def differentiable_once(
-    backward: Callable[..., tuple[Any, ...]],
-) -> Callable[..., tuple[Any, ...]]:
-    """Decorates the backward of an autograd function: raises on double backward."""
-
-    @functools.wraps(backward)
-    def wrapped(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        with torch.no_grad():
-            results = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return results
-        return _RaiseOnBackward.apply(torch.empty(0, requires_grad=True), *results)
-
-    return wrapped
-
-
-class _RaiseOnBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, _: Tensor, *results: Any) -> tuple[Any, ...]:
-        return tuple(x.view_as(x) if isinstance(x, Tensor) else x for x in results)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        raise RuntimeError(
-            "attention over several ranks does not support double backward. For gradient "
-            "penalties or Hessians use one rank and torch's own attention"
-        )

@@ -21,8 +21,9 @@ from torch.distributed import ProcessGroup
 from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.tile_graph import TileGraph
 
+from ..verification.second_order import differentiable_once
 from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward
-from .exchange import PendingExchange, connect, differentiable_once, send_and_receive
+from .exchange import PendingExchange, connect, send_and_receive
 from .exchange_plan import (
     NeededRows,
     Piece,

@@ -22,7 +22,8 @@ from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import runtime_graph
 
-from .exchange import all_to_all, differentiable_once
+from ..verification.second_order import differentiable_once
+from .exchange import all_to_all
 from .exchange_plan import ShardedPattern
 from .traffic import heads_per_rank
 

@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dpflash.kernels.attention import attention_backward
 from dpflash.kernels.attention_reference import AttentionInputs
@@ -29,6 +28,7 @@ from ..attn.rotary import document_positions, rotary_angles, rotate_
 from ..clipping.planner import LinearShape
 from ..packing.units import Units
 from ..patterns import Adaptive, Documents, Pattern
+from ..verification.second_order import differentiable_once
 from .base import PrivateModule, Slot, autocast_dtype, plain_class
 from .linear import PrivateLinear, bias_grad
 
@@ -108,7 +108,7 @@ class _SelfAttention(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, qkv, o, lse, qkv_weight, out_weight, sinks, slopes, padding = ctx.saved_tensors
         heads: _Heads = ctx.heads

@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from ..clipping.backward import PrivateBackward
 from ..clipping.gate import Gate
 from ..clipping.planner import LinearShape
 from ..distributed.fsdp import is_sharded
 from ..packing.units import Units
+from ..verification.second_order import differentiable_once, refuse_transforms
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _OfPositions(torch.autograd.Function):
         return handle[:1].expand(units.positions, *handle.shape[1:])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.units.summed(grad), None
 
@@ -244,6 +244,7 @@ class PrivateModule(nn.Module):
                     self.refuse_thawed(name)
         if not trainable or not torch.is_grad_enabled():
             return False
+        refuse_transforms(context.name)
         units = context.backward.forward.units
         if units is not None and not units.are_rows and context.units is None:
             self.refuse_documents()

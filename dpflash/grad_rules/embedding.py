@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import embedding_per_sample_grad
 
 from ..clipping.planner import EmbeddingShape
+from ..verification.second_order import differentiable_once
 from .base import PrivateModule, Slot
 
 
@@ -34,7 +34,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(indices, weight)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (indices,) = ctx.saved_tensors
         if ctx.padding_idx is not None:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import ExpertsShape
 from ..packing import Units
+from ..verification.second_order import differentiable_once
 from .base import Handles, PrivateModule, Slot, autocast_dtype, plain_forward
 
 
@@ -81,7 +81,7 @@ class _Sorted(torch.autograd.Function):
         return x[order]
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return dy[ctx.saved_tensors[0]], None, None
 
@@ -171,7 +171,7 @@ class _Projection(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         routing: Routing = ctx.routing

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import LinearShape
 from ..packing.units import Units
+from ..verification.second_order import differentiable_once
 from .base import PrivateModule, Slot, autocast_dtype
 
 
@@ -40,7 +40,7 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import per_sample_grad
 
 from ..clipping.planner import HeadShape
 from ..losses import kinds_of_targets
 from ..packing.units import Units
+from ..verification.second_order import differentiable_once
 from .base import Slot, autocast_dtype
 from .linear import PrivateLinear
 
@@ -278,7 +278,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.masked_fill(wrong, math.nan)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, targets, lse, wrong = ctx.saved_tensors
         valid, _ = kinds_of_targets(targets, weight.shape[0], ctx.ignore_index)

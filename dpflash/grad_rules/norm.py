@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import layer_norm_backward, rms_norm_backward
 
 from ..packing.units import Units
+from ..verification.second_order import differentiable_once
 from .base import PrivateModule, autocast_dtype
 
 
@@ -35,7 +35,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight = ctx.saved_tensors
         needs, spans = ctx.needs_input_grad, _spans(ctx.units, x)
@@ -73,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
         return (y if weight is None else y * weight).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, weight = ctx.saved_tensors
         spans = _spans(ctx.units, x)

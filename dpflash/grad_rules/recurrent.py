@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import LinearShape
 from ..clipping.precision import without_autocast
+from ..verification.second_order import differentiable_once
 from .base import Handles, PrivateModule, Slot, autocast_dtype
 from .batch_second import samples_first
 from .recurrent_cells import CELLS, Steps, cell_states
@@ -64,7 +64,7 @@ class _Recurrence(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor, dh: Tensor, *dc: Tensor) -> tuple[Tensor | None, ...]:
         x, h0, c0, y, *saved = ctx.saved_tensors
         weights, needs = _Weights(*saved), ctx.needs_input_grad

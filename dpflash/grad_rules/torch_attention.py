@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import LinearShape
+from ..verification.second_order import differentiable_once
 from .base import Handles, PrivateModule, Slot, autocast_dtype
 from .batch_second import samples_first
 
@@ -47,7 +47,7 @@ class _Projections(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, *sources = ctx.saved_tensors
         needs = ctx.needs_input_grad

@@ -41,6 +41,7 @@ from ..verification.forward_rows import (
 from ..verification.nested import map_tensors, tensors_of
 from ..verification.proof import allow_second_backwards
 from ..verification.random_state import RandomState
+from ..verification.second_order import refuse_transforms
 from ..verification.unchanged import Unchanged
 from .levels import Optimization
 
@@ -147,6 +148,7 @@ class ForwardWrapper:
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
         if torch.is_grad_enabled():
+            refuse_transforms("(the model itself)")
             refuse_router_losses("the call of the model", kwargs)
         tensors = _tensors((args, kwargs))
         if self._order is not None and torch.is_grad_enabled():

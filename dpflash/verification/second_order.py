@@ -1,0 +1,77 @@
+"""Gradients of gradients: the private backwards have none, and raise where one is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_INSTEAD = (
+    "Freeze the layer with requires_grad_(False), compute the penalty on public data inside "
+    "engine.public_data(), where layers are plain, or use a penalty of first derivatives, such as "
+    "a finite difference of two outputs of the model"
+)
+
+
+def differentiable_once(
+    backward: Callable[..., tuple[Any, ...]],
+) -> Callable[..., tuple[Any, ...]]:
+    """Decorates the backward of an autograd function: raises where its graph is asked for.
+
+    torch's `once_differentiable` raises only where the incoming gradient has a graph: a gradient
+    penalty, whose incoming gradient is constant, would lose its gradient in silence.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            refuse_second_order(_layer_of(ctx))
+        with torch.no_grad():
+            return backward(ctx, *grads)
+
+    return wrapped
+
+
+def refuse_second_order(layer: str) -> NoReturn:
+    """Refuse a backward with create_graph=True."""
+    raise RuntimeError(
+        f"the gradient of {layer} was asked for with create_graph=True, as gradient penalties "
+        "(WGAN-GP, R1), losses on derivatives (PINN) and Hessians do: its own gradient is not "
+        f"computed, so the penalty would not be trained. {_INSTEAD}"
+    )
+
+
+def refuse_transforms(layer: str) -> None:
+    """Refuse a private layer inside torch.func's transforms or forward-mode differentiation.
+
+    Raises:
+        RuntimeError: naming the layer.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        found = "torch.func (grad, vjp, jvp, jacrev, vmap, ...)"
+    elif forward_ad._current_level >= 0:
+        found = "forward-mode differentiation (torch.autograd.forward_ad, jvp)"
+    else:
+        return
+    raise RuntimeError(
+        f"module '{layer}' was called inside {found}, which a private layer does not support: its "
+        "per-sample gradients come from engine.backward(losses) alone. Call the model outside of "
+        "it, or use a plain copy, copy.deepcopy(model), on public data"
+    )
+
+
+def _layer_of(node: Any) -> str:
+    """The private layer of an autograd node: that of the handles among its inputs."""
+    inputs = list(node.next_functions)
+    # Units put a node between the handle and its use.
+    for parent, position in inputs + [i for n, _ in inputs if n for i in n.next_functions]:
+        gate = getattr(parent, "gate", None)
+        if gate is not None:
+            return f"layer '{gate.layer_of(position)}'"
+    return type(node).__name__.strip("_").removesuffix("Backward")
