@@ -15,7 +15,7 @@ from scipy.stats import beta, binom, chi2, poisson
 
 MOST_FALSE_ALARMS = 1e-3
 # Of each check that tests a hypothesis about random numbers.
-RATE = 1e-4
+RATE = 8e-5
 _LOW_BITS = 8
 # Of a contribution that is read off; squares of two shards added release sqrt(2) in place of 1.
 _TOLERANCE = 0.25
@@ -38,30 +38,50 @@ class Check:
     found: str
 
 
-def check_inclusions(included: NDArray[np.int64], rate: float, rng: np.random.Generator) -> Check:
-    """Are units drawn independently at the claimed rate, in each release?
+@dataclass(frozen=True)
+class Drawn:
+    """How often N units were in T draws.
 
-    Four tests share the rate: the spread of the units' counts and of the batches' sizes, both from
+    Attributes:
+        counts: `[N]`: draws that each unit was in.
+        sizes: `[T]`: units of each draw.
+        most: how often some unit was in one draw.
+    """
+
+    counts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    most: int
+
+    @classmethod
+    def of(cls, included: NDArray[np.int64]) -> Drawn:
+        """Of `[T, N]`: how often each unit is in each draw."""
+        return cls(included.sum(0), included.sum(1), int(included.max()))
+
+
+def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Generator) -> Check:
+    """Are units drawn independently at the claimed rate, in each draw?
+
+    Four tests share the rate: the spread of the units' counts and of the draws' sizes, both from
     below (shuffling) and from above; the total; and the unit with the least likely count.
 
     Args:
-        included: `[T, N]`: how often each of N units is in each of T releases.
+        name: of the check.
+        drawn: what was drawn.
         rate: the claimed sample rate.
         rng: makes counts continuous, so that the tests are exact.
     """
-    name = "inclusion counts"
-    releases, units = included.shape
+    counts, sizes = drawn.counts, drawn.sizes
+    draws, units = sizes.size, counts.size
     if rate == 1:
-        missing = int((included != 1).sum())
-        return Check(name, not missing, 0.0, f"{missing} of {included.size} not included once")
-    counts, sizes = included.sum(0), included.sum(1)
-    of_counts = _continuous(counts, releases, rate, rng)
+        missing = int((counts != draws).sum() + (sizes != units).sum()) + (drawn.most != 1)
+        return Check(name, not missing, 0.0, f"{missing} of {units} not included once a draw")
+    of_counts = _continuous(counts, draws, rate, rng)
     values = {
         "counts of units": _spread(of_counts),
         "sizes of batches": _spread(_continuous(sizes, units, rate, rng)),
-        "inclusions": _two_sided(int(counts.sum()), included.size, rate),
+        "inclusions": _two_sided(int(counts.sum()), draws * units, rate),
         "count of one unit": min(1.0, units * float(2 * ndtr(-np.abs(of_counts).max()))),
-        "inclusions of a unit in one release": float(included.max() <= 1),
+        "inclusions of a unit in one release": float(drawn.most <= 1),
     }
     worst = min(values, key=lambda key: values[key])
     value = min(1.0, 4 * values[worst])
@@ -69,7 +89,7 @@ def check_inclusions(included: NDArray[np.int64], rate: float, rng: np.random.Ge
         name,
         value > RATE,
         RATE,
-        f"{counts.sum()} of {included.size * rate:.0f} expected; p {value:.2g} ({worst})",
+        f"{counts.sum()} of {draws * units * rate:.0f} expected; p {value:.2g} ({worst})",
     )
 
 

@@ -16,6 +16,8 @@ from torch import nn
 from dpflash.kernels import grid_of
 
 from ..config import PerformanceConfig, PrivacyConfig
+from .checks import Drawn
+from .layers import LayersRun
 from .packed import PackedRun
 from .releases import NewEngine, Run, as_it_is
 
@@ -28,6 +30,10 @@ _DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
 # Whose sums are exact unless rounding is asked for.
 _EXACT_MODES = ("auto", "instantiate")
 _NOISE_RELEASES, _NOISE_WIDTH, _NOISE_CANARIES = 16, 2048, 64
+# Of the sampler alone: so many draws for each release that is read.
+_DRAWS = 100
+# (units, sample rate, releases), of which three in four draw nobody.
+_EMPTY = (4, 1 / 16, 32)
 
 
 @dataclass(frozen=True)
@@ -78,19 +84,26 @@ class Probes:
 
     Attributes:
         inclusions: at the audited sample rate.
+        sampler: draws of the sampler alone, at the audited sample rate.
         padding: with few units, so that most rows are padding and some batches are empty.
         divisor: with a background sum of many units.
         packed: documents in rows that they share.
         users: of two entries each.
+        layers: in the weights and biases of a linear layer and a norm.
         noise: at the audited noise multiplier.
+        empty: `[T x tables, n]`: noise of releases that drew nobody, over its claimed standard
+            deviation.
     """
 
     inclusions: Contributions
+    sampler: Drawn
     padding: Contributions
     divisor: Contributions
     packed: Contributions
     users: Contributions
+    layers: Contributions
     noise: Noise
+    empty: NDArray[np.float64]
 
 
 def probe(
@@ -119,12 +132,18 @@ def probe(
 
     return Probes(
         inclusions=contributions(units, rate, _AUDITED_RELEASES),
+        sampler=read_sampler(
+            new_engine, privacy, performance,
+            units=units, rate=rate, draws=_DRAWS * _AUDITED_RELEASES,
+        ),
         padding=contributions(*_FEW),
         divisor=contributions(*_MANY),
         packed=read_packed(new_engine, privacy, performance, device=device),
         users=read_users(new_engine, privacy, performance, device=device),
+        layers=read_layers(new_engine, privacy, performance, device=device),
         noise=read_noise(new_engine, privacy, performance, device=device),
-    )
+        empty=read_empty(new_engine, privacy, performance, device=device),
+    )  # fmt: skip
 
 
 def read_contributions(
@@ -148,6 +167,41 @@ def read_contributions(
         new_engine(), asked, performance,
         canaries=units, numbers=numbers, background=True, device=device, prepare=prepare,
     )  # fmt: skip
+    return _contributions(run, asked)
+
+
+def read_sampler(
+    new_engine: NewEngine,
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    *,
+    units: int,
+    rate: float,
+    draws: int,
+) -> Drawn:
+    """Draws of the private loader's sampler, which no model sees."""
+    asked = replace(privacy, sample_rate=rate, steps_per_epoch=draws)
+    run = Run(new_engine(), asked, performance, canaries=units)
+    counts, sizes, most = np.zeros(units, dtype=np.int64), [], 0
+    for drawn in run.loader.batch_sampler:
+        found = np.bincount(np.asarray(drawn, dtype=np.int64), minlength=units)
+        counts += found
+        sizes.append(len(drawn))
+        most = max(most, int(found.max()))
+    return Drawn(counts, np.array(sizes), most)
+
+
+def read_layers(
+    new_engine: NewEngine,
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    *,
+    device: str = "cpu",
+) -> Contributions:
+    """Releases of canaries whose gradients lie in weights and biases of layers."""
+    units, rate, releases = _FEW
+    asked = replace(privacy, noise_multiplier=LITTLE, sample_rate=rate, steps_per_epoch=releases)
+    run = LayersRun(new_engine(), asked, performance, canaries=units, device=device)
     return _contributions(run, asked)
 
 
@@ -233,3 +287,23 @@ def read_noise(
         multiples=(sums / grid).reshape(vectors.shape) if exact else None,
         std_in_steps=std / grid,
     )
+
+
+def read_empty(
+    new_engine: NewEngine,
+    privacy: PrivacyConfig,
+    performance: PerformanceConfig,
+    *,
+    device: str = "cpu",
+) -> NDArray[np.float64]:
+    """The noise of releases that drew nobody."""
+    units, rate, releases = _EMPTY
+    asked = replace(privacy, sample_rate=rate, steps_per_epoch=releases)
+    run = Run(
+        new_engine(), asked, performance, canaries=_NOISE_WIDTH, numbers=np.arange(units),
+        device=device,
+    )  # fmt: skip
+    assert asked.noise_multiplier is not None
+    std = asked.noise_multiplier * asked.bound
+    empty = [release.sums / std for release in run.releases() if not release.drawn.any()]
+    return np.concatenate(empty)

@@ -161,7 +161,7 @@ class Run:
         prepare: what is done to the model before it is made private, such as sharding it.
 
     Attributes:
-        bounds: `[2]`: what a canary contributes to its number in each layer.
+        bounds: `[parameters]`: what a canary contributes to its number in each.
     """
 
     def __init__(
@@ -194,12 +194,12 @@ class Run:
                 privacy=privacy,
                 performance=performance,
             )
-        groups = list(engine.groups())
-        self.bounds = (
-            np.full(2, privacy.bound / math.sqrt(2))
-            if len(groups) == 1
-            else np.array([group.bound for group in groups])
-        )
+        parts = {
+            name: group.bound / math.sqrt(len(group.parameters))
+            for group in engine.groups()
+            for name in group.parameters
+        }
+        self.bounds = np.array([parts[name] for name, _ in model.named_parameters()])
 
     def releases(self) -> Iterator[Release]:
         """The releases of one epoch, in order."""

@@ -23,14 +23,16 @@ class AuditReport:
     """What an audit found.
 
     A pass is no proof: an audit finds violations that its canaries show, and its bounds are lower
-    bounds. `epsilon_lower_gaussian` is an estimate, since it assumes a trade-off curve.
+    bounds. `epsilon_lower_gaussian` is an estimate, since it assumes a kind of mechanism.
 
     Attributes:
         claimed_epsilon: of one canary's membership, at delta, by the accountant.
         delta: of the claim and of both bounds.
         claim: the claimed mechanism in words.
         epsilon_lower: lower bound that assumes nothing about the mechanism.
-        epsilon_lower_gaussian: lower bound that assumes a Gaussian trade-off curve.
+        epsilon_lower_gaussian: lower bound that assumes Gaussian noise and, in white-box mode,
+            contributions that are drawn at the claimed rate (see `dpflash.audit.strength`); in
+            black-box mode a Gaussian trade-off curve.
         confidence: of each of the two bounds.
         canaries: number of canaries.
         steps: number of releases.

@@ -21,6 +21,7 @@ from ..privacy.privacy_unit import SAMPLE
 from .bounds import Assessment, Claim, Plan, assess
 from .checks import (
     Check,
+    Drawn,
     check_charges,
     check_contributions,
     check_inclusions,
@@ -34,6 +35,7 @@ from .probes import Probes, probe
 from .ranks import Audited, RankFindings, RankProbes
 from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
 from .scores import plan_for, score
+from .strength import Strength
 
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
 
@@ -133,16 +135,20 @@ def run_audit(
     probability(delta=delta, confidence=confidence)
     _refuse_slow(str(audited.arguments.get("accountant")))
     privacy, performance = audited.privacy, audited.performance
-    steps = privacy.steps_per_epoch
-    assert steps is not None
+    steps, rate, noise = (
+        privacy.steps_per_epoch, privacy.sample_rate, privacy.noise_multiplier
+    )  # fmt: skip
+    assert steps is not None and rate is not None and noise is not None
+    releases = steps * (1 + Strength(noise, rate).further_runs(canaries, steps))
     rng = np.random.default_rng(seed)
     with (
         RankProbes(audited) if ranks else nullcontext() as started,
-        tqdm(total=steps, desc="audit", unit="release", disable=not progress) as bar,
+        tqdm(total=releases, desc="audit", unit="release", disable=not progress) as bar,
     ):
         scored = score(
             audited.new_engine, privacy, performance,
-            canaries=canaries, delta=delta, rng=rng, device=device, progress=bar.update,
+            canaries=canaries, delta=delta, confidence=confidence, rng=rng, device=device,
+            progress=bar.update,
         )  # fmt: skip
         probes = probe(audited.new_engine, privacy, performance, device=device)
         checks = [check_charges(scored.charged, scored.due), *named_checks(probes, rng)]
@@ -153,6 +159,7 @@ def run_audit(
         scored.scores, scored.included, plan, scored.claim,
         confidence=confidence, false_alarm_rate=SCORE_FALSE_ALARMS,
     )  # fmt: skip
+    assessment = replace(assessment, epsilon_lower_gaussian=scored.epsilon_lower)
     return _report(
         scored.claim, assessment, tuple(checks),
         confidence=confidence, canaries=canaries, steps=steps, mode=WHITE_BOX,
@@ -234,12 +241,14 @@ def named_checks(probes: Probes, rng: np.random.Generator) -> list[Check]:
     inclusions, divisor, noise = probes.inclusions, probes.divisor, probes.noise
     contributions = {
         "canaries in padding rows": probes.padding,
+        "canaries in weights and biases": probes.layers,
         "canaries in packed neighbors": probes.packed,
         "canaries of two entries": probes.users,
     }
     included = np.rint(inclusions.units).astype(np.int64)
     checks = [
-        check_inclusions(included, inclusions.rate, rng),
+        check_inclusions("inclusion counts", Drawn.of(included), inclusions.rate, rng),
+        check_inclusions("draws of the sampler", probes.sampler, inclusions.rate, rng),
         *(
             check_contributions(name, read.units, read.drawn, read.std)
             for name, read in contributions.items()
@@ -251,6 +260,7 @@ def named_checks(probes: Probes, rng: np.random.Generator) -> list[Check]:
             divisor.background_std,
         ),
         check_noise_scale("noise scale", noise.vectors),
+        check_noise_scale("noise of empty draws", probes.empty),
         check_noise_correlation("noise across steps and parameters", noise.vectors),
         check_repeats(noise.alone, noise.std_in_steps),
     ]

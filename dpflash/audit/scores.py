@@ -21,7 +21,7 @@ independent given the coins, which the verdict and the Gaussian bound need.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ from dpflash.accounting import Accountant, Event, create_accountant
 from ..config import PerformanceConfig, PrivacyConfig
 from .bounds import Claim, Plan
 from .releases import Engine, NewEngine, Run
+from .strength import Strength, log_likelihood_ratio
 
 # Canaries, and releases of all of them, that are simulated to choose the cuts.
 _SIMULATED, _SIMULATED_RELEASES = 200_000, 8_000_000
@@ -47,6 +48,7 @@ class Scored:
         claim: for one of them.
         charged: epsilon of all releases, as the engine has charged them.
         due: epsilon of all releases, as the claim composes.
+        epsilon_lower: lower bound on the claim's epsilon, see `dpflash.audit.strength`.
     """
 
     scores: NDArray[np.float64]
@@ -54,16 +56,7 @@ class Scored:
     claim: Claim
     charged: float
     due: float
-
-
-def log_likelihood_ratio(
-    y: NDArray[np.float64], noise_multiplier: float, sample_rate: float
-) -> NDArray[np.float64]:
-    """Of one release: a canary of the sample rate is in the data, over that it is not."""
-    whole: NDArray[np.float64] = (2 * y - 1) / (2 * noise_multiplier**2)
-    if sample_rate == 1:
-        return whole
-    return np.asarray(np.logaddexp(math.log1p(-sample_rate), math.log(sample_rate) + whole))
+    epsilon_lower: float
 
 
 def score(
@@ -73,11 +66,14 @@ def score(
     *,
     canaries: int,
     delta: float,
+    confidence: float,
     rng: np.random.Generator,
     device: str = "cpu",
     progress: Callable[[], object] = lambda: None,
 ) -> Scored:
     """Run the engine on canaries and score them.
+
+    Where one run is too short for a tight bound, further runs have all canaries in the data.
 
     Args:
         new_engine: makes an engine of the audited kind.
@@ -85,6 +81,7 @@ def score(
         performance: see `PerformanceConfig`.
         canaries: in the model.
         delta: of the claim.
+        confidence: of the bound on epsilon.
         rng: for the coins.
         device: of the model.
         progress: called after each release.
@@ -97,10 +94,11 @@ def score(
     engine = new_engine()
     run = Run(engine, privacy, performance, canaries=canaries, numbers=numbers, device=device)
     run.dataset.include(coins)
-    direction = run.bounds / math.sqrt(float((run.bounds**2).sum())) / privacy.bound
+    strength = Strength(noise, rate)
     total, scores, included = np.zeros(canaries), [], []
-    for release in run.releases():
-        found = log_likelihood_ratio(direction @ release.sums, noise, rate)
+    for y in _products(run, privacy.bound):
+        found = log_likelihood_ratio(y, noise, rate)
+        strength.note(y, coins)
         if anew:
             scores.append(found)
             included.append(coins)
@@ -109,14 +107,31 @@ def score(
         else:
             total += found
         progress()
+    for _ in range(strength.further_runs(canaries, steps)):
+        whole_run = Run(new_engine(), privacy, performance, canaries=canaries, device=device)
+        for y in _products(whole_run, privacy.bound):
+            strength.note(y, np.ones(canaries, dtype=bool))
+            progress()
     once, whole = (_composed(engine, run.loader.event(noise), n) for n in (1, steps))
+    limit, lower = strength.noise_multiplier(confidence), 0.0
+    if math.isfinite(limit):
+        found_event = run.loader.event(limit)
+        lower = float(_composed(engine, found_event, 1 if anew else steps).get_epsilon(delta))
     return Scored(
         scores=np.concatenate(scores) if anew else total,
         included=np.concatenate(included) if anew else coins,
         claim=Claim(once if anew else whole, delta, _in_words(privacy)),
         charged=engine.get_epsilon(delta),
         due=float(whole.get_epsilon(delta)),
+        epsilon_lower=lower,
     )
+
+
+def _products(run: Run, bound: float) -> Iterator[NDArray[np.float64]]:
+    """`[canaries]` of each release: its product with a canary's direction, over the bound."""
+    direction = run.bounds / math.sqrt(float((run.bounds**2).sum())) / bound
+    for release in run.releases():
+        yield direction @ release.sums
 
 
 def _numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:

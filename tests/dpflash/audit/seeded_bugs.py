@@ -41,15 +41,20 @@ def _less_noise(part: float) -> Callable[[Put], None]:
     return apply
 
 
-def _one_layer_unclipped(put: Put) -> None:
-    original = Gate._clipped
+def _unclipped(name: str) -> Callable[[Put], None]:
+    """Parameters whose names end so are not clipped."""
 
-    def clipped(self: Any, position: int, parameter: Any, grad: Any, factors: Any) -> Any:
-        if self.step.names[parameter] == "tables.0.weight":
-            factors = (factors > 0).to(factors.dtype)
-        return original(self, position, parameter, grad, factors)
+    def apply(put: Put) -> None:
+        original = Gate._clipped
 
-    put(Gate, "_clipped", clipped)
+        def clipped(self: Any, position: int, parameter: Any, grad: Any, factors: Any) -> Any:
+            if self.step.names[parameter].endswith(name):
+                factors = (factors > 0).to(factors.dtype)
+            return original(self, position, parameter, grad, factors)
+
+        put(Gate, "_clipped", clipped)
+
+    return apply
 
 
 def _draw_used_twice(put: Put) -> None:
@@ -96,6 +101,32 @@ def _shuffling(put: Put) -> None:
         return sorted(order[index % parts :: parts])
 
     put(PoissonBatchSampler, "draw", draw)
+
+
+def _rate_above_the_claimed(put: Put) -> None:
+    original = PoissonBatchSampler.draw
+
+    def draw(self: Any, index: int) -> list[int]:
+        rate = self.sample_rate
+        self.sample_rate = min(1.0, 1.1 * rate)
+        try:
+            return original(self, index)
+        finally:
+            self.sample_rate = rate
+
+    put(PoissonBatchSampler, "draw", draw)
+
+
+def _empty_draws_without_noise(put: Put) -> None:
+    original = PrivateStep._charge
+
+    def charge(self: Any, **keywords: Any) -> BatchNoise:
+        noise = original(self, **keywords)
+        if not self.tracker.current.count:
+            noise._std = 0.0
+        return noise
+
+    put(PrivateStep, "_charge", charge)
 
 
 def _padding_contributes(put: Put) -> None:
@@ -213,7 +244,11 @@ def _ranks_share_one_noise(put: Put) -> None:
 BUGS: dict[str, Callable[[Put], None]] = {
     "noise halved": _less_noise(0.5),
     "noise / 5": _less_noise(0.2),
-    "one layer unclipped": _one_layer_unclipped,
+    "one layer unclipped": _unclipped("tables.0.weight"),
+    "biases unclipped": _unclipped("bias"),
+    "a norm unclipped": _unclipped("norm.weight"),
+    "sampling rate 1.1 times the claimed": _rate_above_the_claimed,
+    "empty draws without noise": _empty_draws_without_noise,
     "a draw used twice": _draw_used_twice,
     "one draw for all parameters": _same_noise_for_all_parameters,
     "divisor by the drawn size": _divisor_by_drawn_size,

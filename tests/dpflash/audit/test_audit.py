@@ -17,8 +17,11 @@ from dpflash.audit.packed import PackedRun
 from dpflash.audit.probes import (
     Probes,
     read_contributions,
+    read_empty,
+    read_layers,
     read_noise,
     read_packed,
+    read_sampler,
     read_users,
 )
 from dpflash.audit.ranks import Audited
@@ -45,7 +48,9 @@ def new_engine(**more):
 
 def scores_refute(asked, canaries=400):
     rng = np.random.default_rng(0)
-    found = score(new_engine, *asked, canaries=canaries, delta=DELTA, rng=rng)
+    found = score(
+        new_engine, *asked, canaries=canaries, delta=DELTA, confidence=0.95, rng=rng
+    )  # fmt: skip
     plan = plan_for(asked[0], len(found.scores), delta=DELTA, confidence=0.95, rng=rng)
     return found, assess(
         found.scores, found.included, plan, found.claim,
@@ -55,6 +60,10 @@ def scores_refute(asked, canaries=400):
 
 def few(units, rate):
     return read_contributions(new_engine, *settings(), units=units, rate=rate, releases=24)
+
+
+def drawn():
+    return read_sampler(new_engine, *settings(), units=64, rate=1 / 4, draws=2400)
 
 
 def failed(probes):
@@ -69,7 +78,10 @@ def honest():
         divisor=few(64, 1 / 4),
         packed=read_packed(new_engine, *settings()),
         users=read_users(new_engine, *settings()),
+        sampler=drawn(),
+        layers=read_layers(new_engine, *settings()),
         noise=read_noise(new_engine, *settings()),
+        empty=read_empty(new_engine, *settings()),
     )
 
 
@@ -152,6 +164,10 @@ def test_scores_refute_seeded_bugs(rate, canaries, bugs):
         ("a document with the padding behind it", "packed", "canaries in packed neighbors"),
         ("entries clipped one by one", "users", "canaries of two entries"),
         ("shuffling", "inclusions", "inclusion counts"),
+        ("sampling rate 1.1 times the claimed", "sampler", "draws of the sampler"),
+        ("biases unclipped", "layers", "canaries in weights and biases"),
+        ("a norm unclipped", "layers", "canaries in weights and biases"),
+        ("empty draws without noise", "empty", "noise of empty draws"),
     ],
 )  # fmt: skip
 def test_a_named_check_fails_with_a_seeded_bug(bug, part, check, honest, monkeypatch):
@@ -163,6 +179,9 @@ def test_a_named_check_fails_with_a_seeded_bug(bug, part, check, honest, monkeyp
         "packed": lambda: read_packed(new_engine, *settings()),
         "users": lambda: read_users(new_engine, *settings()),
         "inclusions": lambda: few(64, 1 / 4),
+        "sampler": drawn,
+        "layers": lambda: read_layers(new_engine, *settings()),
+        "empty": lambda: read_empty(new_engine, *settings()),
     }[part]()
     probes = Probes(**({**vars(honest)} | {part: with_bug}))
     assert check in failed(probes)
@@ -403,13 +422,18 @@ def test_at_most_one_honest_run_of_100_is_accused():
 
 
 @pytest.mark.cases(0)
+@pytest.mark.parametrize("rate", [1.0, 0.125])
 @pytest.mark.parametrize("epsilon", [1.0, 4.0, 8.0])
-def test_bounds_of_an_honest_engine_are_as_tight_as_promised(epsilon):
+def test_bounds_of_an_honest_engine_are_as_tight_as_promised(epsilon, rate):
+    """With Poisson sampling 4,000 canaries, which takes up to 60 s on one core."""
+    steps = 1 if rate == 1 else 64
     noise = get_noise_multiplier(
-        target_epsilon=epsilon, target_delta=DELTA, sample_rate=1.0, steps=1
+        target_epsilon=epsilon, target_delta=DELTA, sample_rate=rate, steps=steps
     )
-    audited = Audited(PrivacyEngine, {"seed": 1}, *settings(rate=1.0, steps=100, noise=noise))
-    report = run_audit(audited, canaries=1000, delta=DELTA, seed=1, ranks=False)
-    assert report.ok and report.scores == 100_000
-    assert report.epsilon_lower_gaussian >= 0.8 * epsilon
-    assert report.epsilon_lower >= 0.45 * epsilon
+    asked = settings(rate=rate, steps=max(steps, 25), noise=noise)
+    audited = Audited(PrivacyEngine, {"seed": 1}, *asked)
+    report = run_audit(audited, canaries=4000, delta=DELTA, seed=1, ranks=False)
+    assert report.ok and report.epsilon_lower_gaussian >= 0.8 * epsilon
+    assert report.scores == (100_000 if rate == 1 else 4000)
+    if rate == 1:
+        assert report.epsilon_lower >= 0.45 * epsilon

@@ -5,6 +5,7 @@ import pytest
 from scipy.stats import kstest
 
 from dpflash.audit.checks import (
+    Drawn,
     check_contributions,
     check_inclusions,
     check_lattice,
@@ -26,11 +27,14 @@ def p_of(check):
     return float(check.found.split("p ")[1].split(" ")[0])
 
 
+def inclusions(included, rate, rng):
+    return check_inclusions("", Drawn.of(included), rate, rng)
+
+
 @pytest.mark.parametrize("rate", [0.5, 0.125, 0.01])
 def test_poisson_inclusions_pass_and_their_p_values_are_not_too_small(rng, rate):
     values = [
-        p_of(check_inclusions((rng.random((64, 200)) < rate).astype(int), rate, rng))
-        for _ in range(40)
+        p_of(inclusions((rng.random((64, 200)) < rate).astype(int), rate, rng)) for _ in range(40)
     ]
     # Four tests share a rate, so that values are bounded by uniform ones from below.
     assert kstest(values, "uniform", alternative="greater").pvalue > 1e-4
@@ -74,14 +78,14 @@ def of_some(rng, releases, units, rate):
     ids=lambda item: item[0],
 )  # fmt: skip
 def test_other_samplers_fail(rng, included):
-    assert not check_inclusions(included[1](rng), 1 / 8, rng).ok
+    assert not inclusions(included[1](rng), 1 / 8, rng).ok
 
 
 def test_without_subsampling_every_unit_is_in_every_release(rng):
     everyone = np.ones((4, 5), dtype=int)
-    assert check_inclusions(everyone, 1.0, rng).ok
+    assert inclusions(everyone, 1.0, rng).ok
     everyone[2, 3] = 0
-    assert not check_inclusions(everyone, 1.0, rng).ok
+    assert not inclusions(everyone, 1.0, rng).ok
 
 
 def test_honest_noise_passes_and_its_p_values_are_not_too_small(rng):

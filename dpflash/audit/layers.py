@@ -1,0 +1,43 @@
+"""The audited run on layers with weights and biases: a linear layer and a norm.
+
+Canary i's loss is a multiple of output i of the linear layer plus output i of the norm. So its
+gradient is at element i of all four parameters, with the same absolute value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .releases import Run
+
+
+class LayersCanaryModel(nn.Module):
+    """Losses [B] of canaries, each with a number in four parameters.
+
+    Args:
+        canaries: number of canaries, even.
+        scale: of each number in a loss.
+    """
+
+    def __init__(self, canaries: int, *, scale: float):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(1, canaries), nn.LayerNorm(canaries, eps=0.0)
+        self.background = None
+        self.canaries, self.scale = canaries, scale
+
+    def forward(self, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Losses [B] of canaries `numbers` [B], multiplied by `weights` [B]."""
+        # +1 and -1 in turn, which the norm leaves as they are, with +1 at the canary's element.
+        elements = torch.arange(self.canaries, device=numbers.device)
+        signs = (1 - 2 * ((elements - numbers[:, None]) % 2)).to(weights.dtype)
+        outputs = self.layer(weights.new_ones(len(numbers), 1)) + self.norm(signs)
+        return outputs.gather(1, numbers[:, None])[:, 0] * (self.scale * weights)
+
+
+class LayersRun(Run):
+    """A run on such layers, with the arguments and attributes of `Run`."""
+
+    def _new_model(self, *, background: bool, scale: float) -> nn.Module:
+        assert not background
+        return LayersCanaryModel(self.canaries, scale=scale)
