@@ -22,7 +22,7 @@ from .optimizer import trained_parameters
 from .packing import PackTo
 from .packing.pack import EXACT_ALIGN
 from .privacy.keys import RunKeys
-from .privacy.privacy_unit import SAMPLE
+from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .sampling.collate import refuse_mixing
 from .sampling.loader import PrivateDataLoader
 from .sampling.slots import check_slots
@@ -83,11 +83,16 @@ def check_arguments(
         key=keys.sampling,
         physical_batch_size=performance.physical_batch_size,
         max_batch_size=privacy.max_batch_size,
+        max_dataset_size=privacy.max_dataset_size,
         rank_part=(ranks.data_rank, ranks.data_size),
         public_size=privacy.public_size,
         public_length=privacy.public_length,
         groups=of_units,
+        # Ranks refuse them together, in the step.
+        foreign_batches=privacy.foreign_batches or ranks.everyone is not None,
     )
+    if privacy.foreign_batches:
+        _check_foreign(loader, ranks)
     check_slots(loader.expected_batch_size, privacy.bound)
     if isinstance(data_loader.collate_fn, PackTo):
         _check_packed(data_loader.collate_fn, privacy, performance, ranks)
@@ -164,9 +169,24 @@ def agree_on_arguments(
             "budget": privacy.budget,
             "verify_first_batch": privacy.verify_first_batch,
             "allow_buffers": sorted(privacy.allow_buffers),
+            "foreign_batches": privacy.foreign_batches,
             "parameters": [(names[p], tuple(p.shape), p.dtype) for p in checked.trained],
         },
     )
+
+
+def _check_foreign(loader: PrivateDataLoader, ranks: Ranks) -> None:
+    """Refuse batches that are not of the loader where nothing bounds a unit's part of them."""
+    if has_several_rows(loader.unit):
+        raise ValueError(
+            "foreign_batches=True with unit_of or Pairs: a unit may be in several rows of a batch "
+            "that is not of the private loader, each clipped by itself; leave it out"
+        )
+    if ranks.everyone is not None:
+        raise ValueError(
+            "foreign_batches=True with a mesh: ranks may hold the same samples, or different "
+            "ones in one row, and nothing bounds that; leave it out"
+        )
 
 
 def _check_packed(

@@ -85,11 +85,15 @@ class PrivacyConfig:
         max_batch_size: a Poisson draw of more samples is cut to this many. The cut is accounted
             for; well above batch_size it costs next to nothing. Where physical_batch_size is at
             least as large, every draw is one batch of this many rows.
+        max_dataset_size: a public number that the number of entries does not exceed, whoever is in
+            the dataset. The chance that max_batch_size cuts a draw is that of so many entries, so
+            it is required there with dataset_size or sample_rate; without max_batch_size it
+            changes nothing. A dataset of more entries is refused before the first draw, which is
+            an output that nothing pays for: pass a number with room to grow.
         dataset_size: a public size of the dataset. Sample rate, steps of an epoch and the divisor
             come from it alone; the number of entries, which is private, may differ and is never
-            compared with it. With max_batch_size it must not be less than the number of entries,
-            or draws are cut more often than accounted for. With None the number of entries counts
-            as public, and the relation is "zero_out". Poisson sampling only.
+            compared with it. With None the number of entries counts as public, and the relation
+            is "zero_out". Poisson sampling only.
         sample_rate: in place of dataset_size, the rate itself, with steps_per_epoch.
         steps_per_epoch: logical batches of an epoch, with sample_rate.
         unit_of: where a privacy unit, such as a user, has several entries of the dataset: the unit
@@ -126,6 +130,12 @@ class PrivacyConfig:
             all three. `engine.plan()` and `engine.rounded_sums` show the result.
         verify_first_batch: prove on the first batches that the model keeps its samples apart, see
             `PrivacyEngine.make_private`. With False, `engine.verified` reports the omission.
+        foreign_batches: take batches that are not of the private loader too. You guarantee for
+            each of them that every row is of one privacy unit and no unit is in two rows (no
+            views of a sample, no padding rows, such as those of another private loader), and that
+            its rows and their number were chosen without the private data. Each costs a Gaussian
+            step without amplification, and epsilon is for "zero_out" from the first on. With
+            False a backward on such a batch is refused.
         allow_buffers: names of buffers and frozen parameters that the forward may change, because
             you guarantee that they hold nothing of the data (a counter of steps). A change of any
             other is refused.
@@ -140,6 +150,7 @@ class PrivacyConfig:
     clip_function: str = "hard"
     sampling: str = "poisson"
     max_batch_size: int | None = None
+    max_dataset_size: int | None = None
     dataset_size: int | None = None
     sample_rate: float | None = None
     steps_per_epoch: int | None = None
@@ -152,6 +163,7 @@ class PrivacyConfig:
     budget: PrivacyBudget | None = None
     exact: bool | str = "auto"
     verify_first_batch: bool = True
+    foreign_batches: bool = False
     allow_buffers: tuple[str, ...] = ()
     target_epsilon: float | None = None
     target_delta: float | None = None
@@ -202,6 +214,7 @@ class PrivacyConfig:
         one_of(sampling=(self.sampling, SAMPLINGS))
         one_of(loss_reduction=(self.loss_reduction, (None, "mean", "sum")))
         one_of(verify_first_batch=(self.verify_first_batch, (True, False)))
+        one_of(foreign_batches=(self.foreign_batches, (True, False)))
         if self.exact not in ("auto", True, False) or not isinstance(self.exact, bool | str):
             raise ValueError(f"exact={self.exact!r}: expected 'auto', True or False")
         if self.exact is True and math.isinf(self.bound):
@@ -284,6 +297,14 @@ class PrivacyConfig:
             )
 
     def _check_public_size(self) -> None:
+        most = self.max_dataset_size
+        if most is not None:
+            positive_int(max_dataset_size=most)
+            if most < (self.dataset_size or 1):
+                raise ValueError(
+                    f"max_dataset_size={most!r} below dataset_size={self.dataset_size!r}; pass a "
+                    "number that no dataset of this kind exceeds"
+                )
         names = ("dataset_size", "sample_rate", "steps_per_epoch")
         named = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) is not None]
         if not named:
@@ -309,6 +330,12 @@ class PrivacyConfig:
             if self.sample_rate > 1:
                 raise ValueError(f"sample_rate={self.sample_rate!r}: expected a number in (0, 1]")
             positive_int(steps_per_epoch=self.steps_per_epoch)
+        if self.max_batch_size is not None and most is None:
+            raise ValueError(
+                f"{named[0]} with max_batch_size={self.max_batch_size}: draws are cut the more "
+                "often the more entries there are, and their number is private. Pass "
+                "max_dataset_size=, a public number that it does not exceed"
+            )
 
     @property
     def public_size(self) -> PublicSize | None:

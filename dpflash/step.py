@@ -45,10 +45,10 @@ from .distributed.fsdp import as_grad, first_element, is_sharded, local_shape, r
 from .distributed.mesh import Ranks
 from .packing import Units
 from .privacy.budget import BudgetSpent
-from .privacy.privacy_unit import has_several_rows
 from .privacy.public_data import PublicGradients
+from .refusal import PrivateRefusal
 from .sampling.slots import RealRows
-from .sampling.tracker import BatchTracker
+from .sampling.tracker import FOREIGN, BatchTracker
 
 if TYPE_CHECKING:
     from dpflash.accounting import Event
@@ -637,7 +637,7 @@ class PrivateStep(ClippedSums):
         Raises:
             BudgetSpent: the release does not fit into the budget; the batch is dropped.
             ValueError: the accountant does not support this event; the batch is dropped.
-            RuntimeError: the model was detached.
+            RuntimeError: the model was detached, or the batch is not of the private loader.
         """
         if self._is_closed:
             raise RuntimeError(
@@ -650,14 +650,12 @@ class PrivateStep(ClippedSums):
         noise_multiplier = self.noise_multiplier
         drawn = self.tracker.came_from_loader(signalled)
         self._require_same_release(noise_multiplier, bound, drawn)
-        if not drawn and has_several_rows(self._spending.unit):
+        takes_others = self.tracker.foreign_batches and self.ranks.everyone is None
+        if not drawn and not takes_others:
             self.discard()
             self.tracker.refused()
-            raise RuntimeError(
-                "a step on a batch that is not of the private loader, with unit_of or Pairs: a "
-                "unit may be in several of its rows, each clipped by itself, and nothing bounds "
-                "that. Iterate over the loader that make_private returned"
-            )
+            # What another loader signalled may hang on which samples the loop left out.
+            raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
         # Models that are not private need no accounting, which is slow to import.
         from dpflash.accounting import Gaussian
 
@@ -675,13 +673,6 @@ class PrivateStep(ClippedSums):
             raise
         if self._spending.ledger is None and noise_multiplier > 0:
             self._keys.claim(self.releases)
-        if not drawn and not self._spending.has_foreign_batches and noise_multiplier > 0:
-            warnings.warn(
-                "a step was made on a batch that did not come from the private loader; it is "
-                "accounted for without amplification by sampling, and epsilon is for zero_out "
-                "from now on. Iterate over the loader that make_private returned",
-                stacklevel=4,
-            )
         self._charge_on_all_ranks(event, is_foreign=not drawn)
         if drawn and event is not None:
             self._paid = (self.tracker.epochs, noise_multiplier)
@@ -733,19 +724,12 @@ class PrivateStep(ClippedSums):
 
         Raises:
             ValueError: on all ranks, naming the difference; the batch is dropped.
-            RuntimeError: the batch is not of the private loader.
         """
         if self.ranks.everyone is None:
             return
         try:
             self._agree("a private batch", noise_multiplier, bound, drawn)
-            if not drawn:
-                raise RuntimeError(
-                    "a step on a batch that did not come from the private loader, with a mesh: "
-                    "ranks may hold the same samples, or different ones in one row, and nothing "
-                    "bounds that. Iterate over the loader that make_private returned"
-                )
-        except (ValueError, RuntimeError):
+        except ValueError:
             self.discard()
             self.tracker.refused()
             raise

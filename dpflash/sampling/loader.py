@@ -36,6 +36,7 @@ from ..privacy.privacy_unit import (
     USER_OF_FIXED_GRAPH,
     named,
 )
+from ..refusal import PrivateRefusal
 from ..verification.loss_trial import LossTrial
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
@@ -102,9 +103,11 @@ class PrivateDataLoader(Prepared, DataLoader):
 
     Args:
         rank_part: (number of this rank, number of ranks) that split each draw.
+        max_dataset_size: public; with max_batch_size no dataset may be larger.
         public_size: determines rate, steps and divisor; None for the size of the dataset.
         public_length: public length of dimension 1; None if none is declared.
         groups: the entries of each privacy unit; None where each entry is one.
+        foreign_batches: whether batches that are not of this loader are trained on too.
 
     Attributes:
         sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for epochs
@@ -131,10 +134,12 @@ class PrivateDataLoader(Prepared, DataLoader):
         key: bytes,
         physical_batch_size: int | None = None,
         max_batch_size: int | None = None,
+        max_dataset_size: int | None = None,
         rank_part: tuple[int, int] = (0, 1),
         public_size: PublicSize | None = None,
         public_length: int | None = None,
         groups: UnitGroups | None = None,
+        foreign_batches: bool = False,
     ):
         num_samples, batch_size = check_loader(loader, sampling=sampling)
         dataset = loader.dataset
@@ -150,13 +155,25 @@ class PrivateDataLoader(Prepared, DataLoader):
             rate, self.steps_per_epoch = batch_size / num_samples, -(-num_samples // batch_size)
         else:
             self.dataset_size, rate, self.steps_per_epoch = public_size.of(batch_size)
+        # Where no size was declared, the dataset's own is public.
+        most = max_dataset_size or num_samples
+        if max_batch_size is not None and num_samples > most:
+            raise PrivateRefusal(
+                f"data_loader.dataset has more entries than max_dataset_size={most}, so "
+                "max_batch_size would cut draws more often than accounted for; pass a public "
+                "number that no dataset of this kind exceeds",
+                num_samples=num_samples,
+            )
         self._groups = groups
         self.tracker = tracker = BatchTracker(
-            fetched_ahead=loader.num_workers > 0, equal_sizes=sampling != "poisson"
+            fetched_ahead=loader.num_workers > 0,
+            equal_sizes=sampling != "poisson",
+            foreign_batches=foreign_batches,
         )
         self.sample_rate = rate if sampling == "poisson" else None
         self.expected_batch_size = float(batch_size)
         self.max_batch_size = max_batch_size
+        self._max_dataset_size = max_dataset_size
         self.has_public_size = public_size is not None
         if public_length is None and isinstance(loader.collate_fn, PadTo):
             public_length = loader.collate_fn.length
@@ -187,13 +204,13 @@ class PrivateDataLoader(Prepared, DataLoader):
                 self.slots = slots_of_size(batch_size, **bounds)
             else:
                 self.slots = slots_of_draws(self.dataset_size, rate, cap=max_batch_size, **bounds)
-                if public_size is None and (max_batch_size or 0) >= num_samples:
+                if (max_batch_size or 0) >= most:
                     max_batch_size = None  # no draw is larger
                 self._draws = PoissonBatchSampler(
                     num_samples,
                     rate,
                     max_batch_size=max_batch_size,
-                    accounted_size=self.dataset_size,
+                    accounted_size=most,
                     # Who owns which entry is public where entries are of several units.
                     relation=ADD_REMOVE
                     if public_size is not None and not (groups and groups.has_shared)
@@ -307,6 +324,8 @@ class PrivateDataLoader(Prepared, DataLoader):
             "expected_batch_size": self.expected_batch_size,
             "max_batch_size": self.max_batch_size,
         }
+        if self._max_dataset_size is not None:
+            scheme["max_dataset_size"] = self._max_dataset_size
         if self._groups is not None:
             # Another user in a user's place would be protected from some of the releases alone.
             scheme["entries of each unit"] = self.grouping

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..refusal import PrivateRefusal
 from ..verification.digests import row_digests
 from ..verification.nested import tensors_of
 from .tracker import BatchMark
@@ -44,8 +45,9 @@ class RowOrder:
         self._tensors: list[Tensor] = []
         self._copies: Tensor | None = None
         self._size: int | None = None
-        # Hashes of whole tensors in earlier batches.
+        # Hashes of whole tensors in earlier batches, and of single rows.
         self._past: OrderedDict[int, None] = OrderedDict()
+        self._past_rows: OrderedDict[int, None] = OrderedDict()
 
     def observe(self, batch: Any, mark: BatchMark, each: int = 1) -> None:
         """Record a batch that the loop receives.
@@ -58,16 +60,22 @@ class RowOrder:
         Raises:
             RuntimeError: the collate function changed the order of its rows.
         """
-        self._past.update((rows.hash, None) for rows in self._batch if rows.is_distinctive)
-        while len(self._past) > _REMEMBERED:
-            self._past.popitem(last=False)
+        for rows in self._batch:
+            if rows.is_distinctive:
+                self._past[rows.hash] = None
+                self._past_rows.update((row, None) for row in rows.hashes)
+        for past in (self._past, self._past_rows):
+            while len(past) > _REMEMBERED:
+                past.popitem(last=False)
         self._batch, self._copies, self._size = [], None, None
         tensors = self._tensors = [x for _, x in tensors_of(batch)]
-        if mark.real is None or not self._is_checked(tensors):
+        if not self._is_checked(tensors):
             return
         self._left = max(0, self._left - 1)
+        self._batch = _rows_of(tensors, mark.size * each)
+        if mark.real is None:
+            return
         self._size = mark.size * each
-        self._batch = _rows_of(tensors, self._size)
         for rows in self._batch:
             self._past.pop(rows.hash, None)
         if not 1 < mark.count < mark.size:
@@ -113,18 +121,32 @@ class RowOrder:
         """Check the tensors with which the model is called on public data.
 
         Raises:
-            RuntimeError: all rows of one of them are of the private loader's last batch, or it is
-                a tensor of an earlier one.
+            PrivateRefusal: a row of one of them, of at least 8 different numbers, is of the
+                private loader's last batch or of an earlier one.
         """
-        own = [_Rows(x) for x in self._tensors if _has_rows(x)]
-        for rows in (_Rows(x) for x in given if _has_rows(x)):
-            if rows.is_distinctive and (
-                rows.hash in self._past or any(rows.are_among(others) for others in own)
-            ):
-                raise RuntimeError(
-                    "the model got rows of the private loader's batch inside "
-                    "engine.public_data(), where nothing protects them: give it public data alone"
-                )
+        found = self.drawn(given)
+        if found:
+            raise PrivateRefusal(
+                "the model got rows of the private loader's batches inside engine.public_data(), "
+                "where nothing protects them: give it public data alone",
+                rows=found,
+            )
+
+    def drawn(self, given: Sequence[Tensor]) -> list[int]:
+        """Rows of some tensor that are of the loader's last batches. PRIVATE.
+
+        Rows of less than 8 different numbers show nothing, and neither do those that the loop
+        has changed.
+        """
+        own = {row for x in self._tensors if _has_rows(x) for row in _Rows(x).hashes}
+        found = set()
+        for x in given:
+            rows = _Rows(x) if _has_rows(x) else None
+            if rows is not None and rows.is_distinctive:
+                for i, row in enumerate(rows.hashes):
+                    if (row in own or row in self._past_rows) and _is_telling(x[i]):
+                        found.add(i)
+        return sorted(found)
 
     def _is_checked(self, tensors: Sequence[Tensor]) -> bool:
         return self._left > 0 or all(x.device.type == "cpu" for x in tensors)
@@ -136,6 +158,7 @@ class _Rows:
     Attributes:
         form: shape and dtype of the tensor.
         hash: of form and digests.
+        hashes: the same of each row; of integers without the zeros that pad it to a length.
         is_distinctive: whether another batch is unlikely to have the same tensor.
     """
 
@@ -145,12 +168,18 @@ class _Rows:
         self.hash = hash((self.form, *self.digests.tolist()))
         self.is_distinctive = x[0].numel() >= _DISTINCTIVE and bool((x != x.reshape(-1)[0]).any())
 
-    def are_among(self, others: _Rows) -> bool:
-        """Whether each row is one of these."""
-        (shape, dtype), (theirs, their_dtype) = self.form, others.form
-        return (shape[1:], dtype) == (theirs[1:], their_dtype) and bool(
-            torch.isin(self.digests, others.digests).all()
-        )
+    @property
+    def hashes(self) -> list[int]:
+        shape, dtype = self.form
+        # Zeros at the end of a row add nothing to its digest.
+        is_text = len(shape) == 2 and not dtype.is_floating_point
+        form = (dtype,) if is_text else (shape[1:], dtype)
+        return [hash((form, row)) for row in self.digests.tolist()]
+
+
+def _is_telling(row: Tensor) -> bool:
+    """Whether equal rows are hardly so by chance."""
+    return len(row.unique()) >= _DISTINCTIVE
 
 
 def _has_rows(x: Tensor) -> bool:

@@ -12,6 +12,13 @@ from torch import Tensor
 
 from ..packing import Units
 
+FOREIGN = (
+    "the batch is not of the private loader: how it was sampled is unknown, and several of its "
+    "rows may be of one sample, so nothing was released. Iterate over the loader that "
+    "make_private returned; views of a sample belong inside of the model, and two models that "
+    "share batches into one module. make_private(foreign_batches=True) takes batches of your "
+    "own; dpflash.PrivacyConfig says what you vouch for then"
+)
 EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
     "twice for one charge; finish or leave an epoch before the next begins"
@@ -85,8 +92,10 @@ class BatchTracker:
     Args:
         fetched_ahead: whether DataLoader workers fetch batches that the loop does not have yet.
         equal_sizes: whether all logical batches are of one size.
+        foreign_batches: whether batches that are not of the loader are taken.
 
     Attributes:
+        foreign_batches: as given.
         current: mark of the current microbatch; None if it did not come from a private loader.
         backward_done: whether the current microbatch had its backward.
         epochs: the number of epochs that have started.
@@ -98,7 +107,14 @@ class BatchTracker:
         skipped_last_step: whether the last step ended a microbatch only.
     """
 
-    def __init__(self, *, fetched_ahead: bool = False, equal_sizes: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        fetched_ahead: bool = False,
+        equal_sizes: bool = False,
+        foreign_batches: bool = True,
+    ) -> None:
+        self.foreign_batches = foreign_batches
         self.current: BatchMark | None = None
         self.backward_done = False
         self.epochs = 0
@@ -262,6 +278,8 @@ class BatchTracker:
                 f"give one loss for each {one}"
             )
         signals = self.waiting_signals if mark is None else 0
+        if mark is None and not signals and not self.foreign_batches:
+            raise RuntimeError(FOREIGN)
         if signals and self._hides_repeats:
             raise RuntimeError(
                 "BatchMemoryManager over a loader with DataLoader workers whose batches all have "
@@ -293,8 +311,7 @@ class BatchTracker:
                 "break the bound. Add the losses up and call engine.backward once for each batch "
                 "(the microbatches of the private loader accumulate until optimizer.step())"
             )
-        real = self.real_rows(batch_size)
-        if mark is None and not is_padding and real is not None and not bool(real.all()):
+        if mark is None and not is_padding and self.real_rows(batch_size) is not None:
             warnings.warn(
                 f"a batch of {batch_size} rows after the loader's last one was released: it is "
                 "treated as that batch, whose padding rows count for nothing. Train on batches "

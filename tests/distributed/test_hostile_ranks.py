@@ -23,7 +23,7 @@ def pair() -> Iterator[Any]:
 def test_a_batch_that_is_not_the_loaders_is_not_released(pair: Any, context: int) -> None:
     for said in pair.run(CASES, "a_batch_of_its_own", 2, context=context):
         assert said.startswith("True RuntimeError")
-        assert "did not come from the private loader" in said
+        assert "the batch is not of the private loader" in said
 
 
 @pytest.mark.parametrize("context", [1, 2])

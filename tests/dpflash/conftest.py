@@ -73,6 +73,8 @@ def oracle():
 def private():
     """private(model, *data, ...) -> (engine, model, optimizer, loader), by default noiseless.
 
+    Batches of the test's own are taken too, except with unit_of.
+
     With one_part=True each draw is one physical batch, of as many rows as there are data.
     """
 
@@ -94,9 +96,11 @@ def private():
         loader = DataLoader(
             TensorDataset(*data), batch_size=batch_size, num_workers=workers, collate_fn=collate
         )
-        options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, **kwargs}
+        options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
+        options |= {"foreign_batches": "unit_of" not in kwargs, **kwargs}
         if one_part:  # each draw is one physical batch
-            options |= {"physical_batch_size": len(data[0]), "max_batch_size": len(data[0])}
+            sizes = ("physical_batch_size", "max_batch_size", "max_dataset_size")
+            options |= dict.fromkeys(sizes, len(data[0]))
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         return engine, *engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, **options

@@ -105,6 +105,7 @@ def errors_of(real: RealModel, column: str) -> list[float]:
             data_loader=DataLoader(TensorDataset(*data), batch_size=size),
             noise_multiplier=0.0,
             max_grad_norm=bound,
+            foreign_batches=True,
             exact=False,
             physical_batch_size=size,
             max_batch_size=size,

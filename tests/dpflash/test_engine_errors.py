@@ -685,6 +685,7 @@ def test_a_grad_scaler_is_refused_by_its_name_and_its_scale(fused, dtype):
         data_loader=loader(),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        foreign_batches=True,
     )
     before = copy.deepcopy(model.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -710,10 +711,10 @@ def test_configurations_do_what_their_fields_as_keywords_do(private):
     privacy = PrivacyConfig(**fields)
     performance = PerformanceConfig(physical_batch_size=2)
     plain = made(**fields, physical_batch_size=2)
-    unset = {"max_grad_norm": UNSET, "noise_multiplier": UNSET}
+    unset = dict.fromkeys(("max_grad_norm", "noise_multiplier", "foreign_batches"), UNSET)
     assert made(**unset, privacy=privacy, performance=performance) == plain
     with pytest.raises(ValueError, match="max_grad_norm=1.0 with privacy="):
-        made(max_grad_norm=1.0, noise_multiplier=UNSET, privacy=privacy)
+        made(**{**unset, "max_grad_norm": 1.0}, privacy=privacy)
     with pytest.raises(ValueError, match="optimize='none' with performance="):
         made(**fields, performance=performance, optimize="none")
     with pytest.raises(ValueError, match="expected a dpflash.PrivacyConfig"):

@@ -194,6 +194,7 @@ def test_a_forked_process_has_noise_of_its_own(private):
         data_loader=DataLoader(TensorDataset(data()), batch_size=4),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        foreign_batches=True,
     )
     reader, writer = os.pipe()
     child = os.fork()

@@ -40,7 +40,6 @@ every_kind = pytest.mark.parametrize(
     "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
 )
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:a step was made on a batch that did not come:UserWarning"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
 ]
 needs_opacus = pytest.mark.skipif(opacus is None, reason="needs Opacus")
@@ -543,6 +542,7 @@ def test_invariant_4_two_models_of_one_engine_share_no_noise(private):
         data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), batch_size=4),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        foreign_batches=True,
     )
     seen += all_noise(engine, model, optimizer, loader, 4)
     assert len(set(seen)) == 8
@@ -560,6 +560,7 @@ def test_invariant_4_an_optimizer_left_over_from_a_detached_model_releases_nothi
         data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), batch_size=4),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        foreign_batches=True,
     )
     spent = engine.get_epsilon(1e-5)
     with pytest.raises(RuntimeError, match="was detached, so it releases nothing more"):
@@ -723,6 +724,50 @@ def test_invariant_8_noise_lowered_within_a_plain_pass_is_paid_for(private):
     assert engine.get_epsilon(1e-5) >= least.get_epsilon(1e-5)
 
 
+# What a loop may train on behind the release of the loader's batch x.
+FOREIGN = {
+    "views of each sample": lambda x, data: x.repeat(2, 1),
+    "the batch again": lambda x, data: x,
+    "a part of it": lambda x, data: x[:3],
+    "the next entries of the data": lambda x, data: data[:8],
+    "one entry": lambda x, data: data[:1],
+    "noise alone": None,
+}
+
+
+@pytest.mark.parametrize("reduction", [None, "mean"])
+@pytest.mark.parametrize("kind", [*FOREIGN, "the batch of another model's loader"])
+def test_invariant_8_a_batch_that_is_not_of_the_loader_is_refused_before_a_charge(
+    kind, reduction, private
+):
+    data = torch.randn(32, 3)
+    options = {"noise_multiplier": 1.0, "foreign_batches": False, "loss_reduction": reduction}
+    first, second = (private(nn.Linear(3, 2), data, **options) for _ in range(2))
+
+    def step(run, x):
+        engine, model, optimizer, _ = run
+        optimizer.zero_grad()
+        if x is not None:
+            losses = model(x).square().mean(1)
+            engine.backward(losses) if reduction is None else losses.mean().backward()
+        optimizer.step()
+
+    for (x,) in first[3]:
+        if kind in FOREIGN:
+            step(first, x)
+        run = first if kind in FOREIGN else second
+        before = (run[0].accountant.history, run[1].weight.detach().clone())
+        make = FOREIGN.get(kind, lambda x, data: x)
+        with pytest.raises(
+            RuntimeError, match="the batch is not of the private loader.*foreign_b"
+        ):
+            step(run, make and make(x, data))
+        assert not run[0]._step.sums and not run[0].accountant.events
+        assert run[0].accountant.history == before[0] and torch.equal(run[1].weight, before[1])
+        if first[3].is_last:
+            break
+
+
 def test_invariant_8_a_batch_from_elsewhere_is_accounted_without_amplification(private):
     engine, model, optimizer, loader = private(
         nn.Linear(3, 2), torch.randn(32, 3), noise_multiplier=1.0, dataset_size=32
@@ -735,8 +780,7 @@ def test_invariant_8_a_batch_from_elsewhere_is_accounted_without_amplification(p
     assert engine.neighboring_relation == "add_remove"
     optimizer.zero_grad()
     engine.backward(model(torch.randn(4, 3)).square().mean(1))
-    with pytest.warns(UserWarning, match="without amplification"):
-        optimizer.step()
+    optimizer.step()
     foreign = Gaussian(relation="zero_out", noise_multiplier=1.0)
     assert engine.accountant.history == [(1.0, 0.125, 8)]
     assert engine.accountant.events == [(foreign, 1)]

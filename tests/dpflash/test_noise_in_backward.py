@@ -413,6 +413,7 @@ def test_the_run_that_wrote_a_checkpoint_and_one_restored_from_it_are_told_apart
             data_loader=DataLoader(TensorDataset(data()), batch_size=4),
             noise_multiplier=1.0,
             max_grad_norm=1.0,
+            foreign_batches=True,
             physical_batch_size=24,
             max_batch_size=24,
         )

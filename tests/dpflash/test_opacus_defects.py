@@ -119,6 +119,7 @@ def make(model, x, y, *, noise=0.0, bound=1.0, batch_size=None, num_workers=0, s
         ),
         noise_multiplier=noise,
         max_grad_norm=bound,
+        foreign_batches=True,
         **options,
     )
 

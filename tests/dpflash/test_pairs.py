@@ -185,10 +185,11 @@ def test_batches_of_other_loaders_are_refused():
     engine, model, optimizer, loader = private(entries(), noise_multiplier=1.0)
     with pytest.raises(ValueError, match="the rows of a pair .* are clipped each by itself"):
         next(iter(DataLoader(entries(), batch_sampler=loader.batch_sampler)))
-    engine.backward(model(torch.stack(entries(2)).flatten(0, 1)))
-    with pytest.raises(RuntimeError, match="not of the private loader, with unit_of or Pairs"):
-        optimizer.step()
+    with pytest.raises(RuntimeError, match="the batch is not of the private loader"):
+        engine.backward(model(torch.stack(entries(2)).flatten(0, 1)))
     assert engine.get_epsilon(1e-5) == 0
+    with pytest.raises(ValueError, match="foreign_batches=True with unit_of or Pairs"):
+        private(entries(), foreign_batches=True)
 
 
 @pytest.mark.parametrize(

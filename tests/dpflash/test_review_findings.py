@@ -1,5 +1,6 @@
 """Modes around the guarantees that a review found, each refused or paid for."""
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -21,7 +22,7 @@ DATA = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(
 def make(model=None, engine=None, **kwargs):
     model = model or nn.Linear(3, 2)
     engine = engine or dpflash.PrivacyEngine()
-    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **kwargs}
+    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "foreign_batches": True, **kwargs}
     _, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -50,22 +51,25 @@ def test_loading_an_old_checkpoint_after_detach_does_not_forget_spent_privacy(tm
     assert engine.get_epsilon(1e-5) == spent > 0
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
 @pytest.mark.parametrize("poisson", [True, False])
-def test_signals_on_a_foreign_loader_buy_no_cheap_epsilon(poisson):
-    engine, model, optimizer, _ = make(poisson_sampling=poisson)
+def test_signals_on_a_foreign_loader_buy_no_cheap_epsilon(poisson, is_taken):
+    engine, model, optimizer, _ = make(poisson_sampling=poisson, foreign_batches=is_taken)
     plain = DataLoader(DATA, batch_size=16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(3):
-            with BatchMemoryManager(
+    refusal = pytest.raises(dpflash.PrivateRefusal, match="the batch is not of the private loader")
+    for _ in range(3):
+        with (
+            contextlib.nullcontext() if is_taken else refusal,
+            BatchMemoryManager(
                 data_loader=plain, max_physical_batch_size=8, optimizer=optimizer
-            ) as physical:
-                for (x,) in physical:
-                    take(engine, model, optimizer, x)
+            ) as physical,
+        ):
+            for (x,) in physical:
+                take(engine, model, optimizer, x)
     assert engine.accountant.history == []
     foreign = Gaussian(relation="zero_out", noise_multiplier=1.0)
-    assert engine.accountant.events == [(foreign, 12)]
-    assert "not from its loader" in engine.sampler
+    assert engine.accountant.events == ([(foreign, 12)] if is_taken else [])
+    assert ("not from its loader" in engine.sampler) == is_taken
 
 
 def test_a_resumed_run_under_signals_draws_other_batches(tmp_path):
@@ -210,6 +214,7 @@ def test_the_optimizer_that_was_passed_in_cannot_step_past_the_noise():
         data_loader=DataLoader(DATA, batch_size=16),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
+        foreign_batches=True,
     )
     before = model.weight.detach().clone()
     engine.backward(model(torch.randn(4, 3)).square().mean(1))
@@ -236,7 +241,8 @@ engine = dpflash.PrivacyEngine()
 optimizer = torch.optim.SGD(model.parameters())
 loader = DataLoader(TensorDataset(torch.zeros(9, 1)), batch_size=3)
 engine.make_private(
-    module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1, max_grad_norm=1
+    module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1, max_grad_norm=1,
+    foreign_batches=True,
 )
 x = torch.randn(3, 1, 6).bfloat16()
 engine.backward(torch.tanh(model(x.transpose(1, 2))).float().square().mean((1, 2)))

@@ -261,10 +261,11 @@ def test_losses_of_another_number_than_rows_are_refused():
 def test_a_batch_that_is_not_of_the_loader_is_not_released():
     tokens, owners = entries()
     engine, model, optimizer, _ = private(Net("linear"), tokens, owners, noise_multiplier=1.0)
-    engine.backward(model(tokens[:4]))
-    with pytest.raises(RuntimeError, match="not of the private loader, with unit_of"):
-        optimizer.step()
+    with pytest.raises(RuntimeError, match="the batch is not of the private loader"):
+        engine.backward(model(tokens[:4]))
     assert engine.get_epsilon(1e-5) == 0
+    with pytest.raises(ValueError, match="foreign_batches=True with unit_of or Pairs"):
+        private(Net("linear"), tokens, owners, foreign_batches=True)
 
 
 def test_other_loaders_over_its_sampler_are_refused():
@@ -377,10 +378,10 @@ def test_the_ledger_names_the_unit_and_refuses_another(tmp_path):
         )
     # More entries of patients are entries of patients.
     again = dpflash.PrivacyEngine(ledger=path)
-    run = private(model, tokens, owners[1:] + [99], engine=again, **patients)
-    with pytest.raises(RuntimeError, match="with unit_of or Pairs: a unit may be in several"):
-        again.backward(run[1](tokens))
-        run[2].step()
+    given = (model, tokens, owners[1:] + [99])
+    with pytest.raises(ValueError, match="with unit_of or Pairs: a unit may be in several"):
+        private(*given, engine=again, foreign_batches=True, **patients)
+    private(*given, engine=again, **patients)
 
 
 def test_a_line_of_users_without_a_name_is_read_and_not_continued(tmp_path):

@@ -232,8 +232,7 @@ def test_numbers_of_numpy_that_a_scheduler_sets_are_taken_in_float64(
     assert all(type(bound) is float for bound in bounds)
     drawn = []
     monkeypatch.setattr(step_module, "BatchNoise", lambda *values, **_: drawn.append(values))
-    with pytest.warns(UserWarning, match="did not come from the private loader"):
-        engine._step._charge(signalled=False)
+    engine._step._charge(signalled=False)
     ((noise, bound),) = drawn
     assert type(noise) is type(bound) is float
     assert (noise, bound) == (float(np.float16(1.1)), float(np.float16(0.7)))
@@ -264,8 +263,7 @@ def test_noise_that_the_step_adds_meets_the_sum_before_anything_is_rounded(kind,
         engine._step.sums[p].clone(memory_format=torch.contiguous_format)
         for p in made.parameters()
     ]
-    with pytest.warns(UserWarning, match="did not come from the private loader"):
-        optimizer.step()
+    optimizer.step()
     std, key = math.nextafter(1.5 * 0.7, math.inf), engine._keys.noise
     for number, (parameter, total) in enumerate(zip(made.parameters(), totals, strict=True)):
         assert total.dtype == torch.float64

@@ -124,6 +124,7 @@ def test_adding_one_sample_moves_the_per_block_sum_by_at_most_the_bound(data):
         data_loader=loader,
         noise_multiplier=0.0,
         max_grad_norm=bound,
+        foreign_batches=True,
         clipping="per_block",
     )
     totals = []

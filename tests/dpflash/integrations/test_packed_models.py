@@ -92,7 +92,13 @@ def attached():
                 batch_size=batch_size,
                 collate_fn=PackTo(tokens=TOKENS, max_documents=DOCUMENTS, rows=rows, align=align),
             ),
-            **{"noise_multiplier": 0.0, "max_grad_norm": 1e6, "exact": False, **options},
+            **{
+                "noise_multiplier": 0.0,
+                "max_grad_norm": 1e6,
+                "exact": False,
+                "foreign_batches": True,
+                **options,
+            },
         )
         return engine, model, loader
 

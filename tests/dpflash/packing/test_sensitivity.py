@@ -50,6 +50,7 @@ class Packings:
             data_loader=DataLoader(docs, batch_size=4, collate_fn=self.packing),
             noise_multiplier=0.0,
             max_grad_norm=BOUND,
+            foreign_batches=True,
             exact=exact,
             verify_first_batch=False,
             **kind,

@@ -53,7 +53,7 @@ KINDS = {
         lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=1 / 6),
     ),
     "truncated_poisson": (
-        {"max_batch_size": 22, "dataset_size": SAMPLES},
+        {"max_batch_size": 22, "max_dataset_size": SAMPLES, "dataset_size": SAMPLES},
         lambda s: TruncatedPoissonGaussian(
             noise_multiplier=s, sample_rate=1 / 6, max_batch_size=22, num_samples=SAMPLES
         ),

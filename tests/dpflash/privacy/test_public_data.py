@@ -261,10 +261,9 @@ def test_a_draw_without_samples_is_released_and_charged_beside_public_data():
     assert empty
 
 
-@pytest.mark.filterwarnings("ignore:a step was made on a batch that did not come from")
 @pytest.mark.parametrize("size", [0, 4])
 def test_batches_that_are_not_from_the_loader_are_released_and_charged(size):
-    engine, model, optimizer, _ = run(**ONE_PART)
+    engine, model, optimizer, _ = run(**ONE_PART, foreign_batches=True)
     x, y = (t[:size] for t in PRIVATE)
     expected = plain_grads(model)
     on_public(engine, model)
@@ -463,7 +462,7 @@ def test_private_outputs_in_a_public_loss_are_refused(clipping, recomputed, caug
 
 
 @pytest.mark.parametrize("options", [ONE_PART, {"poisson_sampling": False}])
-@pytest.mark.parametrize("rows", ["all", "some, sorted", "released"])
+@pytest.mark.parametrize("rows", ["all", "some, sorted", "released", "one among public ones"])
 def test_the_private_loaders_batch_is_refused_inside(rows, options):
     engine, model, optimizer, loader = run(**options)
     x, y = next(iter(loader))
@@ -473,24 +472,37 @@ def test_the_private_loaders_batch_is_refused_inside(rows, options):
         optimizer.zero_grad()
     elif rows == "some, sorted":
         x = x[x[:, 0].argsort()][1:4].clone()
-    with pytest.raises(RuntimeError, match="rows of the private loader's batch"):
+    elif rows == "one among public ones":
+        x = torch.cat([PUBLIC[0], x[:1], PUBLIC[0]])
+    with pytest.raises(dpflash.PrivateRefusal, match="rows of the private loader's batches") as e:
         with engine.public_data():
             model(x).sum().backward()
-    with engine.public_data():  # one of several rows may be in both by chance
-        model(torch.cat([x[:1], PUBLIC[0]])).sum().backward()
+    assert e.value.details["rows"] == ([5] if len(x) == 11 else [*range(len(x))])
 
 
-def test_an_earlier_batch_of_the_private_loader_is_refused_inside():
-    engine, model, optimizer, loader = run(**ONE_PART)
+@pytest.mark.parametrize("options", [ONE_PART, {"poisson_sampling": False}])
+@pytest.mark.parametrize("part", [slice(None), slice(2, 3)])
+def test_rows_of_an_earlier_batch_of_the_private_loader_are_refused_inside(options, part):
+    engine, model, optimizer, loader = run(**options)
+    on_public(engine, model)
     kept = []
     for x, y in loader:
         kept.append(x)
         engine.backward(losses_of(model, x, y))
         optimizer.step()
         optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="rows of the private loader's batch"):
+    with pytest.raises(dpflash.PrivateRefusal, match="rows of the private loader's batches"):
         with engine.public_data():
-            model(kept[0]).sum().backward()
+            model(torch.cat([PUBLIC[0], kept[0][part]])).sum().backward()
+
+
+def test_rows_of_few_different_numbers_may_be_in_public_data_too():
+    engine, model, _, loader = run(**ONE_PART)
+    x, _ = next(iter(loader))
+    x[:, :2] = 1.0  # 7 different ones are left
+    loader.order.observe((x,), loader.tracker.current)
+    with engine.public_data():
+        model(torch.cat([x, PUBLIC[0]])).sum().backward()
 
 
 def test_losses_of_public_data_are_refused_outside():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash import PrivacyEngine
+from dpflash import PrivacyEngine, PrivateRefusal
 from dpflash.accounting import PoissonGaussian, TruncatedPoissonGaussian
 from dpflash.train.config import TrainingConfig, noise_for
 
@@ -56,7 +56,11 @@ NEIGHBORS = [(101, 100), (100, 99), (11, 10), (10, 9)]
 
 
 @pytest.mark.parametrize(("entries", "neighbor"), NEIGHBORS)
-@pytest.mark.parametrize("options", [{}, {"target": 3.0}, {"max_batch_size": 40}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"target": 3.0}, {"max_batch_size": 40, "max_dataset_size": 1000}],
+    ids=["noise", "target", "cut"],
+)
 def test_neighbors_have_the_same_rates_steps_divisors_and_noise_under_a_public_size(
     entries, neighbor, options
 ):
@@ -180,13 +184,29 @@ def test_add_remove_needs_a_public_size():
     assert engine.neighboring_relation == "add_remove"
 
 
-def test_a_truncated_draw_is_accounted_for_with_the_public_size():
-    _, _, _, loader = made(30, dataset_size=200, max_batch_size=25)
-    assert loader.event(1.0) == TruncatedPoissonGaussian(
-        noise_multiplier=1.0, sample_rate=0.05, max_batch_size=25, num_samples=200
+@pytest.mark.parametrize(
+    "declared", [{"dataset_size": 200}, {"sample_rate": 0.05, "steps_per_epoch": 20}]
+)
+def test_the_chance_of_a_cut_is_that_of_the_largest_dataset(declared):
+    given = {"max_batch_size": 25, "max_dataset_size": 300, **declared}
+    expected = TruncatedPoissonGaussian(
+        noise_multiplier=1.0, sample_rate=0.05, max_batch_size=25, num_samples=300
     )
     # A cap that the private number of entries cannot exceed is not taken for none.
-    assert made(20, dataset_size=200, max_batch_size=25)[3].event(1.0) == loader.event(1.0)
+    for entries in (20, 30, 300):
+        assert made(entries, **given)[3].event(1.0) == expected
+    with pytest.raises(PrivateRefusal, match="than max_dataset_size=300, so") as caught:
+        made(301, **given)
+    assert "301" not in str(caught.value) and caught.value.details == {"num_samples": 301}
+    no_cut = made(30, **{**given, "max_batch_size": 300})[3]
+    assert no_cut.event(1.0) == PoissonGaussian(noise_multiplier=1.0, sample_rate=0.05)
+    with pytest.raises(ValueError, match="Pass max_dataset_size=, a public number"):
+        made(30, **{**given, "max_dataset_size": None})
+    with pytest.raises(ValueError, match="max_dataset_size=0|max_dataset_size=150 below dataset_"):
+        made(30, **{**given, "max_dataset_size": 150 if "dataset_size" in declared else 0})
+
+
+def test_a_draw_that_cannot_be_larger_is_not_cut():
     whole = made(20, max_batch_size=20)[3]
     assert whole.event(1.0) == PoissonGaussian(
         relation="zero_out", noise_multiplier=1.0, sample_rate=0.5

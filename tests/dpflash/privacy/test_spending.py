@@ -33,7 +33,7 @@ PUBLIC = {"dataset_size": 32}
 KINDS = {
     "poisson": (PUBLIC, lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=RATE)),
     "truncated_poisson": (
-        {"max_batch_size": 24, **PUBLIC},
+        {"max_batch_size": 24, "max_dataset_size": 32, **PUBLIC},
         lambda s: TruncatedPoissonGaussian(
             noise_multiplier=s, sample_rate=RATE, max_batch_size=24, num_samples=32
         ),
@@ -269,7 +269,7 @@ def test_poisson_under_replace_one_costs_more(private):
 
 def test_a_foreign_batch_is_refused_where_add_remove_was_asked_for():
     engine = PrivacyEngine(accountant="rdp", neighboring_relation="add_remove")
-    made = calibrated(engine, **PUBLIC)
+    made = calibrated(engine, foreign_batches=True, **PUBLIC)
     train(*made)
     made[2].zero_grad()
     before = made[1].weight.detach().clone()
