@@ -27,8 +27,10 @@ from ..engine import PrivacyEngine
 from ..losses import causal_lm
 from ..optimizer import PrivateOptimizer
 from ..packing import PackedBatch, PackTo
+from ..refusal import PrivateRefusal
 from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
+from ..verification.nested import tensors_of
 from .privacy_section import write_privacy_section
 from .sample_losses import (
     PACKED_COUPLED,
@@ -43,6 +45,7 @@ from .sample_losses import (
     sample_loss,
     tried,
 )
+from .training_data import share_entries
 
 _log = logging.getLogger(__name__)
 
@@ -230,6 +233,7 @@ class DPTrainer(Trainer):
         self._unknown_metrics: set[str] = set()
         self._resumes = False
         self._refusal: str | None = None
+        self._has_met_drawn = False
 
     def get_epsilon(self) -> float:
         """Epsilon spent so far, by all runs of the ledger, at `privacy.target_delta`."""
@@ -513,7 +517,8 @@ class DPTrainer(Trainer):
     def _public(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         if self._log_private_metrics:
             return dict(logs)
-        kept = {k: v for k, v in logs.items() if k in _PUBLIC or k.startswith(_EVALUATIONS)}
+        shown = () if self._has_met_drawn else _EVALUATIONS
+        kept = {k: v for k, v in logs.items() if k in _PUBLIC or k.startswith(shown)}
         unknown = {
             k
             for k in logs.keys() - kept.keys() - self._unknown_metrics
@@ -642,6 +647,9 @@ class DPTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Trainer's; of packed documents the losses of all, which Trainer takes the mean of."""
+        if self._private_loader is not None and not self._has_met_drawn:
+            given = [x for _, x in tensors_of(inputs)]
+            self._has_met_drawn = bool(self._private_loader.order.drawn(given))
         if not isinstance(inputs, PackedBatch):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
@@ -654,17 +662,35 @@ class DPTrainer(Trainer):
         return losses, logits.detach(), inputs.labels
 
     def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> Any:
-        """Refuse the training data, whose metrics are private."""
+        """Refuse the training data, whose metrics are private.
+
+        Where rows turn out to be copies of rows that training drew, metrics are not logged.
+
+        Raises:
+            PrivateRefusal: training would choose a model by such metrics.
+        """
         self._refuse_training_data(self.eval_dataset if eval_dataset is None else eval_dataset)
-        return super().evaluate(eval_dataset, *arguments, **options)
+        self._has_met_drawn = False
+        metrics = super().evaluate(eval_dataset, *arguments, **options)
+        is_chosen_by = self.is_in_train and self.args.metric_for_best_model is not None
+        if self._has_met_drawn and is_chosen_by and not self._log_private_metrics:
+            raise PrivateRefusal(
+                "eval_dataset has rows that training has drawn, so its metrics are private, and "
+                "args.metric_for_best_model would choose by them: evaluate on other data, or "
+                "leave it out"
+            )
+        return metrics
 
     def predict(self, test_dataset: Any, *arguments: Any, **options: Any) -> Any:
         """Refuse the training data, whose metrics are private."""
         self._refuse_training_data(test_dataset)
+        self._has_met_drawn = False
         return super().predict(test_dataset, *arguments, **options)
 
     def _refuse_training_data(self, evaluated: Any) -> None:
         if not self._log_private_metrics:
+            if isinstance(evaluated, str):
+                evaluated = self.eval_dataset[evaluated]  # type: ignore[index]
             _refuse_training_data(evaluated, self.train_dataset)
             _refuse_training_data(evaluated, self._given_dataset)
 
@@ -739,12 +765,11 @@ def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> Non
 
 
 def _refuse_training_data(evaluated: Any, train_dataset: Any) -> None:
-    sets = list(evaluated.values()) if isinstance(evaluated, dict) else [evaluated]
-    if any(x is train_dataset and x is not None for x in sets):
+    if share_entries(evaluated, train_dataset):
         raise ValueError(
-            "the dataset to evaluate on is train_dataset: its metrics are private, and would be "
-            "logged. Evaluate on other data, or pass log_private_metrics=True and keep the logs "
-            "secret"
+            "the dataset to evaluate on is train_dataset, or has entries of it: its metrics are "
+            "private, and would be logged. Evaluate on other data, or pass "
+            "log_private_metrics=True and keep the logs secret"
         )
 
 

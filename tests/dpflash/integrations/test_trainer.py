@@ -312,8 +312,33 @@ def test_a_hook_that_would_see_sums_without_noise_is_refused(tmp_path):
 def test_an_evaluation_of_the_training_data_is_refused(tmp_path):
     made = trainer(tmp_path)
     for method in (made.evaluate, made.predict):
-        with pytest.raises(ValueError, match="dataset to evaluate on is train_dataset"):
-            method(made.train_dataset)
+        for part in (made.train_dataset, torch.utils.data.Subset(made.train_dataset, [5])):
+            with pytest.raises(ValueError, match="dataset to evaluate on is train_dataset"):
+                method(part)
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+@pytest.mark.parametrize("copied", ["all", "one, shorter", "none"])
+def test_metrics_of_copies_of_drawn_rows_are_private(copied, chooses, tmp_path):
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randperm(22, generator=generator)[:12] + 1 for _ in range(24)]
+    data = [{"input_ids": row, "labels": row} for row in rows[:16]]
+    others = rows[16:] if copied == "none" else [row.clone() for row in rows[:8]]
+    if copied == "one, shorter":  # padding on the right makes rows of one length of it
+        others = [F.pad(rows[0], (0, 4)), *[F.pad(row, (0, 4)) for row in rows[16:]]]
+    evaluated = [{"input_ids": row, "labels": row} for row in others]
+    chosen = {"metric_for_best_model": "loss"} if chooses else {}
+    args = arguments(tmp_path, eval_strategy="epoch", num_train_epochs=4, **chosen)
+    made = trainer(tmp_path, train_dataset=data, eval_dataset=evaluated, args=args)
+    if chooses and copied != "none":
+        with pytest.raises(dpflash.PrivateRefusal, match="metric_for_best_model would choose"):
+            made.train()
+    else:
+        made.train()
+    logged = {key for entry in made.state.log_history for key in entry}
+    assert ("eval_loss" in logged) == (copied == "none") and "epsilon" in logged
+    if not chooses:
+        assert made.evaluate(evaluated)["eval_loss"] > 0
 
 
 def test_a_trainer_without_a_method_that_keeps_numbers_private_is_refused(tmp_path, monkeypatch):
@@ -433,7 +458,9 @@ class Watch(transformers.TrainerCallback):
 def test_nothing_private_is_logged_or_written(tmp_path):
     watch = Watch()
     args = arguments(tmp_path, save_strategy="epoch", eval_strategy="epoch")
-    trained = trainer(tmp_path, args=args, callbacks=[watch], eval_dataset=samples("llama", 4))
+    trained = trainer(
+        tmp_path, args=args, callbacks=[watch], eval_dataset=samples("llama", 36)[32:]
+    )
     result = trained.train()
     trained.save_metrics("train", result.metrics)
     trained.create_model_card()
