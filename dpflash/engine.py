@@ -448,7 +448,7 @@ class PrivacyEngine(OnlySettable):
             gate_type=Gate if ranks.context is None else ContextGate,
             convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
             proof=proof,
-            refusal=unchanged.before_backward,
+            refusal=lambda: checked.loader.order.refusal() or unchanged.before_backward(),
         )
 
     @keywords_alone

@@ -360,17 +360,18 @@ class PrivateDataLoader(Prepared, DataLoader):
         if not self.tracker.may_begin(True):
             return
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
-        for batch, mark in marked:
-            self._mark = mark
-            if self.has_pairs:
-                rows, each = Pairs.rows(batch), Pairs.ROWS
-            else:
-                rows, each, mark = batch, 1, mark.of_rows
-            self.lengths.observe(rows, mark.size * each)
-            self.order.observe(rows, mark, each)
-            yield batch
-            if mark.last and not self.tracker.may_begin(False):
-                return
+        with self.order.iterated():
+            for batch, mark in marked:
+                self._mark = mark
+                if self.has_pairs:
+                    rows, each = Pairs.rows(batch), Pairs.ROWS
+                else:
+                    rows, each, mark = batch, 1, mark.of_rows
+                self.lengths.observe(rows, mark.size * each)
+                self.order.observe(rows, mark, each)
+                yield batch
+                if mark.last and not self.tracker.may_begin(False):
+                    return
 
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
         """Microbatches of draws, with their marks."""

@@ -7,8 +7,10 @@ would a loop that fetches the next batch before it trains on this one.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +33,10 @@ _REMEDY = (
 )
 
 
+# Of the loaders that are iterated over now.
+_iterated: weakref.WeakSet[RowOrder] = weakref.WeakSet()
+
+
 class RowOrder:
     """Compares the model's inputs with the loader's batches, and padding rows with samples.
 
@@ -48,6 +54,26 @@ class RowOrder:
         # Hashes of whole tensors in earlier batches, and of single rows.
         self._past: OrderedDict[int, None] = OrderedDict()
         self._past_rows: OrderedDict[int, None] = OrderedDict()
+        self._is_of_another = False
+
+    @contextmanager
+    def iterated(self) -> Iterator[None]:
+        """The loop is inside of an epoch."""
+        _iterated.add(self)
+        try:
+            yield
+        finally:
+            _iterated.discard(self)
+
+    def refusal(self) -> str | None:
+        """Why the losses of the model's last call may not be released, or None."""
+        if not self._is_of_another:
+            return None
+        return (
+            "the model got the batch of another private loader: which of its rows are padding, "
+            "which repeats a sample, is unknown here. Give each private model a loop over its own "
+            "loader, or make one module of both"
+        )
 
     def observe(self, batch: Any, mark: BatchMark, each: int = 1) -> None:
         """Record a batch that the loop receives.
@@ -97,6 +123,9 @@ class RowOrder:
             RuntimeError: one of them has the rows of the batch in another order, or they are those
                 of an earlier batch.
         """
+        others = {at for order in _iterated for at in _storages(order._tensors)}
+        others -= _storages(self._tensors)
+        self._is_of_another = bool(others) and not others.isdisjoint(_storages(given))
         if self._size is None or not self._is_checked(given):
             return
         found = _rows_of(given, self._size)
@@ -175,6 +204,10 @@ class _Rows:
         is_text = len(shape) == 2 and not dtype.is_floating_point
         form = (dtype,) if is_text else (shape[1:], dtype)
         return [hash((form, row)) for row in self.digests.tolist()]
+
+
+def _storages(tensors: Sequence[Tensor]) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in tensors if _has_rows(x) and x.numel()}
 
 
 def _is_telling(row: Tensor) -> bool:

@@ -759,12 +759,39 @@ def test_invariant_8_a_batch_that_is_not_of_the_loader_is_refused_before_a_charg
         before = (run[0].accountant.history, run[1].weight.detach().clone())
         make = FOREIGN.get(kind, lambda x, data: x)
         with pytest.raises(
-            RuntimeError, match="the batch is not of the private loader.*foreign_b"
+            RuntimeError, match="is not of the private loader.*foreign_b|of another private loader"
         ):
             step(run, make and make(x, data))
         assert not run[0]._step.sums and not run[0].accountant.events
         assert run[0].accountant.history == before[0] and torch.equal(run[1].weight, before[1])
         if first[3].is_last:
+            break
+
+
+@pytest.mark.parametrize("reduction", [None, "mean"])
+@pytest.mark.parametrize("part", [slice(None), slice(0, 3)])
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_invariant_8_a_batch_of_another_models_loader_is_no_batch_of_ones_own(
+    own_loop, part, reduction, private
+):
+    """Its padding rows are unknown to the second model, with foreign_batches=True too."""
+    torch.manual_seed(0)
+    options = {"noise_multiplier": 1.0, "loss_reduction": reduction, "batch_size": 8}
+    first, second = (private(nn.Linear(2, 2), torch.randn(32, 2), **options) for _ in range(2))
+    engine, model, _, loader = second
+    for (x,), own in zip(first[3], loader if own_loop else range(8), strict=True):
+        with pytest.raises((RuntimeError, ValueError), match="another private loader|3 entries"):
+            losses = model(x[part]).square().mean(1)
+            engine.backward(losses) if reduction is None else losses.mean().backward()
+        assert not engine._step.sums
+        # Its own, and the first model's outputs on the other's batch without gradients.
+        x = own[0] if own_loop else torch.randn(5, 2)
+        with torch.no_grad():
+            first[1](x)
+        losses = model(x).square().mean(1)
+        engine.backward(losses) if reduction is None else losses.mean().backward()
+        second[2].step(), second[2].zero_grad()
+        if second[2].releases == 2:
             break
 
 
