@@ -19,7 +19,12 @@ from ..packing.units import Units
 from ..step import ClippedSums
 from ..verification.declared_reduction import refuse_weights
 from ..verification.proof import OFF, Proof
-from ..verification.two_backwards import BackwardsDiffer, FirstBackward, SecondBackward
+from ..verification.two_backwards import (
+    BackwardsDiffer,
+    FirstBackward,
+    SecondBackward,
+    grad_before_backward,
+)
 from ..verification.watch import Watch, refuse_together
 from .forward import SHARED, PrivateForward, refuse_for_memory
 from .gate import Gate
@@ -223,9 +228,7 @@ class PrivateBackward:
         self.watches = (*self.watches, first)
         self.mode = "norms"
         (handles,) = self.forward.handles.values()
-        grads = torch.autograd.grad(
-            losses, handles, grad_outputs=seed, retain_graph=True, allow_unused=True
-        )
+        grads = grad_before_backward([losses], handles, [seed])
         self.compare(gate, grads)
         squares = gate.finish_norms(grads)
         gate.reset()

@@ -49,8 +49,10 @@ class _ClipGate(torch.autograd.Function):
         ctx.gate = gate
         ctx.set_materialize_grads(False)
         shapes = (p.shape for p in gate.group.parameters)
+        # Views of the parameters could not be used after a write to these in place.
         return tuple(
-            p.expand(gate.batch_size, *shape) for p, shape in zip(parameters, shapes, strict=True)
+            p.data.expand(gate.batch_size, *shape)
+            for p, shape in zip(parameters, shapes, strict=True)
         )
 
     @staticmethod
@@ -94,6 +96,7 @@ class Gate:
         self.generation = generation
         self.shapes: dict[int, list[LinearShape]] = {}
         self._dense: set[int] = set()
+        self._read: dict[int, int] = {}
         self._plan: dict[int, str] | None = None
         self._task = -1
         self._kept: dict[int, DeferredGradients] = {}
@@ -148,6 +151,20 @@ class Gate:
     def register_dense(self, position: int) -> None:
         """Note a use that returns its per-sample gradient to the handle."""
         self._dense.add(position)
+
+    def register_read(self, position: int) -> None:
+        """Note a use that reads the parameter through the handle, also in the backward."""
+        self._read.setdefault(position, self.group.parameters[position]._version)
+
+    def _refuse_written(self) -> None:
+        for position, version in self._read.items():
+            parameter = self.group.parameters[position]
+            if parameter._version != version:
+                raise RuntimeError(
+                    f"parameter '{self.owner.names[parameter]}' was changed in place between a "
+                    "forward of this batch and the backward, which reads it again: change "
+                    "parameters after optimizer.step(), or before the first forward of a batch"
+                )
 
     def take_linear(
         self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
@@ -275,6 +292,7 @@ class Gate:
     def finish(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward of the gate: per-sample gradients in, clipped sums out."""
         self._enter()
+        self._refuse_written()
         self.owner.check_gate(self)
         self.owner.compare(self, grads)
         if self.group.tiled:

@@ -200,6 +200,8 @@ class Handles:
             return None
         group, position = self._slots[name]
         if not is_sharded(self._context.backward.groups[group].parameters[position]):
+            if not self.compiling:
+                self._gate(group).register_read(position)
             return handle
         parameter = self._parameters[name]
         assert parameter is not None

@@ -152,7 +152,8 @@ class ForwardWrapper:
             refuse_router_losses("the call of the model", kwargs)
         tensors = _tensors((args, kwargs))
         if self._order is not None and torch.is_grad_enabled():
-            self._order.check(tensors)
+            tracker = self._backward.step.tracker
+            self._order.check(tensors, is_released=tracker.current is None)
         with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)

@@ -116,8 +116,12 @@ class RowOrder:
             )
         self._copies = copies
 
-    def check(self, given: Sequence[Tensor]) -> None:
+    def check(self, given: Sequence[Tensor], *, is_released: bool) -> None:
         """Check the tensors with which the model is called.
+
+        Args:
+            given: the tensors.
+            is_released: whether the batch was released, so that this call is not of it.
 
         Raises:
             RuntimeError: one of them has the rows of the batch in another order, or they are those
@@ -140,6 +144,8 @@ class RowOrder:
                 "batches, and no prefetching around it; the DataLoader's num_workers= fetches "
                 "ahead)"
             )
+        if is_released:
+            return
         moved = self._copies is not None and _misplaced(found, self._copies)
         if moved or any(_reordered(rows, self._batch) for rows in found):
             raise RuntimeError(

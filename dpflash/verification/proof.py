@@ -26,6 +26,7 @@ from .digests import differing, row_summaries, tolerance
 from .forward_rows import is_scalar
 from .nested import map_tensors, tensors_of
 from .random_state import random_state_kept
+from .two_backwards import grad_before_backward
 from .watch import Watch, WatchedGate, alive, refuse_together
 
 # A model counts as proven after this many samples, in one batch or in several.
@@ -634,9 +635,7 @@ def _differentiate(
         # The thread that runs the backward of a GPU has settings of its own.
         hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
     try:
-        torch.autograd.grad(
-            outputs, handles, grad_outputs=grads, retain_graph=True, allow_unused=True
-        )
+        grad_before_backward(outputs, handles, grads)
     except RuntimeError as error:
         if "donated buffer" not in str(error):
             raise

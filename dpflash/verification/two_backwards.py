@@ -7,12 +7,17 @@ keyed digests of each use's rows are compared; elsewhere the second backward com
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils import checkpoint
 
 from .digests import is_deterministic, row_digests
 from .watch import WatchedGate, refuse_together
@@ -28,6 +33,35 @@ _DIFFERENT = (
     "random state, a hook), or adds in parallel (torch.use_deterministic_algorithms(True) helps "
     "there). Make it repeatable, or pass grad_sample_mode='instantiate' or 'book_keeping'"
 )
+
+
+@contextmanager
+def _selected_kept() -> Iterator[None]:
+    """Selective activation checkpointing keeps what it saved, which it drops at its first use."""
+    kind: Any = checkpoint._CachedTorchDispatchMode
+    enter, leave = kind.__enter__, kind.__exit__
+    held: dict[int, dict[Any, Any]] = {}
+
+    def hold(mode: Any) -> Any:
+        held[id(mode)] = {key: copy.copy(saved) for key, saved in mode.storage.items()}
+        return enter(mode)
+
+    def restore(mode: Any, *error: Any) -> Any:
+        mode.storage.update(held.pop(id(mode)))
+        return leave(mode, *error)
+
+    with patch.multiple(kind, __enter__=hold, __exit__=restore):
+        yield
+
+
+def grad_before_backward(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the outputs, whose graph stays whole for the backward that follows."""
+    with _selected_kept():
+        return torch.autograd.grad(
+            outputs, inputs, grad_outputs=seeds, retain_graph=True, allow_unused=True
+        )
 
 
 class BackwardsDiffer(RuntimeError):

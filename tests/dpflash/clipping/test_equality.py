@@ -1,13 +1,14 @@
 """Without noise, every mode of clipping gives what a loop over single samples gives."""
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dpflash
 from dpflash.nn import LongContextLM
@@ -346,21 +347,39 @@ def test_an_infinite_bound_gives_the_ordinary_gradient(
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
+    def __init__(self, **options):
         super().__init__()
         self.first = nn.Linear(5, 6)
         self.block = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4))
-        self.use_reentrant = use_reentrant
+        self.options = options
 
     def forward(self, x):
-        return checkpoint(self.block, self.first(x), use_reentrant=self.use_reentrant)
+        return checkpoint(self.block, self.first(x), **self.options)
 
 
+def _selective(which):
+    return {"context_fn": functools.partial(create_selective_checkpoint_contexts, which)}
+
+
+@pytest.mark.parametrize(
+    "selective",
+    [
+        {},
+        _selective([torch.ops.aten.mm.default, torch.ops.aten.addmm.default]),
+        _selective(lambda ctx, op, *args, **kwargs: op is torch.ops.aten.tanh.default),
+    ],
+    ids=["nothing-saved", "products-saved", "by-policy"],
+)
 @every_kind
-def test_non_reentrant_checkpointing_agrees(kind, agree):
+def test_non_reentrant_checkpointing_agrees(kind, selective, agree):
     torch.manual_seed(0)
     x = torch.randn(4, 3, 5)
-    agree(Checkpointed(False), lambda m, x: 9 * m(x).square().mean((1, 2)), x, **kind)
+    agree(
+        Checkpointed(use_reentrant=False, **selective),
+        lambda m, x: 9 * m(x).square().mean((1, 2)),
+        x,
+        **kind,
+    )
 
 
 @every_kind
@@ -374,7 +393,7 @@ def test_the_library_model_agrees_with_activation_checkpointing(kind, agree, nex
 
 @every_kind
 def test_reentrant_checkpointing_is_refused(kind, private):
-    engine, model, _, _ = private(Checkpointed(True), **kind)
+    engine, model, _, _ = private(Checkpointed(use_reentrant=True), **kind)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         engine.backward(model(torch.randn(4, 3, 5)).sum((1, 2)))
 

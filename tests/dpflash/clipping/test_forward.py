@@ -325,3 +325,64 @@ def test_a_refusal_of_a_layer_after_a_shared_input_stays_as_it_is(private):
     plain.head.weight = nn.Parameter(plain.head.weight.detach().clone())
     with pytest.raises(RuntimeError, match="^parameter 'head.weight' is not the one"):
         model(tokens)
+
+
+def clamped(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.3)
+
+
+def scaled_together(model):
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.5)
+
+
+def given_other_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def loaded(model):
+    model.load_state_dict({n: 0.5 * t for n, t in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("write", [clamped, scaled_together, given_other_data, loaded])
+@every_kind
+def test_parameters_may_be_written_in_place_before_a_forward(write, kind, private, sums, distance):
+    """Also after an evaluation of the same microbatch."""
+    x, found = torch.randn(8, 4), []
+    for late in (False, True):
+        model = two_layers()
+        if not late:
+            write(model)
+        engine, model, _, loader = private(model, x, batch_size=8, max_grad_norm=BOUND, **kind)
+        (rows,) = next(iter(loader))
+        if late:
+            model(rows)
+            write(model)
+        losses = 100 * model(rows).square().sum(1)
+        if "loss_reduction" in kind:
+            losses.sum().backward()
+        else:
+            engine.backward(losses)
+        found.append(sums(engine, model))
+    assert distance(*found) <= 1e-6
+
+
+# A convolution reads its weight through the handle, under vmap; the others keep it themselves.
+@pytest.mark.parametrize("again", [False, True], ids=["losses-made", "a-second-forward"])
+@pytest.mark.parametrize("layer", [nn.Conv1d(3, 3, 1), nn.Linear(4, 4)], ids=["conv", "linear"])
+def test_parameters_written_between_a_forward_and_its_backward_are_refused(layer, again, private):
+    model = nn.Sequential(nn.Linear(4, 4), copy.deepcopy(layer))
+    engine, model, *_ = private(model, torch.randn(8, 3, 4))
+    x = torch.randn(4, 3, 4)
+    outputs = model(x)
+    scaled_together(model)
+    if again:
+        outputs = outputs + model(x)
+    with pytest.raises(
+        RuntimeError, match=r"'1.weight' was changed in place|an inplace operation"
+    ):
+        engine.backward(outputs.square().sum((1, 2)))
+    assert not engine._step.sums
