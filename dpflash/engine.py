@@ -115,7 +115,8 @@ def _after_fork() -> None:
             engine._wrapper.leave_compiler("the process was forked")
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class PrivacyEngine(OnlySettable):

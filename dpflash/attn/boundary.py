@@ -35,7 +35,8 @@ def _new_key() -> None:
     _key = master_key()
 
 
-os.register_at_fork(after_in_child=_new_key)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_new_key)
 
 
 @dataclass

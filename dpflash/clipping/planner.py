@@ -290,10 +290,15 @@ def clipping_for(level: str, clipping: str | None, mode: str) -> str:
     return "per_layer" if level == "aggressive" and mode == "auto" else "flat"
 
 
+_UNKNOWN_MEMORY = 8 * 2**30
+
+
 def default_memory_budget(device: torch.device) -> int:
     """A quarter of the device's memory, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory) // 4
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return _UNKNOWN_MEMORY // 4  # on Windows
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
