@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer
 from .packing import PackedBatch
 from .privacy.budget import PrivacyBudget
-from .privacy.keys import RunKeys
+from .privacy.keys import RunKeys, Uncopied, place_of
 from .privacy.masks import SecretMasks
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
@@ -109,6 +109,9 @@ def _after_fork() -> None:
         # A forked child is none of the ranks.
         engine._ranks = Ranks()
         engine._keys.leave_ranks()
+        loader = engine._loader
+        if loader is not None:
+            loader.load_state_dict(loader.state_dict(), key=engine._keys.sampling)
         if engine._step is not None:
             engine._step.leave_ranks()
         if engine._wrapper is not None:
@@ -119,7 +122,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class PrivacyEngine(OnlySettable):
+class PrivacyEngine(Uncopied, OnlySettable):
     """Trains a model with differential privacy (DP-SGD).
 
     Args:
@@ -148,6 +151,7 @@ class PrivacyEngine(OnlySettable):
         norms are of whole samples, and noise is added once to the sum over all ranks.
     """
 
+    no_copy = "it would draw the same noise; build another PrivacyEngine"
     instead_of_setting = {
         **{name: f"set {name} of the optimizer that make_private returned" for name in _OF_STEPS},
         **dict.fromkeys(_FIELDS - {*_OF_STEPS, *TARGETS}, "pass it to make_private"),
@@ -186,7 +190,8 @@ class PrivacyEngine(OnlySettable):
             "PrivacyEngine",
             {"seed": seed, "accountant": self._spending.state_dict(), "ledger": ledger is None},
         )
-        self._keys = RunKeys(seed, self._ranks)
+        spent = 0 if self._ledger is None else self._ledger.releases
+        self._keys = RunKeys(seed, self._ranks, ledger_releases=spent)
         self._model: nn.Module | None = None
         self._backward: PrivateBackward | None = None
         self._wrapper: ForwardWrapper | None = None
@@ -207,17 +212,6 @@ class PrivacyEngine(OnlySettable):
     def ledger(self) -> Path | None:
         """The file that gets a line for each release; None without one."""
         return None if self._ledger is None else self._ledger.path
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "a copy of an engine would draw the same noise; build another PrivacyEngine"
-        )
-
-    def __copy__(self) -> NoReturn:
-        self.__deepcopy__({})
-
-    def __reduce__(self) -> NoReturn:
-        self.__deepcopy__({})
 
     get_compatible_module = staticmethod(get_compatible_module)
     validate = staticmethod(validate)
@@ -1013,13 +1007,14 @@ class PrivacyEngine(OnlySettable):
 
         That is parameters, optimizer, spent privacy, noise counter and the loader's position. The
         checkpoint is replaced in one step, so it is always the old one or the new one. The
-        clipped sum of an unfinished logical batch is left out: the batch is drawn again.
+        clipped sum of an unfinished logical batch is left out. Without a seed there is no key in
+        it; with one it holds the keys of noise and draws.
 
         Args:
             path: the file; with a mesh a folder, on a file system that all ranks share: all ranks
                 call this together, each writes its part of the model, and the first rank the
-                rest. It holds the noise key and can be read by its owner only: keep it as secret
-                as the data, and release model.state_dict() instead.
+                rest. It can be read by its owner only: keep it to yourself, and release
+                model.state_dict() instead.
             extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
                 with a mesh, those of the first rank.
             module, optimizer: Opacus' arguments; those of this engine or None.
@@ -1071,14 +1066,52 @@ class PrivacyEngine(OnlySettable):
             "loader": self._loader.state_dict(),
             "sampling": self._sampling(),
             "clipping": self._clipping,
-            "shares": self._shares(),
+            "shares": [(group.name, group.share) for group in self._attached().groups],
             "clip_function": self._attached().clip_function,
             "extra": extra,
         }
 
-    def _shares(self) -> list[tuple[str, float]]:
-        """The clipping groups' names, and their bounds as fractions of max_grad_norm."""
-        return [(group.name, group.share) for group in self._attached().groups]
+    def state_dict(self) -> dict[str, str]:
+        """What `save_checkpoint` stores besides the states of model and optimizer.
+
+        For torch.distributed.checkpoint, whose Stateful protocol it follows with
+        `load_state_dict`, and for checkpoints of your own: save it with model.state_dict() and
+        optimizer.state_dict(), and load all three. Its one value is a text, equal on all ranks.
+        """
+        self._attached()
+        return checkpoint.as_text(self._own_state({}))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()` as `load_checkpoint` does, but for model and optimizer.
+
+        All ranks call this together, after the same make_private call.
+
+        Raises:
+            ValueError: it is not that of an engine, or does not fit; nothing is changed then.
+            RuntimeError: steps were released already and no ledger remembers them.
+        """
+        self._attached()
+        where = "state_dict"
+
+        def read() -> dict[str, Any]:
+            state = checkpoint.from_text(state_dict)
+            self._check_fits(where, state)
+            return state
+
+        state = self._ranks.run_on_all("load_state_dict", read)
+        self._ranks.agree("load_state_dict", place_of(state))
+        self._restore(where, state)
+
+    def _check_fits(self, where: str, state: Mapping[str, Any]) -> None:
+        checkpoint.check_fits(
+            where,
+            state,
+            sampling=self._sampling(),
+            mechanism=type(self.accountant).mechanism(),
+            ledger=self._ledger,
+            clipping=self._clipping,
+            shares=[(group.name, group.share) for group in self._attached().groups],
+        )
 
     def load_checkpoint(
         self,
@@ -1096,10 +1129,14 @@ class PrivacyEngine(OnlySettable):
         wrote it; a file and a folder can both be read with or without a mesh. With a mesh all
         ranks call this together, and each reads what it needs.
 
-        With a seed or a ledger the run continues bit for bit as if it had not stopped. Otherwise
-        it draws the same batches with noise under a new key, because the run that wrote the
-        checkpoint may have gone on with the old one. Releases in the ledger that the checkpoint
-        does not know stay counted, and noise and sampling then continue under new keys.
+        The run continues under new keys of noise and sampling, since another process may have
+        gone on from the same checkpoint, or a copy of it. Each continuation is a branch, which
+        lines of the ledger name. Branches share no noise and no draws, and their epsilons compose:
+        `dpflash budget LEDGER LEDGER` counts what they have in common once. Releases in the ledger
+        that the checkpoint does not know stay counted.
+
+        With a seed the run continues bit for bit as if it had not stopped, unless the ledger has
+        releases that the checkpoint does not know: then draws and noise are new, too.
 
         Args:
             path: of a file or folder that save_checkpoint wrote.
@@ -1116,29 +1153,25 @@ class PrivacyEngine(OnlySettable):
             RuntimeError: where steps were released already and no ledger remembers them, or
                 another rank could not read the checkpoint.
         """
-        backward = self._attached()
+        self._attached()
         assert self._model is not None and self._optimizer is not None
-        assert self._loader is not None
         refuse_keywords_of(self.load_checkpoint, unknown)
         require_own(module=(module, self._model), optimizer=(optimizer, self._optimizer))
         schedulers = {
             "noise_scheduler": noise_scheduler,
             "grad_clip_scheduler": grad_clip_scheduler,
         }
+        where = f"path={os.fspath(path)!r}"
 
         def check(state: dict[str, Any]) -> None:
             assert self._model is not None and self._optimizer is not None
-            checkpoint.check_fits(
-                path,
+            checkpoint.check_model(
+                where,
                 state,
                 shapes=sharded_checkpoint.shapes(self._model),
                 optimizer=self._optimizer,
-                sampling=self._sampling(),
-                mechanism=type(self.accountant).mechanism(),
-                ledger=self._ledger,
-                clipping=self._clipping,
-                shares=self._shares(),
             )
+            self._check_fits(where, state)
             require_states(state["extra"], schedulers)
 
         state = sharded_checkpoint.load(
@@ -1148,15 +1181,20 @@ class PrivacyEngine(OnlySettable):
             ranks=self._ranks,
             check=check,
         )
-        assert self._step is not None
-        here = (self._keys.master, self._keys.incarnation, self._step.releases)
-        there = (state["key"], state["incarnation"], state["releases"])
+        self._restore(where, state)
+        return restore_schedulers(state["extra"], schedulers)
+
+    def _restore(self, where: str, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint that fits, or from an engine's own part of it."""
+        assert self._model is not None and self._optimizer is not None
+        assert self._loader is not None and self._step is not None
         spent = not self._spending.is_empty or self._optimizer.releases
-        if self._ledger is None and spent and here != there:
+        is_known = self._keys.knows_all(state, self._optimizer.releases)
+        if self._ledger is None and spent and not is_known:
             raise RuntimeError(
-                f"path={os.fspath(path)!r}: this engine has spent privacy already, and loading "
-                "would forget it. Load into a new engine, right after make_private; to go back "
-                "within a run use PrivacyEngine(ledger=...)"
+                f"{where}: this engine has spent privacy already, and loading would forget it. "
+                "Load into a new engine, right after make_private; to go back within a run use "
+                "PrivacyEngine(ledger=...)"
             )
         self._spending.load_state_dict(state["spending"])
         checkpoint.warn_of_changes(
@@ -1166,21 +1204,23 @@ class PrivacyEngine(OnlySettable):
                 "max_grad_norm": self._optimizer.max_grad_norm,
                 "expected_batch_size": self._optimizer.expected_batch_size,
             },
-            unchanged={"clipping": self._clipping, "clip_function": backward.clip_function},
+            unchanged={
+                "clipping": self._clipping,
+                "clip_function": self._attached().clip_function,
+            },
         )
-        sharded_checkpoint.put(self._model, state["module"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        if "module" in state:
+            sharded_checkpoint.put(self._model, state["module"])
+            self._optimizer.load_state_dict(state["optimizer"])
         releases = None if self._ledger is None else self._ledger.releases
         self._keys.load_state_dict(state, ledger_releases=releases)
-        self._loader.set_key(self._keys.sampling)
-        self._loader.load_state_dict(state["loader"])
+        self._loader.load_state_dict(state["loader"], key=self._keys.sampling)
         self._step.resume(
             releases=state["releases"],
             noise_multiplier=state["noise_multiplier"],
             max_grad_norm=state["max_grad_norm"],
             expected_batch_size=state["expected_batch_size"],
         )
-        return restore_schedulers(state["extra"], schedulers)
 
     def diagnostics(self) -> dict[str, Any]:
         """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.

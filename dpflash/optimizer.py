@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dpflash.kernels import refuse_capture
 
 from .distributed.fsdp import is_sharded
+from .privacy.keys import Uncopied
 from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
 from .step import CAPTURED, PrivateStep
 from .verification.settable import OnlySettable
@@ -20,7 +21,7 @@ from .verification.settable import OnlySettable
 _MADE_BY = "pass it to make_private, after engine.detach(model) where a model is private already"
 
 
-class PrivateOptimizer(Prepared, OnlySettable, torch.optim.Optimizer):
+class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     """Wraps any torch optimizer; its `step` releases one logical batch.
 
     Args:
@@ -53,6 +54,10 @@ class PrivateOptimizer(Prepared, OnlySettable, torch.optim.Optimizer):
         is added and the accountant charged.
     """
 
+    no_copy = (
+        "it would release with the same noise, unpaid; keep state_dict() instead, or "
+        "engine.save_checkpoint(path) to go on from later"
+    )
     replaceable_methods = ("step",)
     instead_of_setting = {
         "original_optimizer": _MADE_BY,
@@ -80,18 +85,6 @@ class PrivateOptimizer(Prepared, OnlySettable, torch.optim.Optimizer):
         self._releasing = False
         self._released: list[weakref.ref[Tensor]] = []
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            "a copy of a private optimizer would release with the same noise, unpaid; keep "
-            "state_dict() instead, or engine.save_checkpoint(path) to go on from later"
-        )
-
-    def __copy__(self) -> NoReturn:
-        self.__deepcopy__({})
-
-    def __reduce__(self) -> NoReturn:
-        self.__deepcopy__({})
 
     def _patch_step_function(self) -> None:
         """Keep PyTorch from wrapping `step` in the step hooks of the wrapped optimizer.

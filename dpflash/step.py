@@ -565,6 +565,12 @@ class PrivateStep(ClippedSums):
                 "be used for another sum, so the batch is dropped. To complete a release that was "
                 "interrupted, call optimizer.step() again without a backward pass"
             )
+        if self.tracker.is_charged:
+            self.discard()
+            raise RuntimeError(
+                "a backward pass on a draw whose release was charged and dropped: two releases of "
+                "one draw cost more than those of two draws. Go on with the loader's next batch"
+            )
         super().begin_backward()
         self._may_charge = True
 
@@ -674,6 +680,7 @@ class PrivateStep(ClippedSums):
         if self._spending.ledger is None and noise_multiplier > 0:
             self._keys.claim(self.releases)
         self._charge_on_all_ranks(event, is_foreign=not drawn)
+        self.tracker.charged()
         if drawn and event is not None:
             self._paid = (self.tracker.epochs, noise_multiplier)
         step = self.releases
@@ -742,7 +749,7 @@ class PrivateStep(ClippedSums):
             {
                 "data of the step": kind,
                 "release": self.releases,
-                "draw": None if current is None else current.draw,
+                "draw": None if current is None else (self.tracker.returns, current.draw),
                 "noise_multiplier": noise_multiplier,
                 "max_grad_norm": bound,
                 "expected_batch_size": self.expected_batch_size,
@@ -756,7 +763,8 @@ class PrivateStep(ClippedSums):
         """Charge a release on all ranks; first on the first rank, which writes the ledger."""
 
         def charge() -> bytes:
-            self._spending.charge(event, run=self._keys.run, is_foreign=is_foreign)
+            keys = self._keys
+            self._spending.charge(event, run=keys.run, branch=keys.branch, is_foreign=is_foreign)
             return b""
 
         self.ranks.run_on_first("the payment of a release", charge)

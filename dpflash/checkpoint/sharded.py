@@ -2,7 +2,7 @@
 
     path/current              the name of the current sub-folder, replaced atomically
     path/state-<n>-<token>/   tensors, as torch.distributed.checkpoint writes them, and ENGINE
-                              with everything else, including the noise key
+                              with everything else
 
 Any number of ranks can read a checkpoint of either kind, file or folder.
 """
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..distributed.collectives import rank_in, world_size
 from ..distributed.fsdp import as_grad, is_sharded, local_rows
 from ..distributed.mesh import Ranks
+from ..privacy.keys import place_of
 from ..privacy.ledger_file import flush_folder
 from . import state as checkpoint
 
@@ -128,7 +129,7 @@ def load(
         return _read_file(path, model, optimizer, check)
 
     state = ranks.run_on_all(call, read)
-    ranks.agree(call, {k: state[k] for k in ("run", "incarnation", "releases")})
+    ranks.agree(call, place_of(state))
     return state
 
 

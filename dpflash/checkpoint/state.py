@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import pickle
@@ -18,12 +19,15 @@ import torch
 from ..privacy.ledger import Ledger
 
 FORMAT = "dpflash-checkpoint-4"
+# The one name in the state_dict of an engine. A text stays one value in
+# torch.distributed.checkpoint, which would store each number of a history by itself.
+_ENGINE = "dpflash-engine-1"
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = FORMAT) -> None:
     """Write a checkpoint atomically: the file is always the old one or the new one.
 
-    Only its owner can read the file: it holds the noise key, with which the noise of the
+    Only its owner can read the file: with a seed it holds the key, with which the noise of the
     releases can be subtracted.
     """
     path = Path(path)
@@ -87,40 +91,45 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
     return state
 
 
-def check_fits(
-    path: str | os.PathLike[str],
-    state: dict[str, Any],
+def as_text(state: Mapping[str, Any]) -> dict[str, str]:
+    """The engine's own part of a checkpoint as one text."""
+    return {_ENGINE: json.dumps(state)}
+
+
+def from_text(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's own part of a checkpoint, from `as_text`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    text = state_dict.get(_ENGINE) if isinstance(state_dict, Mapping) else None
+    state = json.loads(text) if isinstance(text, str) else None
+    if not isinstance(state, dict):
+        raise ValueError(
+            "state_dict is not that of an engine: pass what engine.state_dict() returned"
+        )
+    return state
+
+
+def check_model(
+    where: str,
+    state: Mapping[str, Any],
     *,
     shapes: dict[str, tuple[int, ...] | None],
     optimizer: torch.optim.Optimizer,
-    sampling: dict[str, Any],
-    mechanism: str,
-    ledger: Ledger | None,
-    clipping: str,
-    shares: Sequence[tuple[str, float]],
 ) -> None:
-    """Refuse a checkpoint of another run than this one.
+    """Refuse a checkpoint of another model or optimizer.
 
     Args:
-        path: of the checkpoint, for messages.
+        where: names the checkpoint in messages.
         state: the checkpoint; its "module" holds tensors or their shapes.
         shapes: of the model's tensors, by name.
         optimizer: must have the checkpoint's parameter groups and options.
-        sampling: the loader's sampling scheme.
-        mechanism: name of the accountant.
-        ledger: the engine's own, or None.
-        clipping: the kind of clipping.
-        shares: the clipping groups' names, and their bounds as fractions of max_grad_norm.
 
     Raises:
         ValueError: names the difference.
     """
-    where = f"path={os.fspath(path)!r}: the checkpoint does not fit"
-    if state["sampling"] != sampling:
-        raise ValueError(
-            f"{where} the data loader: saved with {state['sampling']}, now {sampling}. Call "
-            "make_private with the same data, units (unit_of) and batch size"
-        )
+    where = f"{where}: the checkpoint does not fit"
     saved = shapes_of(state["module"])
     if shapes != saved:
         names = shapes.keys() | saved.keys()
@@ -131,15 +140,47 @@ def check_fits(
     groups = state["optimizer"]["param_groups"]
     if [len(g["params"]) for g in optimizer.param_groups] != [len(g["params"]) for g in groups]:
         raise ValueError(f"{where} the optimizer's parameter groups. Build it as it was")
+    # Schedulers add keys to the groups, so only the optimizer's own options are required.
+    if any(not set(optimizer.defaults) <= set(g) for g in groups):
+        raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
+
+
+def check_fits(
+    where: str,
+    state: Mapping[str, Any],
+    *,
+    sampling: dict[str, Any],
+    mechanism: str,
+    ledger: Ledger | None,
+    clipping: str,
+    shares: Sequence[tuple[str, float]],
+) -> None:
+    """Refuse a checkpoint of another run than this one.
+
+    Args:
+        where: names the checkpoint in messages.
+        state: the checkpoint, or an engine's own part of it.
+        sampling: the loader's sampling scheme.
+        mechanism: name of the accountant.
+        ledger: the engine's own, or None.
+        clipping: the kind of clipping.
+        shares: the clipping groups' names, and their bounds as fractions of max_grad_norm.
+
+    Raises:
+        ValueError: names the difference.
+    """
+    where = f"{where}: the checkpoint does not fit"
+    if state["sampling"] != sampling:
+        raise ValueError(
+            f"{where} the data loader: saved with {state['sampling']}, now {sampling}. Call "
+            "make_private with the same data, units (unit_of) and batch size"
+        )
     if state["spending"]["accountant"]["mechanism"] != mechanism:
         raise ValueError(
             f"{where} the accountant: saved with "
             f"{state['spending']['accountant']['mechanism']!r}, now {mechanism!r}. Build "
             "PrivacyEngine(accountant=...) as it was"
         )
-    # Schedulers add keys to the groups, so only the optimizer's own options are required.
-    if any(not set(optimizer.defaults) <= set(g) for g in groups):
-        raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
     if state["clipping"] == clipping:
         _check_shares(where, state, shares)
     releases = state["ledger_releases"]
@@ -218,14 +259,14 @@ def warn_of_changes(
             warnings.warn(
                 f"{name} is {state[name]!r} from the checkpoint now, not {value!r}; set "
                 f"optimizer.{name} to change it",
-                stacklevel=3,
+                stacklevel=4,
             )
     for name, value in unchanged.items():
         if value != state[name]:
             warnings.warn(
                 f"{name} was {state[name]!r} in the checkpoint's run and is {value!r} now, as "
                 "passed to make_private",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 

@@ -43,7 +43,8 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compute the total epsilon of all runs in a ledger, or in several ledgers of the same "
         "data, from the samplers that they used and under a neighboring relation that holds for "
-        "all of them."
+        "all of them. Lines with which several ledgers begin, since one is a copy of another that "
+        "went on by itself, count once."
     )
     parser.add_argument(
         "ledgers",
@@ -88,9 +89,12 @@ def _run_budget(args: argparse.Namespace) -> int:
     with accounting():
         # Each is compared with the epsilon of its own lines before it adds to another.
         spending, *_ = [Spending(args.accountant, ledger=ledger) for ledger in ledgers]
+        lines = list(ledgers[0].lines)
         for ledger in ledgers[1:]:
-            spending.include(ledger)
-        lines = [line for ledger in ledgers for line in ledger.lines]
+            known = {line.digest for line in lines}
+            own = [line for line in ledger.lines if not line.digest or line.digest not in known]
+            spending.include(own)
+            lines += own
         report = _report(spending, lines, budget, args.delta)
         if args.plot is not None:
             save(_figure(spending, lines, args), args.plot)

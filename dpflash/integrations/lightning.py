@@ -23,8 +23,7 @@ class KeepPrivacy(Callback):
     ledger would remember what was spent. With a ledger, steps behind an older checkpoint stay
     counted too.
 
-    A checkpoint then holds the noise key: keep it as secret as the data, and release
-    `module.state_dict()`.
+    Keep the checkpoints to yourself, and release `module.state_dict()`.
 
     Args:
         engine: whose `make_private` made the model private, at the latest in

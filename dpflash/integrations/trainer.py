@@ -50,8 +50,8 @@ from .training_data import share_entries
 _log = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
-# The folder of the engines' checkpoints, which hold the noise key. It is not in checkpoint-N,
-# which trackers may upload, and the Hub leaves out names that begin with an underscore.
+# The folder of the engines' checkpoints, which with a seed hold the noise key. It is not in
+# checkpoint-N, which trackers may upload, and the Hub leaves out names that begin with "_".
 SECRET = "_secret"
 # Settings of trackers that upload all of output_dir.
 _UPLOADS = {
@@ -155,8 +155,8 @@ class DPTrainer(Trainer):
     many. The ledger requires `unit_name`.
 
     The ledger is `<output_dir>/ledger.jsonl`. Runs with the same output_dir add up, and steps that
-    a resumed run repeats stay counted. `<output_dir>/_secret` is needed to resume and holds the
-    noise key: keep it secret, and release what `save_model` writes.
+    a resumed run repeats stay counted. `<output_dir>/_secret` is needed to resume: keep
+    it to yourself, and release what `save_model` writes.
 
     Logs, trackers, `trainer_state.json` and the result of `train` hold the step, the learning
     rate, epsilon and metrics of evaluations, and no loss, norm, time or count of the training
@@ -744,8 +744,8 @@ def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> Non
     for name, values in _UPLOADS.items():
         if os.environ.get(name, "").lower() in values:
             raise ValueError(
-                f"{name}={os.environ[name]!r}: it uploads all of output_dir, the noise key in "
-                f"{SECRET} included; unset it"
+                f"{name}={os.environ[name]!r}: it uploads all of output_dir, {SECRET} "
+                "included, which is not for others; unset it"
             )
     if options.get("model_init") is not None:
         raise ValueError(

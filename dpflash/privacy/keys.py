@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -61,30 +61,52 @@ def uniform_words(key: bytes, *, index: int, count: int) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty(0, dtype="<u8")
 
 
-class RunKeys:
-    """The secret keys of one run, under which no two releases get the same noise.
+class Uncopied:
+    """Base of objects that hold a key: copies and pickles, which would use it again, are refused.
+
+    Attributes:
+        no_copy: why there is no copy, and what to do instead.
+    """
+
+    no_copy: ClassVar[str]
+
+    # copy.copy, copy.deepcopy and pickle all call it.
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled: {self.no_copy}")
+
+
+class RunKeys(Uncopied):
+    """The secret keys of one run, under which no two releases get the same noise or draw.
 
     Args:
         seed: derives the keys from this number; None for keys from the operating system.
         ranks: the ranks that share the keys.
+        ledger_releases: number of releases in the ledger; 0 without one.
 
     Attributes:
         seed: the seed passed, or that of the loaded checkpoint.
         run: the unique name of the run in the ledger.
-        incarnation: a number in the noise and sampling keys. It changes when a checkpoint older
-            than the ledger is loaded, so that no noise is used twice.
+        branch: the unique name of this continuation of the run; "" before a checkpoint is loaded.
+        incarnation: a number in the noise and sampling keys. With a seed it is that of the
+            ledger's releases where a run begins on a ledger, or an older checkpoint is loaded.
+
+    Guarantees:
+        Without a seed no two continuations of a run share a key. With a seed they do where
+        neither ledger nor process knows of the other one.
     """
 
-    def __init__(self, seed: int | None, ranks: Ranks):
+    no_copy = "it would make the same noise and draws; build another PrivacyEngine"
+
+    def __init__(self, seed: int | None, ranks: Ranks, *, ledger_releases: int = 0):
         self.seed = seed
-        self.incarnation = 0
+        self.incarnation = ledger_releases
         self._ranks = ranks
-        self._master = ranks.broadcast_from_first(master_key(seed), "the engine's key")
-        # Distinguishes two processes that continue from one state.
-        self._branch = ""
+        self._master = self._new_master()
+        self.branch = ""
         self.run = self._new_token()
         self._engine = next(_numbers)
-        self._is_restored = False
+        # Where this engine took over from another one.
+        self._loaded: dict[str, Any] | None = None
         self._has_warned = False
 
     @property
@@ -95,7 +117,7 @@ class RunKeys:
     @property
     def noise(self) -> bytes:
         """The key of the noise."""
-        return derive_key(self._master, f"noise-{self.incarnation}{self._branch}")
+        return derive_key(self._master, f"noise-{self.incarnation}")
 
     @property
     def sampling(self) -> bytes:
@@ -105,17 +127,12 @@ class RunKeys:
     def begin_model(self) -> None:
         """Change the keys for another model, whose releases are counted from 0 again."""
         self._master = derive_key(self._master, "next model")
-        self.run = self._new_token()
-
-    def branch_off(self) -> None:
-        """Switch to a noise key that no other process uses. With a seed: no change."""
-        if self.seed is None:
-            self._branch = f"-{self._new_token()}"
+        self.run, self.branch = self._new_token(), ""
 
     def leave_ranks(self) -> None:
-        """Continue in a forked process, which is none of the ranks, with noise of its own."""
+        """Continue in a forked process, which is none of the ranks, under keys of its own."""
         self._ranks = Ranks()
-        self.branch_off()
+        self._master, self.branch = master_key(), self._new_token()
 
     def claim(self, step: int) -> None:
         """Record a release before it is made, for an engine without a ledger.
@@ -127,8 +144,9 @@ class RunKeys:
                 made this release.
         """
         claims = _claims.setdefault((self.run, self.incarnation), {})
+        is_restored = self._loaded is not None
         others = [c for engine, c in claims.items() if engine != self._engine and step in c.steps]
-        if self._is_restored and any(other.is_restored for other in others):
+        if is_restored and any(other.is_restored for other in others):
             raise RuntimeError(
                 "another engine of this process was restored from the same checkpoint and has "
                 "released steps since: neither engine's epsilon includes the other's steps, and "
@@ -136,8 +154,8 @@ class RunKeys:
                 "Continue from the other's newest checkpoint, or use PrivacyEngine(ledger=...) "
                 "from the start, which counts both"
             )
-        own = claims.setdefault(self._engine, _Claim(range(step, step), self._is_restored))
-        own.steps, own.is_restored = range(own.steps.start, step + 1), self._is_restored
+        own = claims.setdefault(self._engine, _Claim(range(step, step), is_restored))
+        own.steps, own.is_restored = range(own.steps.start, step + 1), is_restored
         if others and not self._has_warned:
             self._has_warned = True
             if self.seed is None:
@@ -149,37 +167,57 @@ class RunKeys:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys as plain values. Keep them secret: whoever has them can subtract the noise."""
-        return {
-            "key": self._master,
+        """The run as plain values. They hold a key only with a seed, which gives it away too."""
+        state = {
             "incarnation": self.incarnation,
             "run": self.run,
-            "branch": self._branch,
+            "branch": self.branch,
             "seed": self.seed,
         }
+        return state if self.seed is None else {**state, "key": self._master.hex()}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, ledger_releases: int | None) -> None:
-        """Continue with the keys of a checkpoint.
+    def knows_all(self, state: Mapping[str, Any], releases: int) -> bool:
+        """Whether a checkpoint has all releases that were made with these keys.
 
         Args:
-            state: of the run that wrote the checkpoint.
-            ledger_releases: number of releases in the ledger. None without a ledger: the other
-                run may have continued, so this one needs noise of its own.
+            state: of the checkpoint.
+            releases: the number of releases so far.
         """
-        self._master = state["key"]
+        own = place_of({**self.state_dict(), "releases": releases})
+        return place_of(state) in (own, self._loaded) and state["releases"] == releases
+
+    def load_state_dict(self, state: Mapping[str, Any], *, ledger_releases: int | None) -> None:
+        """Continue the run of a checkpoint as a new branch; all ranks call this together.
+
+        Without a seed the keys are new. With one they are those of the checkpoint, as long as the
+        ledger has no release that the checkpoint does not know.
+
+        Args:
+            state: of the checkpoint.
+            ledger_releases: number of releases in the ledger; None without one.
+        """
+        self._loaded = place_of(state)
+        self.run, self.seed = state["run"], state["seed"]
         self.incarnation = state["incarnation"]
-        self.run = state["run"]
-        self.seed = state["seed"]
-        self._branch = state["branch"]
-        if ledger_releases is None:
-            self._is_restored = True
-            self.branch_off()
-        elif ledger_releases != state["ledger_releases"]:
+        if ledger_releases not in (None, state["ledger_releases"]):
             # The ledger only grows, so no other continuation of this run has used this number.
             self.incarnation = ledger_releases
+        self.branch = self._new_token()
+        self._master = self._new_master()
+        if self.seed is not None:
+            key = state["key"]
+            self._master = bytes.fromhex(key) if isinstance(key, str) else key
+
+    def _new_master(self) -> bytes:
+        return self._ranks.broadcast_from_first(master_key(self.seed), "the engine's key")
 
     def _new_token(self) -> str:
         return self._ranks.broadcast_from_first(secrets.token_bytes(32), "a run's name").hex()
+
+
+def place_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What names a run, its continuation and a release, of a checkpoint."""
+    return {name: state[name] for name in ("run", "incarnation", "branch", "releases")}
 
 
 @dataclass

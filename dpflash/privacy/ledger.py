@@ -18,11 +18,14 @@ from .privacy_unit import SAMPLE
 
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
-# Keys of a line of version 2. Version 3 adds a digest, version 4 the privacy unit.
+# Keys of a line of version 2. Version 3 adds a digest, version 4 the privacy unit, version 5 the
+# branch, in lines behind the load of a checkpoint.
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant")
-_LATER_KEYS = {"digest", "unit"}
+_LATER_KEYS = {"digest", "unit", "branch"}
 _DIGEST = b', "digest": "%s"}\n'
 _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
+# Run and branch of a line.
+_Maker = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class LedgerLine:
         accountant: name of the accountant that computed epsilon.
         digest: of all lines before it and of its other values; None in a line of version 2.
         unit: the privacy unit, of which neighbors differ in one.
+        branch: which continuation of the run made them; "" before a checkpoint was loaded. Two
+            continuations of one ledger have other noise and draws, and other digests.
     """
 
     first: int
@@ -49,6 +54,7 @@ class LedgerLine:
     accountant: str
     digest: str | None = None
     unit: str = SAMPLE
+    branch: str = ""
 
     @property
     def steps(self) -> int:
@@ -91,9 +97,9 @@ class Ledger:
     def _begin(self, path: str | os.PathLike[str], content: bytes) -> None:
         self.path = Path(path)
         self.lines = self._read(content)
-        self._covered_run: str | None = None
+        self._covered: _Maker | None = None
         for line in self.lines:
-            self._covered_run = _covered_run_after(self._covered_run, line)
+            self._covered = _covered_after(self._covered, line)
         self.releases = self.lines[-1].last if self.lines else 0
         self._running = _hash(content)
 
@@ -107,6 +113,7 @@ class Ledger:
         accountant: str,
         count: int = 1,
         unit: str = SAMPLE,
+        branch: str = "",
     ) -> None:
         """Write the next `count` steps, and return when they are on the disk.
 
@@ -123,15 +130,16 @@ class Ledger:
             "delta": delta,
             "accountant": accountant,
             "unit": unit,
+            **({"branch": branch} if branch else {}),
         }
         line = _with_digest(json.dumps(record, allow_nan=False).encode(), self._running)
         # Refuses a line that the next reader would refuse.
-        covered_run = _covered_run_after(self._covered_run, _parse(line))
+        covered = _covered_after(self._covered, _parse(line))
         running = self._running.copy()
         running.update(line)
         tail = self._store(line)
         self.releases += count
-        self._covered_run = covered_run
+        self._covered = covered
         self._running = running
         # Set last: if the process is interrupted before this, the next line is refused.
         self._tail = tail
@@ -166,7 +174,7 @@ class Ledger:
 
     def _read(self, content: bytes) -> list[LedgerLine]:
         lines: list[LedgerLine] = []
-        covered_run: str | None = None
+        covered: _Maker | None = None
         running = _hash(b"")
         for number, raw in enumerate(content.split(b"\n")[:-1], start=1):
             try:
@@ -177,7 +185,7 @@ class Ledger:
                         f"it begins with step {line.first}, expected {expected}: a line is "
                         "missing, duplicated or out of order"
                     )
-                covered_run = _covered_run_after(covered_run, line)
+                covered = _covered_after(covered, line)
                 is_required = bool(lines) and lines[-1].digest is not None
                 _check_digest(line, raw + b"\n", running, is_required=is_required)
             except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
@@ -269,8 +277,8 @@ def _parse(raw: bytes) -> LedgerLine:
         raise ValueError(f"steps={steps!r}: expected two whole numbers")
     if steps[1] < steps[0]:
         raise ValueError(f"steps={steps!r}: the last is before the first")
-    for name in ("run", "accountant", "unit"):
-        value = record.get(name, SAMPLE) if name == "unit" else record[name]
+    for name in ("run", "accountant", "unit", "branch"):
+        value = record.get(name, SAMPLE) if name in _LATER_KEYS else record[name]
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name}={value!r}: expected a name")
     epsilon, delta = record["epsilon"], record["delta"]
@@ -298,6 +306,7 @@ def _parse(raw: bytes) -> LedgerLine:
         accountant=record["accountant"],
         digest=record.get("digest"),
         unit=record.get("unit", SAMPLE),
+        branch=record.get("branch", ""),
     )
 
 
@@ -325,27 +334,28 @@ def _check_digest(
         raise ValueError("its digest is wrong: this line or one before it was changed")
 
 
-def _covered_run_after(covered_run: str | None, line: LedgerLine) -> str | None:
-    """The run whose current shuffled epoch is paid for after this line.
+def _covered_after(covered: _Maker | None, line: LedgerLine) -> _Maker | None:
+    """Which run's current shuffled epoch is paid for after this line.
 
     Args:
-        covered_run: the run whose epoch was paid for before the line.
+        covered: whose epoch was paid for before the line.
         line: the next line.
 
     Raises:
         ValueError: the line has no event, and no earlier line covers an epoch of its run.
     """
+    maker = (line.run, line.branch)
     if line.event is None:
-        if covered_run != line.run:
+        if covered != maker:
             raise ValueError(
                 "event=null is for the later steps of a shuffled epoch, but no earlier line of "
                 "the same run covers its epoch"
             )
-        return covered_run
+        return covered
     if isinstance(line.event, ShuffledGaussian):
-        return line.run
+        return maker
     # A step on a batch of unknown origin may come between the steps of an epoch.
-    return covered_run if type(line.event) is Gaussian and covered_run == line.run else None
+    return covered if type(line.event) is Gaussian and covered == maker else None
 
 
 def _is_number(value: object) -> bool:

@@ -27,7 +27,7 @@ from dpflash.accounting.registry import as_accountant, as_phase
 
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
-from .ledger import Ledger
+from .ledger import Ledger, LedgerLine
 from .privacy_unit import SAMPLE, is_unnamed
 
 DEFAULT_ACCOUNTANT = "contour"
@@ -93,7 +93,7 @@ class Spending:
         self.ledger = ledger
         if self.ledger is not None:
             self._check_epsilon(self.ledger)
-            self.include(self.ledger)
+            self.include(self.ledger.lines)
 
     # Spent so far
 
@@ -116,13 +116,13 @@ class Spending:
             return Interval(0.0, 0.0)
         return self._epsilon_of(self.accountant, delta)
 
-    def include(self, ledger: Ledger) -> None:
-        """Count the releases of a ledger.
+    def include(self, lines: Iterable[LedgerLine]) -> None:
+        """Count the releases of a ledger's lines.
 
         Raises:
             ValueError: its privacy unit is not that of the releases so far.
         """
-        for line in ledger.lines:
+        for line in lines:
             self._check_unit(line.unit)
             self.unit = line.unit
             if line.event is not None:
@@ -173,7 +173,9 @@ class Spending:
             # An accountant of Opacus loses its history if it refuses a step.
             self._compose(self._copied_accountant(), event, 1)
 
-    def charge(self, event: Event | None, *, run: str, is_foreign: bool = False) -> None:
+    def charge(
+        self, event: Event | None, *, run: str, branch: str = "", is_foreign: bool = False
+    ) -> None:
         """Charge for one admitted release before it is made; None if it is already charged."""
         self.has_foreign_batches |= is_foreign
         if event is not None:
@@ -181,6 +183,7 @@ class Spending:
         if self.ledger is not None:
             self.ledger.append(
                 run=run,
+                branch=branch,
                 event=event,
                 epsilon=self._epsilon_with(event),
                 delta=self.delta,

@@ -28,6 +28,7 @@ from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from .._validate import positive_int
 from ..packing import PackedBatch, PackTo, Pairs
+from ..privacy.keys import Uncopied
 from ..privacy.privacy_unit import (
     DOCUMENT,
     PREFERENCE_PAIR,
@@ -93,7 +94,7 @@ def _blank(value: Any) -> Any:
     return next(kind() for kind in _PLAIN if isinstance(value, kind))  # also of a subclass
 
 
-class PrivateDataLoader(Prepared, DataLoader):
+class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     """A DataLoader that draws logical batches, in microbatches with a public number of rows.
 
     The samples of a draw are in secret random rows of its microbatches. The other rows are padding
@@ -125,6 +126,11 @@ class PrivateDataLoader(Prepared, DataLoader):
         order: compares the rows that the model gets with those of its batches.
         tracker: follows the loop over its batches.
     """
+
+    no_copy = (
+        "it would make the same draws, charged as new ones. Iterate over it again for new draws; "
+        "for another run call make_private of another PrivacyEngine"
+    )
 
     def __init__(
         self,
@@ -262,13 +268,13 @@ class PrivateDataLoader(Prepared, DataLoader):
             self._rows: SlotSampler | UnitSlots | PackedSampler
             if isinstance(collate, PackTo):
                 self.slots = collate.max_documents
-                self._rows = PackedSampler(self._draws, dataset, collate, units, key)
+                self._rows = PackedSampler(self._draws, dataset, collate, units)
                 if units is not None:
                     dataset = DocumentsOf(dataset)
             elif units is not None:
-                self._rows = UnitSlots(self._draws, self.slots, units, key)
+                self._rows = UnitSlots(self._draws, self.slots, units)
             else:
-                self._rows = SlotSampler(self._draws, self.slots, key)
+                self._rows = SlotSampler(self._draws, self.slots)
             # Loaders that iterate batch_sampler would train on padding rows; this one has them.
             self._padded: DataLoader[Any] = DataLoader(
                 dataset, batch_sampler=self._rows, collate_fn=collate, **options
@@ -410,23 +416,28 @@ class PrivateDataLoader(Prepared, DataLoader):
         """Yield some packed microbatches twice, first as the trial changes them."""
         self._trial = trial
 
-    def set_key(self, key: bytes) -> None:
-        """Draw under another key, for example that of a checkpoint."""
-        if self._draws is not None:
-            self._draws.set_key(key)
-            self._rows.set_key(key)
-
     def state_dict(self) -> dict[str, int]:
-        """The position; a draw that was not released is drawn again."""
+        """The position. A draw that was not released yet is still to come."""
+        state = {"next_draw": self.tracker.next_draw, "returns": self.tracker.returns}
         # With another loader's signals the current draw is unknown.
         if self.tracker.signalled and self._draws is not None:
-            return {"next_draw": self._draws.position}
-        return {"next_draw": self.tracker.next_draw}
+            state["next_draw"] = self._draws.position
+        return state
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.tracker.resume(int(state["next_draw"]))
-        if self._draws is not None:
-            self._draws.resume(self.tracker.next_draw)
+    def load_state_dict(self, state: Mapping[str, int], *, key: bytes | None = None) -> None:
+        """Continue at a position; epochs that are under way end. All ranks call this together.
+
+        A loader that is set back makes other draws in place of those that it has made.
+
+        Args:
+            state: a `state_dict()` of a loader with this sampling scheme.
+            key: a key that replaces the loader's own.
+        """
+        draw, returns = int(state["next_draw"]), int(state.get("returns", 0))
+        if self._draws is None:
+            self.tracker.resume(draw)
+        else:
+            self._draws.resume(draw, returns=returns, key=key)
 
 
 def _length(dataset: Any) -> int:

@@ -35,30 +35,25 @@ class PackedSampler:
     `PackTo.microbatches` places them; all ranks get the same number of microbatches.
 
     Args:
-        draws: the sampler.
+        draws: the sampler, whose key also chooses documents of units.
         dataset: of the documents, whose lengths are looked up when they are drawn first.
         collate: packs the samples of a microbatch.
         groups: the documents of each unit, where units are drawn. The sampler then yields tuples
             of indices; documents for which a microbatch has no room are left out of a unit.
-        key: 32 bytes, of the draws.
 
     Attributes:
         marks: of the microbatches that were yielded and not taken yet, in order.
     """
 
     def __init__(
-        self, draws: Draws, dataset: Any, collate: PackTo, groups: UnitGroups | None, key: bytes
+        self, draws: Draws, dataset: Any, collate: PackTo, groups: UnitGroups | None
     ) -> None:
         self.marks: deque[BatchMark] = deque()
         self._draws = draws
         self._dataset = dataset
         self._collate = collate
         self._groups = groups
-        self._key = key
         self._lengths: dict[int, int] = {}
-
-    def set_key(self, key: bytes) -> None:
-        self._key = key
 
     def __iter__(self) -> Iterator[list[Any]]:
         # One queue for each epoch: an older epoch that is still open keeps its own marks.
@@ -79,7 +74,7 @@ class PackedSampler:
         if self._groups is None:
             return [(index,) for index in drawn]
         samples = []
-        for documents in self._groups.selected(drawn, key=self._key, draw=draw):
+        for documents in self._groups.selected(drawn, key=self._draws.key, draw=draw):
             fitting: list[int] = []
             left = self._collate.tokens
             for index in documents.tolist():

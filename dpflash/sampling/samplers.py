@@ -22,7 +22,7 @@ from dpflash.accounting import (
 from dpflash.accounting.events import ADD_REMOVE
 
 from .._validate import positive_int
-from ..privacy.keys import uniform_words
+from ..privacy.keys import Uncopied, derive_key, uniform_words
 from .tracker import EARLIER_EPOCH, BatchTracker
 
 
@@ -59,7 +59,7 @@ class PublicSize:
         return self.dataset_size, batch_size / self.dataset_size, steps
 
 
-class DrawSampler(ABC):
+class DrawSampler(Uncopied, ABC):
     """Draws logical batches; each is a function of (key, number of the draw).
 
     Iteration yields this rank's samples only, at most physical_batch_size at a time. It is for
@@ -75,6 +75,8 @@ class DrawSampler(ABC):
         rank_part: (number of this rank, number of ranks) that split each draw. All ranks yield the
             same number of microbatches of a draw; some may be empty.
     """
+
+    no_copy = "it would make the same draws; iterate over the loader that make_private returned"
 
     def __init__(
         self,
@@ -142,12 +144,29 @@ class DrawSampler(ABC):
     def __len__(self) -> int:
         return self.steps_per_epoch
 
-    def set_key(self, key: bytes) -> None:
-        self._key = key
+    @property
+    def key(self) -> bytes:
+        """The key of the next draws."""
+        returns = self._tracker.returns
+        return derive_key(self._key, f"return-{returns}") if returns else self._key
 
-    def resume(self, position: int) -> None:
-        """Continue at a draw; the next epoch is the rest of the epoch that it belongs to."""
+    def resume(self, position: int, *, returns: int = 0, key: bytes | None = None) -> None:
+        """Continue at a draw; the next epoch is the rest of the epoch that it belongs to.
+
+        Where this sampler has made that draw already, it makes another one under a new key.
+
+        Args:
+            position: number of the draw.
+            returns: how often the sampler had been set back at that draw.
+            key: a key that replaces the sampler's own.
+        """
+        reached = (self._tracker.returns, self.position)
+        if key not in (None, self._key):
+            self._key, reached = key, (0, 0)
+        if (returns, position) < reached:
+            returns = reached[0] + 1
         self.position = position
+        self._tracker.resume(position, returns=returns)
         remainder = -position % self.steps_per_epoch
         self.pass_remainder = remainder or None
 
@@ -156,7 +175,7 @@ class DrawSampler(ABC):
         return drawn[number::count]
 
     def _words(self, index: int) -> np.ndarray:
-        return uniform_words(self._key, index=index, count=self.num_samples)
+        return uniform_words(self.key, index=index, count=self.num_samples)
 
 
 class PoissonBatchSampler(DrawSampler):

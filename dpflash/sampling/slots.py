@@ -105,6 +105,10 @@ class Draws(Protocol):
 
     rank_part: tuple[int, int]
 
+    @property
+    def key(self) -> bytes:
+        """The key of the draws."""
+
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
         """(number of the draw, its samples) over one epoch."""
 
@@ -113,9 +117,8 @@ class SlotSampler:
     """Yields the rows of each microbatch as indices of the dataset, and stores their marks.
 
     Args:
-        draws: the sampler.
+        draws: the sampler, from whose key that of the slots derives.
         slots: rows of each microbatch of each rank.
-        key: 32 bytes, of the draws; the key of the slots derives from it.
 
     Attributes:
         marks: of the microbatches that were yielded and not taken yet, in order.
@@ -125,14 +128,10 @@ class SlotSampler:
         samples they are. A draw has as many microbatches as it needs.
     """
 
-    def __init__(self, draws: Draws, slots: int, key: bytes):
+    def __init__(self, draws: Draws, slots: int):
         self.slots = slots
         self.marks: deque[BatchMark] = deque()
         self._draws = draws
-        self.set_key(key)
-
-    def set_key(self, key: bytes) -> None:
-        self._key = derive_key(key, "slots")
 
     def __iter__(self) -> Iterator[list[int]]:
         # One queue for each epoch: an older epoch that is still open keeps its own marks.
@@ -154,7 +153,8 @@ class SlotSampler:
         """`[microbatches, slots]` of this rank: indices of samples, -1 for padding rows."""
         rank, ranks = self._draws.rank_part
         rounds = max(1, -(-len(drawn) // (self.slots * ranks)))
-        words = uniform_words(self._key, index=draw, count=rounds * ranks * self.slots)
+        key = derive_key(self._draws.key, "slots")
+        words = uniform_words(key, index=draw, count=rounds * ranks * self.slots)
         table = np.full(len(words), -1, dtype=np.int64)
         table[words.argsort(kind="stable")[: len(drawn)]] = drawn
         return table.reshape(ranks, rounds, self.slots)[rank]

@@ -100,6 +100,7 @@ class BatchTracker:
         backward_done: whether the current microbatch had its backward.
         epochs: the number of epochs that have started.
         next_draw: the draw at which a resumed run continues.
+        returns: how often the loader was set back to draws that it had made.
         emitted: sizes of the logical batches drawn in this epoch that no signalled release used.
         signalled: whether another loader ever signalled a release, such as that of Opacus'
             BatchMemoryManager, which calls step() for each microbatch.
@@ -119,6 +120,7 @@ class BatchTracker:
         self.backward_done = False
         self.epochs = 0
         self.next_draw = 0
+        self.returns = 0
         self.emitted: deque[int] = deque()
         self.signalled = False
         self.signalled_now = False
@@ -132,6 +134,7 @@ class BatchTracker:
         # Stored after its release, since its rows may come back.
         self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
+        self._charged: BatchMark | None = None
 
     def attach(self, batch: LogicalBatch) -> None:
         """Report to `batch` the microbatches that the loader yields."""
@@ -206,9 +209,10 @@ class BatchTracker:
         self.dropped()
         self._refused = self.current
 
-    def place(self) -> tuple[int, int] | None:
-        """(draw, microbatch) of the current mark; None if it is not of the private loader."""
-        return None if self.current is None else (self.current.draw, self.current.microbatch)
+    def place(self) -> tuple[int, int, int] | None:
+        """(returns, draw, microbatch) of the current mark; None for a batch of another loader."""
+        mark = self.current
+        return None if mark is None else (self.returns, mark.draw, mark.microbatch)
 
     def real_rows(self, rows: int) -> Tensor | None:
         """`[rows]`: which rows of the current microbatch are samples; None if all rows are.
@@ -227,9 +231,22 @@ class BatchTracker:
         by_signal = self.current is None and self.waiting_signals > 0
         return by_signal and bool(self.emitted) and self.emitted[0] == 0
 
-    def resume(self, draw: int) -> None:
-        """Continue at a draw."""
-        self.next_draw = draw
+    def resume(self, draw: int, *, returns: int = 0) -> None:
+        """Continue at a draw; epochs that are under way get no further batch."""
+        self.next_draw, self.returns = draw, returns
+        self.epochs += 1
+        self.current = None
+
+    def charged(self) -> None:
+        """The release of the current logical batch was charged: its draw is used up."""
+        self._charged = self.current
+        if self.current is not None:
+            self.next_draw = self.current.draw + 1
+
+    @property
+    def is_charged(self) -> bool:
+        """Whether the release of the current logical batch was charged already."""
+        return self.current is not None and self.current is self._charged
 
     def still_to_come(self, batches: int) -> None:
         """Set how many batches of a shuffled epoch follow the current one."""

@@ -21,26 +21,20 @@ class UnitSlots:
     may have fewer, and the rest of its rows are padding.
 
     Args:
-        draws: the sampler of units.
+        draws: the sampler of units, from whose key those of slots and entries derive.
         slots: units of each microbatch of each rank.
         groups: the entries of each unit.
-        key: 32 bytes, of the draws; the keys of slots and entries derive from it.
 
     Attributes:
         marks: of the microbatches that were yielded and not taken yet, in order.
     """
 
-    def __init__(self, draws: Draws, slots: int, groups: UnitGroups, key: bytes) -> None:
+    def __init__(self, draws: Draws, slots: int, groups: UnitGroups) -> None:
         self.slots = slots
         self.marks: deque[BatchMark] = deque()
         self._draws = draws
         self._groups = groups
-        self._placing = SlotSampler(draws, slots, key)
-        self._key = key
-
-    def set_key(self, key: bytes) -> None:
-        self._key = key
-        self._placing.set_key(key)
+        self._placing = SlotSampler(draws, slots)
 
     def __iter__(self) -> Iterator[list[int]]:
         # One queue for each epoch: an older epoch that is still open keeps its own marks.
@@ -63,7 +57,8 @@ class UnitSlots:
         """The entries of a microbatch, and the rows of each slot's unit."""
         most = self._groups.limit
         filled = np.flatnonzero(placed >= 0)
-        entries = self._groups.selected(placed[filled].tolist(), key=self._key, draw=draw)
+        drawn = placed[filled].tolist()
+        entries = self._groups.selected(drawn, key=self._draws.key, draw=draw)
         # Padding repeats an entry of the same batch, which adds no other length.
         filler = int(entries[0][0]) if entries else 0
         rows = np.full(len(placed) * most, filler)

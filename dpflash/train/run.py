@@ -380,9 +380,9 @@ class TrainingRun:
             RankError: another rank is lost.
 
         Guarantees:
-            A stopped and resumed job has the same parameters and epsilon as an uninterrupted one,
-            bit for bit on the same machine with the same ranks. With other ranks epsilon and the
-            noise are the same, but sums are rounded in another order.
+            A stopped and resumed job has the same epsilon as an uninterrupted one, and with a seed
+            the same parameters, bit for bit on the same machine with the same ranks. With other
+            ranks and a seed the noise is the same, but sums are rounded in another order.
         """
         progress = progress and self.is_first
         state = self.state

@@ -161,7 +161,7 @@ class Run:
             "epsilon": self.engine.get_epsilon(1e-5),
             "lrs": [group["lr"] for group in self.optimizer.param_groups],
             "grads": [grad.numpy() for grad in self.grads],
-            "branch": self.engine._keys._branch,
+            "branch": self.engine._keys.branch,
         }
 
 

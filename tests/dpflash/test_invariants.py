@@ -570,15 +570,16 @@ def test_invariant_4_an_optimizer_left_over_from_a_detached_model_releases_nothi
     assert engine.get_epsilon(1e-5) == spent
 
 
+@pytest.mark.parametrize("seed", [None, 0])
 def test_invariant_4_no_two_branches_from_checkpoints_share_noise_where_a_ledger_is_kept(
-    private, tmp_path
+    seed, private, tmp_path
 ):
     """A process that dies after releases which its checkpoint does not know; several times."""
     early, late, ledger = tmp_path / "early", tmp_path / "late", tmp_path / "ledger"
     seen = []
 
     def process(load, before, save, after):
-        run = zero_run(private, ledger=ledger)
+        run = zero_run(private, ledger=ledger, seed=seed)
         if load:
             run[0].load_checkpoint(load)
         seen.extend(all_noise(*run, before) if before else [])

@@ -1,6 +1,7 @@
 """`dpflash budget`: a ledger read back, composed and compared with a budget."""
 
 import json
+import shutil
 import sys
 import warnings
 
@@ -311,3 +312,35 @@ def test_ledgers_of_other_units_and_one_ledger_twice_are_refused(ledger, tmp_pat
     for other, message in ((patients.path, "'user: patient' here"), (ledger, "given twice")):
         assert main(["budget", str(ledger), str(other), *RDP]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_what_ledgers_have_in_common_counts_once(tmp_path, capsys):
+    """A folder that was copied, of which all copies went on; one of them was copied again."""
+    event = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.1)
+    paths = [tmp_path / name for name in "abc"]
+
+    def go_on(path, steps, **line):
+        ledger = Ledger(path)
+        for _ in range(steps):
+            ledger.append(run="r", event=event, accountant="rdp", **line)
+
+    def copy(source, target):
+        for suffix in ("", ".head"):
+            shutil.copy(f"{source}{suffix}", f"{target}{suffix}")
+
+    go_on(paths[0], 20)
+    copy(paths[0], paths[1])
+    go_on(paths[0], 10)  # the run that wrote the checkpoint, and one that loaded it
+    go_on(paths[1], 5, branch="b")
+    copy(paths[1], paths[2])
+    go_on(paths[1], 5, branch="b")
+    go_on(paths[2], 7, branch="c")
+    for chosen, steps in (("ab", 40), ("ba", 40), ("bc", 37), ("cab", 47)):
+        report = report_of(capsys, *(tmp_path / name for name in chosen))
+        assert report["epsilon"] == pytest.approx(epsilon_of((event, steps)), rel=1e-12)
+        assert report["steps"] == sum(run["steps"] for run in report["runs"]) == steps
+
+
+def test_a_branch_pays_for_its_own_shuffled_epoch(ledger):
+    with pytest.raises(ValueError, match="no earlier line of the same run covers its epoch"):
+        Ledger(ledger).append(run="second", event=None, accountant="rdp", branch="b")

@@ -179,11 +179,11 @@ def test_a_released_draw_is_not_drawn_again_after_a_resume_and_an_unreleased_one
 
     draw()
     loader.tracker.released()
-    assert loader.state_dict() == {"next_draw": 1}
+    assert loader.state_dict() == {"next_draw": 1, "returns": 0}
     draw()
-    assert loader.state_dict() == {"next_draw": 1}
+    assert loader.state_dict() == {"next_draw": 1, "returns": 0}
     loader.tracker.released()
-    assert loader.state_dict() == {"next_draw": 2}
+    assert loader.state_dict() == {"next_draw": 2, "returns": 0}
 
 
 def test_a_plain_pass_gives_every_sample_once_with_marks_of_the_right_sizes():

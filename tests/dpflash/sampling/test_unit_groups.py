@@ -134,7 +134,7 @@ def test_rows_of_a_slot_are_entries_of_one_drawn_unit(ranks):
     for rank in range(ranks):
         draws = PoissonBatchSampler(len(groups), 0.5, steps_per_epoch=6, key=KEY)
         draws.rank_part = (rank, ranks)
-        slots = UnitSlots(draws, 2, groups, KEY)
+        slots = UnitSlots(draws, 2, groups)
         for rows in slots:
             mark = slots.marks.popleft()
             assert len(rows) == 6 and mark.size == 2 and mark.units.shape == (6,)
