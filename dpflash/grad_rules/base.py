@@ -119,7 +119,10 @@ class ModuleContext:
     def as_given(self, y: Tensor, given: Tensor) -> Tensor:
         """Give the output of a layer the leading dimensions that its input had."""
         if self.units is not None:
-            return y.reshape(*given.shape[: given.ndim + 2 - y.ndim], *y.shape[2:])
+            leading = tuple(given.shape[: given.ndim + 2 - y.ndim])
+            if self.units.are_rows and leading[0] == 1:  # shared by all rows
+                leading = (self.units.positions, *leading[1:])
+            return y.reshape(*leading, *y.shape[2:])
         return y if given.shape[0] in (1, y.shape[0]) else y.flatten(0, 1)
 
 

@@ -71,8 +71,9 @@ class PrivateEmbedding(PrivateModule):
             return super().forward(input)
         context = self._dpflash
         indices = input
-        if indices.ndim == 1 and context.units is None:
+        if indices.ndim == 1 and (context.units is None or context.units.are_rows):
             indices = self._one_dimensional(indices)
+        given = indices.unsqueeze(-1)  # as its output
         indices = context.check_batch(indices)
         samples = context.samples_of(indices)
         handles = self.private_handles(samples)
@@ -81,7 +82,7 @@ class PrivateEmbedding(PrivateModule):
         assert weight is not None
         if handle is None:
             y = F.embedding(indices, weight.detach(), self.padding_idx)
-            return y if context.units is None else y.reshape(*input.shape, -1)
+            return y if context.units is None else context.as_given(y, given)
         flat = indices.reshape(indices.shape[0], indices.shape[1:].numel()).long()
         rows, width = weight.shape
         tokens = flat.numel() // max(1, samples)  # of a sample, on average
@@ -89,7 +90,7 @@ class PrivateEmbedding(PrivateModule):
         slot = handles.slot("weight", shape)
         y = look_up(flat, weight.detach(), handle, slot, self.padding_idx)
         y = y.reshape(*indices.shape, width)
-        return y if context.units is None else y.reshape(*input.shape, width)
+        return y if context.units is None else context.as_given(y, given)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:
         """Positions [T] become [1, T]; where T = B, only an earlier T tells them from [B]."""

@@ -477,3 +477,47 @@ def test_views_of_a_sample_are_averaged_before_they_are_clipped():
             expected[name] += grad * min(1, 0.1 / norm(grads))
     for name, total in sums.items():
         assert float((total - expected[name]).norm()) <= 1e-7 * norm(expected)
+
+
+class Placed(nn.Module):
+    """Positions that all rows share, and a layer of them."""
+
+    def __init__(self, positions):
+        super().__init__()
+        self.tokens, self.places, self.of_places = (
+            nn.Embedding(9, 4),
+            nn.Embedding(6, 4),
+            nn.Linear(4, 4),
+        )
+        self.positions = positions
+
+    def forward(self, x):
+        return (
+            (self.tokens(x) + self.of_places(self.places(self.positions(x)))).square().mean((1, 2))
+        )
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda x: torch.arange(x.shape[1])[None],
+        lambda x: torch.arange(x.shape[1]),
+        lambda x: torch.arange(x.shape[1]).expand(x.shape),
+    ],
+    ids=["one-row", "no-rows", "all-rows"],
+)
+@every_kind
+def test_positions_that_all_rows_share_have_each_users_gradient(
+    kind, positions, private, sums, distance
+):
+    torch.manual_seed(0)
+    plain, rows = Placed(positions), torch.randint(9, (24, 5))
+    options = {"unit_of": [i % 8 for i in range(24)], "examples_per_unit": 2, "unit_name": "user"}
+    engine, model, _, loader = private(
+        copy.deepcopy(plain), rows, max_grad_norm=HUGE, exact=False, **options, **kind
+    )
+    (x,) = next(iter(loader))
+    engine.backward(model(x))
+    engine._backward.forward.units.mean(plain(x)).sum().backward()
+    expected = {n: p.grad for n, p in plain.named_parameters()}
+    assert distance(sums(engine, model), expected) <= 1e-5
