@@ -230,6 +230,7 @@ class PrivateModule(nn.Module):
     takes_documents = False
 
     def private_handles(self, batch_size: int) -> Handles:
+        refuse_transforms(self._dpflash.name)
         return Handles(self, self._dpflash, batch_size)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
@@ -249,7 +250,6 @@ class PrivateModule(nn.Module):
                     self.refuse_thawed(name)
         if not trainable or not torch.is_grad_enabled():
             return False
-        refuse_transforms(context.name)
         units = context.backward.forward.units
         if units is not None and not units.are_rows and context.units is None:
             self.refuse_documents()
