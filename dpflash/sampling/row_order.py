@@ -50,6 +50,7 @@ class RowOrder:
         self._batch: list[_Rows] = []
         self._tensors: list[Tensor] = []
         self._copies: Tensor | None = None
+        self._real: Tensor | None = None
         self._size: int | None = None
         # Hashes of whole tensors in earlier batches, and of single rows.
         self._past: OrderedDict[int, None] = OrderedDict()
@@ -94,6 +95,7 @@ class RowOrder:
             while len(past) > _REMEMBERED:
                 past.popitem(last=False)
         self._batch, self._copies, self._size = [], None, None
+        self._real = None if mark.real is None else mark.real.repeat_interleave(each)
         tensors = self._tensors = [x for _, x in tensors_of(batch)]
         if not self._is_checked(tensors):
             return
@@ -124,8 +126,8 @@ class RowOrder:
             is_released: whether the batch was released, so that this call is not of it.
 
         Raises:
-            RuntimeError: one of them has the rows of the batch in another order, or they are those
-                of an earlier batch.
+            RuntimeError: one of them has the rows of the batch in another order or repeats some,
+                or they are those of an earlier batch.
         """
         others = {at for order in _iterated for at in _storages(order._tensors)}
         others -= _storages(self._tensors)
@@ -151,6 +153,20 @@ class RowOrder:
             raise RuntimeError(
                 f"the model got the rows of the loader's batch in another order, {_REMEDY}"
             )
+        if any(self._repeats(rows) for rows in found):
+            raise RuntimeError(
+                "the model got a sample of the loader's batch in rows of others too, each clipped "
+                "by itself, so nothing was released: compute views of a sample inside of the "
+                "model, and give it the mean of their losses"
+            )
+
+    def _repeats(self, rows: _Rows) -> bool:
+        """Whether all rows are of the batch, and samples are in the place of others."""
+        alike = [own.digests for own in self._batch if own.form == rows.form]
+        if self._real is None or not alike or not _is_telling(rows.first):
+            return False
+        moved = (not torch.equal(rows.digests[self._real], own[self._real]) for own in alike)
+        return all(moved) and any(bool(torch.isin(rows.digests, own).all()) for own in alike)
 
     def refuse_private(self, given: Sequence[Tensor]) -> None:
         """Check the tensors with which the model is called on public data.
@@ -192,6 +208,7 @@ class _Rows:
 
     Attributes:
         form: shape and dtype of the tensor.
+        first: its first row.
         hash: of form and digests.
         hashes: the same of each row; of integers without the zeros that pad it to a length.
         is_distinctive: whether another batch is unlikely to have the same tensor.
@@ -199,6 +216,7 @@ class _Rows:
 
     def __init__(self, x: Tensor) -> None:
         self.form = x.shape, x.dtype
+        self.first = x[0]
         self.digests = row_digests(x).cpu()
         self.hash = hash((self.form, *self.digests.tolist()))
         self.is_distinctive = x[0].numel() >= _DISTINCTIVE and bool((x != x.reshape(-1)[0]).any())

@@ -362,6 +362,29 @@ def test_rows_in_another_order_than_the_loaders_are_refused(number, private):
         pytest.fail("too few batches with padding rows")
 
 
+@pytest.mark.parametrize("each", [1, 4], ids=["an image", "tokens"])
+def test_views_of_some_samples_in_the_rows_of_others_are_refused(each, private):
+    torch.manual_seed(0)
+    engine, model, optimizer, loader = private(
+        nn.Linear(8 // each, 2), torch.randn(60, each, 8 // each), batch_size=30
+    )
+    for (x,) in loader:
+        real = loader.is_real
+        half = torch.arange(len(x)) % (len(x) // 2)
+        for views in (half, half // 2, torch.full_like(half, int(real.int().argmax()))):
+            with pytest.raises(
+                RuntimeError, match="a sample of the loader's batch in rows of oth"
+            ):
+                model(x[views])
+        model(torch.where(real[:, None, None], x, x[:1].roll(1)))  # only padding is another
+        with torch.no_grad():
+            model(x[half])
+        engine.backward(model(x).flatten(1).square().mean(1))
+        optimizer.step(), optimizer.zero_grad()
+        if loader.is_last:
+            break
+
+
 def one_ahead(loader):
     """Batches as a loop gets them that asks for the next one before it trains."""
     batches = iter(loader)
