@@ -84,6 +84,7 @@ from .verification.loss_trial import LossTrial
 from .verification.proof import Proof, allow_second_backwards
 from .verification.settable import OnlySettable
 from .verification.unchanged import Unchanged
+from .verification.uncovered import Uncovered
 
 if TYPE_CHECKING:
     from .audit.report import AuditReport
@@ -416,6 +417,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         performance: PerformanceConfig,
     ) -> PrivateBackward:
         ranks, device = self._ranks, checked.trained[0].device
+        uncovered = Uncovered(module, checked.trained)
         proof = Proof(
             module.modules(),
             device=device,
@@ -443,7 +445,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
             gate_type=Gate if ranks.context is None else ContextGate,
             convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
             proof=proof,
-            refusal=lambda: checked.loader.order.refusal() or unchanged.before_backward(),
+            refusal=lambda losses, batch, rows: (
+                checked.loader.order.refusal()
+                or unchanged.before_backward()
+                or uncovered.refusal(losses, batch, rows)
+            ),
         )
 
     @keywords_alone

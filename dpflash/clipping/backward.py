@@ -33,6 +33,9 @@ from .planner import Planner
 from .precision import coarse_products, coarse_use, refuse_coarse_mean, refuse_coarse_products
 from .statistics import ClipStatistics
 
+# See `Uncovered.refusal`.
+Refusal = Callable[[Tensor | None, object, int | None], str | None]
+
 
 class PrivateBackward:
     """The backward of a private model: decides how it runs, and checks it as the gates run.
@@ -69,7 +72,7 @@ class PrivateBackward:
         gate_type: type[Gate] = Gate,
         convolves: bool = False,
         proof: Proof = OFF,
-        refusal: Callable[[], str | None] = lambda: None,
+        refusal: Refusal = lambda losses, batch, rows: None,
     ):
         self.groups = list(groups)
         self.step = step
@@ -148,7 +151,7 @@ class PrivateBackward:
             self._begin(losses if losses.ndim else None)
             gates = list(self.forward.gates.values())
             twice = len(self.groups) == 1 and bool(gates) and self._is_ghost(gates[0])
-            twice, proving = self._meet(twice, self._wants_proof(self._expected_size))
+            twice, proving = self._meet(losses, twice, self._wants_proof(self._expected_size))
             seed = torch.ones_like(losses)
             if self.loss_reduction == "mean":
                 seed /= max(1, losses.numel())
@@ -181,10 +184,13 @@ class PrivateBackward:
         """The ranks that exchange gradients in the backward; None where none do."""
         return self.ranks.everyone if self.step.is_sharded else self.ranks.context
 
-    def _meet(self, twice: bool = False, proving: bool = False) -> tuple[bool, bool]:
+    def _meet(
+        self, losses: Tensor | None, twice: bool = False, proving: bool = False
+    ) -> tuple[bool, bool]:
         """Check that ranks which exchange gradients are about to run the same backward.
 
         Args:
+            losses: whose backward is about to begin; None inside the backward of a scalar.
             twice: whether this rank would run ghost clipping.
             proving: whether it would prove this batch.
 
@@ -197,7 +203,11 @@ class PrivateBackward:
         """
         ranks, group = self.ranks, self.meeting
         try:
-            refuse_together(self._refusal(), group, "engine.backward")
+            batch, units = self.step.tracker.place(), self.forward.units
+            are_rows = units is None or units.are_rows
+            size = self.forward.batch_size if are_rows else None
+            refusal = self._refusal(losses, batch or self.forward.number, size)
+            refuse_together(refusal, group, "engine.backward")
         except RuntimeError:
             self.discard()
             raise
@@ -210,12 +220,12 @@ class PrivateBackward:
             "max_grad_norm": self.step.bound,
             "modules that ran, and how often": list(self.forward.used.items()),
         }
-        size = {"number of samples": self.forward.batch_size}
+        samples = {"number of samples": self.forward.batch_size}
         if group is ranks.context:
-            same |= size
+            same |= samples
         rows = agree(operation, same, group, extra=[int(twice), int(proving)])
         if group is not ranks.context:
-            agree(operation, size, ranks.context)
+            agree(operation, samples, ranks.context)
         return any(row[0] for row in rows), any(row[1] for row in rows)
 
     def _is_ghost(self, gate: Gate) -> bool:
@@ -358,7 +368,7 @@ class PrivateBackward:
             task = torch._C._current_graph_task_id()
             if task != self._task:
                 self._begin()
-                self._meet()
+                self._meet(None)
                 self._task = task
                 self.step.tracker.before_backward(gate.batch_size)
         elif self._expected_size is None and not self._arrived:

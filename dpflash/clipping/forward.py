@@ -172,6 +172,11 @@ class PrivateForward:
         return self._state.batch_size
 
     @property
+    def number(self) -> int:
+        """Number of the current forward."""
+        return self._number
+
+    @property
     def is_over(self) -> bool:
         """Whether the next private operation begins another forward."""
         return self._state.is_over

@@ -449,8 +449,10 @@ def test_a_number_of_losses_other_than_the_batch_is_refused(mode, private):
 def test_losses_that_reach_no_private_layer_are_refused(private):
     engine, model, _, _ = private(nn.Linear(3, 2))
     x = torch.randn(4, 3)
-    with pytest.raises(RuntimeError, match="did not reach any private layer"):
+    with pytest.raises(RuntimeError, match="outside of the private model"):
         engine.backward(nn.Linear(3, 2)(x).sum(1))
+    with pytest.raises(RuntimeError, match="did not reach any private layer"):
+        engine.backward(x.clone().requires_grad_().sum(1))
     with pytest.raises(RuntimeError, match="do not require grad"):
         engine.backward(model(x).detach().sum(1))
     with torch.no_grad(), pytest.raises(RuntimeError, match="do not require grad"):
