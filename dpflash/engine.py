@@ -78,6 +78,7 @@ from .privacy.masks import SecretMasks
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
+from .refusal import PrivateRefusal, PrivateWarning
 from .sampling.loader import PrivateDataLoader
 from .step import PrivateStep
 from .verification.loss_trial import LossTrial
@@ -611,11 +612,13 @@ class PrivacyEngine(Uncopied, OnlySettable):
             if losses.shape[0] == units.positions:
                 losses = units.mean(losses)
             elif not (has_pairs and losses.shape[0] == units.size):
-                raise ValueError(
-                    f"losses has {losses.shape[0]} entries in a batch of {units.positions} rows: "
-                    "give one loss for each row, padding rows included, in the loader's order"
-                    + (", or one for each pair" if has_pairs else "")
-                )
+                raise PrivateRefusal(
+                    "losses has another number of entries than the batch has rows: give one loss "
+                    "for each row, padding rows included, in the loader's order"
+                    + (", or one for each pair" if has_pairs else ""),
+                    losses=losses.shape[0],
+                    rows=units.positions,
+                ) from None
         if losses.ndim == 1 and losses.shape[0] == 0 and self._ranks.everyone is None:
             # With other ranks an empty batch takes part in the exchanges.
             backward.step.tracker.before_backward(0)
@@ -625,17 +628,18 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 "losses do not require grad, so they reach no private layer: compute them from "
                 "the model's output outside of torch.no_grad() and without detach()"
             )
-        if losses.ndim == 1:
-            backward.step.tracker.before_backward(losses.shape[0])
-        if self._trial is not None and self._is_tried(losses, self._trial):
-            return
-        try:
-            with without_autocast(losses.device.type):
-                backward.backward(losses)
-        except BaseException:
-            # Its sums are dropped, so the batch may be tried again.
-            backward.step.tracker.dropped()
-            raise
+        with backward.step.noting_refusals():
+            if losses.ndim == 1:
+                backward.step.tracker.before_backward(losses.shape[0])
+            if self._trial is not None and self._is_tried(losses, self._trial):
+                return
+            try:
+                with without_autocast(losses.device.type):
+                    backward.backward(losses)
+            except BaseException:
+                # Its sums are dropped, so the batch may be tried again.
+                backward.step.tracker.dropped()
+                raise
 
     def _is_tried(self, losses: Tensor, trial: LossTrial) -> bool:
         """Whether losses are of a trial, which has no backward; compares those that follow it."""
@@ -982,7 +986,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
         refusal = self._wrapper.unchanged.refusal()
         if refusal is not None:
             warnings.warn(
-                f"the model that is given back is not for release: {refusal}", stacklevel=2
+                f"the model that is given back is not for release: {refusal}",
+                PrivateWarning,
+                stacklevel=2,
             )
         self._wrapper.remove()
         detach(model)

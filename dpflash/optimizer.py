@@ -269,11 +269,12 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         if self._step.tracker.step_ends_microbatch():
             return result
         is_public = self._step.has_public_alone
-        if not is_public:
-            self._step.finish_backward()
-        self._check_others_have_no_gradient()
-        self._check_only_gates_wrote()
-        set_ = self._step.set_public_gradients() if is_public else self._step.release()
+        with self._step.noting_refusals():
+            if not is_public:
+                self._step.finish_backward()
+            self._check_others_have_no_gradient()
+            self._check_only_gates_wrote()
+            set_ = self._step.set_public_gradients() if is_public else self._step.release()
         self._released = [weakref.ref(p.grad) for p in set_ if p.grad is not None]
         for hook in () if is_public else self._step_hooks:
             hook(self)
@@ -325,8 +326,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             self._step.discard()
             if scale is not None:
                 raise RuntimeError(
-                    f"the gradient of parameter '{name}' is 1/{scale:g} of its clipped sum, as a "
-                    "GradScaler of that scale leaves it, so nothing was released: losses that are "
+                    f"the gradient of parameter '{name}' is a fraction of its clipped sum, as a "
+                    "GradScaler leaves it, so nothing was released: losses that are "
                     "scaled are clipped at that scale. Call engine.backward(losses) and "
                     "optimizer.step() without the scaler; bfloat16 needs none"
                 )

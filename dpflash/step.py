@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -246,6 +247,28 @@ class ClippedSums:
         if math.isnan(self.bound):
             self.bound = self.max_grad_norm
 
+    def note_refusal(self) -> None:
+        """Private data ended the training loop."""
+
+    @contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Note a private refusal that the block raises."""
+        try:
+            yield
+        except PrivateRefusal:
+            self.note_refusal()
+            raise
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Drop the logical batch where the block fails."""
+        try:
+            with self.noting_refusals():
+                yield
+        except BaseException:
+            self.discard()
+            raise
+
     # Sums: called by the clipping gates.
 
     def before_gate(self) -> None:
@@ -255,17 +278,18 @@ class ClippedSums:
         """Refuse a microbatch whose sums float64 might not hold exactly.
 
         Raises:
-            ValueError: naming the greatest number of samples.
+            PrivateRefusal: naming the greatest number of samples.
         """
         # The private loader's batches were checked before; others may have any size.
         if self.grid is None:
             return
         most = exact_slots(self.grid, self.bound) // self.ranks.data_size
         if rows > most:
-            raise ValueError(
-                f"a batch of {rows} samples: expected at most {most}, whose sums are exact in "
-                "float64; use smaller batches, or make_private(..., exact=False)"
-            )
+            raise PrivateRefusal(
+                f"a batch has more than {most} samples, the most whose sums are exact in "
+                "float64; use smaller batches, or make_private(..., exact=False)",
+                rows=rows,
+            ) from None
 
     def add_clipped(
         self, parameter: nn.Parameter, grads: Tensor, factors: Tensor
@@ -327,11 +351,8 @@ class ClippedSums:
 
     def check_exchanges(self) -> None:
         """Raise where ranks exchanged gradients of different parameters; drops the batch."""
-        try:
+        with self.dropping():
             refuse_mixed(self._mixed)
-        except RuntimeError:
-            self.discard()
-            raise
 
     def discard(self) -> None:
         """Drop the sums of an unreleased logical batch, and the gradients made of them."""
@@ -574,6 +595,11 @@ class PrivateStep(ClippedSums):
         super().begin_backward()
         self._may_charge = True
 
+    def note_refusal(self) -> None:
+        # A ledger that cannot be written is refused at the next release; this error tells more.
+        with suppress(OSError, RuntimeError):
+            self._spending.note_refusal(self._keys.run)
+
     def abandon(self) -> None:
         self.tracker.forget_signals()
         super().abandon()
@@ -581,12 +607,9 @@ class PrivateStep(ClippedSums):
     def settled(
         self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        try:
+        with self.dropping():
             if self.noise is None or not self.noise.settle():
                 return tuple(grads)
-        except BaseException:
-            self.discard()
-            raise
         pairs = zip(parameters, grads, strict=True)
         return tuple(None if grad is None else self.sums[p].to(p.dtype) for p, grad in pairs)
 

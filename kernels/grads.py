@@ -419,7 +419,7 @@ def _check_spans(spans: Spans | None, of_tokens: Tensor) -> int:
             "of all samples as the only row, [1, tokens, ...]"
         )
     if not isinstance(spans, tuple) or not all(isinstance(span, tuple) for span in spans):
-        raise ValueError(f"spans is {spans!r}: give a tuple of tuples (first token, end)")
+        raise ValueError("spans: give a tuple of tuples (first token, end)")
     check_spans(spans, of_tokens.shape[1])
     return len(spans)
 

@@ -385,9 +385,8 @@ def _undecided(found: OpenList, entries: Tensor) -> Tensor:
     count = int(entries[0])
     if count > found.capacity:
         raise RuntimeError(
-            f"{count} of {found.out.numel()} elements of noise are undecided on "
-            f"{found.out.device}, at most {found.capacity} were to be expected: its arithmetic is "
-            "wrong. Nothing may be released; run the noise on the CPU"
+            f"more elements of noise are undecided on {found.out.device} than can be: its "
+            "arithmetic is wrong. Nothing may be released; run the noise on the CPU"
         )
     return entries[1:].view(3, found.capacity)[:, :count]
 

@@ -22,10 +22,10 @@ Spans = tuple[tuple[int, int], ...]
 def check_spans(spans: Spans, tokens: int) -> None:
     """Raises ValueError if spans are no samples of so many tokens."""
     if any(not 0 <= start <= end <= tokens for start, end in spans):
-        raise ValueError(f"spans is {spans}: give pairs 0 <= start <= end <= {tokens}")
+        raise ValueError(f"spans: give pairs 0 <= start <= end <= {tokens}")
     own = sorted(span for span in spans if span[0] != span[1])
     if any(end > start for (_, end), (start, _) in itertools.pairwise(own)):
-        raise ValueError(f"spans is {spans}: two overlap; give each token to one sample at most")
+        raise ValueError("spans: two overlap; give each token to one sample at most")
 
 
 @functools.lru_cache(maxsize=64)

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The import law of dpflash/, bottom up. A package, or a file directly in dpflash/, imports from
 # the rows before its own; what stands in one row does not import each other.
 LAW = [
-    ["_lazy"],
-    ["_json", "_validate", "distributed core", "opacus_calls", "refusal"],
+    ["_lazy", "refusal"],
+    ["_json", "_validate", "distributed core", "opacus_calls"],
     ["losses", "packing"],
     ["patterns", "privacy", "verification"],
     ["attn", "checkpoint", "sampling"],
@@ -322,3 +322,114 @@ def test_accounting_commands_start_without_torch_and_slow_parts_of_scipy(tmp_pat
         "print(*(m for m in ('torch', 'scipy.stats', 'scipy.optimize') if m in sys.modules))"
     )
     assert _in_a_fresh_process(code, tmp_path) == ""
+
+
+# Refusals: an error or a warning whose class is not private must not depend on private data.
+PRIVATE = {"PrivateRefusal", "PrivateWarning", "BackwardsDiffer"}
+# What runs between the draws. Its messages name layers, arguments, shapes and types.
+IN_TRAINING = {"clipping", "grad_rules", "losses", "optimizer", "packing", "sampling", "step"}
+IN_TRAINING |= {"verification"}
+# Functions that read values or count, so what is assigned from them may be of the data.
+READING = {"all", "any", "argmax", "argmin", "bool", "count", "float", "int", "item", "len", "max"}
+READING |= {"min", "nonzero", "numel", "pop", "popleft", "size", "sum", "tolist"}
+# Read by a person: arguments, names of layers and parameters, shapes, what a template was given.
+REVIEWED = {
+    *("', '.join(map(str, shape))", "', '.join(wrong)", "(most - 4096) // 2", "Pairs.ROWS * size"),
+    *("[tuple(x.shape) for x in tensors]", "_torch_kind(module)", "computed + others"),
+    *("dict(bounds)", "different[0]", "len(foreign)", "len(groups)", "len(values)"),
+    *("max(1, rows // 4)", "own[id(parameter)]", "refusal", "self._described", "self._name"),
+    *("self._planned[1]", "shared", "sorted(rows)", "sorted(sizes)", "step + 1"),
+    *("tokens // rows", "tokens // rows * rows or rows", "weight.shape[0]"),
+    *("len(given)", "len(labels)", "len(tokens)", "length"),
+}
+
+
+def _called(node: ast.AST) -> set[str]:
+    calls = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+    return {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls}
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _of_values(function: ast.AST) -> set[str]:
+    """Names of a function that are assigned from what reads values, also by way of others."""
+    found: set[str] = set()
+    while True:
+        before = len(found)
+        for node in ast.walk(function):
+            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+            value = getattr(node, "iter", getattr(node, "value", None))
+            if value is not None and targets[0] is not None:
+                if _called(value) & READING or _names(value) & found:
+                    found |= set().union(*map(_names, targets))
+        if len(found) == before:
+            return found
+
+
+def _messages(function: ast.AST) -> Iterator[tuple[ast.AST, str, list[str]]]:
+    """(statement, its class, what its text shows) for each raise and warning."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            call, kind = node.exc, ast.unparse(node.exc.func)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+            call, kind = node, ast.unparse(node.args[1]) if len(node.args) > 1 else "UserWarning"
+        else:
+            continue
+        shown = [n for text in call.args[:1] for n in ast.walk(text)]
+        yield (
+            node,
+            kind,
+            [ast.unparse(n.value) for n in shown if isinstance(n, ast.FormattedValue)],
+        )
+
+
+def _is_public(shown: str, of_values: set[str]) -> bool:
+    if shown in REVIEWED or shown.endswith((".__name__", ".dtype", ".device", ".shape)")):
+        return True
+    *_, last = parts = shown.split(".")
+    is_name = all(map(str.isidentifier, parts)) and (last[0] != "_" or last.isupper())
+    return is_name and shown not in {*of_values, "error"}
+
+
+def _messages_of_data(path: Path, tree: ast.AST) -> Iterator[str]:
+    """Messages that may show something of the private data, and private ones with a cause."""
+    in_training = path.relative_to(ROOT / "dpflash").parts[0].removesuffix(".py") in IN_TRAINING
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        of_values = _of_values(function)
+        for node, kind, shown in _messages(function):
+            where = f"{_name(path)}:{node.lineno} {kind}"
+            if kind in PRIVATE and isinstance(node, ast.Raise):
+                if not (isinstance(node.cause, ast.Constant) and node.cause.value is None):
+                    yield f"{where} without `from None`"
+            # A file of measured speeds, which is read before training.
+            if kind in PRIVATE or (in_training and path.name != "device_speed.py"):
+                bad = [x for x in shown if not _is_public(x, of_values)]
+                bad += [x for x in shown if kind in PRIVATE and "shape" in x]
+                yield from (f"{where} shows {x}" for x in bad)
+
+
+def test_no_message_shows_private_data() -> None:
+    files = _python_files("dpflash")
+    assert not [line for path in files for line in _messages_of_data(path, _tree(path))]
+
+
+def test_messages_that_show_private_data_are_found() -> None:
+    path = ROOT / "dpflash" / "losses.py"
+    for statement in (
+        "raise ValueError(f'targets reach {int(x.max())}')",
+        "raise ValueError(f'targets reach {x.max().item()}')",
+        "largest = x.max()\n  raise ValueError(f'targets reach {largest}')",
+        "for n, row in enumerate(x.tolist()): raise ValueError(f'row {n}')",
+        "raise ValueError(f'{x.shape[0]} rows')",
+        "raise ValueError(f'a draw has {self._seen} samples')",
+        "raise ValueError(f'torch says {error}')",
+        "warnings.warn(f'{len(x)} samples are bad', stacklevel=2)",
+        "raise PrivateRefusal('the lengths differ')",
+        "raise PrivateRefusal(f'the lengths differ in {tuple(x.shape)}') from None",
+    ):
+        tree = ast.parse(f"def check(self, x, error):\n  {statement}")
+        assert list(_messages_of_data(path, tree)), statement

@@ -238,12 +238,12 @@ def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> P
     resolved = _DENSE[causal] if pattern is None else require_pattern(pattern)
     if causal and not resolved.causal:
         raise ValueError(
-            f"causal=True beside pattern={resolved!r}: the pattern is not causal; "
+            f"causal=True beside pattern={type(resolved).__name__}: the pattern is not causal; "
             "build it with causal=True"
         )
     plain = isinstance(resolved, Dense) and not resolved.causal
     if queries > keys and not plain:
-        name = f"causal={causal}" if pattern is None else f"pattern={pattern!r}"
+        name = f"causal={causal}" if pattern is None else f"pattern={type(pattern).__name__}"
         raise ValueError(
             f"{name} with {queries} queries and {keys} keys: expected no more queries than keys, "
             "whose last the queries are; pass the keys of all queries, or dense attention that is "
@@ -252,8 +252,9 @@ def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> P
     inner = resolved.inner if isinstance(resolved, WithinDocuments) else resolved
     if queries < keys and isinstance(inner, Adaptive):
         raise ValueError(
-            f"pattern={pattern!r} with {queries} queries and {keys} keys: expected as many, since "
-            "blocks of queries choose among the blocks before them; pass the whole sequence"
+            f"pattern={type(pattern).__name__} with {queries} queries and {keys} keys: expected "
+            "as many, since blocks of queries choose among the blocks before them; pass the whole "
+            "sequence"
         )
     return resolved
 

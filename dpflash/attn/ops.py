@@ -23,6 +23,7 @@ from dpflash.kernels.tile_graph import TileGraph
 from ..patterns import Adaptive, Dense, Pattern, from_key
 from ..patterns.adaptive import runtime_graph
 from ..patterns.dense import cross_graph
+from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
 
 _LIBRARY = torch.library.Library("dpflash", "DEF")
@@ -232,10 +233,10 @@ def key_range_of(padding: Tensor | None) -> Tensor | None:
     end = (position + 1).masked_fill(padding, 0).amax(1)
     consecutive = ((~padding).sum(1) == (end - begin).clamp(min=0)).all()
     if padding.device.type == "cpu" and not consecutive:
-        raise ValueError(
+        raise PrivateRefusal(
             "key_padding_mask has a hole: expected the keys that are attended to in a sample to "
             "be consecutive; move padding to the ends, or pack with patterns.Documents"
-        )
+        ) from None
     # On a GPU this would wait for the device.
     torch._assert_async(consecutive, "key_padding_mask has a hole: keys must be consecutive")
     return torch.stack((begin, end), dim=1).int()

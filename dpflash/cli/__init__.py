@@ -7,6 +7,7 @@ from importlib import import_module
 
 from dpflash import __version__
 
+from ..refusal import PrivateRefusal
 from ._parser import Names, Parser
 
 __all__ = ["main"]
@@ -65,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python flushes stdout once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, PrivateRefusal) as error:
         print(f"dpflash: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if isinstance(error, PrivateRefusal) and error.details:
+            print(f"dpflash: private, do not publish: {error.details}", file=sys.stderr)
         return 2
     return status

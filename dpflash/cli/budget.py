@@ -10,7 +10,7 @@ from typing import Any
 from dpflash._validate import probability
 from dpflash.accounting import Accountant, Event, FixedSizeGaussian, create_accountant
 from dpflash.privacy.budget import PrivacyBudget
-from dpflash.privacy.ledger import Ledger, LedgerLine
+from dpflash.privacy.ledger import REFUSED, Ledger, LedgerLine
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
 from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
@@ -125,6 +125,7 @@ def _report(
         "epsilon_lower": epsilon.lower,
         "delta": delta,
         "steps": sum(line.steps for line in lines),
+        "private_refusals": sum(line.note == REFUSED for line in lines),
         "runs": runs,
         "accountant": spending.accountant.mechanism(),
         "neighboring_relation": spending.relation,
@@ -137,7 +138,7 @@ def _runs(lines: list[LedgerLine]) -> list[dict[str, Any]]:
     """One entry per run and kind of step. A line without an event has that of the line before."""
     last: dict[str, Event | None] = {}
     steps: dict[tuple[str, Event | None], int] = {}
-    for line in lines:
+    for line in (line for line in lines if line.note is None):
         last[line.run] = line.event or last.get(line.run)
         key = (line.run, last[line.run])
         steps[key] = steps.get(key, 0) + line.steps
@@ -173,6 +174,7 @@ def _tables(report: dict[str, Any], accountant: Accountant, style: str | None) -
         ("accountant", described(accountant)),
         ("delta", str(report["delta"])),
         ("steps", str(report["steps"])),
+        ("private refusals", str(report["private_refusals"])),
         (upper_end("epsilon", accountant), rounded_up(report["epsilon"])),
     ]
     if lower is not None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dpflash._validate import counted
+from dpflash.refusal import PrivateRefusal
 from dpflash.train.config import Parallelism, TrainingConfig
 
 _DEFAULT_OUT = Path("runs/train")
@@ -269,7 +270,7 @@ def _run_train(args: argparse.Namespace) -> int:
         launch = Launch.from_environment(Parallelism(**shared))
         with launch, _warnings_as_lines(shown=rank == 0):
             return _train(args, given, launch)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, PrivateRefusal) as error:
         if rank == 0:
             raise
         # Usually rank 0 reports the same error, and torchrun then ends this rank.

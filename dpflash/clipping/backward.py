@@ -115,7 +115,7 @@ class PrivateBackward:
     @contextmanager
     def call(self, sizes: frozenset[int]) -> Iterator[bool]:
         """See `PrivateForward.call`."""
-        with self.forward.call(sizes) as is_outermost:
+        with self.step.noting_refusals(), self.forward.call(sizes) as is_outermost:
             if is_outermost:
                 self.watches = self.proof.resting
             yield is_outermost
@@ -202,15 +202,12 @@ class PrivateBackward:
             RuntimeError: on all ranks, where the model changed something that is never released.
         """
         ranks, group = self.ranks, self.meeting
-        try:
+        with self.step.dropping():
             batch, units = self.step.tracker.place(), self.forward.units
             are_rows = units is None or units.are_rows
             size = self.forward.batch_size if are_rows else None
             refusal = self._refusal(losses, batch or self.forward.number, size)
             refuse_together(refusal, group, "engine.backward")
-        except RuntimeError:
-            self.discard()
-            raise
         if group is None:
             return twice, proving
         operation = "engine.backward"
@@ -287,14 +284,11 @@ class PrivateBackward:
         """Weight the rows of a scalar's gradient; see `proof.CrossedBackward`."""
         if self._expected_size is not None:
             return  # Losses [B] are weighted one by one instead.
-        try:
+        with self.step.dropping():
             wanted = self._wants_proof(size)
             rows = gather_rows([int(wanted)], self.meeting, "the proof of the first batch")
             if any(row[0] for row in rows):
                 self._prove(outputs, grads, size)
-        except BaseException:
-            self.discard()
-            raise
 
     def refuse_reduction(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
@@ -303,20 +297,14 @@ class PrivateBackward:
         if self._expected_size is not None:
             return
         assert self.loss_reduction is not None
-        try:
+        with self.step.dropping():
             self.proof.refuse(refuse_weights(outputs, grads, size, self.loss_reduction))
-        except BaseException:
-            self.discard()
-            raise
 
     def compare(self, gate: Gate, grads: Sequence[Tensor | None]) -> None:
         """Have the watches compare the gradients at a gate, before anything is released."""
-        try:
+        with self.step.dropping():
             for watch in self.watches:
                 watch.gate(gate, grads)
-        except BaseException:
-            self.discard()
-            raise
 
     @property
     def is_compiled(self) -> bool:
@@ -370,7 +358,8 @@ class PrivateBackward:
                 self._begin()
                 self._meet(None)
                 self._task = task
-                self.step.tracker.before_backward(gate.batch_size)
+                with self.step.noting_refusals():
+                    self.step.tracker.before_backward(gate.batch_size)
         elif self._expected_size is None and not self._arrived:
             self.step.tracker.before_backward(gate.batch_size)
         if self._expected_size is not None and gate.batch_size != self._expected_size:

@@ -83,11 +83,10 @@ def _refuse_expanded(error: RuntimeError, call: _Call) -> None:
         return
     names = ", ".join(f"'{name}'" for name in list(call.shared)[-3:])
     raise RuntimeError(
-        f"the model's own code failed: {error} The input [1, ...] of {names} is shared by all "
-        f"{call.batch_size} samples, and the output has a copy [{call.batch_size}, ...] for each "
-        "of them, since gradients are per sample; code that expects [1, ...] fails on it. Freeze "
-        "the module that it fails on with requires_grad_(False), or leave it out of LoRA's "
-        "target_modules"
+        f"the model's own code failed. The input [1, ...] of {names} is shared by all samples of "
+        "a batch, and the output has a copy [B, ...] for each of them, since gradients are per "
+        "sample; code that expects [1, ...] fails on it. Freeze the module that it fails on with "
+        "requires_grad_(False), or leave it out of LoRA's target_modules"
     ) from error
 
 

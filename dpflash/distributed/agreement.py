@@ -159,8 +159,8 @@ def unpadded_length(length: object, num_tokens: int) -> int:
     assert isinstance(length, int)
     if length > num_tokens:
         raise ValueError(
-            f"length={length}: expected at most {num_tokens}, the number of tokens over all "
-            "ranks; pass how many of them are not padding"
+            "length: expected at most the number of tokens over all ranks; pass how many of them "
+            "are not padding"
         )
     return length
 

@@ -18,6 +18,7 @@ from dpflash import _validate
 from dpflash.distributed.collectives import digest, gather_rows, rank_in, world_size
 from dpflash.packing import PackedBatch, Units
 
+from ..refusal import PrivateWarning
 from ..verification.second_order import differentiable_once
 from .agreement import (
     MODES,
@@ -232,9 +233,10 @@ class ContextParallel:
         rows = gather_rows([digest(content)], self.group, "comparison of the tokens")
         if len({row[0] for row in rows}) == 1:
             warnings.warn(
-                f"all {size} ranks of the context have the same {x.shape[1]} tokens, which "
-                f"count as one sequence of {layout.num_tokens}: shard inputs and targets, x = "
+                "all ranks of the context have the same tokens, which count as one sequence of as "
+                "many times their number: shard inputs and targets, x = "
                 "model.context_parallel.shard(x)",
+                PrivateWarning,
                 stacklevel=4,
             )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..refusal import PrivateRefusal
 from . import collectives
 
 DATA, CONTEXT = "data", "context"
@@ -98,7 +99,8 @@ class Ranks:
             action: called on rank 0 only.
 
         Raises:
-            RankError: on the other ranks, if the action raised; rank 0 raises the original error.
+            RankError: on the other ranks, if the action raised (PrivateRefusal, if it raised one);
+                rank 0 raises the original error.
         """
         if self.everyone is None:
             return action()
@@ -108,12 +110,12 @@ class Ranks:
                 outcome = b"+" + action()
             except Exception as error:
                 failure = error
-                outcome = b"-" + f"{type(error).__name__}: {error}".encode()
+                outcome = _described(error).encode()
         outcome = self.broadcast_from_first(outcome, operation)
         if failure is not None:
             raise failure
-        if outcome[:1] == b"-":
-            raise collectives.RankError(f"{operation} failed on rank 0: {outcome[1:].decode()}")
+        if outcome[:1] != b"+":
+            _raise_of_other(operation, 0, outcome.decode())
         return outcome[1:]
 
     def run_on_all(self, operation: str, action: Callable[[], _T]) -> _T:
@@ -124,7 +126,8 @@ class Ranks:
             action: called on each rank; must not call collectives.
 
         Raises:
-            RankError: on the ranks where the action succeeded; the others raise their own error.
+            RankError: on the ranks where the action succeeded (PrivateRefusal, if it raised one
+                elsewhere); the others raise their own error.
         """
         failure: Exception | None = None
         try:
@@ -133,13 +136,12 @@ class Ranks:
             raise
         except Exception as error:
             failure = error
-        message = None if failure is None else f"{type(failure).__name__}: {failure}"
-        messages = self.gather(message, operation)
+        found = self.gather(None if failure is None else _described(failure), operation)
         if failure is not None:
             raise failure
-        for rank, text in enumerate(messages):
-            if text is not None:
-                raise collectives.RankError(f"{operation} failed on rank {rank}: {text}")
+        for rank, described in enumerate(found):
+            if described is not None:
+                _raise_of_other(operation, rank, described)
         return result
 
     def gather(self, value: _T, operation: str) -> list[_T]:
@@ -157,3 +159,17 @@ class Ranks:
             return
         for tensor in tensors:
             collectives.broadcast_(tensor, self.everyone, operation)
+
+
+def _described(error: Exception) -> str:
+    """What other ranks hear of an error: "!" for a private refusal or "-", and its text."""
+    return (
+        f"!{error}" if isinstance(error, PrivateRefusal) else f"-{type(error).__name__}: {error}"
+    )
+
+
+def _raise_of_other(operation: str, rank: int, described: str) -> NoReturn:
+    """Raise the error of another rank."""
+    if described[0] == "!":
+        raise PrivateRefusal(described[1:]) from None
+    raise collectives.RankError(f"{operation} failed on rank {rank}: {described[1:]}")

@@ -118,7 +118,7 @@ class PrivateLeaf(PrivateModule):
                     raise
                 raise RuntimeError(
                     f"module '{context.name}' ({plain_class(self).__name__}) has no rule of its "
-                    f"own, and torch.func.vmap, which runs it for each sample, fails: {error} "
+                    f"own, and torch.func.vmap, which runs it for each sample, fails. "
                     f"Freeze it with requires_grad_(False), or use another layer{misfit}"
                 ) from error
             return shape.of_batch(outputs, args, kwargs)

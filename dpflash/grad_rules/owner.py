@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from ..clipping.forward import is_recomputing
 from ..distributed.fsdp import is_sharded
+from ..refusal import PrivateRefusal
 from ..verification.attributes import OF_TORCH, OwnAttributes, copied, identity
 from ..verification.digests import tolerance
 from ..verification.dropout import WithoutDropout
@@ -145,7 +146,7 @@ class PrivateOwner(PrivateModule):
             if not any(word in str(error).lower() for word in ("vmap", "batching rule")):
                 raise
             raise RuntimeError(
-                f"{self._described} has an operation that cannot be told apart by sample: {error} "
+                f"{self._described} has an operation that cannot be told apart by sample. "
                 "Move its parameters into a module of their own, or freeze them with "
                 "requires_grad_(False)"
             ) from error
@@ -246,7 +247,7 @@ class PrivateOwner(PrivateModule):
             attributes.restore()
 
     def _refuse_mixing(self) -> NoReturn:
-        raise RuntimeError(
+        raise PrivateRefusal(
             f"{self._described} gives a sample alone another result than in a batch, so "
             "nothing was released: its forward mixes samples, branches on the number of "
             "samples, or draws random numbers other than dropout's, such as masks of SpecAugment "
@@ -254,7 +255,7 @@ class PrivateOwner(PrivateModule):
             "a contrastive loss, have no per-sample gradients: train with a loss of each sample "
             "by itself. Otherwise move its parameters into a module of their own, or freeze them "
             "with requires_grad_(False)"
-        )
+        ) from None
 
     def _batch_size(self, leaves: list[Any]) -> int:
         """The batch size of the call: of the first tensor whose first dimension is not shared."""

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from .. import losses
 from ..packing import PackedBatch, PackTo
+from ..refusal import PrivateRefusal
 from ..verification.nested import tensors_of
 
 _COUPLED = (
@@ -214,7 +215,7 @@ def require_equal_in_company(
         refusal: the message; None for one about padded batches.
 
     Raises:
-        ValueError: a loss depends on the other samples, or on how far its sample is padded.
+        PrivateRefusal: a loss depends on the other samples, or on how far its sample is padded.
     """
     in_company = losses_of_batch(together).float()
     repeated = losses_of_batch(again).float()
@@ -223,7 +224,7 @@ def require_equal_in_company(
     for batch, other in zip(alone, in_company, strict=True):
         own = losses_of_batch(batch).float().reshape(())
         if not torch.allclose(own, other, rtol=rounding, atol=rounding) and own.isfinite():
-            raise ValueError(refusal or _COUPLED)
+            raise PrivateRefusal(refusal or _COUPLED) from None
 
 
 def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> bool:
@@ -236,7 +237,7 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
         Whether they could be compared: the model's own loss is finite.
 
     Raises:
-        ValueError: they differ, so the model's own loss has further terms or other labels.
+        PrivateRefusal: they differ, so the model's own loss has further terms or other labels.
     """
     require_labels(inputs)
     outputs = model(**_arguments(inputs))

@@ -678,7 +678,7 @@ class DPTrainer(Trainer):
                 "eval_dataset has rows that training has drawn, so its metrics are private, and "
                 "args.metric_for_best_model would choose by them: evaluate on other data, or "
                 "leave it out"
-            )
+            ) from None
         return metrics
 
     def predict(self, test_dataset: Any, *arguments: Any, **options: Any) -> Any:

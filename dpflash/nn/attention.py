@@ -456,9 +456,9 @@ class MultiheadAttention(nn.Module):
         """Attention `[B, H, T, D]` of the module's pattern, sinks and slopes."""
         if attn_mask is not None:
             raise ValueError(
-                f"attn_mask of shape {tuple(attn_mask.shape)} with pattern={self.pattern!r}: "
-                "expected None; define visible keys with the pattern, or build the module without "
-                "pattern, attention_sinks and alibi"
+                f"attn_mask of shape {tuple(attn_mask.shape)} with pattern="
+                f"{type(self.pattern).__name__}: expected None; define visible keys with the "
+                "pattern, or build the module without pattern, attention_sinks and alibi"
             )
         return attention(
             q,

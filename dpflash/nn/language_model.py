@@ -13,6 +13,7 @@ from .. import _validate, losses
 from ..distributed import ContextParallel, loss_weights
 from ..packing import PackedBatch
 from ..patterns import Pattern
+from ..refusal import PrivateRefusal
 from .attention import require_dropout
 from .linear_cross_entropy import LinearCrossEntropy
 from .transformer import TransformerBlock, make_norm
@@ -248,10 +249,11 @@ class LongContextLM(nn.Module):
                 if self.context_parallel is None
                 else " of all ranks together (cut them by model.context_parallel.shard)"
             )
-            raise ValueError(
-                f"tokens have {length} positions{together}: expected at most "
-                f"max_seq_len={self.max_seq_len}; shorten them or build the model for longer ones"
-            )
+            raise PrivateRefusal(
+                f"tokens have more positions{together} than max_seq_len={self.max_seq_len}; "
+                "shorten them or build the model for longer ones",
+                length=length,
+            ) from None
         cu_seqlens: tuple[int, ...] | None = None
         if packed is not None:
             cu_seqlens = tuple(packed.cu_seqlens.tolist())

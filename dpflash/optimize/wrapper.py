@@ -27,6 +27,7 @@ from ..grad_rules.base import plain_class
 from ..grad_rules.convert import plain_layers
 from ..grad_rules.experts import refuse_router_losses
 from ..privacy.masks import SecretMasks
+from ..refusal import PrivateRefusal
 from ..sampling.row_order import RowOrder
 from ..verification.attributes import OwnAttributes
 from ..verification.declared_reduction import refuse_scalars
@@ -114,7 +115,7 @@ class ForwardWrapper:
         and the checks of buffers and `state_dict` stay.
 
         Raises:
-            RuntimeError: a buffer or a frozen parameter changed.
+            PrivateRefusal: a buffer or a frozen parameter changed.
         """
         outermost = [(self._module, self._plain_class)]
         if self._inner is not None:
@@ -132,7 +133,7 @@ class ForwardWrapper:
                 for (module, _), kind in zip(outermost, held, strict=True):
                     object.__setattr__(module, "__class__", kind)
         if self.unchanged is not None and (refusal := self.unchanged.refusal(contents=False)):
-            raise RuntimeError(refusal)
+            raise PrivateRefusal(refusal) from None
 
     def leave_compiler(self, why: str) -> None:
         """Go on without torch.compile, and record the reason."""
@@ -151,10 +152,10 @@ class ForwardWrapper:
             refuse_transforms("(the model itself)")
             refuse_router_losses("the call of the model", kwargs)
         tensors = _tensors((args, kwargs))
-        if self._order is not None and torch.is_grad_enabled():
-            tracker = self._backward.step.tracker
-            self._order.check(tensors, is_released=tracker.current is None)
         with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
+            if self._order is not None and torch.is_grad_enabled():
+                tracker = self._backward.step.tracker
+                self._order.check(tensors, is_released=tracker.current is None)
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
             units = self._backward.forward.units
@@ -172,8 +173,8 @@ class ForwardWrapper:
         keep of a forward is of this one.
 
         Raises:
-            RuntimeError: results of some samples changed as others were replaced, or with what an
-                earlier forward has kept, or a buffer of the model changed.
+            PrivateRefusal: results of some samples changed as others were replaced, or with what
+                an earlier forward has kept, or a buffer of the model changed.
         """
         before = self._state()
         try:
@@ -191,7 +192,7 @@ class ForwardWrapper:
         refusal = None if self.unchanged is None else self.unchanged.refusal()
         if alone and refusal is not None:
             self._backward.discard()
-            raise RuntimeError(refusal)
+            raise PrivateRefusal(refusal) from None
         if alone and size < 2:
             return
         real = self._backward.step.rows.mask_of(size)
@@ -230,7 +231,7 @@ class ForwardWrapper:
         compared = samples if seen and samples > 1 else 0
         try:
             proof.forward_repeated(layers, compared, refusal, keeps=keeps)
-        except RuntimeError:
+        except PrivateRefusal:
             self._backward.discard()
             raise
 
@@ -334,7 +335,8 @@ class ForwardWrapper:
     def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A forward on public data."""
         if self._order is not None and not torch.compiler.is_compiling():
-            self._order.refuse_private(_tensors((args, kwargs)))
+            with self._backward.step.noting_refusals():
+                self._order.refuse_private(_tensors((args, kwargs)))
         with self._autocast(self._autocast_dtype()):
             if module is self._module and self._inner is not None:
                 # The step averages gradients over the ranks.

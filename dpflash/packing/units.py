@@ -16,6 +16,8 @@ from torch import Tensor
 
 from dpflash.kernels import span_sum
 
+from ..refusal import PrivateRefusal
+
 
 @dataclass(frozen=True)
 class Units:
@@ -35,9 +37,11 @@ class Units:
         ends = [0, *(end for _, end in places)]
         starts = [*(start for start, _ in places), math.prod(self.shape)]
         if any(end > start for end, start in zip(ends, starts, strict=True)):
-            raise ValueError(f"spans={self.spans}: two units overlap, or leave {self.shape}")
+            raise PrivateRefusal(
+                "spans: two units overlap, or leave the batch", spans=self.spans
+            ) from None
         if any(start > end for start, end in self.spans):
-            raise ValueError(f"spans={self.spans}: a unit ends before it starts")
+            raise PrivateRefusal("spans: a unit ends before it starts", spans=self.spans) from None
 
     @property
     def size(self) -> int:

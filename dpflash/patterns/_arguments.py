@@ -6,6 +6,11 @@ import reprlib
 from collections.abc import Iterable
 from numbers import Integral
 
+from ..refusal import PrivateRefusal
+
+# Documents' lengths are private.
+_OF_DATA = {"cu_seqlens"}
+
 
 def store(pattern: object, **values: object) -> None:
     """Sets fields of a frozen dataclass while it is being made."""
@@ -13,8 +18,10 @@ def store(pattern: object, **values: object) -> None:
         object.__setattr__(pattern, name, value)
 
 
-def refusal(name: str, value: object, expected: str, remedy: str) -> ValueError:
+def refusal(name: str, value: object, expected: str, remedy: str) -> Exception:
     """The error for an argument: its name, its value, what was expected and the way out."""
+    if name in _OF_DATA:
+        return PrivateRefusal(f"{name}=...: expected {expected}; {remedy}", **{name: value})
     return ValueError(f"{name}={reprlib.repr(value)}: expected {expected}; {remedy}")
 
 
@@ -45,6 +52,6 @@ def integers(name: str, values: object, least: int) -> tuple[int, ...]:
     for value in (found := items(name, values)):
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise refusal(
-                name, found, f"integers >= {least}", f"replace {value!r} by a whole number"
+                name, found, f"integers >= {least}", "replace the others by whole numbers"
             )
     return tuple(int(value) for value in found)  # type: ignore[call-overload]

@@ -33,7 +33,8 @@ class Documents(Pattern):
         causal: no query sees a key later than its own position.
 
     Raises:
-        ValueError: borders that are not integers, do not start with 0, fall, or are fewer than 2.
+        PrivateRefusal: borders that are not integers, do not start with 0, fall, or are fewer than
+            2.
     """
 
     cu_seqlens: Sequence[int]
@@ -64,7 +65,7 @@ class Documents(Pattern):
             raise _arguments.refusal(
                 "num_tokens",
                 num_tokens,
-                f"cu_seqlens[-1] = {self.cu_seqlens[-1]}",
+                "the last border of cu_seqlens",
                 "let the last document end with the sequence",
             )
 
@@ -94,7 +95,7 @@ def within(documents: Documents, pattern: Pattern) -> Pattern:
             raise _arguments.refusal(
                 "cu_seqlens",
                 pattern.cu_seqlens,
-                f"a last border of {documents.cu_seqlens[-1]}, as in the other documents",
+                "the last border of the other documents",
                 "describe the same sequence in both",
             )
         borders = sorted({*documents.cu_seqlens, *pattern.cu_seqlens})
@@ -106,7 +107,7 @@ def within(documents: Documents, pattern: Pattern) -> Pattern:
             raise _arguments.refusal(
                 "cu_seqlens",
                 documents.cu_seqlens,
-                f"some of the pattern's borders {pattern.cu_seqlens}",
+                "some of the pattern's borders",
                 "combine the documents first, and the pattern with them",
             )
         return within(Documents(cu_seqlens=pattern.cu_seqlens, causal=causal), pattern.inner)

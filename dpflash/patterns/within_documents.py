@@ -49,7 +49,7 @@ class WithinDocuments(Pattern):
             raise _arguments.refusal(
                 "num_tokens",
                 num_tokens,
-                f"cu_seqlens[-1] = {self.cu_seqlens[-1]}",
+                "the last border of cu_seqlens",
                 "let the last document end with the sequence",
             )
 

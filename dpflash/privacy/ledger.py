@@ -19,9 +19,10 @@ from .privacy_unit import SAMPLE
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
 # Keys of a line of version 2. Version 3 adds a digest, version 4 the privacy unit, version 5 the
-# branch, in lines behind the load of a checkpoint.
+# branch, in lines behind the load of a checkpoint, and lines with a note in place of steps.
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant")
-_LATER_KEYS = {"digest", "unit", "branch"}
+_LATER_KEYS = {"digest", "unit", "branch", "note"}
+REFUSED = "ended by a private refusal"
 _DIGEST = b', "digest": "%s"}\n'
 _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 # Run and branch of a line.
@@ -43,6 +44,8 @@ class LedgerLine:
         unit: the privacy unit, of which neighbors differ in one.
         branch: which continuation of the run made them; "" before a checkpoint was loaded. Two
             continuations of one ledger have other noise and draws, and other digests.
+        note: what happened between two steps; such a line covers none, so that its last step is
+            the one before its first.
     """
 
     first: int
@@ -55,6 +58,7 @@ class LedgerLine:
     digest: str | None = None
     unit: str = SAMPLE
     branch: str = ""
+    note: str | None = None
 
     @property
     def steps(self) -> int:
@@ -102,6 +106,11 @@ class Ledger:
             self._covered = _covered_after(self._covered, line)
         self.releases = self.lines[-1].last if self.lines else 0
         self._running = _hash(content)
+        raw, last = content.splitlines(keepends=True), len(self.lines)
+        while last and self.lines[last - 1].note is not None:
+            last -= 1
+        self._released = _hash(b"".join(raw[:last]))
+        self._last_note = self.lines[-1].note if self.lines else None
 
     def append(
         self,
@@ -123,7 +132,6 @@ class Ledger:
             OSError: the line could not be written; the file is unchanged.
         """
         record = {
-            "steps": [self.releases + 1, self.releases + count],
             "run": run,
             "event": None if event is None else event.as_dict(),
             "epsilon": epsilon,
@@ -132,6 +140,28 @@ class Ledger:
             "unit": unit,
             **({"branch": branch} if branch else {}),
         }
+        self._write(record, count)
+        self._released = self._running
+
+    def note(self, note: str, *, run: str, accountant: str, unit: str) -> None:
+        """Write a line without a step, once between two steps; raises as `append` does."""
+        if self._last_note == note:
+            return
+        self._write(
+            {
+                "run": run,
+                "event": None,
+                "epsilon": None,
+                "delta": None,
+                "accountant": accountant,
+                "unit": unit,
+                "note": note,
+            },
+            0,
+        )
+
+    def _write(self, values: dict[str, Any], count: int) -> None:
+        record = {"steps": [self.releases + 1, self.releases + count], **values}
         line = _with_digest(json.dumps(record, allow_nan=False).encode(), self._running)
         # Refuses a line that the next reader would refuse.
         covered = _covered_after(self._covered, _parse(line))
@@ -140,7 +170,7 @@ class Ledger:
         tail = self._store(line)
         self.releases += count
         self._covered = covered
-        self._running = running
+        self._running, self._last_note = running, values.get("note")
         # Set last: if the process is interrupted before this, the next line is refused.
         self._tail = tail
 
@@ -148,12 +178,12 @@ class Ledger:
         return self._file.append(line, self._tail)
 
     def digest(self, releases: int | None = None) -> str | None:
-        """Digest of the lines of the first steps (default: all); None if there are fewer steps."""
+        """Digest of the lines up to a step (default: the last); None if there are fewer steps."""
         wanted = self.releases if releases is None else releases
         if wanted > self.releases:
             return None
         if wanted == self.releases:
-            return self._running.hexdigest()
+            return self._released.hexdigest()
         content = self.content()
         raw = content.splitlines(keepends=True)
         lines, taken = self._read(content), 0
@@ -275,9 +305,11 @@ def _parse(raw: bytes) -> LedgerLine:
     steps = record["steps"]
     if not isinstance(steps, list) or len(steps) != 2 or any(type(s) is not int for s in steps):
         raise ValueError(f"steps={steps!r}: expected two whole numbers")
-    if steps[1] < steps[0]:
+    if "note" in record and (steps[1] != steps[0] - 1 or record["event"] is not None):
+        raise ValueError("a note has neither steps nor an event")
+    if "note" not in record and steps[1] < steps[0]:
         raise ValueError(f"steps={steps!r}: the last is before the first")
-    for name in ("run", "accountant", "unit", "branch"):
+    for name in ("run", "accountant", "unit", "branch", "note"):
         value = record.get(name, SAMPLE) if name in _LATER_KEYS else record[name]
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name}={value!r}: expected a name")
@@ -307,6 +339,7 @@ def _parse(raw: bytes) -> LedgerLine:
         digest=record.get("digest"),
         unit=record.get("unit", SAMPLE),
         branch=record.get("branch", ""),
+        note=record.get("note"),
     )
 
 
@@ -344,6 +377,8 @@ def _covered_after(covered: _Maker | None, line: LedgerLine) -> _Maker | None:
     Raises:
         ValueError: the line has no event, and no earlier line covers an epoch of its run.
     """
+    if line.note is not None:
+        return covered
     maker = (line.run, line.branch)
     if line.event is None:
         if covered != maker:

@@ -27,7 +27,7 @@ from dpflash.accounting.registry import as_accountant, as_phase
 
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
-from .ledger import Ledger, LedgerLine
+from .ledger import REFUSED, Ledger, LedgerLine
 from .privacy_unit import SAMPLE, is_unnamed
 
 DEFAULT_ACCOUNTANT = "contour"
@@ -200,6 +200,12 @@ class Spending:
             assert left is not None
             left.count -= 1
             left.state = self._state()
+
+    def note_refusal(self, run: str) -> None:
+        """Write into the ledger that the run ended by a private refusal, whatever was refused."""
+        if self.ledger is not None:
+            unit = self.unit or SAMPLE
+            self.ledger.note(REFUSED, run=run, accountant=self._mechanism(), unit=unit)
 
     # Remaining budget
 

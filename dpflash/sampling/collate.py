@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
+from ..refusal import PrivateRefusal
 from ..verification.nested import leaves_of, parts_of, tensors_of
 
 Collate = Callable[[list[Any]], Any]
@@ -98,27 +99,27 @@ def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
         except Exception:
             return  # The function does not accept such batches.
     if refusal is not None:
-        raise ValueError(f"data_loader.collate_fn={name} {refusal}")
+        raise PrivateRefusal(f"data_loader.collate_fn={name} {refusal}") from None
     if shared is not None:
-        raise ValueError(
+        raise PrivateRefusal(
             f"data_loader.collate_fn={name} makes batch{shared} from all entries of the batch (as "
             "a mean, a scale or a count), and every row's gradient would depend on it. Leave it "
             "out, and compute it for each row, or once from public data"
-        )
+        ) from None
     if sorts:
-        raise ValueError(
+        raise PrivateRefusal(
             f"data_loader.collate_fn={name} puts the rows in another order than the entries that "
             "it is given. Padding rows are known by their position, so keep the order, and sort "
             "inside of the model where a layer needs it (pack_padded_sequence has "
             "enforce_sorted=False)"
-        )
+        ) from None
     if mixes:
-        raise ValueError(
+        raise PrivateRefusal(
             f"data_loader.collate_fn={name} mixes the entries of a batch: a row changes with the "
             "other entries (as by mixup, batch statistics, or weights that sum to 1), so one "
             "entry may change the sum by more than max_grad_norm. Make each row of its own entry "
             "alone"
-        )
+        ) from None
 
 
 def _odd_field(batch: Any, size: int) -> str | None:
@@ -134,8 +135,8 @@ def _odd_field(batch: Any, size: int) -> str | None:
         return None
     place, x = tensors[0]
     return (
-        f"makes batch{place} of shape {tuple(x.shape)} from {size} entries, and no field of the "
-        "batch has one row for each entry: return the samples in the first dimension, [B, ...], "
+        f"makes batch{place} of another size than it got entries, and no field of the batch has "
+        "one row for each entry: return the samples in the first dimension, [B, ...], "
         "such as by batch.transpose(0, 1), and one sample for each entry"
     )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from .._validate import positive_int
+from ..refusal import PrivateRefusal
 from ..verification.nested import leaves_of
 
 
@@ -86,7 +87,7 @@ class Lengths:
             rows: the public number of rows; where dimension 0 is another number it is a length.
 
         Raises:
-            ValueError: they differ, though a public length is declared.
+            PrivateRefusal: they differ, though a public length is declared.
         """
         shapes = {
             place: tuple(x.shape[1:] if len(x) == rows else x.shape)
@@ -97,21 +98,23 @@ class Lengths:
             self._seen = shapes
             lengths = [shape[0] for shape in shapes.values() if shape]
             if self.declared is not None and self.declared not in lengths:
-                raise ValueError(
+                raise PrivateRefusal(
                     f"public_length={self.declared}: no tensor of a batch has this length in "
-                    f"dimension 1, found {lengths}; pass collate_fn=dpflash.sampling.PadTo("
-                    f"{self.declared}) to the DataLoader"
-                )
+                    f"dimension 1; pass collate_fn=dpflash.sampling.PadTo({self.declared}) to the "
+                    "DataLoader",
+                    lengths=lengths,
+                ) from None
         if shapes == self._seen:
             return
         self.differ = True
         if self.declared is not None:
             different = [p for p in shapes if shapes[p] != self._seen.get(p)] or ["the batch"]
-            raise ValueError(
+            raise PrivateRefusal(
                 f"public_length={self.declared}, and batch{different[0]} had other shapes in two "
                 "batches, so its length is not public; pad every sample to one length, such as "
-                f"with collate_fn=dpflash.sampling.PadTo({self.declared})"
-            )
+                f"with collate_fn=dpflash.sampling.PadTo({self.declared})",
+                shapes=[self._seen, shapes],
+            ) from None
 
     def __str__(self) -> str:
         if self.declared is not None:

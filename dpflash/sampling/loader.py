@@ -169,7 +169,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                 "max_batch_size would cut draws more often than accounted for; pass a public "
                 "number that no dataset of this kind exceeds",
                 num_samples=num_samples,
-            )
+            ) from None
         self._groups = groups
         self.tracker = tracker = BatchTracker(
             fetched_ahead=loader.num_workers > 0,
@@ -366,18 +366,26 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         if not self.tracker.may_begin(True):
             return
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
-        with self.order.iterated():
-            for batch, mark in marked:
-                self._mark = mark
-                if self.has_pairs:
-                    rows, each = Pairs.rows(batch), Pairs.ROWS
-                else:
-                    rows, each, mark = batch, 1, mark.of_rows
-                self.lengths.observe(rows, mark.size * each)
-                self.order.observe(rows, mark, each)
-                yield batch
-                if mark.last and not self.tracker.may_begin(False):
-                    return
+        try:
+            with self.order.iterated():
+                yield from self._observed(marked)
+        except PrivateRefusal:
+            self.tracker.note_refusal()
+            raise
+
+    def _observed(self, marked: Iterator[tuple[Any, BatchMark]]) -> Iterator[Any]:
+        """The batches, each compared with those before it."""
+        for batch, mark in marked:
+            self._mark = mark
+            if self.has_pairs:
+                rows, each = Pairs.rows(batch), Pairs.ROWS
+            else:
+                rows, each, mark = batch, 1, mark.of_rows
+            self.lengths.observe(rows, mark.size * each)
+            self.order.observe(rows, mark, each)
+            yield batch
+            if mark.last and not self.tracker.may_begin(False):
+                return
 
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
         """Microbatches of draws, with their marks."""

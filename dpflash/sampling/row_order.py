@@ -85,7 +85,7 @@ class RowOrder:
             each: the number of rows of a sample.
 
         Raises:
-            RuntimeError: the collate function changed the order of its rows.
+            PrivateRefusal: the collate function changed the order of its rows.
         """
         for rows in self._batch:
             if rows.is_distinctive:
@@ -112,10 +112,10 @@ class RowOrder:
         copies = ~mark.real
         copies[mark.real.int().argmax()] = True
         if _misplaced(self._batch, copies):
-            raise RuntimeError(
+            raise PrivateRefusal(
                 "collate_fn put the rows of a batch in another order than the entries that it was "
                 f"given, {_REMEDY}"
-            )
+            ) from None
         self._copies = copies
 
     def check(self, given: Sequence[Tensor], *, is_released: bool) -> None:
@@ -126,7 +126,7 @@ class RowOrder:
             is_released: whether the batch was released, so that this call is not of it.
 
         Raises:
-            RuntimeError: one of them has the rows of the batch in another order or repeats some,
+            PrivateRefusal: one of them has the rows of the batch in another order or repeats some,
                 or they are those of an earlier batch.
         """
         others = {at for order in _iterated for at in _storages(order._tensors)}
@@ -139,26 +139,26 @@ class RowOrder:
         if not is_present and any(
             rows.is_distinctive and rows.hash in self._past for rows in found
         ):
-            raise RuntimeError(
+            raise PrivateRefusal(
                 "the model got a batch that the loader gave before the current one, so padding "
                 "rows could not be distinguished from samples and nothing was released: train on "
                 "each batch before you fetch the next one (no list of the private loader's "
                 "batches, and no prefetching around it; the DataLoader's num_workers= fetches "
                 "ahead)"
-            )
+            ) from None
         if is_released:
             return
         moved = self._copies is not None and _misplaced(found, self._copies)
         if moved or any(_reordered(rows, self._batch) for rows in found):
-            raise RuntimeError(
+            raise PrivateRefusal(
                 f"the model got the rows of the loader's batch in another order, {_REMEDY}"
-            )
+            ) from None
         if any(self._repeats(rows) for rows in found):
-            raise RuntimeError(
+            raise PrivateRefusal(
                 "the model got a sample of the loader's batch in rows of others too, each clipped "
                 "by itself, so nothing was released: compute views of a sample inside of the "
                 "model, and give it the mean of their losses"
-            )
+            ) from None
 
     def _repeats(self, rows: _Rows) -> bool:
         """Whether all rows are of the batch, and samples are in the place of others."""
@@ -181,7 +181,7 @@ class RowOrder:
                 "the model got rows of the private loader's batches inside engine.public_data(), "
                 "where nothing protects them: give it public data alone",
                 rows=found,
-            )
+            ) from None
 
     def drawn(self, given: Sequence[Tensor]) -> list[int]:
         """Rows of some tensor that are of the loader's last batches. PRIVATE.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..packing import Units
+from ..refusal import PrivateRefusal, PrivateWarning
 
 FOREIGN = (
     "the batch is not of the private loader: how it was sampled is unknown, and several of its "
@@ -85,6 +86,9 @@ class LogicalBatch(Protocol):
     def abandon(self) -> None:
         """Drop the logical batch: the loop began another epoch."""
 
+    def note_refusal(self) -> None:
+        """Private data ended the training loop."""
+
 
 class BatchTracker:
     """Follows the training loop from microbatch to microbatch, and refuses steps without a bound.
@@ -143,6 +147,11 @@ class BatchTracker:
     def may_begin(self, new_epoch: bool) -> bool:
         """Whether the loader may draw one more logical batch, which may begin an epoch."""
         return self._batch is None or self._batch.may_begin(new_epoch)
+
+    def note_refusal(self) -> None:
+        """Private data ended the iteration of the loader."""
+        if self._batch is not None:
+            self._batch.note_refusal()
 
     @property
     def _is_open(self) -> bool:
@@ -290,10 +299,12 @@ class BatchTracker:
                 else "document of the batch, up to its max_documents: dpflash.losses takes "
                 "sample_index=batch.sample_index, num_samples=batch.max_documents"
             )
-            raise ValueError(
-                f"losses has {batch_size} entries but the loader gave a batch of {mark.size}: "
-                f"give one loss for each {one}"
-            )
+            raise PrivateRefusal(
+                "losses has another number of entries than the batch that the loader gave: give "
+                f"one loss for each {one}",
+                losses=batch_size,
+                batch=mark.size,
+            ) from None
         signals = self.waiting_signals if mark is None else 0
         if mark is None and not signals and not self.foreign_batches:
             raise RuntimeError(FOREIGN)
@@ -305,11 +316,12 @@ class BatchTracker:
                 "manager"
             )
         if signals > 1 and not self._fetched_ahead:
-            raise RuntimeError(
-                f"{signals} batches were drawn and not stepped: optimizer.step() must "
-                "follow every physical batch of BatchMemoryManager, an empty or a skipped one "
-                "too, or samples of two draws mix in one step. Call step() before `continue`"
-            )
+            raise PrivateRefusal(
+                "batches were drawn and not stepped: optimizer.step() must follow every physical "
+                "batch of BatchMemoryManager, an empty or a skipped one too, or samples of two "
+                "draws mix in one step. Call step() before `continue`",
+                batches=signals,
+            ) from None
         is_padding = batch_size == 1 and self._is_empty_draw
         if (
             signals
@@ -317,11 +329,14 @@ class BatchTracker:
             and not is_padding
             and self._seen + batch_size > self.emitted[0]
         ):
-            raise RuntimeError(
-                f"a batch of {batch_size} after {self._seen} samples of the step, but the draw "
-                f"has {self.emitted[0]}: samples of two draws would mix in one step. Call "
-                "optimizer.step() after every physical batch, an empty or a skipped one too"
-            )
+            raise PrivateRefusal(
+                "a batch has more samples than are left of the draw: samples of two draws would "
+                "mix in one step. Call optimizer.step() after every physical batch, an empty or a "
+                "skipped one too",
+                batch=batch_size,
+                seen=self._seen,
+                draw=self.emitted[0],
+            ) from None
         if self.backward_done:
             raise RuntimeError(
                 "a second backward on the same batch: its samples would enter the step twice and "
@@ -330,9 +345,10 @@ class BatchTracker:
             )
         if mark is None and not is_padding and self.real_rows(batch_size) is not None:
             warnings.warn(
-                f"a batch of {batch_size} rows after the loader's last one was released: it is "
+                "a batch of as many rows as the loader's last one, which was released: it is "
                 "treated as that batch, whose padding rows count for nothing. Train on batches "
                 "of your own outside of the loop over the private loader, or in another size",
+                PrivateWarning,
                 stacklevel=3,
             )
         self.backward_done = True

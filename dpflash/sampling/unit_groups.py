@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..privacy.keys import derive_key, uniform_words
+from ..refusal import PrivateRefusal
 
 Indices = NDArray[np.int64]
 
@@ -53,10 +54,12 @@ class UnitGroups:
         else:
             named = _as_list(unit_of)
         if len(named) != size:
-            raise ValueError(
-                f"unit_of has {len(named)} units for a dataset of {size} entries: pass one for "
-                "each entry, in the dataset's order"
-            )
+            raise PrivateRefusal(
+                "unit_of has another number of units than the dataset has entries: pass one for "
+                "each entry, in the dataset's order",
+                units=len(named),
+                entries=size,
+            ) from None
         self.names = named
         self.limit = limit
         self.unit_name = unit_name
@@ -67,10 +70,12 @@ class UnitGroups:
             owners = _owners_of(name, index)
             self.has_shared |= len(owners) > 1
             if self.has_shared and self.are_drawn:
-                raise ValueError(
-                    f"unit_of gives {name!r} for entry {index}, several units, which cannot be "
-                    "clipped as one each: pass unit_sampling='example', or one unit for each entry"
-                )
+                raise PrivateRefusal(
+                    "unit_of gives several units for an entry, which cannot be clipped as one "
+                    "each: pass unit_sampling='example', or one unit for each entry",
+                    entry=index,
+                    units=name,
+                ) from None
             for owner in owners:
                 found.setdefault(owner, []).append(index)
         self.members: list[Indices] = [np.array(own) for own in found.values()]
@@ -128,17 +133,21 @@ def _owners_of(name: Any, index: int) -> dict[Hashable, None]:
     owners: dict[Hashable, None] = {}
     for owner in map(_as_value, several):
         if owner is not None and not _has_value(owner):
-            raise ValueError(
-                f"unit_of gives {owner!r} ({type(owner).__name__}) for entry {index}, which is "
-                "equal to no other object, so entries of one unit would each be one by itself: "
-                "name units by numbers or texts, and none by NaN"
-            )
+            raise PrivateRefusal(
+                "unit_of gives an object for an entry that is equal to no other object, so "
+                "entries of one unit would each be one by itself: name units by numbers or texts, "
+                "and none by NaN",
+                entry=index,
+                unit=owner,
+            ) from None
         owners[owner] = None
     if not owners or None in owners:
-        raise ValueError(
-            f"unit_of gives {name!r} for entry {index}: each entry needs a unit, since nothing "
-            "would protect it otherwise; give entries of nobody one each"
-        )
+        raise PrivateRefusal(
+            "unit_of gives no unit for an entry: each entry needs one, since nothing would "
+            "protect it otherwise; give entries of nobody one each",
+            entry=index,
+            unit=name,
+        ) from None
     return owners
 
 

@@ -15,6 +15,7 @@ from .. import _validate
 from ..clipping.planner import DEFAULT_LEVEL, LEVELS, clipping_for
 from ..patterns import from_text
 from ..privacy.spending import DEFAULT_ACCOUNTANT
+from ..refusal import PrivateRefusal
 from .data import (
     HELD_OUT,
     ByteDocuments,
@@ -458,11 +459,11 @@ class Corpus:
                     "other ones, or leave it out to hold out some"
                 )
         if config.dataset_size is None and config.batch_size > train.num_units:
-            raise ValueError(
-                f"batch_size={config.batch_size}: {config.data} has "
-                f"{_validate.counted(train.num_units, config.noun)} for training; lower it or add "
-                "more"
-            )
+            raise PrivateRefusal(
+                f"batch_size={config.batch_size}: {config.data} has fewer units for training; "
+                "lower it or add more",
+                units=_validate.counted(train.num_units, config.noun),
+            ) from None
         digest = blake2b(digest_size=16)
         parts = [documents] if config.eval_data is None else [documents, held_out]
         for part in parts:

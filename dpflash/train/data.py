@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import _validate
+from ..refusal import PrivateRefusal, PrivateWarning
 
 DOCUMENT_START = 256
 VOCAB_SIZE = 257
@@ -152,17 +153,19 @@ class ByteDocuments(Sequence[bytes]):
         )
         if documents.num_unreadable:
             warnings.warn(
-                f"{root}: {documents.num_unreadable} files or folders could not be read and are "
-                "left out; check their permissions",
+                f"{root}: some files or folders could not be read and are left out; check their "
+                "permissions",
+                PrivateWarning,
                 stacklevel=2,
             )
         if not documents:
             wanted = "any suffix" if suffixes is None else f"suffixes {sorted(suffixes)}"
-            raise ValueError(
-                f"{path}: no usable {unit} of {wanted} (left out: "
-                f"{documents.left_out or 'none'}); pass a folder with "
-                f"{'JSONL' if _are_records(unit) else 'text'} files or other suffixes"
-            )
+            kind = "JSONL" if _are_records(unit) else "text"
+            raise PrivateRefusal(
+                f"{path}: no usable {unit} of {wanted}; pass a folder with {kind} files or other "
+                "suffixes",
+                left_out=documents.left_out or "none",
+            ) from None
         return documents
 
     def __len__(self) -> int:
@@ -220,13 +223,15 @@ class ByteDocuments(Sequence[bytes]):
             parts[_uniform(self._key(index)) < held_out].append(index)
         train, kept = (self._part(part) for part in parts)
         if not train or (held_out and not kept):
-            raise ValueError(
-                f"eval_fraction={held_out:g}: "
-                f"{_validate.counted(self.num_units, noun_of(self.unit))} gave "
-                f"{train.num_units} for training and {kept.num_units} held out: expected one of "
-                "both; pass another eval_fraction (names or texts decide which are held out, at "
-                "random with that probability), eval_data, or eval_fraction=0 for no evaluation"
-            )
+            noun = noun_of(self.unit)
+            raise PrivateRefusal(
+                f"eval_fraction={held_out:g}: expected at least one {noun} for training and one "
+                "held out; pass another eval_fraction (names or texts decide "
+                "which are held out, at random with that probability), eval_data, or "
+                "eval_fraction=0 for no evaluation",
+                training=train.num_units,
+                held_out=kept.num_units,
+            ) from None
         return train, kept
 
     def without(self, others: "ByteDocuments") -> "ByteDocuments":
@@ -356,18 +361,20 @@ class _Reader:
         """(text, unit) of a record. Messages show names of fields, and no value."""
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{place}: not JSON; expected one object a line, such as "
-                f'{{"{self.field}": "..."}}; convert the file, or pass text files'
-            ) from error
+        except (ValueError, RecursionError):
+            raise PrivateRefusal(
+                f"{self.root}: a line is not JSON; expected one object a line, such as "
+                f'{{"{self.field}": "..."}}; convert the file, or pass text files',
+                place=place,
+            ) from None
         text = record.get(self.field) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            keys = ", ".join(map(repr, record)) if isinstance(record, dict) else "none"
-            raise ValueError(
-                f"{place}: field={self.field!r}: expected an object with a string in that field "
-                f"(its fields: {keys}); pass --field"
-            )
+            raise PrivateRefusal(
+                f"{self.root}: field={self.field!r}: expected an object with a string in that "
+                "field on each line; pass --field",
+                place=place,
+                fields=list(record) if isinstance(record, dict) else [],
+            ) from None
         return text.encode(errors="replace"), self._owner(record, place)
 
     def _owner(self, record: dict[str, object], place: str) -> str:
@@ -377,10 +384,12 @@ class _Reader:
         name = noun_of(self.unit)
         owner = record.get(name)
         if isinstance(owner, bool) or not isinstance(owner, str | int) or owner == "":
-            raise ValueError(
-                f"{place}: unit={self.unit!r}: expected a string or a whole number in the field "
-                f"{name!r} (its fields: {', '.join(map(repr, record))}); each record needs a unit"
-            )
+            raise PrivateRefusal(
+                f"{self.root}: unit={self.unit!r}: expected a string or a whole number in the "
+                f"field {name!r} of each record, which needs a unit",
+                place=place,
+                fields=list(record),
+            ) from None
         return str(owner)
 
     def _add(self, name: str, content: bytes, owner: str) -> None:
@@ -396,10 +405,11 @@ class _Reader:
         """Add a document; raise if the documents exceed the limit."""
         self.total_bytes += len(content)
         if self.total_bytes > self.max_total_bytes:
-            raise ValueError(
+            raise PrivateRefusal(
                 f"max_total_bytes={self.max_total_bytes}: exceeded by the documents of "
-                f"{self.root} at {name}; raise it, or pass a smaller folder or fewer suffixes"
-            )
+                f"{self.root}; raise it, or pass a smaller folder or fewer suffixes",
+                place=name,
+            ) from None
         self.documents[owner, content] = name
 
 

@@ -19,6 +19,7 @@ from .. import losses
 from ..nn import LongContextLM
 from ..packing import PackedBatch
 from ..patterns import from_key
+from ..refusal import PrivateRefusal
 from .config import TrainingConfig
 from .data import DOCUMENT_START, VOCAB_SIZE, Tokens
 from .pretrained import (
@@ -234,10 +235,11 @@ def encode_texts(tokenizer: Any, contents: Sequence[bytes], model: Any) -> list[
         first = [] if start is None else [start]
         ids = np.array([*first, *row, *([] if end is None else [end])], dtype=np.int32)
         if len(ids) and ids.max() >= known:
-            raise ValueError(
-                f"tokenizer={tokenizer.name_or_path!r}: makes token {ids.max()}, and the model "
-                f"knows {known}; pass the folder of the model's own tokenizer"
-            )
+            raise PrivateRefusal(
+                f"tokenizer={tokenizer.name_or_path!r}: makes a token that the model, which knows "
+                f"{known}, does not; pass the folder of the model's own tokenizer",
+                token=int(ids.max()),
+            ) from None
         documents.append(ids)
     return documents
 

@@ -35,6 +35,7 @@ from ..packing import PackedBatch
 from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
+from ..refusal import PrivateWarning
 from .config import Corpus, TrainingConfig, TrainingState, current_names, noise_for
 from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, num_targets
 from .language_models import PRETRAINED, WEIGHTS, language_model
@@ -280,9 +281,9 @@ class TrainingRun:
             return longest
         if longest < fitting:
             warnings.warn(
-                f"seq_len={config.seq_len}: the longest {config.document} has {longest} tokens, "
-                "and the rest of each window is padding, which takes as long; lower it if that "
-                "length may be public",
+                f"seq_len={config.seq_len}: each {config.document} is shorter, and the rest of a "
+                "window is padding, which takes as long; lower it if a length may be public",
+                PrivateWarning,
                 stacklevel=3,
             )
         return fitting

@@ -33,7 +33,7 @@ _CHANGED_DOCUMENT = (
     "True where batch.sample_index of query and key are equal"
 )
 _COMPARED = (
-    "the model's output of shape {shape} changed for a sample as other samples of the batch were "
+    "the model's output of shape [B, B] changed for a sample as other samples of the batch were "
     "replaced, so nothing was released: it compares the samples of a batch, most likely for a "
     "contrastive loss. Such a loss has no per-sample gradients, since each sample is in the "
     "losses of all others. Train with a loss of each sample by itself, such as classification"
@@ -139,7 +139,7 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
     if where == _OUTPUT:
         shape = first.shapes[first.where.index(where)]
         if shape[1:2] == shape[:1]:
-            return _COMPARED.format(shape=tuple(shape))
+            return _COMPARED
     if where is None:
         return None
     return (_CHANGED_DOCUMENT if first.are_packed else _CHANGED).format(where=where)

@@ -21,7 +21,7 @@ from .random_state import RandomState
 _ALL_TRIED = 4
 
 _CHANGED = (
-    "the loss of document {document} changed as other documents of the batch got other tokens or "
+    "the loss of a document changed as other documents of the batch got other tokens or "
     "were left out, so nothing was released: it depends on them. The usual causes are targets "
     "shifted by hand (input_ids.roll(-1)), where the last token of a document predicts the first "
     "one of the next (use batch.targets, or batch.labels with causal_lm(sample_index=...)); "
@@ -102,7 +102,7 @@ class LossTrial:
         same = (apart <= allowed) | ~(before.isfinite() | now.isfinite())
         wrong = (~same).cpu() & kept
         if bool(wrong.any()):
-            return _CHANGED.format(document=int(wrong.int().argmax()))
+            return _CHANGED
         if self._draws:
             self.has_compared, self._refused = True, None
         return self._refused

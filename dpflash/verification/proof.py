@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.collectives import broadcast_from_first, gather_rows
+from ..refusal import PrivateRefusal
 from .digests import differing, row_summaries, tolerance
 from .forward_rows import is_scalar
 from .nested import map_tensors, tensors_of
@@ -371,7 +372,7 @@ class Proof:
                 is_scalar(x) and (size > 1 or not x.ndim) for x, _ in reached
             ):
                 owner.discard()
-                raise RuntimeError(refusal)
+                raise PrivateRefusal(refusal) from None
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
             if proof._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
                 owner.crossed([x for x, _ in reached], [g for _, g in reached], size)
@@ -384,7 +385,7 @@ class Proof:
         if refusal is not None and any(id(x) in behind for _, x in tensors_of(wrapped)):
             # Of an unknown class: its scalar would go to the backward unseen.
             owner.discard()
-            raise RuntimeError(refusal)
+            raise PrivateRefusal(refusal) from None
         return wrapped
 
     def _note_scalar(self, reached: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils import checkpoint
 
+from ..refusal import PrivateRefusal
 from .digests import is_deterministic, row_digests
 from .watch import WatchedGate, refuse_together
 
@@ -64,7 +65,7 @@ def grad_before_backward(
         )
 
 
-class BackwardsDiffer(RuntimeError):
+class BackwardsDiffer(PrivateRefusal):
     """The two backwards of one batch had different gradients."""
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.fsdp import is_sharded
+from ..refusal import PrivateRefusal
 from .digests import row_digests
 
 # Contents are compared in the first backward, and then once in this many.
@@ -125,11 +126,11 @@ class Unchanged:
         """Compare all contents.
 
         Raises:
-            RuntimeError: some changed.
+            PrivateRefusal: some changed.
         """
         refusal = self.refusal()
         if refusal is not None:
-            raise RuntimeError(refusal)
+            raise PrivateRefusal(refusal) from None
 
     def loaded(self, names: Iterable[str]) -> None:
         """Accept the contents that `load_state_dict` has set under these names."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..distributed.collectives import exchanging, gather_rows
+from ..refusal import PrivateRefusal
 
 _T = TypeVar("_T")
 
@@ -60,31 +61,32 @@ class Watch(Protocol):
         """See the tensors of a use; the first is linear in the losses' gradient."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """See a gate whose uses have all arrived; raises RuntimeError to refuse the backward."""
+        """See a gate whose uses have all arrived; raises PrivateRefusal to refuse the backward."""
 
 
 def refuse_together(
     refusal: str | None,
     group: ProcessGroup | None,
     name: str,
-    error: type[RuntimeError] = RuntimeError,
+    error: type[PrivateRefusal] = PrivateRefusal,
 ) -> None:
     """Raise on all ranks of a group if one of them refuses.
 
     Args:
-        refusal: why this rank refuses; None if it does not.
+        refusal: why this rank refuses, without values; None if it does not.
         group: all of its ranks call this; None for a single process.
         name: of the exchange, for messages.
         error: class of the error.
 
     Raises:
-        RuntimeError: with this rank's reason, or else with the first other one's.
+        PrivateRefusal: with this rank's reason, or else with the first other one's.
     """
     rows = gather_rows([int(refusal is not None)], group, name)
     if not any(row[0] for row in rows):
         return
-    reasons: list[object] = [refusal] * len(rows)
+    reasons: list[str | None] = [refusal] * len(rows)
     if len(rows) > 1:
         with exchanging(name, group):
             dist.all_gather_object(reasons, refusal, group=group)
-    raise error(refusal or next(reason for reason in reasons if reason is not None))
+    reason = refusal or next(reason for reason in reasons if reason is not None)
+    raise error(reason) from None

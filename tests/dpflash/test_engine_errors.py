@@ -692,7 +692,7 @@ def test_a_grad_scaler_is_refused_by_its_name_and_its_scale(fused, dtype):
     before = copy.deepcopy(model.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     engine.backward(scaler.scale(model(torch.randn(4, 3).to(dtype)).sum(1)))
-    with pytest.raises(RuntimeError, match=r"1/1024 .*GradScaler.*without the scaler"):
+    with pytest.raises(RuntimeError, match="a GradScaler leaves it.*without the scaler"):
         scaler.step(optimizer)
     assert optimizer.releases == 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -56,6 +56,7 @@ def test_json_holds_the_composed_epsilon_and_what_it_rests_on(ledger, capsys):
         "epsilon_lower": None,
         "delta": 1e-5,
         "steps": 320,
+        "private_refusals": 0,
         "runs": [
             {
                 "run": "first",

@@ -202,7 +202,7 @@ def test_a_model_whose_own_loss_has_more_terms_is_refused(tmp_path):
         return outputs
 
     kind = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {"forward": forward})
-    with pytest.raises(ValueError, match="its own loss is not the mean"):
+    with pytest.raises(dpflash.PrivateRefusal, match="its own loss is not the mean"):
         trainer(tmp_path, model=kind(llama().config)).train()
 
 

@@ -125,7 +125,7 @@ def test_a_loss_of_another_documents_tokens_is_refused(
         document[0] = 1
     own = run(language_model(), docs, rows=rows, losses=WRONG[wrong])
     for _ in range(2):  # A loop that catches the error meets it again.
-        with pytest.raises(RuntimeError, match="the loss of document .* nothing was released"):
+        with pytest.raises(RuntimeError, match="the loss of a document .* nothing was released"):
             own.sums()
     assert own.optimizer.releases == 0
 
@@ -140,7 +140,7 @@ def test_a_loss_divided_by_a_number_of_the_batch_is_refused_in_the_first_draws(
         document["labels"][:-1] = IGNORED  # So each has one label.
     loss = divided(NUMBERS[number])
     own = run(language_model(), docs, losses=lambda model, batch: loss(own, batch))
-    with pytest.raises(RuntimeError, match="the loss of document .* nothing was released"):
+    with pytest.raises(RuntimeError, match="the loss of a document .* nothing was released"):
         for _ in range(4):
             own.sums()
 
@@ -178,7 +178,7 @@ def test_a_document_that_makes_others_not_finite_is_refused(run, documents, lang
     docs = documents(LENGTHS)
     total = sum(int(document.sum()) for document in docs)
     own = run(language_model(), docs, losses=losses, tokens=64)
-    with pytest.raises(RuntimeError, match="the loss of document .* nothing was released"):
+    with pytest.raises(RuntimeError, match="the loss of a document .* nothing was released"):
         own.sums()
 
 
@@ -186,7 +186,7 @@ def test_a_loss_is_tried_where_the_longest_document_fills_a_microbatch(
     run, documents, language_model
 ):
     own = run(language_model(), documents([64, *LENGTHS]), losses=WRONG["loop"])
-    with pytest.raises(RuntimeError, match="the loss of document .* nothing was released"):
+    with pytest.raises(RuntimeError, match="the loss of a document .* nothing was released"):
         own.sums()
 
 

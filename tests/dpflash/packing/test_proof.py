@@ -201,7 +201,8 @@ def test_losses_of_rows_are_refused(run, documents):
 
     own = run(OfRows(), documents(LENGTHS), max_documents=8, verify_first_batch=False)
     with pytest.raises(
-        ValueError, match="losses has 1 entries.*batch of 8.*each document of the batch"
+        dpflash.PrivateRefusal,
+        match="losses has another number of entries.*each document of the batch",
     ):
         own.sums()
 

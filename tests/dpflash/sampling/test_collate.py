@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dpflash import PrivacyEngine
+from dpflash import PrivacyEngine, PrivateRefusal
 from dpflash.sampling.collate import _Trial
 
 IMAGES = [
@@ -289,7 +289,7 @@ def make(collate, entries, *, workers=0, model=None, seed=0, **options):
 @pytest.mark.parametrize(("collate", "entries"), MIXING, ids=named)
 def test_a_function_that_mixes_entries_is_refused_by_its_name(collate, entries):
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=rf"collate_fn={collate.__name__} mixes the entries"):
+    with pytest.raises(PrivateRefusal, match=rf"collate_fn={collate.__name__} mixes the entries"):
         make(collate, Entries(entries), model=model)
     assert type(model) is nn.Linear
 
@@ -317,7 +317,7 @@ SHARED = {
 
 @pytest.mark.parametrize("shared", SHARED.values(), ids=list(SHARED))
 def test_a_value_of_all_entries_beside_the_rows_is_refused_by_its_place(shared):
-    with pytest.raises(ValueError, match=r"makes batch\['shared'\].* from all entries"):
+    with pytest.raises(PrivateRefusal, match=r"makes batch\['shared'\].* from all entries"):
         make(beside(shared), VECTORS)
 
 
@@ -348,7 +348,7 @@ def with_means_by_position(entries):
 
 def test_means_by_position_are_refused_also_where_entries_grow_longer():
     grown = sorted(TEXTS, key=len)
-    with pytest.raises(ValueError, match=r"makes batch\['means'\]"):
+    with pytest.raises(PrivateRefusal, match=r"makes batch\['means'\]"):
         make(with_means_by_position, Entries(grown))
 
 
@@ -391,13 +391,13 @@ def test_draws_that_depend_on_other_entries_are_no_mixing():
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
 def test_every_sampling_has_the_trial(sampling):
-    with pytest.raises(ValueError, match="centred mixes"):
+    with pytest.raises(PrivateRefusal, match="centred mixes"):
         make(centred, Entries(IMAGES), sampling=sampling)
 
 
 def test_a_target_epsilon_has_the_trial():
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="centred mixes"):
+    with pytest.raises(PrivateRefusal, match="centred mixes"):
         PrivacyEngine(accountant="rdp").make_private_with_epsilon(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -428,11 +428,11 @@ def rotated(batch):
 def test_a_function_that_sorts_is_refused_where_there_are_padding_rows(function, entries):
     wanted = f"{function.__name__} puts the rows in another order"
     for sampling in ("poisson", "fixed_size"):
-        with pytest.raises(ValueError, match=wanted):
+        with pytest.raises(PrivateRefusal, match=wanted):
             make(function, Entries(entries), sampling=sampling)
     make(function, Entries(entries), sampling="shuffled")
     *_, loader = make(function, Entries(entries), workers=1)
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(PrivateRefusal, match=wanted):
         loader.collate_fn(entries[:5])
 
 
@@ -440,18 +440,18 @@ def test_a_function_that_sorts_is_refused_where_there_are_padding_rows(function,
 def test_few_entries_are_enough(entries):
     make(numbered, Entries(entries))
     if len(entries) > 1:
-        with pytest.raises(ValueError, match="centred mixes"):
+        with pytest.raises(PrivateRefusal, match="centred mixes"):
             make(centred, Entries(entries))
 
 
 def test_a_function_without_a_name_is_refused_by_its_class():
-    with pytest.raises(ValueError, match="collate_fn=partial mixes"):
+    with pytest.raises(PrivateRefusal, match="collate_fn=partial mixes"):
         make(functools.partial(mixup, alpha=1.0), Entries(IMAGES))
 
 
 def test_no_value_is_in_the_message():
     entries = [(torch.full((3,), 1234.5 + i), 98765 + i) for i in range(4)]
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(PrivateRefusal) as caught:
         make(ranks, Entries(entries))
     assert "1234" not in str(caught.value) and "9876" not in str(caught.value)
 
@@ -471,7 +471,7 @@ def test_the_trial_leaves_the_users_random_numbers_alone(collate):
     entries = IMAGES if collate is mixup else TEXTS
     try:
         make(collate, Entries(entries), model=model)
-    except ValueError:
+    except PrivateRefusal:
         assert collate is mixup
     assert drawn() == expected
 
@@ -504,7 +504,7 @@ def test_with_loader_workers_they_try_what_they_fetched(sampling):
     *_, loader = make(centred, dataset, workers=1, sampling=sampling)
     assert dataset.read == 0
     # As a worker calls it.
-    with pytest.raises(ValueError, match="centred mixes the entries"):
+    with pytest.raises(PrivateRefusal, match="centred mixes the entries"):
         loader.collate_fn(IMAGES[:4])
     calls = []
     *_, loader = make(lambda b: calls.append(b) or numbered(b), dataset, workers=1)
@@ -518,5 +518,5 @@ def test_with_loader_workers_they_try_what_they_fetched(sampling):
 
 def test_what_a_worker_found_ends_the_loop():
     *_, loader = make(centred, Entries(IMAGES), workers=1)
-    with pytest.raises(ValueError, match="centred mixes the entries"):
+    with pytest.raises(PrivateRefusal, match="centred mixes the entries"):
         list(loader)

@@ -309,7 +309,7 @@ def test_a_batch_that_comes_back_after_its_release_counts_no_sample_twice(privat
         engine.backward(model(x).squeeze(1))
         optimizer.step()
         optimizer.zero_grad()
-        with pytest.warns(UserWarning, match="rows after the loader's last one was released"):
+        with pytest.warns(dpflash.PrivateWarning, match="as many rows as the loader's last one"):
             engine.backward(model(x).squeeze(1))
         total = float(engine._step.sums[model.weight])
         assert total == pytest.approx(int(loader.is_real.sum()), abs=1e-4)

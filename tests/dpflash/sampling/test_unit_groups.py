@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpflash import PrivateRefusal
 from dpflash.packing import Units
 from dpflash.sampling import PoissonBatchSampler
 from dpflash.sampling.unit_groups import UnitGroups
@@ -81,13 +82,13 @@ def test_kept_entries_are_at_most_k_of_each_unit_and_no_more_fit(owners, limit):
 
 
 def test_units_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="unit_of has 3 units for a dataset of 7 entries"):
+    with pytest.raises(PrivateRefusal, match="another number of units than"):
         UnitGroups(range(7), [1, 2, 3], limit=1, sampling="unit")
-    with pytest.raises(ValueError, match="unit_of gives None for entry 1: each entry needs a"):
+    with pytest.raises(PrivateRefusal, match="unit_of gives no unit for an entry: each"):
         groups_of([1, None])
-    with pytest.raises(ValueError, match=r"unit_of gives \(\) for entry 0"):
+    with pytest.raises(PrivateRefusal, match="unit_of gives no unit for an entry"):
         groups_of([()], sampling="example")
-    with pytest.raises(ValueError, match=r"\(1, 2\) for entry 0, several units, which cannot"):
+    with pytest.raises(PrivateRefusal, match="several units for an entry, which cannot"):
         groups_of([(1, 2)])
     with pytest.raises(ValueError, match="unit_of is a str: pass one unit for each entry"):
         UnitGroups(range(3), "abc", limit=1, sampling="unit")
@@ -121,9 +122,9 @@ def test_an_entry_of_several_units_counts_for_each_of_them(several):
     "own", [lambda: float("nan"), lambda: np.datetime64("NaT"), object, lambda: {"user": 1}]
 )
 def test_units_that_equal_no_other_object_are_refused(own):
-    with pytest.raises(ValueError, match="for entry 1, which is equal to no other object"):
+    with pytest.raises(PrivateRefusal, match="an entry that is equal to no other object"):
         UnitGroups(range(3), [0, own(), own()], limit=1, sampling="unit")
-    with pytest.raises(ValueError, match="for entry 1, which is equal to no other object"):
+    with pytest.raises(PrivateRefusal, match="an entry that is equal to no other object"):
         UnitGroups(range(3), [0, (1, own()), 0], limit=1, sampling="example")
 
 
@@ -150,7 +151,7 @@ def test_rows_of_a_slot_are_entries_of_one_drawn_unit(ranks):
 
 
 def test_spans_of_units_that_overlap_are_refused():
-    with pytest.raises(ValueError, match="two units overlap"):
+    with pytest.raises(PrivateRefusal, match="two units overlap"):
         Units((4,), ((0, 3), (2, 4)))
-    with pytest.raises(ValueError, match="overlap, or leave"):
+    with pytest.raises(PrivateRefusal, match="overlap, or leave"):
         Units((4,), ((0, 5),))
