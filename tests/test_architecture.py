@@ -337,8 +337,16 @@ REVIEWED = {
     *("', '.join(map(str, shape))", "', '.join(wrong)", "(most - 4096) // 2", "Pairs.ROWS * size"),
     *("[tuple(x.shape) for x in tensors]", "_torch_kind(module)", "computed + others"),
     *("dict(bounds)", "different[0]", "len(foreign)", "len(groups)", "len(values)"),
-    *("max(1, rows // 4)", "own[id(parameter)]", "refusal", "self._described", "self._name"),
-    *("self._planned[1]", "shared", "sorted(rows)", "sorted(sizes)", "step + 1"),
+    *("max(1, rows // 4)", "most", "own[id(parameter)]", "refusal", "self._described"),
+    *(
+        "self._name",
+        "self._planned[1]",
+        "self.owner.names[parameter]",
+        "shared",
+        "sorted(rows)",
+        "sorted(sizes)",
+        "step + 1",
+    ),
     *("tokens // rows", "tokens // rows * rows or rows", "weight.shape[0]"),
     *("len(given)", "len(labels)", "len(tokens)", "length"),
 }

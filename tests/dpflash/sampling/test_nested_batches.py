@@ -155,14 +155,14 @@ def packed(entries):
     ("collate", "words"),
     [
         (nested, r"collate_fn=nested makes batch\['x'\] a nested tensor.*PadTo"),
-        (time_first, r"collate_fn=time_first makes batch\['x'\] of shape \(3, 2\) from 2 entries"),
-        (packed, r"collate_fn=packed makes batch of shape \(6,\) from 2 entries"),
+        (time_first, r"collate_fn=time_first makes batch\['x'\] of another size"),
+        (packed, r"collate_fn=packed makes batch of another size"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_odd_field_is_refused_in_make_private_by_its_name(collate, words):
     model = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(dpflash.PrivateRefusal, match=words):
         dpflash.PrivacyEngine().make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
