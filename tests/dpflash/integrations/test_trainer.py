@@ -288,7 +288,7 @@ LONG = [5, 8, 6, 4, 7, 5, 8, 6] * 3
 
 
 def test_padding_that_shifts_positions_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="how far it is padded: padding on the left"):
+    with pytest.raises(dpflash.PrivateRefusal, match="how far it is padded: padding on the left"):
         trainer(tmp_path, "gpt2", **unequal("left")).train()
     trainer(tmp_path, "gpt2", args=arguments(tmp_path, max_steps=1), **unequal("right")).train()
 

@@ -707,7 +707,7 @@ def test_a_compiler_that_fails_is_left_with_a_warning(
 @pytest.mark.cases(0)
 def test_an_error_of_the_model_is_its_own_and_leaves_the_compiler(private, next_token_loss, quick):
     engine, model, *_ = private(LongContextLM(23, 8, 1, 2, max_seq_len=4), optimize="aggressive")
-    with pytest.raises(ValueError, match="expected at most max_seq_len=4"):
+    with pytest.raises(dpflash.PrivateRefusal, match="than max_seq_len=4"):
         model(tokens(rows=23))
     assert engine.optimization.compiled
     engine.backward(next_token_loss(model, tokens(length=5, rows=23)))
