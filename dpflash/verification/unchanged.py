@@ -10,6 +10,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,10 +91,11 @@ class Unchanged:
             n: _State.of(t) for n, p in self._places.items() if (t := p.tensor()) is not None
         }
         self._backwards = 0
+        self._structure = _Structure(module)
 
     def before_backward(self) -> str | None:
         """`refusal` for a backward; compares contents in the first one and in every 64th."""
-        refusal = self.refusal(contents=self._backwards % _EVERY == 0)
+        refusal = self.refusal(contents=self._backwards % _EVERY == 0) or self._entered()
         # A refused change is refused again the next time.
         self._backwards += refusal is None
         return refusal
@@ -128,9 +132,21 @@ class Unchanged:
         Raises:
             PrivateRefusal: some changed.
         """
-        refusal = self.refusal()
+        refusal = self.refusal() or self._entered()
         if refusal is not None:
             raise PrivateRefusal(refusal) from None
+
+    def _entered(self) -> str | None:
+        """A message that names a parameter which entered the model; None if there is none."""
+        name = self._structure.entered(self._allowed)
+        if name is None:
+            return None
+        return (
+            f"'{name}' entered the model after make_private, or took another parameter's place: "
+            "its gradient would be neither clipped nor noised, and state_dict() would release it. "
+            "Call engine.detach(model), change the model, build the optimizer again, then "
+            "make_private again"
+        )
 
     def loaded(self, names: Iterable[str]) -> None:
         """Accept the contents that `load_state_dict` has set under these names."""
@@ -169,6 +185,48 @@ class Unchanged:
         if same:
             self._states[name] = now
         return not same
+
+
+class _Structure:
+    """The parameters of a model and their places, compared by identity."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._note()
+
+    def _note(self) -> None:
+        modules = list(self._module.modules())
+        # fully_shard puts other parameters into a module for its forward.
+        still = [m for m in modules if not any(map(_is_shard, m._parameters.values()))]
+        dicts: list[dict[str, Any]] = [m._parameters for m in still]
+        self._dicts = dicts + [m._modules for m in modules]
+        self._held = [x for held in self._dicts for x in held.values()]
+        self._places = {
+            (id(m), key): p for m in modules for key, p in m._parameters.items() if p is not None
+        }
+        self._modules = {id(m): m for m in modules}  # Keeps ids from being used again.
+        self._known = {id(p) for p in self._places.values()}
+
+    def entered(self, allowed: Collection[str]) -> str | None:
+        """Name of a parameter that was not in the model, or not in this place; None if none."""
+        now = chain.from_iterable(held.values() for held in self._dicts)
+        if sum(map(len, self._dicts)) == len(self._held) and all(map(is_, now, self._held)):
+            return None
+        for prefix, module in self._module.named_modules(remove_duplicate=False):
+            for key, parameter in module._parameters.items():
+                name = f"{prefix}.{key}" if prefix else key
+                held = self._places.get((id(module), key))
+                if parameter is None or name in allowed or (held is not None and _is_shard(held)):
+                    continue
+                is_new = id(module) not in self._modules and id(parameter) in self._known
+                if parameter is not held and not is_new:
+                    return name
+        self._note()
+        return None
+
+
+def _is_shard(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and is_sharded(parameter)
 
 
 def check_allowed(

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
@@ -130,6 +131,36 @@ def test_what_changed_does_not_leave_with_the_weights(how, leave, private, tmp_p
     assert set(leave_plain(engine, model, tmp_path)) >= {"mean", "frozen.weight"}
     assert type(model) is Keeping
     copy.deepcopy(model)
+
+
+def _retied(model):
+    model.b.bias = nn.Parameter(model.b.bias.detach())
+
+
+ENTERING = {
+    "replaced layer": (lambda model: setattr(model, "b", nn.Linear(4, 2)), "b.weight"),
+    "appended layer": (lambda model: model.add_module("c", nn.Linear(4, 2)), "c.weight"),
+    "frozen layer": (lambda m: m.add_module("c", nn.PReLU().requires_grad_(False)), "c.weight"),
+    "parameter": (lambda m: m.a.register_parameter("c", nn.Parameter(torch.ones(1))), "a.c"),
+    "other parameter": (_retied, "b.bias"),
+    "pruned": (lambda model: prune.identity(model.a, "weight"), "a.weight_mask|a.weight_orig"),
+    "tied": (lambda model: setattr(model.a, "bias", model.a.weight), "a.bias"),
+}
+
+
+@pytest.mark.parametrize(("enter", "name"), ENTERING.values(), ids=ENTERING)
+def test_a_parameter_that_enters_later_is_refused_by_name(enter, name, private):
+    engine, model, optimizer, _ = private(Keeping())
+    step(engine, model, optimizer)
+    model.add_module("loss", nn.MSELoss())  # has no parameters
+    model.same = model.a
+    step(engine, model, optimizer)
+    model.state_dict()
+    losses = model(data()).square().sum(1)
+    enter(model)
+    for leave in (model.state_dict, lambda: engine.backward(losses)):
+        with pytest.raises(RuntimeError, match=f"'({name})"):
+            leave()
 
 
 def test_a_write_that_moves_no_counter_is_found_within_some_steps(private, monkeypatch):
