@@ -119,7 +119,7 @@ case $stage in
     part versions 60 "$PYTHON" tests/gpu/versions.py "$DEVICE"
     tests noise 100 tests/kernels/test_noise_triton.py tests/kernels/test_grads_noise.py \
       tests/kernels/test_capture.py
-    tests gradients 120 tests/kernels/test_grads_triton.py tests/kernels/test_block_clipped_grad.py
+    tests gradients 120 tests/kernels/test_grads_triton.py
     tests attention 200 tests/kernels/test_attention_triton.py tests/kernels/test_attention_squares.py
     tests shards 90 tests/kernels/test_tile_shard.py
     needing cryptography steps 130 "$PYTHON" tests/gpu/private_steps.py --jobs "$jobs" \

@@ -37,14 +37,12 @@ DPFLASH = {
     "dpflash-flat-book_keeping": ("flat", "book_keeping"),
     "dpflash-flat-ghost": ("flat", "ghost"),
     "dpflash-per_layer": ("per_layer", "auto"),
-    "dpflash-per_block": ("per_block", "auto"),
 }
 OPACUS = ("opacus-hooks", "opacus-ghost")
 PROVIDERS = (NONPRIVATE, *DPFLASH, *OPACUS)
 
 # Below the norms of all samples in all layers, so that each sample is clipped.
 MAX_GRAD_NORM = 0.1
-_TILE = 128
 # Relative errors of gradients, for the worst parameter.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
 # Where dpflash computes norms without the gradients, it adds a bound of the rounding: at most this
@@ -163,7 +161,7 @@ def gradient_error(task: Task, provider: str) -> float:
 
 
 def clipping_of(provider: str) -> str | None:
-    """A provider's clipping: "flat", "per_layer" or "per_block"; None for none, or by a level."""
+    """A provider's clipping: "flat" or "per_layer"; None for none, or by a level."""
     if provider in DPFLASH:
         return DPFLASH[provider][0]
     return "flat" if provider in OPACUS else None
@@ -214,14 +212,7 @@ def _sample_gradients(task: Task, model: nn.Module) -> Iterator[list[Tensor]]:
 
 def _clip_(grads: Sequence[Tensor], group: Group, raised: float) -> None:
     """Scales one sample's gradients of a group, in place."""
-    bound = MAX_GRAD_NORM * group.share / raised
-    if not group.tiled:
-        _scale_(grads, bound)
-        return
-    (grad,) = grads
-    for rows in grad.split(_TILE):
-        for tile in rows.split(_TILE, dim=1):
-            _scale_([tile], bound * math.sqrt(tile.numel() / grad.numel()))
+    _scale_(grads, MAX_GRAD_NORM * group.share / raised)
 
 
 def _scale_(grads: Sequence[Tensor], bound: float) -> None:

@@ -19,7 +19,7 @@ from .opacus_calls import without_defaults
 from .privacy.budget import PrivacyBudget
 from .sampling import SAMPLINGS, PublicSize
 
-CLIPPINGS = ("flat", "per_layer", "per_block")
+CLIPPINGS = ("flat", "per_layer")
 CLIP_FUNCTIONS = ("hard", "automatic")
 
 # Default of a keyword that belongs to one of the two configurations.
@@ -65,7 +65,7 @@ class PrivacyConfig:
 
     Args:
         max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise between
-            1e-30 and 1e30. With per_layer or per_block clipping also a list of a bound C_k for
+            1e-30 and 1e30. With per_layer clipping also a list of a bound C_k for
             each clipping group, in the order of `engine.groups()`, or a dict of them by the
             groups' names; then C = sqrt(sum C_k^2), which noise is scaled to.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no noise (and no
@@ -73,11 +73,9 @@ class PrivacyConfig:
         target_epsilon: epsilon at the end of training, which `make_private_with_epsilon` and the
             trainers of `dpflash.integrations` choose the noise for; in place of noise_multiplier.
         target_delta: delta of target_epsilon, and of the epsilon that trainers report.
-        clipping: "flat" (one norm over all parameters), "per_layer" (one norm for each module,
-            each with an equal part of C^2) or "per_block" (one for each 128 x 128 tile of a linear
-            layer's weight and for each other parameter; C^2 is divided by number of elements).
-            None for the optimization level's own: "flat", or "per_layer" where `optimize` is
-            "aggressive" and no grad_sample_mode is given.
+        clipping: "flat" (one norm over all parameters) or "per_layer" (one norm for each module,
+            each with an equal part of C^2). None for the optimization level's own: "flat", or
+            "per_layer" where `optimize` is "aggressive" and no grad_sample_mode is given.
         clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
         sampling: "poisson", "fixed_size" (each batch is batch_size different samples, drawn anew)
             or "shuffled" (the loader's own epochs). Epsilon is that of the sampler: a shuffled
@@ -209,6 +207,11 @@ class PrivacyConfig:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"allow_buffers={names!r}: expected a list of names")
         object.__setattr__(self, "allow_buffers", tuple(names))
+        if self.clipping == "per_block":
+            raise ValueError(
+                "clipping='per_block' was removed: per_layer is faster and smaller; pass "
+                "clipping='per_layer', or 'flat' for one norm over all parameters"
+            )
         one_of(clipping=(self.clipping, (None, *CLIPPINGS)))
         one_of(clip_function=(self.clip_function, CLIP_FUNCTIONS))
         one_of(sampling=(self.sampling, SAMPLINGS))
@@ -422,13 +425,12 @@ def resolved(
     if privacy.bounds is not None and clipping == "flat":
         raise ValueError(
             f"max_grad_norm={privacy.max_grad_norm!r} with clipping='flat': bounds of layers "
-            "need clipping='per_layer' or 'per_block'; flat clipping takes one number"
+            "need clipping='per_layer'; flat clipping takes one number"
         )
-    if privacy.clip_function == "automatic" and (clipping == "per_block" or infinite):
+    if privacy.clip_function == "automatic" and infinite:
         raise ValueError(
-            f"clip_function='automatic' with clipping={clipping!r} and max_grad_norm="
-            f"{privacy.max_grad_norm}: it needs a finite bound and flat or per_layer clipping; "
-            "pass clip_function='hard' here"
+            f"clip_function='automatic' with max_grad_norm={privacy.max_grad_norm}: it needs a "
+            "finite bound; pass clip_function='hard' here"
         )
     if clipping != "flat" and mode != "auto":
         raise ValueError(

@@ -1,9 +1,6 @@
 """Per-sample gradient operations and noise, dispatched by the tensors' device."""
 
-from .block_reference import BLOCK
 from .grads import (
-    block_clip_reduce,
-    block_clipped_grad,
     clip_reduce,
     clipped_grad,
     embedding_clipped_grad,
@@ -29,8 +26,6 @@ from .reference import (
 __all__ = [
     "BLOCK",
     "NoiseStream",
-    "block_clip_reduce",
-    "block_clipped_grad",
     "bound_share",
     "clip_factors",
     "clip_reduce",

@@ -1,7 +1,7 @@
 """Tile sizes of the per-sample gradient kernels, one table by architecture, kernel and dtype.
 
 The table is `grad_configs.json`. Its values come from ahead-of-time compilation. Nothing is tuned
-at run time, and the clipping groups of block_clipped_grad do not come from here.
+at run time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Kernel = Literal["per_sample_grad", "gram", "clipped_grad", "block_clipped_grad"]
-KERNELS: tuple[Kernel, ...] = ("per_sample_grad", "gram", "clipped_grad", "block_clipped_grad")
+Kernel = Literal["per_sample_grad", "gram", "clipped_grad"]
+KERNELS: tuple[Kernel, ...] = ("per_sample_grad", "gram", "clipped_grad")
 
 
 class GradConfig(NamedTuple):

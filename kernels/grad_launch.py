@@ -15,7 +15,6 @@ from torch import Tensor
 
 from . import grad_triton as kernels
 from .attention_configs import architecture
-from .block_reference import BLOCK, block_bounds, some_samples
 from .grad_configs import INTERPRETED, GradConfig, Kernel, entry, table
 from .layout import is_aligned, on_device
 from .noise import NoiseStream
@@ -45,13 +44,10 @@ REDUCE_BLOCK = 1024
 TOKEN_CHUNK = 512
 TOKEN_BLOCK = 32
 WIDTH_BLOCK = 128
-TILE_ROWS = 16
 # Steps of a Gram product that are added up before their sum is added to that of others.
 GRAM_STEPS = 4
 # Where noise starts within a block of its words, 4 warps would spill under Triton 3.6.
 OFFSET_OPTIONS = OPTIONS | {"num_warps": 8}
-# Elements of per-sample gradients that an exact block_clipped_grad holds, one sample at least.
-CHUNK = 1 << 24
 
 # Relative rounding error of an fp32 addition: tensor cores truncate.
 _ROUNDING = 2.0**-23
@@ -122,62 +118,7 @@ def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None 
     """See `reference.clipped_grad`; factors are applied to each sample's fp32 product."""
     x, dy = _operands(x, dy)
     sizes = _config("clipped_grad", x, dy)
-    return _launch_clipped(x, dy, factors.float().contiguous(), None, sizes, False, spans)
-
-
-def block_clipped_grad(
-    x: Tensor,
-    dy: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    spans: Spans | None = None,
-    return_factors: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clipped_grad`.
-
-    Without a grid a program owns one clipping group, and no G_i leaves the chip. An exact sum does
-    not fit there in fp64: with a grid the G_i of a few samples are written to memory.
-    """
-    x, dy = _operands(x, dy)
-    batch, outputs, inputs = _samples(x, spans), dy.shape[2], x.shape[2]
-    bounds = _bounds(outputs, inputs, float(bound), block, x.device)
-    if grid is None:
-        factors = torch.empty((batch, bounds.numel()), dtype=torch.float32, device=x.device)
-        sizes = _config("block_clipped_grad", x, dy)._replace(block_m=block[0], block_n=block[1])
-        total = _launch_clipped(x, dy, factors, bounds, sizes, return_factors, spans)
-        return (total, factors) if return_factors else total
-    if into is None:
-        into = torch.zeros((outputs, inputs), dtype=torch.float64, device=x.device)
-    chunk = max(1, CHUNK // max(1, outputs * inputs))
-    parts = [torch.empty((0, bounds.numel()), dtype=torch.float32, device=x.device)]
-    for start in range(0, batch, chunk):
-        own_x, own_dy, own_spans = some_samples(slice(start, start + chunk), x, dy, spans)
-        grads = per_sample_grad(own_x, own_dy, spans=own_spans)
-        assert isinstance(grads, Tensor)
-        parts.append(_tile_factors(grads, bounds, block))
-        _launch_reduce(grads, parts[-1], block, grid=grid, into=into)
-    return (into, torch.cat(parts)) if return_factors else into
-
-
-def block_clip_reduce(
-    grads: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    return_factors: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clip_reduce`; first the factors, then the sum."""
-    grads = grads.contiguous()
-    outputs, inputs = grads.shape[1:]
-    bounds = _bounds(outputs, inputs, float(bound), block, grads.device)
-    factors = _tile_factors(grads, bounds, block)
-    total = _launch_reduce(grads, factors, block, grid=grid, into=into)
-    return (total, factors) if return_factors else total
+    return _launch_clipped(x, dy, factors.float().contiguous(), sizes, spans)
 
 
 def clip_reduce(
@@ -191,8 +132,8 @@ def clip_reduce(
     """See `reference.clip_reduce`; noise waits for the device, unless it is settled later."""
     grads, factors = grads.contiguous(), factors.float().contiguous()
     if grid is not None:
-        return _launch_reduce(grads, factors, None, grid=grid, into=into, noise=noise)
-    total = _launch_reduce(grads, factors, None)
+        return _launch_reduce(grads, factors, grid=grid, into=into, noise=noise)
+    total = _launch_reduce(grads, factors)
     return total if noise is None else noise.add_to_(total)
 
 
@@ -403,12 +344,10 @@ def _launch_clipped(
     x: Tensor,
     dy: Tensor,
     factors: Tensor,
-    bounds: Tensor | None,
     sizes: GradConfig,
-    store_factors: bool,
     spans: Spans | None,
 ) -> Tensor:
-    """sum_i c_i G_i by tiles: with given factors, or clipped to the tiles' bounds."""
+    """sum_i c_i G_i by tiles, none of which leaves the chip."""
     tokens, inputs, outputs = *x.shape[1:], dy.shape[2]
     out = torch.empty((outputs, inputs), dtype=torch.float32, device=x.device)
     tiles_i = _blocks(inputs, sizes.block_n)
@@ -416,39 +355,23 @@ def _launch_clipped(
     if num_tiles:
         with on_device(x):
             kernels._clipped_grad_kernel[(num_tiles,)](
-                x, dy, places(spans, x.device), factors, bounds, out,
+                x, dy, places(spans, x.device), factors, out,
                 *x.stride()[:2], *dy.stride()[:2],
-                _samples(x, spans), tokens, inputs, outputs, tiles_i, num_tiles,
-                CLIP=bounds is not None, STORE_FACTORS=store_factors,
+                _samples(x, spans), tokens, inputs, outputs, tiles_i,
                 BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
             )  # fmt: skip
     return out
 
 
-def _tile_factors(grads: Tensor, bounds: Tensor, block: tuple[int, int]) -> Tensor:
-    """Factors [B, tiles] of contiguous grads [B, O, I]."""
-    batch, outputs, inputs = grads.shape
-    factors = torch.empty((batch, bounds.numel()), dtype=torch.float32, device=grads.device)
-    if factors.numel():
-        with on_device(grads):
-            kernels._tile_factors_kernel[(factors.numel(),)](
-                grads, bounds, factors, grads.stride(0),
-                inputs, outputs, _blocks(inputs, block[1]), bounds.numel(),
-                BLOCK_M=block[0], BLOCK_N=block[1], ROWS=TILE_ROWS,
-            )  # fmt: skip
-    return factors
-
-
 def _launch_reduce(
     grads: Tensor,
     factors: Tensor,
-    block: tuple[int, int] | None,
     *,
     grid: float | None = None,
     into: Tensor | None = None,
     noise: NoiseStream | None = None,
 ) -> Tensor:
-    """sum_i c_i G_i of contiguous grads, with a factor for each sample or each block of it.
+    """sum_i c_i G_i of contiguous grads, with a factor for each sample.
 
     With a grid in fp64 and exact, or with noise in fp32.
     """
@@ -459,8 +382,6 @@ def _launch_reduce(
         dtype = torch.float32 if narrow else torch.float64
         out = torch.empty(shape, dtype=dtype, device=grads.device)
     found = None if noise is None or noise.std == 0 else open_list(out, noise)
-    rows, columns = block or (1, 1)
-    inputs = shape[1] if block else 1
     before = 0 if found is None else int(found.stream.offset) % 8
     if out.numel():
         with on_device(grads):
@@ -468,8 +389,7 @@ def _launch_reduce(
                 grads, factors, out,
                 None if found is None else found.entries, 0 if found is None else found.capacity,
                 out.numel(), grads.shape[0], out.numel(),
-                inputs, _blocks(inputs, columns), factors[:1].numel(), *_address(grid, found),
-                BLOCK_M=rows, BLOCK_N=columns, TILED=block is not None, BLOCK=REDUCE_BLOCK,
+                *_address(grid, found), BLOCK=REDUCE_BLOCK,
                 EXACT=grid is not None, INTO=into is not None, **_noise_options(found),
             )  # fmt: skip
     if into is not None:
@@ -600,14 +520,6 @@ def _sample_of_tokens(x: Tensor, spans: Spans | None) -> Tensor:
     if spans is None:
         return torch.arange(x.shape[0], device=x.device).view(-1, 1)
     return samples_of_tokens(spans, x.shape[1], x.device)
-
-
-@functools.lru_cache(maxsize=512)
-def _bounds(
-    outputs: int, inputs: int, bound: float, block: tuple[int, int], device: torch.device
-) -> Tensor:
-    """`block_bounds` [tiles] on a device, which is not waited for again."""
-    return block_bounds(outputs, inputs, bound, block).flatten().to(device)
 
 
 @functools.lru_cache(maxsize=64)

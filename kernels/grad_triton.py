@@ -162,40 +162,17 @@ def _grad_norm_gram_kernel(
     tl.store(squares_ptr + pid, total)
 
 
-@triton.jit
-def _factor(square, bound, TERMS: tl.constexpr):
-    """``min(1, bound / norm)`` in fp32, rounded down; 0 where the norm is not finite.
-
-    square: a sum of TERMS squares, fp64. The result times the norm, in real arithmetic, is at most
-    bound: see `reference.upper_bound` and `reference.hard_clip_factors`.
-    """
-    up: tl.constexpr = (1.0 + TERMS * 2.0**-53) * (1.0 + 2.0**-40)
-    down: tl.constexpr = 1.0 - 2.0**-40
-    norm = tl.sqrt(square) * up
-    over = norm > bound
-    ratio = tl.where(over, bound / tl.where(over, norm, 1.0) * down, 1.0)
-    nearest = ratio.to(tl.float32)
-    # The next lower number of fp32; all are positive.
-    next_lower = (nearest.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
-    lower = tl.where(nearest.to(tl.float64) > ratio, next_lower, nearest)
-    # Not so for NaN and infinity either; below it fp32 has fewer digits.
-    usable = (norm < float("inf")) & (lower >= 2.0**-126)
-    return tl.where(usable, lower, 0.0)
-
-
 @triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _clipped_grad_kernel(
-    x_ptr, dy_ptr, spans_ptr, factors_ptr, bounds_ptr, out_ptr,
+    x_ptr, dy_ptr, spans_ptr, factors_ptr, out_ptr,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
-    batch, num_tokens, num_inputs, num_outputs, tiles_i, num_tiles,
+    batch, num_tokens, num_inputs, num_outputs, tiles_i,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    CLIP: tl.constexpr, STORE_FACTORS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``sum_i c_i dy_i^T x_i`` in fp32; no G_i leaves the chip.
 
-    c_i is ``factors[i]``, or with CLIP ``min(1, bounds[tile] / ||tile of G_i||)`` rounded down,
-    which STORE_FACTORS writes to ``factors[i, tile]``. Where c_i is 0 the tile may hold NaN.
+    c_i is ``factors[i]``. Where it is 0 the tile may hold NaN.
     """
     tile = tl.program_id(0)
     rows = tile // tiles_i * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -210,38 +187,11 @@ def _clipped_grad_kernel(
             count, rows, num_outputs, columns, num_inputs,
             BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PRECISION,
         )  # fmt: skip
-        if CLIP:
-            factor = _factor(_sum_of_squares(acc), tl.load(bounds_ptr + tile), BLOCK_M * BLOCK_N)
-            if STORE_FACTORS:
-                tl.store(factors_ptr + sample * num_tiles + tile, factor)
-        else:
-            factor = tl.load(factors_ptr + sample)
+        factor = tl.load(factors_ptr + sample)
         total += tl.where(factor != 0, acc * factor, 0.0)
     mask = (rows < num_outputs)[:, None] & (columns < num_inputs)[None, :]
     offsets = rows.to(tl.int64)[:, None] * num_inputs + columns[None, :]
     tl.store(out_ptr + offsets, total, mask=mask)
-
-
-@triton.jit
-def _tile_factors_kernel(
-    grads_ptr, bounds_ptr, factors_ptr, stride_b,
-    num_inputs, num_outputs, tiles_i, num_tiles,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """``min(1, bounds[tile] / ||tile of G_i||)`` rounded down; [B, tiles]."""
-    pid = tl.program_id(0)
-    tile = pid % num_tiles
-    b = (pid // num_tiles).to(tl.int64)
-    columns = tile % tiles_i * BLOCK_N + tl.arange(0, BLOCK_N)
-    squares = tl.zeros([BLOCK_N], dtype=tl.float64)
-    for start in range(0, BLOCK_M, ROWS):
-        rows = tile // tiles_i * BLOCK_M + start + tl.arange(0, ROWS)
-        grad = _load_tile(
-            grads_ptr + b * stride_b, num_inputs, rows, num_outputs, columns, num_inputs, True
-        ).to(tl.float64)
-        squares += tl.sum(grad * grad, 0)
-    factor = _factor(tl.sum(squares, 0), tl.load(bounds_ptr + tile), BLOCK_M * BLOCK_N)
-    tl.store(factors_ptr + b * num_tiles + tile, factor)
 
 
 @triton.jit
@@ -258,21 +208,19 @@ def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
 @triton.jit(do_not_specialize=["batch", "capacity", *ADDRESS])
 def _clip_reduce_kernel(
     grads_ptr, factors_ptr, out_ptr, open_ptr, capacity, stride_b, batch, size,
-    num_inputs, tiles_i, num_tiles,
     grid_bits: tl.uint64, scale_bits: tl.uint64,
     k0: tl.uint32, k1: tl.uint32, k2: tl.uint32, k3: tl.uint32,
     k4: tl.uint32, k5: tl.uint32, k6: tl.uint32, k7: tl.uint32,
     step_low: tl.uint32, step_high: tl.uint32, parameter_id: tl.uint32, first: tl.int64,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILED: tl.constexpr, BLOCK: tl.constexpr,
-    EXACT: tl.constexpr, INTO: tl.constexpr,
+    BLOCK: tl.constexpr, EXACT: tl.constexpr, INTO: tl.constexpr,
     NOISE: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
 ):  # fmt: skip
     """``sum_i c_i G_i`` for a run of elements; samples with c_i = 0 are not read.
 
-    c_i is ``factors[i]``, or if TILED ``factors[i, tile]`` for the tiles of ``[O, I]``. The sum is
-    in fp32, or if EXACT of multiples of the grid in fp64, with INTO added to out. With
-    NOISE `noisy` adds that of the stream's elements from ``first`` on and the sum is rounded
-    to fp32 once; unless ALIGNED the runs begin so many elements earlier that groups are whole.
+    c_i is ``factors[i]``. The sum is in fp32, or if EXACT of multiples of the grid in fp64, with
+    INTO added to out. With NOISE `noisy` adds that of the stream's elements from ``first`` on and
+    the sum is rounded to fp32 once; unless ALIGNED the runs begin so many elements earlier that
+    groups are whole.
     """
     begin = tl.program_id(0).to(tl.int64) * BLOCK
     elements = begin + tl.arange(0, BLOCK)
@@ -280,24 +228,16 @@ def _clip_reduce_kernel(
     if NOISE and not ALIGNED:
         elements -= first & 7
         inside = (elements >= 0) & (elements < size)
-    if TILED:
-        row = elements // num_inputs
-        tile = row // BLOCK_M * tiles_i + (elements - row * num_inputs) // BLOCK_N
     reciprocal = reciprocal_of_grid(grid_bits)
     total = tl.zeros([BLOCK], dtype=tl.float64 if EXACT else tl.float32)
     if INTO:
         total = tl.load(out_ptr + elements, mask=inside, other=0.0) * reciprocal
     for b in range(0, batch):
         sample = tl.cast(b, tl.int64)
-        if TILED:
-            factors = tl.load(factors_ptr + sample * num_tiles + tile, mask=inside, other=0.0)
-            grad = tl.load(grads_ptr + sample * stride_b + elements, mask=factors != 0, other=0.0)
-            total = _plus_clipped(total, grad, factors, reciprocal, EXACT)
-        else:
-            factor = tl.load(factors_ptr + b)
-            if factor != 0:
-                grad = tl.load(grads_ptr + sample * stride_b + elements, mask=inside, other=0.0)
-                total = _plus_clipped(total, grad, factor, reciprocal, EXACT)
+        factor = tl.load(factors_ptr + b)
+        if factor != 0:
+            grad = tl.load(grads_ptr + sample * stride_b + elements, mask=inside, other=0.0)
+            total = _plus_clipped(total, grad, factor, reciprocal, EXACT)
     if NOISE:
         total = noisy(
             total, elements, inside, ((first + begin) >> 3) + tl.arange(0, BLOCK // 8),

@@ -1,8 +1,8 @@
 """Per-sample gradient operations: dispatches to the backend of the tensors' device.
 
-Signatures and semantics are those of the reference implementations, `reference.py` and
-`block_reference.py`. On a CPU `grads_cpu.py` runs, or where its C++ cannot be compiled, and inside
-of `torch.compile`, the reference implementations. On a GPU the Triton kernels run, except where
+Signatures and semantics are those of the reference implementations in `reference.py`. On a CPU
+`grads_cpu.py` runs, or where its C++ cannot be compiled, and inside of `torch.compile`, the
+reference implementations. On a GPU the Triton kernels run, except where
 operands are float64: for those the reference implementations run.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table, E its width.
@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from numbers import Real
 from types import ModuleType
 from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from . import block_reference, grads_cpu, native, reference
-from .block_reference import BLOCK
+from . import grads_cpu, native, reference
 from .grid import check_grid
 from .noise import NoiseStream
 from .spans import Spans, check_spans
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SIDES = (16, 32, 64, 128)
 
 _Operation = TypeVar("_Operation", bound=Callable[..., object])
 _RAISES = """
@@ -103,93 +100,6 @@ def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None 
     _check_uses(x, dy)
     _check_factors(factors, x, _check_spans(spans, dy))
     return _backend(x, dy).clipped_grad(x, dy, factors, spans=spans)
-
-
-@overload
-def block_clipped_grad(
-    x: Tensor,
-    dy: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    spans: Spans | None = None,
-    return_factors: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def block_clipped_grad(
-    x: Tensor,
-    dy: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    spans: Spans | None = None,
-    return_factors: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-@_documented_by(block_reference.block_clipped_grad)
-def block_clipped_grad(
-    x: Tensor,
-    dy: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    spans: Spans | None = None,
-    return_factors: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clipped_grad`."""
-    _check_uses(x, dy)
-    _check_spans(spans, dy)
-    bound = _positive("bound", bound, "a number above 0, in the units of the norms")
-    _check_block(block)
-    _check_into(into, grid, torch.Size((dy.shape[2], x.shape[2])))
-    return _block_backend(x, dy).block_clipped_grad(
-        x, dy, bound, block=block, grid=grid, into=into, spans=spans, return_factors=return_factors
-    )
-
-
-@overload
-def block_clip_reduce(
-    grads: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    return_factors: Literal[False] = False,
-) -> Tensor: ...
-@overload
-def block_clip_reduce(
-    grads: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    return_factors: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-@_documented_by(block_reference.block_clip_reduce)
-def block_clip_reduce(
-    grads: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    return_factors: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clip_reduce`."""
-    _check("grads", grads, 3)
-    bound = _positive("bound", bound, "a number above 0, in the units of the norms")
-    _check_block(block)
-    _check_into(into, grid, grads.shape[1:])
-    return _block_backend(grads).block_clip_reduce(
-        grads, bound, block=block, grid=grid, into=into, return_factors=return_factors
-    )
 
 
 @_documented_by(reference.clip_reduce)
@@ -305,11 +215,6 @@ def _backend(*tensors: Tensor, any_dtype: bool = False) -> ModuleType:
     return grad_launch
 
 
-def _block_backend(*tensors: Tensor) -> ModuleType:
-    backend = _backend(*tensors)
-    return block_reference if backend is reference else backend
-
-
 def _check(name: str, tensor: Tensor, ndim: int | None = None) -> None:
     """A floating tensor of so many dimensions, or of at least one."""
     _check_dtype(name, tensor)
@@ -367,28 +272,6 @@ def _check_widths(name: str, tensor: Tensor, other_name: str, other: Tensor) -> 
         f"{name} has dtype {tensor.dtype} and {other_name} {other.dtype}: give both the same, for "
         f"instance {narrow}.to({wide}.dtype)"
     )
-
-
-def _positive(name: str, value: float, wanted: str, *, below: float | None = None) -> float:
-    """The value as a float, if it is a number above 0 and, where given, below another."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        raise ValueError(f"{name} is a Tensor: pass {name}.item()")
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not value > 0 or (below is not None and not value < below):
-        raise ValueError(f"{name} is {value!r}: give {wanted}")
-    return float(value)
-
-
-def _check_block(block: tuple[int, int]) -> None:
-    if (
-        not isinstance(block, (tuple, list))
-        or len(block) != 2
-        or any(not isinstance(side, int) or side not in _SIDES for side in block)
-    ):
-        raise ValueError(
-            f"block is {block!r}: give two powers of two from 16 to 128, outputs and inputs of a "
-            f"tile, for instance {BLOCK}"
-        )
 
 
 def _check_uses(x: Tensor, dy: Tensor) -> None:

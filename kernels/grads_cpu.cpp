@@ -16,8 +16,6 @@ namespace {
 // Sums of squares that a block of elements keeps, in an order that no processor changes.
 constexpr int kSums = 32;
 constexpr int64_t kSquaresBlock = 4096;
-// Tiles of a row that a thread takes together.
-constexpr int64_t kTilesAcross = 4;
 
 // `count` numbers in fp64, zeros behind them.
 template <class F>
@@ -103,16 +101,16 @@ struct Grid {
   explicit Grid(double grid) : step(grid), inverse(1 / grid) {}
 };
 
-// The `samples` numbers of an element times their factors, added to its sum: on the grid, each
-// truncated, or as they are.
-template <bool on_grid, int samples, class F>
+// The `samples` numbers of an element times their factors, each truncated to the grid, added to its
+// sum.
+template <int samples, class F>
 inline void add_clipped(const F* const* grads, const double* factors, int64_t begin, int64_t count,
                         Grid grid, double* sums) {
   for_vectors(count, [&](int64_t i, auto n) {
     Doubles sum = wide(sums + i, n);
     for (int s = 0; s < samples; ++s) {
       Doubles x = wide(grads[s] + begin + i, n) * factors[s];
-      sum += on_grid ? truncated(x * grid.inverse) * grid.step : x;
+      sum += truncated(x * grid.inverse) * grid.step;
     }
     store_some(sums + i, sum, n);
   });
@@ -136,10 +134,10 @@ struct Samples {
     constexpr int kTogether = 4;
     size_t i = 0;
     for (; i + kTogether <= grads.size(); i += kTogether) {
-      add_clipped<true, kTogether>(&grads[i], &factors[i], begin, count, grid, sums);
+      add_clipped<kTogether>(&grads[i], &factors[i], begin, count, grid, sums);
     }
     for (; i < grads.size(); ++i) {
-      add_clipped<true, 1>(&grads[i], &factors[i], begin, count, grid, sums);
+      add_clipped<1>(&grads[i], &factors[i], begin, count, grid, sums);
     }
   }
 };
@@ -256,79 +254,6 @@ void clipped_sum(double step, const F* grads, const double* factors, int64_t str
   });
 }
 
-}  // namespace
-
-// The tiles of matrices [B, O, I] are clipped to bounds of their own.
-struct Tiles {
-  const void* grads;
-  const double* bounds;  // [tiles]
-  double* sums;          // [O, I]
-  float* factors;        // [B, tiles]
-  int64_t stride, batch, outputs, inputs, height, width, threads;
-  double grid;  // 0: sums are not on a grid
-};
-
-namespace {
-
-// reference.hard_clip_factors, operation by operation.
-inline float hard_factor(double squares, int64_t terms, double bound) {
-  constexpr double kSlack = 1.0 / (int64_t(1) << 40), kRounding = 1 / k2_52;
-  double norm = std::sqrt(squares * (1 + double(terms + 1) * kRounding)) * (1 + kSlack);
-  if (!std::isfinite(norm)) return 0;
-  double factor = norm > bound ? bound / norm * (1 - kSlack) : 1.0;
-  float narrow = float(factor);
-  if (double(narrow) > factor) narrow = std::nextafter(narrow, 0.0f);
-  return narrow >= std::numeric_limits<float>::min() ? narrow : 0.0f;
-}
-
-// Tiles `first` to `end` of a row of tiles, of all samples.
-template <bool on_grid, class F>
-void add_tiles(const Tiles& p, int64_t down, int64_t first, int64_t end) {
-  int64_t across = (p.inputs + p.width - 1) / p.width;
-  int64_t top = down * p.height, bottom = std::min(top + p.height, p.outputs);
-  auto width_of = [&](int64_t k) { return std::min(p.width, p.inputs - k * p.width); };
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const F* grad = static_cast<const F*>(p.grads) + b * p.stride;
-    double sums[kTilesAcross][kSums] = {}, factors[kTilesAcross];
-    for (int64_t r = top; r < bottom; ++r) {
-      for (int64_t k = first; k < end; ++k) {
-        add_squares(grad + r * p.inputs + k * p.width, width_of(k), sums[k - first]);
-      }
-    }
-    for (int64_t k = first; k < end; ++k) {
-      // A square goes through no more additions than there are elements.
-      int64_t tile = down * across + k, terms = (bottom - top) * width_of(k);
-      float factor = hard_factor(total(sums[k - first]), terms, p.bounds[tile]);
-      p.factors[b * across * ((p.outputs + p.height - 1) / p.height) + tile] = factor;
-      factors[k - first] = factor;
-    }
-    for (int64_t r = top; r < bottom; ++r) {
-      for (int64_t k = first; k < end; ++k) {
-        const F* row = grad + r * p.inputs;
-        const double* factor = &factors[k - first];
-        if (*factor == 0) continue;
-        add_clipped<on_grid, 1>(&row, factor, k * p.width, width_of(k), Grid(p.grid),
-                                p.sums + r * p.inputs + k * p.width);
-      }
-    }
-  }
-}
-
-template <class F>
-void clipped_tiles(const Tiles& p) {
-  int64_t down = (p.outputs + p.height - 1) / p.height;
-  int64_t across = (p.inputs + p.width - 1) / p.width;
-  int64_t groups = (across + kTilesAcross - 1) / kTilesAcross;
-  share<PlainArithmetic>(down * groups, p.threads, [&](int64_t task, int64_t) {
-    int64_t first = task % groups * kTilesAcross, end = std::min(first + kTilesAcross, across);
-    if (p.grid != 0) {
-      add_tiles<true, F>(p, task / groups, first, end);
-    } else {
-      add_tiles<false, F>(p, task / groups, first, end);
-    }
-  });
-}
-
 // 0, or 1 where memory does not suffice.
 template <class Work>
 int status(Work work) {
@@ -360,9 +285,6 @@ int status(Work work) {
   }                                                                                               \
   int noise_alone_##F(Noise* noise, int64_t elements, F* out) {                                   \
     return status([&] { noise_alone(*noise, elements, out); });                                   \
-  }                                                                                               \
-  int clipped_tiles_##F(const Tiles* p) {                                                         \
-    return status([&] { clipped_tiles<F>(*p); });                                                 \
   }
 
 extern "C" {
@@ -375,5 +297,4 @@ int normals_of_words_double(const int64_t* words, int64_t count, double scale, d
 }
 void forget(Open* open) { delete[] open; }
 int64_t noise_bytes() { return sizeof(Noise); }
-int64_t tiles_bytes() { return sizeof(Tiles); }
 }

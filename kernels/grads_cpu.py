@@ -7,14 +7,12 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import torch
 from torch import Tensor
 
 from . import noise_cpu, reference
-from .block_reference import BLOCK, block_bounds
 from .noise import NoiseStream
 from .noise_cpu import call, write_noised, written
 from .reference import (
@@ -31,8 +29,6 @@ from .reference import (
 from .spans import Spans
 
 __all__ = [
-    "block_clip_reduce",
-    "block_clipped_grad",
     "clip_reduce",
     "clipped_grad",
     "embedding_clipped_grad",
@@ -49,23 +45,8 @@ __all__ = [
 
 # Elements of per-sample gradients per thread.
 _WORK_OF_A_THREAD = 1 << 19
-# Elements of per-sample gradients that block_clipped_grad holds at a time, one sample at least.
-_CHUNK = 1 << 21
 # grads_cpu.cpp's kSquaresBlock, and the additions that a square goes through in a block.
 _SQUARES_BLOCK, _SQUARES_ADDITIONS = 4096, 132
-
-
-class _Tiles(ctypes.Structure):
-    """The fields of grads_cpu.cpp's Tiles, in its order."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("grads", "bounds", "sums", "factors")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("stride", "batch", "outputs", "inputs", "height", "width", "threads")
-        ),
-        ("grid", ctypes.c_double),
-    ]
 
 
 def squared_norm(grads: Tensor) -> Tensor:
@@ -128,97 +109,6 @@ def clip_reduce(
     call("clipped_sum", grads.dtype, float(grid), grads, factors, *numbers, total)
     written(total)
     return total if noise is None else noise.add_to_(total).to(grads.dtype)
-
-
-def block_clipped_grad(
-    x: Tensor,
-    dy: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    spans: Spans | None = None,
-    return_factors: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clipped_grad`."""
-    batch = x.shape[0] if spans is None else len(spans)
-    outputs, inputs = dy.shape[2], x.shape[2]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    x, dy = x.detach().to(dtype), dy.detach().to(dtype)
-    sums = _BlockSums(batch, outputs, inputs, bound, block, grid, into)
-    chunk = max(1, min(batch, _CHUNK // max(1, outputs * inputs)))
-    grads = torch.empty(chunk, outputs, inputs, dtype=dtype, device="cpu")
-    for start in range(0, batch, chunk):
-        part = grads[: batch - start]
-        now = slice(start, start + chunk)
-        if spans is None:
-            torch.bmm(dy[now].transpose(1, 2), x[now], out=part)
-        else:
-            for i, (first, end) in enumerate(spans[now]):
-                torch.mm(dy[0, first:end].t(), x[0, first:end], out=part[i])
-        sums.add(part, start)
-    return sums.result(dtype, return_factors)
-
-
-def block_clip_reduce(
-    grads: Tensor,
-    bound: float,
-    *,
-    block: tuple[int, int] = BLOCK,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    return_factors: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `block_reference.block_clip_reduce`."""
-    grads = _readable(grads)
-    batch, outputs, inputs = grads.shape
-    sums = _BlockSums(batch, outputs, inputs, bound, block, grid, into)
-    sums.add(grads, 0)
-    return sums.result(grads.dtype, return_factors)
-
-
-class _BlockSums:
-    """The sum of samples whose tiles are clipped, in fp64, and their factors."""
-
-    def __init__(
-        self,
-        batch: int,
-        outputs: int,
-        inputs: int,
-        bound: float,
-        block: tuple[int, int],
-        grid: float | None,
-        into: Tensor | None,
-    ) -> None:
-        if into is None:
-            into = torch.zeros(outputs, inputs, dtype=torch.float64, device="cpu")
-        self._total = into
-        self._bounds = block_bounds(outputs, inputs, bound, block)
-        self._factors = torch.empty(batch, self._bounds.numel(), device="cpu", dtype=torch.float32)
-        self._block = block
-        self._grid = grid
-
-    def add(self, grads: Tensor, start: int) -> None:
-        """Adds grads [b, O, I], as `_readable` has them, the samples from `start` on."""
-        batch, outputs, inputs = grads.shape
-        tiles = _Tiles(
-            grads=grads.data_ptr(),
-            bounds=self._bounds.data_ptr(),
-            sums=self._total.data_ptr(),
-            factors=self._factors[start:].data_ptr(),
-            **{"stride": grads.stride(0), "batch": batch, "outputs": outputs, "inputs": inputs},
-            height=self._block[0],
-            width=self._block[1],
-            threads=_threads(grads),
-            grid=self._grid or 0.0,
-        )
-        call("clipped_tiles", grads.dtype, tiles)
-
-    def result(self, dtype: torch.dtype, return_factors: bool) -> Tensor | tuple[Tensor, Tensor]:
-        """The sum, rounded to a dtype where it has no grid, and the factors where asked for."""
-        total = written(self._total) if self._grid is not None else self._total.to(dtype)
-        return (total, self._factors) if return_factors else total
 
 
 def _readable(grads: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def add_audit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clipping",
         metavar="C",
-        help="flat (default), per_layer or per_block, see make_private",
+        help="flat (default) or per_layer, see make_private",
     )
     parser.add_argument(
         "--accountant", metavar="A", help="contour (default), pld or rdp, whose claim is tested"

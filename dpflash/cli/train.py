@@ -51,7 +51,7 @@ _OPTIONS: dict[str, tuple[str, type, str]] = {
     ),
     "delta": ("D", float, "delta of the guarantee, below 1 / number of units"),
     "accountant": ("A", str, "name of the accountant"),
-    "clipping": ("NAME", str, "flat (one norm over all parameters), per_layer or per_block"),
+    "clipping": ("NAME", str, "flat (one norm over all parameters) or per_layer"),
     "grad_sample_mode": (
         "NAME",
         str,

@@ -13,17 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpflash.kernels import (
-    block_clip_reduce,
-    bound_share,
-    clip_reduce,
-    squared_norm,
-)
-from dpflash.kernels.block_reference import BLOCK
+from dpflash.kernels import clip_reduce, squared_norm
 
 from ..distributed import collectives
 from ..step import refuse_mixed
@@ -139,39 +132,10 @@ class ContextGate(Gate):
         self.step.sum_to_extend(parameter)
         return self.step.add(parameter, self._whole(position, total))
 
-    def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
-        owner = self.owner
-        (parameter,) = self.group.parameters
-        self._settle([grad])
-        piece = self._slices[0]
-        scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
-        width = parameter.shape[1]
-        own = self.step.rows.only(piece) * scale
-        matrix = own.view(self.batch_size, piece.shape[1] // width, width)
-        dtype = piece.dtype if self.step.grid is None else torch.float64
-        total = piece.new_zeros(0, dtype=dtype)
-        factors = piece.new_ones(self.batch_size, 0, dtype=torch.float32)
-        if matrix.shape[1]:
-            total, factors = block_clip_reduce(
-                matrix, self._tile_bound(matrix.shape[1]), grid=self.step.grid, return_factors=True
-            )
-        owner.statistics.note(None, self._least(factors))
-        whole = self._whole(0, total.flatten())
-        self.reset()
-        self.step.sum_to_extend(parameter)
-        return [self.step.add(parameter, whole)]
-
-    def _tile_bound(self, rows: int) -> float:
-        """The bound of this many rows of the tiled parameter."""
-        return self.bound * bound_share(rows, self._rows(0))
-
     def _cut(self, position: int) -> tuple[int, int, int]:
         """(begin, end, size): this rank's slice of a parameter, and the largest slice's size."""
         parameter = self.group.parameters[position]
-        # Tiles are not cut.
-        unit = BLOCK[0] * parameter.shape[1] if self.group.tiled else 1
-        count = collectives.world_size(self._group)
-        size = -(-parameter.numel() // (unit * count)) * unit
+        size = -(-parameter.numel() // collectives.world_size(self._group))
         begin = min(size * collectives.rank_in(self._group), parameter.numel())
         return begin, min(begin + size, parameter.numel()), size
 
@@ -205,13 +169,3 @@ class ContextGate(Gate):
         padded = F.pad(piece.flatten(), (0, size - piece.numel()))
         whole = collectives.all_gather(padded, self._group, "clipped sums of all ranks' slices")
         return whole.flatten()[: parameter.numel()].view(parameter.shape)
-
-    def _least(self, factors: Tensor) -> Tensor:
-        """`[B]`: the least factor of each sample over the tiles `[B, tiles]` of all ranks."""
-        # A rank may have no tile.
-        least = F.pad(factors, (0, 1), value=1.0).amin(1)
-        if len(least):
-            collectives.all_reduce_(
-                least, self._group, "factors of the samples' tiles", dist.ReduceOp.MIN
-            )
-        return least

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from dpflash.kernels import (
-    block_clipped_grad,
     clip_reduce,
     clipped_grad,
     embedding_clipped_grad,
@@ -26,7 +25,6 @@ from dpflash.kernels import (
 
 from ..packing.pack import EXACT_ALIGN
 from ..packing.units import Units
-from ..sampling.slots import RealRows
 
 # A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. A
 # sample whose tokens cancel by more than this factor, or whose clipping factor is near the end of
@@ -92,12 +90,6 @@ class DeferredGradients:
     units: Units | None = None
     _magnitudes: Tensor | None = None
 
-    def drop_padding(self, rows: RealRows) -> None:
-        """Set the output gradients of linear uses to zero in padding rows."""
-        if self.units is not None:
-            return  # Padding is of no unit.
-        self.linear = [(x, rows.only(dy)) for x, dy in self.linear]
-
     def squared_norm(self, other: Tensor | None = None) -> Tensor:
         """Upper bound [B] of ||G_i||^2 of the sum over the uses, cross terms included.
 
@@ -155,22 +147,6 @@ class DeferredGradients:
             total = of_use if total is None else total.add_(of_use)
         assert total is not None
         return total
-
-    def block_clipped(
-        self, bound: float, grid: float | None, into: Tensor | None, *, scale: int
-    ) -> tuple[Tensor, Tensor]:
-        """(sum over i of scale G_i with each tile clipped, factors [B, tiles]).
-
-        Linear uses only; grid and into are `block_clipped_grad`'s.
-        """
-        assert not self.embedding and not self.tiled
-        linear = self._joined(self.linear)
-        assert linear is not None
-        x, dy, spans = linear
-        dy = dy if scale == 1 else dy * scale
-        return block_clipped_grad(
-            x, dy, bound, grid=grid, into=into, spans=spans, return_factors=True
-        )
 
     def dense(self) -> Tensor:
         """The per-sample gradients G_i [B, rows, ...], computed."""

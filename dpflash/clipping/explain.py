@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from dpflash.kernels import BLOCK
-
 from ..privacy.public_facts import PublicFacts
 from .backward import PrivateBackward
 from .device_speed import Ceilings
@@ -22,21 +20,19 @@ _SHORTEST_NAME = 20
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """Parameters that are clipped together, or a matrix that is clipped tile by tile.
+    """Parameters that are clipped together.
 
     Attributes:
         name: dotted name of the module or parameter, or "all".
         parameters: dotted names.
         elements: number of elements.
         bound: L2 bound of one sample's contribution to the sum of these parameters.
-        tiles: clipping groups inside; 1 unless the matrix is clipped tile by tile.
     """
 
     name: str
     parameters: tuple[str, ...]
     elements: int
     bound: float
-    tiles: int
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,8 @@ class ClippingGroups:
         return len(self.groups)
 
     def __str__(self) -> str:
-        rows = [("group", "elements", "tiles", "bound")]
-        rows += [(g.name, f"{g.elements:,}", str(g.tiles), f"{g.bound:.6g}") for g in self.groups]
+        rows = [("group", "elements", "bound")]
+        rows += [(g.name, f"{g.elements:,}", f"{g.bound:.6g}") for g in self.groups]
         return f"{_table(rows)}\nsensitivity {self.sensitivity:.6g} (one sample)"
 
 
@@ -67,7 +63,7 @@ class PlannedUse:
 
     Attributes:
         parameter: dotted name.
-        grad_sample_mode: "instantiate", "book_keeping", "ghost" or "tiles" (per_block clipping).
+        grad_sample_mode: "instantiate", "book_keeping" or "ghost".
         flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
         moved_bytes: bytes read and written beyond those of a non-private backward.
         memory_bytes: bytes kept until the gradients are clipped.
@@ -150,16 +146,11 @@ def describe_groups(
             parameters=tuple(names[p] for p in group.parameters),
             elements=sum(p.numel() for p in group.parameters),
             bound=group.share * max_grad_norm,
-            tiles=_tiles(group.parameters[0]) if group.tiled else 1,
         )
         for group in groups
     )
     sensitivity = math.sqrt(sum(group.share**2 for group in groups)) * max_grad_norm
     return ClippingGroups(found, min(sensitivity, max_grad_norm))
-
-
-def _tiles(weight: nn.Parameter) -> int:
-    return math.prod(-(-size // side) for size, side in zip(weight.shape, BLOCK, strict=True))
 
 
 def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan:
@@ -173,16 +164,9 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
         planned = backward.planner.plan(shapes)
         for (position, of_parameter), mode in zip(shapes.items(), planned.modes, strict=True):
             name = backward.names[backward.groups[group].parameters[position]]
-            tiled = backward.groups[group].tiled
             asked = backward.planner.mode != "auto"
-            use = (
-                _explain_tiles(name, of_parameter, planned.ceilings)
-                if tiled
-                else _explain(name, of_parameter, mode, planned.ceilings, asked)
-            )
-            uses.append(
-                replace(use, exact=backward.step.exact and (tiled or mode == "instantiate"))
-            )
+            use = _explain(name, of_parameter, mode, planned.ceilings, asked)
+            uses.append(replace(use, exact=backward.step.exact and mode == "instantiate"))
     total = sum(use.seconds for use in uses)
     return ClippingPlan(
         tuple(replace(use, share=use.seconds / total if total else 0.0) for use in uses),
@@ -219,20 +203,6 @@ def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:
         return f"memory budget; {other} is {1 / ratio:.1f}x as fast"
     forms = {shape.norm_form(ceilings.device != "cpu"): None for shape in shapes}
     return f"{other} takes {ratio:.2f}x; norm: {'+'.join(forms)}"
-
-
-def _explain_tiles(name: str, shapes: list[LinearShape], ceilings: Ceilings) -> PlannedUse:
-    plain = [work for shape in shapes for work in shape.plain()]
-    return PlannedUse(
-        parameter=name,
-        grad_sample_mode="tiles",
-        flops=0,
-        moved_bytes=0,
-        memory_bytes=sum(s.book_keeping_bytes for s in shapes),
-        seconds=sum(work.seconds(ceilings) for work in plain),
-        share=0.0,
-        why="clipped as they are made; none is kept",
-    )
 
 
 def _cut(name: str, width: int) -> str:

@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dpflash.kernels import (
-    block_clip_reduce,
-    clip_factors,
-    clip_reduce,
-    squared_norm,
-)
+from dpflash.kernels import clip_factors, clip_reduce, squared_norm
 from dpflash.kernels.reference import rounded_down
 
 from ..distributed.fsdp import is_sharded
@@ -182,7 +177,7 @@ class Gate:
         mode = self.owner.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, self._deferred(position, linear=((x, dy),)))
-        elif mode in _CLIPS and not self.group.tiled and self._way(position) == "instantiate":
+        elif mode in _CLIPS and self._way(position) == "instantiate":
             return self._deferred(position, linear=((x, dy),)).dense()
         else:
             self._keep(position).linear.append((x.detach(), dy.detach()))
@@ -295,8 +290,6 @@ class Gate:
         self._refuse_written()
         self.owner.check_gate(self)
         self.owner.compare(self, grads)
-        if self.group.tiled:
-            return self._finish_tiles(grads[0])
         factors = self._factors(grads)
         results: list[Tensor | None] = []
         for position, (parameter, grad) in enumerate(
@@ -336,31 +329,6 @@ class Gate:
         if grad is not None:
             total = total + clip_reduce(grad, factors, grid=step.grid)
         return step.add(parameter, total, is_exact=False)
-
-    def _finish_tiles(self, grad: Tensor | None) -> list[Tensor | None]:
-        """`finish` for the one parameter of a group that is clipped tile by tile."""
-        owner, step = self.owner, self.step
-        (parameter,) = self.group.parameters
-        scale = max(1, self.batch_size) if owner.loss_reduction == "mean" else 1
-        kept = self._kept.get(0)
-        if kept is None and grad is None or not parameter.numel():
-            step.add_zero(parameter)
-            self.reset()
-            return [None]
-        into = step.sum_to_extend(parameter)
-        if kept is not None and grad is None:
-            # The factors of tiles do not know of padding rows, so these lose their gradients here.
-            kept.drop_padding(step.rows)
-            total, factors = kept.block_clipped(self.bound, step.grid, into, scale=scale)
-        else:
-            assert grad is not None
-            dense = step.rows.only(grad if kept is None else grad + kept.dense())
-            total, factors = block_clip_reduce(
-                dense * scale, self.bound, grid=step.grid, into=into, return_factors=True
-            )
-        owner.statistics.note(None, factors.amin(1))
-        self.reset()
-        return [step.add(parameter, total)]
 
     def reset(self) -> None:
         self._kept = {}

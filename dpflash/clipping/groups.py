@@ -29,14 +29,11 @@ class Group:
         name: dotted name of the module, or "all".
         parameters: the trainable parameters, each once.
         share: the group's bound as a fraction of max_grad_norm.
-        tiled: the one parameter is a matrix, and each of its tiles is clipped by itself to its
-            part of the group's bound, see `dpflash.kernels.block_clipped_grad`.
     """
 
     name: str
     parameters: tuple[nn.Parameter, ...]
     share: float
-    tiled: bool = False
 
 
 def flat_groups(parameters: Sequence[nn.Parameter]) -> list[Group]:
@@ -63,23 +60,6 @@ def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> l
         merged.append(("+".join([entry[0] for entry in touching] + [name]), own))
     share = 1.0 if len(merged) < 2 else bound_share(1, len(merged))
     return [Group(name, tuple(own.values()), share) for name, own in merged]
-
-
-def per_block_groups(
-    parameters: Sequence[nn.Parameter], names: dict[nn.Parameter, str], tiled: set[int]
-) -> list[Group]:
-    """One group a parameter, those whose id is in `tiled` cut into tiles, C^2 by element count.
-
-    Guarantees:
-        The shares' squares sum to at most 1, so that one sample moves all groups together by at
-        most max_grad_norm.
-    """
-    elements = sum(p.numel() for p in parameters)
-    shares = [bound_share(p.numel(), elements) for p in parameters]
-    return [
-        Group(names[p], (p,), share, id(p) in tiled)
-        for p, share in zip(parameters, shares, strict=True)
-    ]
 
 
 def joint_bound(bounds: Bounds) -> float:

@@ -35,13 +35,13 @@ class ClipStatistics:
             nonfinite = self._rows.only(~losses.detach().isfinite())
             self._add(self._newly_removed(nonfinite), torch.zeros_like(nonfinite))
 
-    def note(self, squares: Tensor | None, factors: Tensor) -> None:
+    def note(self, squares: Tensor, factors: Tensor) -> None:
         """Note the squared norms and the clipping factors of one group, `[B]` each.
 
         Numbers stay on their device until they are asked for.
         """
         real = self._rows.of(factors)
-        self._squares = (None if squares is None else squares.detach(), real)
+        self._squares = (squares.detach(), real)
         removed, clipped = self._rows.only(factors == 0), self._rows.only(factors < 1)
         self._add(self._newly_removed(removed), clipped & ~removed)
         self.seen_samples += self._rows.count(len(factors))

@@ -17,7 +17,6 @@ from ..clipping.groups import (
     Bounds,
     Group,
     flat_groups,
-    per_block_groups,
     per_layer_groups,
     with_bounds,
 )
@@ -26,7 +25,6 @@ from .base import plain_class, plain_forward
 from .batch_second import BatchSecond, batch_second
 from .experts import check_routing
 from .generic import PrivateLeaf, PrivateParametrized
-from .linear import PrivateConv1D, PrivateLinear
 from .owner import PrivateOwner
 from .peft import check_adapter, is_adapter
 
@@ -241,21 +239,6 @@ def untraceable(model: nn.Module) -> str | None:
     return None
 
 
-def tileable(model: nn.Module) -> set[int]:
-    """Ids of the weights that are clipped by tiles: those of one linear layer and nothing else."""
-    users: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), []).append(module)
-    return {
-        key
-        for key, modules in users.items()
-        if len(modules) == 1
-        and rule_for(modules[0]) in (PrivateLinear, PrivateConv1D)
-        and key == id(modules[0].weight)
-    }
-
-
 def attach(model: nn.Module, backward: PrivateBackward) -> None:
     """Swap the class of every module that holds trainable parameters for its private one.
 
@@ -314,9 +297,5 @@ def make_groups(
     """The clipping groups of a kind of clipping, with equal bounds where none are given."""
     if clipping == "flat":
         return flat_groups(trained)
-    if clipping == "per_layer":
-        groups = per_layer_groups(owners(module, trained))
-    else:
-        names = {p: n for n, p in module.named_parameters()}
-        groups = per_block_groups(trained, names, tileable(module))
+    groups = per_layer_groups(owners(module, trained))
     return groups if bounds is None else with_bounds(groups, bounds)

@@ -41,7 +41,7 @@ class Optimization:
 
     Attributes:
         level: "none", "conservative", "balanced" or "aggressive".
-        clipping: "flat", "per_layer" or "per_block".
+        clipping: "flat" or "per_layer".
         autocast: whether the model's forward runs under bfloat16 autocast.
         compiled: whether the model's forward goes through torch.compile where it trains.
         changes: sentences, each with its subject first: privacy, clipping, numerics, memory,
@@ -126,10 +126,8 @@ _CONSERVATIVE = (
 
 
 def _of_none(clipping: str) -> tuple[str, ...]:
-    tiles = " but the tiles of per_block, which are clipped as they are made"
     return (
-        f"clipping: {clipping}; each layer keeps its per-sample gradients"
-        f"{tiles if clipping == 'per_block' else ''}; no planner",
+        f"clipping: {clipping}; each layer keeps its per-sample gradients; no planner",
         "numerics: those of the model as it is",
         "memory: one gradient of each matrix for each sample of the batch, whatever "
         "memory_budget says",
@@ -153,8 +151,8 @@ def _clipping(asked: Asked, clipping: str) -> str:
         return f"{text}, so not per_layer"
     return (
         f"{text} instead of flat, each module with an equal share of the squared bound: another "
-        "estimate of the gradient, so learning rate and max_grad_norm may want tuning. per_block "
-        "is no faster; clipping='flat' keeps one norm for all"
+        "estimate of the gradient, so learning rate and max_grad_norm may want tuning; "
+        "clipping='flat' keeps one norm for all"
     )
 
 

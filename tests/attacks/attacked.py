@@ -127,7 +127,6 @@ VIEWS = {
     "p.grad, book_keeping": View({"grad_sample_mode": "book_keeping"}),
     "p.grad, ghost": View({"grad_sample_mode": "ghost"}),
     "p.grad, per_layer": View({"clipping": "per_layer"}),
-    "p.grad, per_block": View({"clipping": "per_block"}),
     "p.grad, microbatches": View({"physical_batch_size": 3}),
     "p.grad, mean": View({"physical_batch_size": 3, "loss_reduction": "mean"}),
     # That a layer runs depends on other samples, which the first batch's proof refuses.

@@ -61,7 +61,7 @@ def test_without_noise_every_provider_sums_what_a_loop_over_samples_sums(model, 
             measured.step()
 
 
-@pytest.mark.parametrize("provider", ["dpflash-flat-auto", "dpflash-per_block", "opacus-ghost"])
+@pytest.mark.parametrize("provider", ["dpflash-flat-auto", "opacus-ghost"])
 def test_under_autocast_the_sum_is_right_to_the_digits_of_bfloat16(provider):
     measured = subject("lm", provider, dtype="bfloat16")
     assert 1e-4 < measured.error() <= measured.tolerance
@@ -69,7 +69,7 @@ def test_under_autocast_the_sum_is_right_to_the_digits_of_bfloat16(provider):
 
 @pytest.mark.parametrize("provider", ["dpflash-flat-auto", "dpflash-per_layer"])
 def test_a_provider_that_clips_otherwise_than_it_says_is_found(monkeypatch, provider):
-    kinds = {"dpflash-flat-auto": "per_layer", "dpflash-per_layer": "per_block"}
+    kinds = {"dpflash-flat-auto": "per_layer", "dpflash-per_layer": "flat"}
     monkeypatch.setattr(private, "clipping_of", lambda provider: kinds[provider])
     measured = subject("attention", provider)
     assert measured.error() > 100 * measured.tolerance
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_not_finite_is_infinitely_wrong(monkeypatch, place, b
     assert gradient_error(attention_task(), "dpflash-flat-auto") == math.inf
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_every_sample_of_the_loop_is_clipped_to_the_whole_bound(clipping):
     task = attention_task()
     for i in range(task.batch):

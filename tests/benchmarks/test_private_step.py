@@ -39,7 +39,7 @@ def test_a_cpu_measures_the_fast_providers_on_a_long_sequence_and_peers_are_mark
         for place in ("B16-T256", "B4-T2048")
     )
     assert short == {*private.PROVIDERS}
-    ours = {f"dpflash-{c}" for c in ("flat-auto", "flat-instantiate", "per_layer", "per_block")}
+    ours = {f"dpflash-{c}" for c in ("flat-auto", "flat-instantiate", "per_layer")}
     assert long == {"nonprivate", "opacus-hooks", *ours}
     peers = {one.config["provider"] for one in measurements.values() if one.columns.get("peer")}
     assert peers == {"opacus-hooks", "opacus-ghost"}

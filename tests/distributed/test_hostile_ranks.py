@@ -37,7 +37,7 @@ def test_entries_that_vary_are_taken(pair: Any) -> None:
 
 
 @pytest.mark.cases(6)
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize(
     ("run", "count", "released"),
     [
@@ -84,7 +84,7 @@ def test_empty_shares_through_layers_of_the_generic_rule(pair: Any, kind: str) -
     assert any(a != b for a, b in zip(first["sizes"], second["sizes"], strict=True))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_layer_that_counts_on_one_rank_only_trains_on_it_or_is_refused(
     pair: Any, clipping: str
 ) -> None:

@@ -79,7 +79,6 @@ CLIPPINGS = [
     pytest.param({"clipping": "flat", "grad_sample_mode": "ghost"}, id="flat-ghost"),
     pytest.param({"clipping": "flat", "clip_function": "automatic"}, id="flat-automatic"),
     pytest.param({"clipping": "per_layer"}, id="per_layer"),
-    pytest.param({"clipping": "per_block"}, id="per_block"),
 ]
 # Ranks, those that share a sample, and the wrapper.
 MESHES = [
@@ -386,7 +385,6 @@ PACKED = [
     {"grad_sample_mode": "ghost", "mode": "all_gather"},
     {"grad_sample_mode": "auto"},
     {"clipping": "per_layer"},
-    {"clipping": "per_block"},
     {"model": {"chunked_loss": True, "pattern": "dilated", "positions": "learned"}},
 ]
 
@@ -490,7 +488,6 @@ def test_invariant_10_no_rank_releases_where_the_ledger_fails(
 EXACT = [
     {"clipping": "flat", "grad_sample_mode": "instantiate"},
     {"clipping": "per_layer"},
-    {"clipping": "per_block"},
 ]
 # Ranks (0: one process without a mesh), their wrapper, and clipping.
 EXACT_MESHES = [
@@ -531,7 +528,7 @@ def test_a_release_has_the_same_bits_for_any_ranks_and_microbatches(
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_packed_documents_have_the_same_bits_for_any_ranks(
     started: _Started, ranks: int, wrapper: str, clipping: str
 ) -> None:

@@ -36,7 +36,6 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "flat": {"clipping": "flat"},
     "ghost": {"clipping": "flat", "grad_sample_mode": "ghost"},
     "per_layer": {"clipping": "per_layer"},
-    "per_block": {"clipping": "per_block"},
     "dpflash": {"clipping": "flat"},
     "LoRA": {"clipping": "flat"},
 }
@@ -49,7 +48,7 @@ rounding to float32 (of clipping factors, in eager attention's softmax and in De
 and means that they are equal. A number in brackets is a refusal, listed below. {trained} of the
 architectures train with all parameters.
 
-`flat`, `ghost`, `per_layer` and `per_block` are ways to clip, with transformers' own attention
+`flat`, `ghost` and `per_layer` are ways to clip, with transformers' own attention
 (`"eager"`). The configs turn dropout off, and Wav2Vec2's SpecAugment, which masks a whole batch at
 once and is refused (`apply_spec_augment=False`). `dpflash` is flat clipping with
 `attn_implementation="dpflash"` ([how](attention.md)), which needs attention dropout of 0, compared

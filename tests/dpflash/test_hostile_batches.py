@@ -242,14 +242,6 @@ def test_a_restored_state_puts_no_hooks_around_the_steps_of_others(private):
     assert optimizer.releases == len(loader)
 
 
-def test_an_empty_batch_of_tiles_with_a_declared_mean(private):
-    engine, model, _, _ = private(
-        linear(), batch_size=4, clipping="per_block", loss_reduction="mean"
-    )
-    model(torch.zeros(0, 3)).square().sum().backward()
-    assert all(not s.any() for s in engine._step.sums.values())
-
-
 @pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3), (4, 2, 5, 3)])
 def test_what_a_private_layer_returns_may_be_changed_in_place(private, shape):
     engine, model, _, _ = private(nn.Sequential(linear(), nn.ReLU(inplace=True)), batch_size=4)

@@ -39,7 +39,7 @@ def _options(clipping, bound):
     return {**chosen, "one_part": True, "exact": False, "max_grad_norm": bound}
 
 
-CLIPPINGS = ["flat", "ghost", "per_layer", "per_block"]
+CLIPPINGS = ["flat", "ghost", "per_layer"]
 
 
 @pytest.mark.cases(6)

@@ -36,7 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     "flat ghost": {"clipping": "flat", "grad_sample_mode": "ghost"},
     "flat automatic": {"clipping": "flat", "clip_function": "automatic"},
     "per_layer": {"clipping": "per_layer"},
-    "per_block": {"clipping": "per_block"},
     "flat exact": {"clipping": "flat", "exact": True},
     "aggressive": {"optimize": "aggressive"},
     "balanced": {"optimize": "balanced"},

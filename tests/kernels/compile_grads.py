@@ -2,7 +2,7 @@
 
 Prints what each kernel needs as JSON lines, in the words of `compile_attention.py`.
 `test_compile.py` runs this script; by hand, with TRITON_INTERPRET=0, for instance
-`compile_grads.py sm_90 block_clipped_grad/16`.
+`compile_grads.py sm_90 clipped_grad/16`.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from triton.compiler import ASTSource
 
 from dpflash.kernels import grad_launch as launch
 from dpflash.kernels import grad_triton as kernels
-from dpflash.kernels.block_reference import BLOCK
 from dpflash.kernels.grad_configs import table
 
 # Next to this script, which runs as a program of its own.
@@ -29,17 +28,13 @@ TARGETS = attention.TARGETS
 
 FUNCTIONS = {
     "gram": "grad_norm_gram",
-    "block_clipped_grad": "clipped_grad",
     "exact_clip_reduce": "clip_reduce",
     "noisy_clip_reduce": "clip_reduce",
     "offset_clip_reduce": "clip_reduce",
     "philox_clip_reduce": "clip_reduce",
-    "block_clip_reduce": "clip_reduce",
-    "exact_block_clip_reduce": "clip_reduce",
 }
-TILE = {"BLOCK_M": BLOCK[0], "BLOCK_N": BLOCK[1]}
 REDUCE = {
-    **{"BLOCK_M": 1, "BLOCK_N": 1, "TILED": False, "BLOCK": launch.REDUCE_BLOCK},
+    "BLOCK": launch.REDUCE_BLOCK,
     **{"EXACT": False, "INTO": False, "NOISE": False, "ALIGNED": True, "PHILOX": False},
 }
 EXACT = REDUCE | {"EXACT": True, "INTO": True}
@@ -51,9 +46,6 @@ REDUCTIONS = {
     "noisy_clip_reduce": NOISY,
     "offset_clip_reduce": NOISY | {"ALIGNED": False},
     "philox_clip_reduce": NOISY | {"PHILOX": True},
-    "block_clip_reduce": REDUCE | TILE | {"TILED": True},
-    "exact_block_clip_reduce": EXACT | TILE | {"TILED": True},
-    "tile_factors": TILE | {"ROWS": launch.TILE_ROWS},
     "token_sums": {
         "CHUNK": launch.TOKEN_CHUNK,
         "BLOCK_T": launch.TOKEN_BLOCK,
@@ -71,7 +63,6 @@ POINTERS = {
     "squares_ptr": "*fp64",
     "pairs_ptr": "*i32",
     "factors_ptr": "*fp32",
-    "bounds_ptr": "*fp64",
     "out_ptr": "*fp32",
     "mean_ptr": "*fp32",
     "rstd_ptr": "*fp32",
@@ -85,11 +76,8 @@ POINTERS = {
 }
 # What the launcher passes None for; spans_ptr too, but for spans.
 ABSENT = {
-    "clipped_grad": "bounds_ptr",
     "clip_reduce": "open_ptr",
     "exact_clip_reduce": "open_ptr",
-    "block_clip_reduce": "open_ptr",
-    "exact_block_clip_reduce": "open_ptr",
 }
 
 
@@ -100,8 +88,7 @@ def constants_of(kernel, arch, sizes):
     flags = {
         "per_sample_grad": {"STORE": True, "SQUARES": True},
         "gram": {"RUN": launch.GRAM_STEPS * sizes[2]},
-        "clipped_grad": {"CLIP": False, "STORE_FACTORS": False},
-        "block_clipped_grad": {"CLIP": True, "STORE_FACTORS": True},
+        "clipped_grad": {},
     }[kernel]
     precision = launch.precision(TARGETS[arch].backend == "hip")
     blocks = {"BLOCK_M": sizes[0], "BLOCK_N": sizes[1], "BLOCK_K": sizes[2]}

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from dpflash.kernels import attention_configs, grad_configs
-from dpflash.kernels.block_reference import BLOCK
 
 pytest.importorskip("triton")
 
@@ -44,13 +43,11 @@ GRADS = [
 ]
 REDUCTIONS = (
     "clip_reduce/16",
-    "block_clip_reduce/16",
-    "tile_factors/16",
     "token_sums/16",
     "embedding_grad_norm/16",
     "embedding_clipped_grad/16",
 )
-EXACT = ("exact_clip_reduce", "exact_block_clip_reduce")
+EXACT = ("exact_clip_reduce",)
 NOISY = ("noisy_clip_reduce", "offset_clip_reduce", "philox_clip_reduce")
 NOISE = [
     f"{generator}/{dtype}/{place}"
@@ -65,20 +62,18 @@ REGISTERS_OF_NOISE = 168
 SHARED_OF_NOISE = 8192
 # Bytes that a thread may spill under Triton 3.6 and under later releases, where not 0. Three TF32
 # products keep two halves of every operand in registers, so in float32 no tile of head dim 256
-# fits, and a clipping group is one size on every device.
+# fits.
 SPILLED = {
     ("sm_80", "dq/64/16"): (40, 0),
     ("sm_80", "dq/128/16"): (48, 0),
     ("sm_80", "dkdv/64/16"): (40, 0),
     ("sm_80", "gram/32"): (32, 0),
-    ("sm_80", "block_clipped_grad/32"): (272, 264),
     # Outside the loops over chunks only.
     ("sm_90", "dq/256/16"): (0, 128),
     ("sm_90", "dq/128/32"): (24, 0),
     ("sm_90", "forward/256/32"): (32, 64),
     ("sm_90", "dq/256/32"): (64, 160),
     ("sm_90", "dkdv/256/32"): (184, 256),
-    ("sm_90", "block_clipped_grad/32"): (56, 64),
     ("sm_100", "gram/32"): (72, 0),
     ("sm_100", "dkdv/64/16"): (48, 0),
     ("sm_100", "dkdv/128/16"): (16, 0),
@@ -190,11 +185,10 @@ def test_table_names_every_kernel_for_every_architecture_and_nothing_else(table,
         assert sorted(rows) == sorted(entries), arch
 
 
-def test_table_keeps_the_clipping_groups_and_square_token_tiles():
+def test_table_keeps_square_token_tiles():
     for arch, rows in grad_configs.table().items():
         for bits in (16, 32):
-            clipped, gram = rows[f"block_clipped_grad/{bits}"], rows[f"gram/{bits}"]
-            assert (clipped.block_m, clipped.block_n) == BLOCK, arch
+            gram = rows[f"gram/{bits}"]
             assert gram.block_m == gram.block_n, arch
 
 
@@ -303,7 +297,7 @@ def test_exact_sums_of_odd_widths_fit_their_architecture(arch, compiled):
 
 
 def test_widths_that_are_no_multiples_of_16_compile(compiled):
-    lines = compiled("grads", "sm_90", ["block_clipped_grad/16"], "--odd", "--half", "fp16")
+    lines = compiled("grads", "sm_90", ["clipped_grad/16"], "--odd", "--half", "fp16")
     assert not misfits("sm_90", lines)
 
 

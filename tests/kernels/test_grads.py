@@ -2,18 +2,15 @@
 
 import dataclasses
 import inspect
-import math
 import re
 import subprocess
 import sys
-from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 
 from dpflash import kernels
-from dpflash.kernels import block_reference, grads, grads_cpu, reference
+from dpflash.kernels import grads, grads_cpu, reference
 
 X, DY = torch.zeros(3, 4, 5), torch.zeros(3, 4, 6)
 FACTORS, INDICES = torch.ones(3), torch.zeros(3, 4, dtype=torch.int64)
@@ -21,31 +18,6 @@ GRID = 2.0**-30
 NOISE = kernels.NoiseStream(std=1.0, grid=GRID, key=bytes(32), step=0, parameter_id=0)
 END = dataclasses.replace(NOISE, offset=2**35 - 19)
 REFUSED = {
-    "bound-zero": ("block_clipped_grad", (X, DY, 0.0), {}, "bound is 0.0"),
-    "bound-negative": ("block_clipped_grad", (X, DY, -1.0), {}, "bound is -1.0"),
-    "bound-nan": ("block_clipped_grad", (X, DY, math.nan), {}, "bound is nan"),
-    "bound-tensor": ("block_clipped_grad", (X, DY, torch.ones(3)), {}, "give a number"),
-    "bound-of-stored": ("block_clip_reduce", (X, math.nan), {}, "bound is nan"),
-    "bound-string": ("block_clipped_grad", (X, DY, "1"), {}, "bound is '1': give a number"),
-    "bound-none": ("block_clip_reduce", (X, None), {}, "bound is None: give a number"),
-    "bound-true": ("block_clip_reduce", (X, True), {}, "bound is True: give a number"),
-    "bound-of-one-element": (
-        "block_clipped_grad",
-        (X, DY, torch.tensor(1.0)),
-        {},
-        "bound is a Tensor: pass bound.item()",
-    ),
-    "block-number": ("block_clipped_grad", (X, DY, 1.0), {"block": 16}, "block is 16: give two"),
-    "block-floats": (
-        "block_clip_reduce",
-        (X, 1.0),
-        {"block": (16.0, 16)},
-        "block is (16.0, 16): give two",
-    ),
-    "block-none": ("block_clip_reduce", (X, 1.0), {"block": None}, "block is None: give two"),
-    "block-set": ("block_clip_reduce", (X, 1.0), {"block": {16, 32}}, "give two powers of two"),
-    "block-odd": ("block_clipped_grad", (X, DY, 1.0), {"block": (16, 100)}, r"block is (16, 100)"),
-    "block-large": ("block_clipped_grad", (X, DY, 1.0), {"block": (16, 256)}, "16 to 128"),
     "form": ("grad_norm", (X, DY), {"form": "gramm"}, "form is 'gramm'"),
     "factors-short": ("clipped_grad", (X, DY, torch.ones(2)), {}, "factors has shape (2,)"),
     "factors-wide": ("clip_reduce", (X, torch.ones(3, 1)), {}, "for each of the 3 samples"),
@@ -110,8 +82,6 @@ REFUSED = {
         "and the sum goes into another: give noise of the same grid, and no `into`",
     ),
     "grid-zero": ("clip_reduce", (X, FACTORS), {"grid": 0.0}, "grid=0.0: expected a power of two"),
-    "grid-of-blocks": ("block_clip_reduce", (X, 1.0), {"grid": 0.3}, "grid=0.3: expected a power"),
-    "grid-of-products": ("block_clipped_grad", (X, DY, 1.0), {"grid": "1"}, "grid='1': expected"),
     "into-without-a-grid": (
         "clip_reduce",
         (X, FACTORS),
@@ -125,16 +95,16 @@ REFUSED = {
         "into has shape (4, 5), dtype torch.float32 and strides (5, 1): give a contiguous float64",
     ),
     "into-strided": (
-        "block_clip_reduce",
-        (X, 1.0),
+        "clip_reduce",
+        (X, FACTORS),
         {"grid": GRID, "into": torch.zeros(5, 4).double().t()},
         "and strides (1, 4): give a contiguous float64 tensor of shape (4, 5)",
     ),
     "into-shape": (
-        "block_clipped_grad",
-        (X, DY, 1.0),
-        {"grid": GRID, "into": torch.zeros(5, 6).double()},
-        "give a contiguous float64 tensor of shape (6, 5)",
+        "clip_reduce",
+        (X, FACTORS),
+        {"grid": GRID, "into": torch.zeros(5, 4).double()},
+        "give a contiguous float64 tensor of shape (4, 5)",
     ),
     "into-list": ("clip_reduce", (X, FACTORS), {"grid": GRID, "into": []}, "into is a list: give"),
     "dtype": ("per_sample_grad", (X.to(torch.float8_e5m2), DY), {}, "x has dtype"),
@@ -151,12 +121,10 @@ REFUSED = {
     "x-array": ("clipped_grad", (X.numpy(), DY, FACTORS), {}, "x is a ndarray: give a Tensor"),
     "dy-list": ("per_sample_grad", (X, DY.tolist()), {}, "dy is a list: give a Tensor"),
     "dy-list-of-bias": ("per_sample_bias_grad", (DY.tolist(),), {}, "dy is a list: give a"),
-    "dy-list-of-blocks": ("block_clipped_grad", (X, DY.tolist(), 1.0), {}, "dy is a list: give"),
     "dy-list-of-table": ("embedding_grad_norm", (INDICES, DY.tolist()), {}, "dy is a list: give"),
     "indices-list": ("embedding_grad_norm", (INDICES.tolist(), DY), {}, "indices is a list: give"),
     "grads-list": ("clip_reduce", (X.tolist(), FACTORS), {}, "grads is a list: give a Tensor"),
     "grads-list-of-norm": ("squared_norm", (X.tolist(),), {}, "grads is a list: give a Tensor"),
-    "grads-list-of-blocks": ("block_clip_reduce", (X.tolist(), 1.0), {}, "grads is a list: give"),
     "norm-list": ("rms_norm_backward", (X, X.tolist(), X, None, 1), {}, "x is a list: give a"),
     "normalised-string": ("rms_norm_backward", (X, X, X[..., :1], None, "1"), {}, "ndim is '1'"),
     "norm-dtypes": (
@@ -191,8 +159,8 @@ REFUSED = {
         "spans is ((2, 1),): give",
     ),
     "spans-overlap": (
-        "block_clipped_grad",
-        (X[:1], DY[:1], 1.0),
+        "per_sample_grad",
+        (X[:1], DY[:1]),
         {"spans": ((0, 2), (3, 4), (1, 3))},
         "two overlap; give each token to one sample at most",
     ),
@@ -248,7 +216,6 @@ MIXED = {
     "grad_norm": (),
     "per_sample_grad": (),
     "clipped_grad": (FACTORS,),
-    "block_clipped_grad": (1.0,),
 }
 
 
@@ -302,15 +269,6 @@ def test_the_conversion_that_the_message_names_rounds_factors_down():
     assert float(kernels.clip_reduce(torch.ones(10_000), factors)) > 0
 
 
-@pytest.mark.parametrize(
-    "number", [2, Fraction(2), np.float32(2), np.float64(2), np.int64(2)], ids=repr
-)
-def test_a_number_of_any_type_is_taken_for_its_float(number):
-    assert torch.equal(
-        kernels.block_clip_reduce(DY + 1, number), kernels.block_clip_reduce(DY + 1, 2.0)
-    )
-
-
 OPERATIONS = [
     n for n, f in vars(grads).items() if inspect.isfunction(f) and f.__module__ == grads.__name__
 ]
@@ -320,8 +278,7 @@ OPERATIONS = [n for n in OPERATIONS if not n.startswith("_")]
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_help_of_an_operation_is_the_references_and_says_what_the_dispatch_refuses(name):
     text = inspect.getdoc(getattr(kernels, name))
-    backend = reference if hasattr(reference, name) else block_reference
-    of_reference = inspect.getdoc(getattr(backend, name))
+    of_reference = inspect.getdoc(getattr(reference, name))
     before, guarantees, after = of_reference.partition("\n\nGuarantees:")
     assert text.startswith(before + "\n\nRaises:\n    ValueError: ")
     assert text.endswith(guarantees + after)
@@ -338,8 +295,6 @@ def test_the_help_says_what_a_reader_cannot_guess():
         text = " ".join(inspect.getdoc(getattr(kernels, name)).split())
         assert "Not checked" in text and "breaks the bound" in text, name
         assert "A factor of exactly 0 removes its sample" in text, name
-    for name in ("block_clipped_grad", "block_clip_reduce"):
-        assert "math.inf" in inspect.getdoc(getattr(kernels, name)), name
 
 
 def test_tensors_of_a_device_without_triton_are_refused_with_what_to_do(monkeypatch):
@@ -360,10 +315,10 @@ def test_every_operation_of_the_launcher_has_the_signature_of_the_reference():
     pytest.importorskip("triton")
     code = (
         "import inspect\n"
-        "from dpflash.kernels import block_reference, grad_launch, grads, reference\n"
+        "from dpflash.kernels import grad_launch, grads, reference\n"
         "def own(m): return {n: f for n, f in vars(m).items() if inspect.isfunction(f)\n"
         "    and f.__module__ == m.__name__ and not n.startswith('_')}\n"
-        "references = {**own(reference), **own(block_reference)}\n"
+        "references = own(reference)\n"
         "launched = {n: f for n, f in own(grad_launch).items()\n"
         "    if n not in ('precision', 'noise_width')}\n"
         "assert set(launched) == set(own(grads)), set(launched) ^ set(own(grads))\n"
@@ -377,8 +332,7 @@ def test_every_operation_of_the_launcher_has_the_signature_of_the_reference():
 
 def test_every_operation_on_the_cpu_has_the_signature_of_the_reference_implementation():
     for name in OPERATIONS:
-        backend = reference if hasattr(reference, name) else block_reference
-        own, wanted = (inspect.signature(getattr(m, name)) for m in (grads_cpu, backend))
+        own, wanted = (inspect.signature(getattr(m, name)) for m in (grads_cpu, reference))
         assert own == wanted, name
     assert set(OPERATIONS) == set(grads_cpu.__all__)
 

@@ -9,7 +9,6 @@ import math
 import multiprocessing
 import os
 import platform
-import re
 from fractions import Fraction
 
 import hypothesis
@@ -20,14 +19,12 @@ import torch
 from dpflash import kernels
 from dpflash.kernels import (
     NoiseStream,
-    block_reference,
     grads_cpu,
     grid_of,
     noise_cpu,
     reference,
 )
 from dpflash.kernels import native as cpp
-from dpflash.kernels.block_reference import block_bounds
 from dpflash.kernels.grid import is_on_grid, truncated
 from dpflash.kernels.noise import keystream
 
@@ -270,17 +267,13 @@ def test_an_interrupted_call_leaves_no_element_without_noise(monkeypatch):
 
 def test_no_bit_depends_on_the_number_of_threads(every_thread_count, processor):
     grads, factors, noise = random(6, 5000), factors_for(6), stream(offset=77)
-    blocks = random(3, 300, 700, seed=1)
 
     def all_results():
-        total, of_blocks = kernels.block_clip_reduce(blocks, 100.0, grid=GRID, return_factors=True)
         return [
             kernels.squared_norm(grads),
             kernels.clip_reduce(grads, factors, grid=GRID),
             kernels.clip_reduce(grads, factors, grid=GRID, noise=noise),
             noise.add_to_(grads[0].clone()),
-            total,
-            of_blocks,
         ]
 
     first, *others = every_thread_count(all_results)
@@ -351,7 +344,6 @@ def test_gradients_may_lie_in_memory_in_any_way(kind):
         kernels.squared_norm,
         lambda g: kernels.clip_reduce(g, factors, grid=GRID),
         lambda g: kernels.clip_reduce(g, factors, grid=GRID, noise=noise),
-        lambda g: kernels.block_clip_reduce(g, 2.0, block=(16, 16), grid=GRID),
     ):
         found = operation(grads)
         assert torch.equal(found, operation(plain)) and not found.requires_grad
@@ -361,7 +353,6 @@ def test_autograd_learns_of_what_is_written_in_place():
     for write in (
         lambda x: stream().add_to_(x),
         lambda x: kernels.clip_reduce(random(2, 4), torch.ones(2), grid=GRID, into=x),
-        lambda x: kernels.block_clip_reduce(random(2, 2, 2), 1.0, grid=GRID, into=x.view(2, 2)),
     ):
         x, leaf = torch.ones(4, dtype=torch.float64), torch.ones(4).double().requires_grad_()
         y = (leaf * x).sum()
@@ -405,80 +396,6 @@ def test_a_forked_process_draws_with_threads_of_its_own(monkeypatch):
     assert child.exitcode == 0
 
 
-def recomputed(grads, factors, block, grid):
-    """The sum that these factors make of the tiles, sample by sample."""
-    outputs, inputs = grads.shape[1:]
-    weights = factors.double().view(len(grads), -(-outputs // block[0]), -1)
-    weights = weights.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
-    clipped = grads.double() * weights[:, :outputs, :inputs]
-    clipped[weights[:, :outputs, :inputs] == 0] = 0.0
-    return (clipped if grid is None else truncated(clipped, grid)).sum(0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_clipped_tiles_are_those_of_the_reference_implementation(dtype, processor):
-    sizes = [(1, 1), (16, 16), (17, 33), (50, 5), (40, 1100)]
-    for (outputs, inputs), grid in itertools.product(sizes, (GRID, None)):
-        block = (16, 16) if inputs < 1000 else (16, 128)
-        grads = random(4, outputs, inputs, dtype=dtype)
-        grads[1] *= 1e-3
-        grads[2, 0, -1] = math.nan
-        named = {"block": block, "grid": grid, "return_factors": True}
-        found, factors = kernels.block_clip_reduce(grads, 3.0, **named)
-        expected, of_reference = block_reference.block_clip_reduce(grads, 3.0, **named)
-        # Squares are added up in another order.
-        assert bool(((factors - of_reference).abs() <= of_reference * 2.0**-23).all())
-        assert torch.equal(factors == 0, of_reference == 0)
-        exact = recomputed(grads, factors, block, grid)
-        assert found.dtype == expected.dtype
-        if grid is None:
-            assert bool(((found - exact).abs() <= exact.abs() * 2e-7 + 1e-9).all())
-        else:
-            assert torch.equal(found, exact) and is_on_grid(found, grid)
-
-
-def test_the_factor_of_a_tile_is_rounded_down_in_real_arithmetic(processor):
-    grads, block, bound = random(10, 20, 40), (16, 16), 0.5
-    total, factors = kernels.block_clip_reduce(grads, bound, block=block, return_factors=True)
-    bounds = block_bounds(20, 40, bound, block)
-    for i in range(10):
-        for k, (top, left) in enumerate((t, x) for t in (0, 16) for x in (0, 16, 32)):
-            square = exact_square(grads[i, top : top + 16, left : left + 16])
-            clipped, limit = Fraction(float(factors[i, k])) ** 2 * square, bounds.flatten()[k]
-            assert clipped <= Fraction(float(limit)) ** 2
-            assert clipped >= Fraction(float(limit)) ** 2 * Fraction(1 - 3e-7)
-
-
-def test_factors_and_tiles_of_a_sample_do_not_depend_on_its_batch(processor):
-    grads = random(9, 140, 150)
-    _, factors = kernels.block_clip_reduce(grads, 1.0, return_factors=True)
-    alone = [
-        kernels.block_clip_reduce(grads[i : i + 1], 1.0, grid=GRID, return_factors=True)
-        for i in range(9)
-    ]
-    assert torch.equal(torch.cat([own for _, own in alone]), factors)
-    total = kernels.block_clip_reduce(grads, 1.0, grid=GRID)
-    assert torch.equal(sum(own for own, _ in alone), total)
-    into = truncated(random(140, 150, seed=3), GRID)
-    assert torch.equal(
-        kernels.block_clip_reduce(grads, 1.0, grid=GRID, into=into.clone()), total + into
-    )
-
-
-def test_products_are_clipped_as_the_gradients_that_they_make(monkeypatch):
-    x, dy = random(7, 5, 140), random(7, 5, 150, seed=1)
-    for chunk in (1, 3 * 140 * 150, 1 << 21):
-        monkeypatch.setattr(grads_cpu, "_CHUNK", chunk)
-        for grid in (GRID, None):
-            found, factors = kernels.block_clipped_grad(x, dy, 1.0, grid=grid, return_factors=True)
-            step = max(1, chunk // (140 * 150))
-            parts = [torch.bmm(dy[i : i + step].mT, x[i : i + step]) for i in range(0, 7, step)]
-            stored = kernels.block_clip_reduce(
-                torch.cat(parts), 1.0, grid=grid, return_factors=True
-            )
-            assert torch.equal(found, stored[0]) and torch.equal(factors, stored[1])
-
-
 def test_norms_of_products_are_those_of_the_stored_gradients():
     for tokens, inputs, outputs in ((1, 40, 50), (9, 8, 7), (3, 50, 60)):
         x, dy = random(4, tokens, inputs), random(4, tokens, outputs, seed=1)
@@ -502,7 +419,6 @@ def test_without_the_library_the_reference_implementation_runs(monkeypatch):
     assert torch.equal(kernels.clip_reduce(grads, factors, grid=GRID, noise=noise), expected[0])
     assert torch.equal(noise.add_to_(grads[0].clone()), expected[1])
     assert torch.equal(kernels.squared_norm(grads), reference.squared_norm(grads))
-    kernels.block_clipped_grad(random(3, 4, 5), random(3, 4, 6), 1.0, grid=GRID)
 
 
 def test_nothing_is_clipped_where_there_is_nothing():
@@ -513,20 +429,7 @@ def test_nothing_is_clipped_where_there_is_nothing():
         noised = kernels.clip_reduce(grads, factors, grid=GRID, noise=stream())
         assert noised.shape == shape[1:] and noised.dtype == torch.float32
         assert kernels.squared_norm(grads).shape == shape[:1]
-    for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
-        total, factors = kernels.block_clip_reduce(
-            torch.ones(shape), 1.0, grid=GRID, return_factors=True
-        )
-        assert total.shape == shape[1:] and not bool(total.any())
-        assert factors.shape == (shape[0], math.prod(map(min, shape[1:], (1, 1))))
 
 
-def test_python_and_c_mean_the_same_fields():
-    library = cpp.load()
-    source = (cpp._FOLDER / "grads_cpu.cpp").read_text(encoding="utf-8")
-    for name, own in (("Noise", noise_cpu._Noise), ("Tiles", grads_cpu._Tiles)):
-        assert getattr(library, f"{name.lower()}_bytes")() == ctypes.sizeof(own)
-        body = re.search(rf"struct {name} \{{(.*?)\n\}};", source, re.DOTALL).group(1)
-        body = re.sub(r"//.*", "", body)
-        fields = [f for line in body.split(";") for f in re.findall(r"(\w+)\s*(?:,|$)", line)]
-        assert fields[-len(own._fields_) :] == [f[0] for f in own._fields_] or name == "Noise"
+def test_python_and_c_mean_a_noise_of_the_same_size():
+    assert cpp.load().noise_bytes() == ctypes.sizeof(noise_cpu._Noise)

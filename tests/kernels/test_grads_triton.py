@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from dpflash.kernels import block_reference, grid, grid_of, reference
+from dpflash.kernels import grid, grid_of, reference
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("dpflash.kernels.grad_launch")
@@ -153,76 +153,6 @@ def test_16_bit_products_are_no_worse_than_twice_what_torch_rounds(dtype):
     assert error(launch.clipped_grad(x, dy, factors), total) <= error(rounded, total) / 100
 
 
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [(33, 40), (20, 16), (70, 50)], ids=["2x2", "1x1", "3x4"])
-def test_block_clipping_matches_the_reference(dtype, size):
-    x, dy = uses((3, 21, size[1], size[0]), dtype)
-    found, factors = launch.block_clipped_grad(x, dy, 9.0, block=(32, 16), return_factors=True)
-    expected, of_reference = block_reference.block_clipped_grad(
-        x.double(), dy.double(), 9.0, block=(32, 16), return_factors=True
-    )
-    assert bool((of_reference < 1).any())
-    assert error(found, expected) <= RELATIVE
-    assert error(factors, of_reference) <= RELATIVE
-    assert torch.equal(launch.block_clipped_grad(x, dy, 9.0, block=(32, 16)), found)
-
-
-@pytest.mark.cases(4)
-@every_dtype
-@pytest.mark.parametrize("size", [(33, 40), (20, 16), (70, 50)], ids=["2x3", "1x1", "3x4"])
-def test_block_clipping_of_stored_gradients_matches_the_reference(dtype, size):
-    x, dy = uses((3, 21, size[1], size[0]))
-    # In another order of memory.
-    grads = loop_grads(x, dy).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
-    found, factors = launch.block_clip_reduce(grads, 9.0, block=(32, 16), return_factors=True)
-    expected, of_reference = block_reference.block_clip_reduce(
-        grads.double(), 9.0, block=(32, 16), return_factors=True
-    )
-    assert found.dtype == factors.dtype == torch.float32
-    assert bool((of_reference < 1).any())
-    assert error(found, expected) <= RELATIVE
-    assert error(factors, of_reference) <= RELATIVE
-    assert torch.equal(launch.block_clip_reduce(grads, 9.0, block=(32, 16)), found)
-
-
-def test_no_clipped_tile_is_longer_than_its_bound_in_real_arithmetic():
-    grads = random(4, 40, 33, seed=8).bfloat16() * 3
-    grads[1] *= 2.0**-100
-    grads[2] *= 1e30
-    bounds = block_reference.block_bounds(40, 33, 2.0, (16, 16)).flatten()
-    _, factors = launch.block_clip_reduce(grads, 2.0, block=(16, 16), return_factors=True)
-    assert bool((factors[0] < 1).all()) and bool((factors[1] == 1).all())
-    for i, k in ((i, k) for i in range(4) for k in range(9)):
-        top, left = k // 3 * 16, k % 3 * 16
-        (square,) = exact_squares(grads[i : i + 1, top : top + 16, left : left + 16])
-        clipped = Fraction(float(factors[i, k])) ** 2 * square
-        allowed = Fraction(float(bounds[k])) ** 2
-        assert clipped <= allowed
-        # And not much shorter: 2^-23 for rounding the factor down, 2^-40 twice.
-        assert factors[i, k] == 1 or clipped >= allowed * (1 - Fraction(3, 2**23))
-
-
-@pytest.mark.parametrize("bound", [0.5, 1.0])
-def test_a_factor_counts_what_the_sum_of_squares_lost_in_fp64(bound):
-    grads = torch.zeros(1, 16, 16, device=DEVICE)
-    grads[0, 0, 0], grads[0, 5, 7] = 1.0, 2.0**-30
-    # In fp64 the norm is 1 and the factor as the bound, but the norm is above 1.
-    bounds = torch.tensor([bound], dtype=torch.float64, device=DEVICE)
-    factor = Fraction(float(launch._tile_factors(grads, bounds, (16, 16))))
-    assert factor**2 * exact_squares(grads)[0] <= Fraction(bound) ** 2
-    assert factor >= Fraction(bound) * (1 - Fraction(1, 2**24))
-
-
-def test_the_default_block_is_the_references_on_every_device():
-    x, dy = uses((2, 5, 130, 129))
-    found, factors = launch.block_clipped_grad(x, dy, 1.0, return_factors=True)
-    expected = block_reference.block_clipped_grad(x.double(), dy.double(), 1.0)
-    assert factors.shape == (2, 4)
-    assert error(found, expected) <= RELATIVE
-    assert error(launch.block_clip_reduce(loop_grads(x, dy).float(), 1.0), expected) <= RELATIVE
-
-
 @pytest.mark.parametrize("shape", [(3, 40, 33), (2, 1500), (4,), (1, 7)], ids=str)
 @every_dtype
 def test_reducing_stored_gradients_matches_float64(shape, dtype):
@@ -280,32 +210,6 @@ def test_exact_sums_hold_at_the_ends_of_fp32_and_of_grids(side):
     assert same_bits(launch.clip_reduce(grads, factors, grid=coarse), expected)
 
 
-@pytest.mark.parametrize("size", [(33, 40), (20, 16)], ids=["2x3", "1x1"])
-def test_exact_block_clipping_is_the_references_bit_for_bit(size, monkeypatch):
-    x, dy = uses((3, 21, size[1], size[0]))
-    x[1, 3, 2] = math.nan
-    grads = launch.per_sample_grad(x, dy)
-    block = {"block": (32, 16), "grid": GRID}
-    expected, of_reference = block_reference.block_clip_reduce(
-        grads, 9.0, return_factors=True, **block
-    )
-    assert bool((of_reference < 1).any()) and bool((of_reference == 0).any())
-    found, factors = launch.block_clip_reduce(grads, 9.0, return_factors=True, **block)
-    assert same_bits(found, expected) and torch.equal(factors, of_reference)
-    # One sample at a time, two, and all.
-    for chunk in (1, 2 * grads[0].numel(), launch.CHUNK):
-        monkeypatch.setattr(launch, "CHUNK", chunk)
-        found, factors = launch.block_clipped_grad(x, dy, 9.0, return_factors=True, **block)
-        assert same_bits(found, expected) and torch.equal(factors, of_reference)
-    into = expected.clone()
-    for call in (
-        lambda: launch.block_clipped_grad(x, dy, 9.0, into=into, **block),
-        lambda: launch.block_clip_reduce(grads, 9.0, into=into, **block),
-    ):
-        assert call() is into
-    assert same_bits(into, 3 * expected)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_sample_of_factor_zero_contributes_nothing_whatever_it_holds(value):
     x, dy = uses((3, 18, 20, 17))
@@ -327,23 +231,6 @@ def test_a_sample_of_factor_zero_contributes_nothing_whatever_it_holds(value):
     )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_tile_that_is_not_finite_is_removed_and_the_sample_s_others_stay(value):
-    x, dy = uses((2, 9, 40, 20))
-    x[1, 3, 35] = value
-    found, factors = launch.block_clipped_grad(x, dy, 1.0, block=(32, 32), return_factors=True)
-    assert factors[1, 1] == 0 and bool((factors[:, 0] > 0).all()) and factors[0, 1] > 0
-    assert bool(found.isfinite().all())
-    alone = launch.block_clipped_grad(x[:1], dy[:1], 1.0, block=(32, 32))
-    assert torch.equal(found[:, 32:], alone[:, 32:])
-    grads = launch.per_sample_grad(x, dy)
-    found, of_stored = launch.block_clip_reduce(grads, 1.0, block=(32, 32), return_factors=True)
-    torch.testing.assert_close(of_stored, factors, rtol=RELATIVE, atol=0)
-    assert bool(found.isfinite().all())
-    alone = launch.block_clip_reduce(grads[:1], 1.0, block=(32, 32))
-    assert torch.equal(found[:, 32:], alone[:, 32:])
-
-
 @pytest.mark.parametrize("scale", [1e30, 1e-30, 1e-42], ids=["1e30", "1e-30", "denormal"])
 def test_norms_of_huge_and_tiny_gradients_neither_overflow_nor_vanish(scale):
     x, dy = uses((2, 19, 20, 17))
@@ -355,12 +242,6 @@ def test_norms_of_huge_and_tiny_gradients_neither_overflow_nor_vanish(scale):
     assert bool(((squares - stored).abs() <= 1e-12 * stored).all())
     if scale > 1e-40:
         assert float((squares / expected - 1).abs().max()) <= RELATIVE
-    found, factors = launch.block_clipped_grad(x, dy, 1.0, block=(16, 16), return_factors=True)
-    assert bool((factors < 1).all()) if scale > 1 else bool((factors == 1).all())
-    assert float(found.double().norm()) <= 2.0
-    again, of_stored = launch.block_clip_reduce(grads, 1.0, block=(16, 16), return_factors=True)
-    torch.testing.assert_close(of_stored, factors, rtol=RELATIVE, atol=0)
-    assert float(again.double().norm()) <= 2.0
 
 
 @pytest.mark.parametrize("scales", [(1e-25, 1e28), (1e25, 1e-28), (1e-25, 1e-25), (1e30, 1.0)])
@@ -463,13 +344,7 @@ def test_an_empty_dimension_gives_zeros_of_the_right_shape(shape):
     assert grads.shape == (shape[0], 5, shape[2]) and not bool(grads.any())
     for found in (squares, launch.grad_norm(x, dy, form="gram"), launch.grad_norm(x, dy)):
         assert found.tolist() == [0] * shape[0]
-    clipped = launch.block_clipped_grad(x, dy, 1.0)
-    for total in (
-        launch.clipped_grad(x, dy, factors),
-        launch.clip_reduce(grads, factors),
-        launch.block_clip_reduce(grads, 1.0),
-        clipped,
-    ):
+    for total in (launch.clipped_grad(x, dy, factors), launch.clip_reduce(grads, factors)):
         assert total.shape == (5, shape[2]) and not bool(total.any())
     assert launch.per_sample_bias_grad(dy).tolist() == [[0] * 5] * shape[0]
     indices = torch.zeros(shape[:2], dtype=torch.int64, device=DEVICE)
@@ -520,8 +395,6 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
     launch.per_sample_grad(x, dy, return_squares=True)
     launch.grad_norm(x, dy, form="gram")
     launch.clipped_grad(x, dy, factors)
-    launch.block_clipped_grad(x, dy, 1.0)
-    launch.block_clip_reduce(grads, 1.0, grid=GRID)
     launch.clip_reduce(grads, factors)
     launch.embedding_grad_norm(indices, dy)
     launch.embedding_clipped_grad(indices, dy, factors, 3)
@@ -535,13 +408,6 @@ def test_a_sample_alone_gives_the_bits_it_gives_in_company():
     for form in ("gram", "tile"):
         alone = [launch.grad_norm(x[i : i + 1], dy[i : i + 1], form=form) for i in range(3)]
         assert torch.equal(torch.cat(alone), launch.grad_norm(x, dy, form=form))
-    _, factors = launch.block_clipped_grad(x, dy, 3.0, block=(16, 16), return_factors=True)
-    one = launch.block_clipped_grad(x[1:2], dy[1:2], 3.0, block=(16, 16), return_factors=True)
-    assert torch.equal(one[1], factors[1:2])
-    grads = launch.per_sample_grad(x, dy)
-    _, factors = launch.block_clip_reduce(grads, 3.0, block=(16, 16), return_factors=True)
-    one = launch.block_clip_reduce(grads[1:2], 3.0, block=(16, 16), return_factors=True)
-    assert torch.equal(one[1], factors[1:2])
 
 
 @pytest.mark.gpu
@@ -558,21 +424,10 @@ def test_kernels_of_the_table_match_float64_on_the_gpu(dtype):
         assert error(launch.grad_norm(x, dy, form="tile"), squares) <= 1e-5
         gram = launch.grad_norm(x, dy, form="gram")
         assert bool(((gram >= squares) & (gram <= 1.05 * squares)).all())
-        blocks, found = launch.block_clipped_grad(x, dy, 50.0, return_factors=True)
-        wide = x.double(), dy.double()
-        reference, of_reference = block_reference.block_clipped_grad(
-            *wide, 50.0, return_factors=True
-        )
-        assert error(blocks, reference) <= 1e-5 and error(found, of_reference) <= 1e-5
         stored = launch.per_sample_grad(x, dy)
-        blocks, found = launch.block_clip_reduce(stored, 50.0, return_factors=True)
-        assert error(blocks, reference) <= 1e-5 and error(found, of_reference) <= 1e-5
-        for into in (None, torch.zeros_like(reference)):
+        for into in (None, torch.zeros_like(total)):
             exact = launch.clip_reduce(stored, factors, grid=GRID, into=into)
             assert same_bits(exact, reference.clip_reduce(stored, factors, grid=GRID))
-        exact, found = launch.block_clipped_grad(x, dy, 50.0, grid=GRID, return_factors=True)
-        assert same_bits(exact, launch.block_clip_reduce(stored, 50.0, grid=GRID))
-        assert error(exact, reference) <= 1e-5
 
 
 @pytest.mark.gpu
@@ -585,8 +440,6 @@ def test_results_repeat_bit_for_bit_on_the_gpu():
         lambda: launch.grad_norm(x, dy, form="gram"),
         lambda: launch.grad_norm(x, dy, form="tile"),
         lambda: launch.clipped_grad(x, dy, factors),
-        lambda: launch.block_clipped_grad(x, dy, 1.0),
-        lambda: launch.block_clip_reduce(launch.per_sample_grad(x, dy), 1.0),
         lambda: launch.embedding_grad_norm(indices, dy),
         lambda: launch.embedding_clipped_grad(indices, dy, factors, 50),
         lambda: launch.embedding_per_sample_grad(indices, dy, 50),

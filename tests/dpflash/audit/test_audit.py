@@ -99,7 +99,6 @@ def test_named_checks_pass_on_the_library_as_it_is_and_share_their_false_alarms(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"clipping": "per_block"},
         {"exact": True},
         {"grad_sample_mode": "ghost"},
         {"clipping": "per_layer"},
@@ -203,7 +202,7 @@ def test_a_release_that_is_not_charged_fails(monkeypatch):
     assert not check_charges(found.charged, found.due).ok
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_canary_contributes_its_whole_bound_and_no_other_canary_sees_it(clipping):
     """With a seed the noise is the same, so all else is equal bit for bit."""
     asked = settings(rate=1.0, steps=2, clipping=clipping)

@@ -37,7 +37,6 @@ ROUNDED_MODES = ("book_keeping", "ghost")
 KINDS = (
     {"grad_sample_mode": "instantiate"},
     {"clipping": "per_layer"},
-    {"clipping": "per_block"},
     *({"grad_sample_mode": mode} for mode in ROUNDED_MODES),
 )
 # A float32 sum of up to 6 samples, whose parts round by 2^-24 each.

@@ -11,7 +11,7 @@ from torch import nn
 from dpflash import PrivateRefusal
 from dpflash import step as step_module
 from dpflash.clipping.deferred import DeferredGradients
-from dpflash.clipping.groups import per_block_groups, per_layer_groups
+from dpflash.clipping.groups import per_layer_groups
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
 from dpflash.step import BatchNoise
@@ -19,7 +19,6 @@ from dpflash.step import BatchNoise
 EXACT = [
     {"grad_sample_mode": "instantiate"},
     {"clipping": "per_layer", "exact": True},
-    {"clipping": "per_block"},
 ]
 ROUNDED = [
     {"grad_sample_mode": "book_keeping"},
@@ -222,7 +221,7 @@ def test_noise_is_never_rounded_down_and_has_the_grid_of_the_sums():
         assert stream.grid == grid_of(float(bound))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_numbers_of_numpy_that_a_scheduler_sets_are_taken_in_float64(
     clipping, private, monkeypatch
 ):
@@ -274,15 +273,11 @@ def test_noise_that_the_step_adds_meets_the_sum_before_anything_is_rounded(kind,
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 10, 49, 121])
-def test_the_shares_of_layers_and_blocks_are_together_at_most_the_bound(count):
+def test_the_shares_of_layers_are_together_at_most_the_bound(count):
     parameters = [nn.Parameter(torch.zeros(i % 5 + 1)) for i in range(count)]
-    names = {p: str(i) for i, p in enumerate(parameters)}
-    for groups in (
-        per_layer_groups([(names[p], [p]) for p in parameters]),
-        per_block_groups(parameters, names, set()),
-    ):
-        total = sum(Fraction(group.share) ** 2 for group in groups)
-        assert len(groups) == count and 1 - Fraction(1, 10**9) < total <= 1
+    groups = per_layer_groups([(str(i), [p]) for i, p in enumerate(parameters)])
+    total = sum(Fraction(group.share) ** 2 for group in groups)
+    assert len(groups) == count and 1 - Fraction(1, 10**9) < total <= 1
 
 
 def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
@@ -301,7 +296,6 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
 
 def test_weights_without_elements_and_bounds_of_numpy_are_taken(private):
     for kind in (
-        {"clipping": "per_block"},
         {"grad_sample_mode": "ghost"},
         {"clipping": "per_layer"},
     ):

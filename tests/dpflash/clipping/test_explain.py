@@ -56,7 +56,6 @@ def test_the_plan_names_its_ceilings(private):
         ),
         ({"memory_budget": 1}, "ghost", "memory budget is too small"),
         ({"memory_budget": 1, "loss_reduction": "sum"}, "instantiate", "book_keeping takes"),
-        ({"clipping": "per_block"}, "tiles", "clipped as they are made"),
         ({"clipping": "per_layer"}, "instantiate", "book_keeping takes"),
     ],
     ids=str,

@@ -22,7 +22,7 @@ def seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("clipping", ["per_layer", "per_block"])
+@pytest.mark.parametrize("clipping", ["per_layer"])
 def test_each_group_is_clipped_to_its_own_bound(clipping, private, oracle, sums):
     x = inputs()
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)).double()
@@ -79,7 +79,6 @@ def test_noise_of_bounded_groups_is_scaled_to_their_joint_bound(private):
             "per_layer",
             "'3' is no group, '2' is missing. The names are '0', '2'",
         ),
-        ({"x": 1.0}, "per_block", "names are '0.weight', '0.bias', '2.weight', '2.bias'"),
         ([1.0, 1.0], "flat", "need clipping='per_layer'"),
         ([1.0, float("inf")], "per_layer", r"max_grad_norm\[1\]=inf"),
         ([1.0, -1.0], "per_layer", r"max_grad_norm\[1\]=-1.0"),

@@ -14,7 +14,6 @@ EVERY_KIND = (
     {"grad_sample_mode": "book_keeping"},
     {"grad_sample_mode": "ghost"},
     {"clipping": "per_layer"},
-    {"clipping": "per_block"},
 )
 
 

@@ -12,7 +12,7 @@ from dpflash.nn import MultiheadAttention
 from dpflash.patterns import Adaptive, Dilated, SlidingWindow
 
 KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
-KINDS += [{"clipping": c} for c in ("per_layer", "per_block")]
+KINDS.append({"clipping": "per_layer"})
 every_kind = pytest.mark.parametrize(
     "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
 )
@@ -104,8 +104,6 @@ def test_one_node_gives_what_its_parts_give(private, sums, distance, kind, case)
 @every_kind
 @pytest.mark.parametrize("case", [c for c in CASES if c != "autocast"])
 def test_one_node_equals_the_per_sample_loop(private, sums, distance, oracle, kind, case):
-    if kind.get("clipping") == "per_block":
-        pytest.skip("test_per_block.py compares tiles; the parts are compared above")
     model, x = build(**CASES[case]), samples(tokens=7)
     expected = oracle(model, loss_of, x).clipped_sum(0.2, kind.get("clipping", "flat"))
     engine, model, _, _ = private(model, batch_size=4, max_grad_norm=0.2, **kind)

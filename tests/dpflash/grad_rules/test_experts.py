@@ -63,7 +63,6 @@ KINDS = (
     {"grad_sample_mode": "book_keeping"},
     {"grad_sample_mode": "ghost"},
     {"clipping": "per_layer"},
-    {"clipping": "per_block"},
 )
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind.values())))
 # Their routers multiply in float32 whatever the model's dtype is.

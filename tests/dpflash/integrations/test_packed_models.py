@@ -155,7 +155,6 @@ CLIPPINGS = {
     "ghost": {"clipping": "flat", "grad_sample_mode": "ghost"},
     "instantiate": {"clipping": "flat", "grad_sample_mode": "instantiate"},
     "per_layer": {"clipping": "per_layer"},
-    "per_block": {"clipping": "per_block"},
 }
 
 

@@ -69,7 +69,6 @@ KINDS = (
     {"grad_sample_mode": "book_keeping"},
     {"grad_sample_mode": "ghost"},
     {"clipping": "per_layer"},
-    {"clipping": "per_block"},
 )
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind.values())))
 

@@ -31,7 +31,6 @@ from dpflash.train.config import TrainingConfig
 GRAD_SAMPLE_MODES = ["instantiate", "book_keeping", "ghost"]
 KINDS = [{"grad_sample_mode": mode} for mode in GRAD_SAMPLE_MODES] + [
     {"clipping": "per_layer"},
-    {"clipping": "per_block"},
 ]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 every_level = pytest.mark.parametrize("level", LEVELS)
@@ -165,7 +164,7 @@ def test_level_none_stores_where_the_planner_would_not(private):
     assert modes == {"none": {"instantiate"}, "conservative": {"book_keeping"}}
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_level_none_equals_conservative_to_rounding(
     clipping, private, sums, distance, next_token_loss
 ):
@@ -278,7 +277,7 @@ def test_under_balanced_one_sample_moves_the_sum_by_at_most_the_bound(region, ki
     assert least <= worst <= 0.7 * (1 + SLACK)
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "per_block"])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_scalar_loss_in_a_region_of_the_users_own_moves_the_sum_by_at_most_the_bound(
     clipping, private, sums
 ):
@@ -620,7 +619,6 @@ def test_evaluation_is_not_compiled(private, tiny_lm, quick):
     [
         ({}, "per_layer"),
         ({"clipping": "flat"}, "flat"),
-        ({"clipping": "per_block"}, "per_block"),
         ({"grad_sample_mode": "instantiate"}, "flat"),
         ({"grad_sample_mode": "ghost"}, "flat"),
     ],

@@ -28,7 +28,6 @@ MODES = ("instantiate", "book_keeping", "ghost", "auto")
 CLIPPINGS = (
     *({"grad_sample_mode": mode} for mode in MODES),
     {"clipping": "per_layer"},
-    {"clipping": "per_block"},
     {"clip_function": "automatic"},
 )
 PATTERNS = {

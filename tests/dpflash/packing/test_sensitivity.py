@@ -22,7 +22,6 @@ LONG = [64, 2100, 5, 2049, 90]
 KINDS = (
     {"clipping": "flat"},
     {"clipping": "per_layer"},
-    {"clipping": "per_block"},
     {"clip_function": "automatic"},
 )
 MODELS = {

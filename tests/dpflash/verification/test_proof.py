@@ -23,7 +23,6 @@ KINDS = {
     "book_keeping": {"grad_sample_mode": "book_keeping"},
     "ghost": {"grad_sample_mode": "ghost"},
     "per_layer": {"clipping": "per_layer"},
-    "per_block": {"clipping": "per_block"},
     "scalar": {"loss_reduction": "sum"},
     "mean": {"loss_reduction": "mean"},
 }
