@@ -239,7 +239,7 @@ def of_kinds(kinds):
     return pytest.mark.parametrize("kind", kinds, ids=lambda kind: next(iter(kind.values())))
 
 
-@of_kinds(KINDS[:3])
+@of_kinds(KINDS[:2])
 def test_one_of_many_equal_samples_moves_the_sums_by_at_most_the_bound(kind, private, sums):
     """A float32 sum of them rounds the last one too, up or down."""
     torch.manual_seed(0)

@@ -593,7 +593,7 @@ def test_the_check_of_rows_finds_a_layer_that_rounds_by_the_row(private):
     assert any("other bits in 3 of 4, first in '1' (ByRow)" in c for c in report.checked)
 
 
-@pytest.mark.parametrize("kind", KINDS[:5], ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS[:4], ids=lambda kind: "-".join(kind.values()))
 def test_a_batch_with_one_sample_more_is_the_same_batch_with_one_row_filled(kind, private, sums):
     """It moves the sum by at most C, in bfloat16 autocast too, with dropout under any seed."""
     torch.manual_seed(0)
