@@ -24,6 +24,7 @@ from .packing.pack import EXACT_ALIGN
 from .privacy.keys import RunKeys
 from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .sampling.collate import refuse_mixing
+from .sampling.entries import ReadableEntries
 from .sampling.loader import PrivateDataLoader
 from .sampling.slots import check_slots
 from .sampling.unit_groups import UnitGroups
@@ -105,7 +106,7 @@ def check_arguments(
     trained = trained_parameters(module, optimizer)
     entries = []
     if ranks.everyone is not None:
-        entries = digests_of(loader.dataset, keys.master)
+        entries = digests_of(ReadableEntries(loader.dataset), keys.master)
     expected = math.ceil(loader.expected_batch_size / ranks.data_size)
     planned = performance.physical_batch_size or expected
     if loader.packing is not None:

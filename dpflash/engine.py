@@ -1240,14 +1240,20 @@ class PrivacyEngine(Uncopied, OnlySettable):
         Returns:
             per_sample_norms: of the samples of the last backward, padding rows left out (of the
             last group when per_layer);
-            clip_fraction and nonfinite_samples: over all samples so far.
+            clip_fraction: over all samples so far;
+            nonfinite_samples: samples so far that added nothing, since their loss or gradient
+            was NaN or infinite, such as by a label out of range;
+            bad_entries: samples so far that added nothing, since they could not be read or put
+            into a batch.
         """
         statistics = self._attached().statistics
+        assert self._loader is not None
         squares = statistics.squared_norms
         return {
             "per_sample_norms": None if squares is None else squares.sqrt(),
             "clip_fraction": statistics.clipped_samples / max(statistics.seen_samples, 1),
             "nonfinite_samples": statistics.nonfinite_samples,
+            "bad_entries": self._loader.bad_entries,
         }
 
     def _attached(self) -> PrivateBackward:

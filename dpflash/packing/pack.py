@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from .._validate import positive_int
+from ..refusal import PrivateRefusal
 from .units import Units
+
+Parts = list[tuple[Tensor, Tensor | None]]
 
 IGNORED = -100
 # Padding is cut into pieces of so many tokens.
@@ -149,10 +152,10 @@ class PackTo:
     """A `collate_fn` that packs documents into rows, each document one sample.
 
     `make_private` with a DataLoader of this collate_fn draws documents, and puts as many of them
-    into a microbatch as fit; none is cut or left out. The shapes are public.
+    into a microbatch as fit. The shapes are public.
 
     Args:
-        tokens: of a microbatch, in all of its rows; the longest document fits.
+        tokens: of a microbatch, in all of its rows. A longer document is cut to its first ones.
         max_documents: U, of a microbatch; also the number of losses.
         rows: R, which divides tokens. A document longer than a row is cut into windows, one a
             row, that do not see each other, and is still one sample.
@@ -162,7 +165,8 @@ class PackTo:
 
     A document is a 1-D tensor or a list of token ids, or a mapping with these as ``input_ids`` and
     optionally ``labels``, not shifted, of the same length. A list of documents is one sample too:
-    they stand one behind the other, and none sees another.
+    they stand one behind the other, and none sees another. What is none of these has no tokens,
+    so it adds nothing, see "One bad entry" in docs/training.md.
 
     Raises:
         ValueError: an argument is no positive integer, or does not divide as above.
@@ -189,18 +193,16 @@ class PackTo:
         return Places(self.tokens, self.max_documents, self.rows, self.align)
 
     def length_of(self, document: Any) -> int:
-        """The number of a document's tokens.
+        """The number of a document's tokens, at most `tokens`; 0 for what is no document."""
+        return sum(len(tokens) for tokens, _ in self.read(document))
 
-        Raises:
-            ValueError: it is none, or longer than a microbatch.
-        """
-        length = sum(len(tokens) for tokens, _ in _parts_of(document))
-        if length > self.tokens:
-            raise ValueError(
-                f"a document of {length} tokens in microbatches of tokens={self.tokens}: pass a "
-                "larger tokens=, or cut the documents, of which each part is a sample then"
-            )
-        return length
+    def read(self, document: Any) -> Parts:
+        """(tokens, labels) of each part of a document, `tokens` at most; of no document none."""
+        parts, left = [], self.tokens
+        for tokens, labels in _parts_of(document):
+            parts.append((tokens[:left], None if labels is None else labels[:left]))
+            left -= len(parts[-1][0])
+        return parts
 
     def microbatches(self, lengths: Sequence[int]) -> list[list[int]]:
         """The documents of each microbatch, by their numbers, for documents of these lengths.
@@ -222,15 +224,24 @@ class PackTo:
 
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
         """The batch of these documents, in this order."""
-        given = [_parts_of(document) for document in documents]
+        return self.packed([self.read(document) for document in documents])
+
+    def packed(self, given: Sequence[Parts]) -> PackedBatch:
+        """The batch of documents that `read` returned.
+
+        Raises:
+            PrivateRefusal: they do not fit into one.
+        """
         places = self.places()
-        for number, document in enumerate(documents):
-            if not places.add(self.length_of(document)):
-                raise ValueError(
-                    f"document {number} of {len(given)} does not fit: {self.max_documents} "
-                    f"documents of {self.tokens} tokens together, in {self.rows} rows, is the "
-                    "most. Pass fewer documents, or larger tokens= or max_documents="
-                )
+        for parts in given:
+            if not places.add(sum(len(tokens) for tokens, _ in parts)):
+                raise PrivateRefusal(
+                    f"documents do not fit into one batch: max_documents={self.max_documents} of "
+                    f"tokens={self.tokens} together, in rows={self.rows}, is the most. Pass fewer "
+                    "documents, or larger tokens= or max_documents=; a dataset must return equal "
+                    "lengths of a document whenever it is read",
+                    number=len(places.spans),
+                ) from None
         empty = [(0, 0)] * (self.max_documents - len(given))
         shape = (self.rows, self.tokens // self.rows)
         units = Units(shape, (*places.spans, *empty))
@@ -251,15 +262,13 @@ def pack(
         The batch. Document i is sample i; samples behind the last document have no tokens.
 
     Raises:
-        ValueError: the documents do not fit, or an argument is not one that `PackTo` takes.
+        ValueError: an argument is not one that `PackTo` takes.
+        PrivateRefusal: the documents do not fit.
     """
     return PackTo(tokens=tokens, max_documents=max_documents, rows=rows, align=align)(documents)
 
 
-_Parts = list[tuple[Tensor, Tensor | None]]
-
-
-def _entries(units: Units, given: list[_Parts]) -> dict[str, Tensor]:
+def _entries(units: Units, given: Sequence[Parts]) -> dict[str, Tensor]:
     rows, width = units.shape
     input_ids = torch.zeros(units.positions, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)
@@ -293,45 +302,30 @@ def _entries(units: Units, given: list[_Parts]) -> dict[str, Tensor]:
     return {**{name: t.view(rows, width) for name, t in flat.items()}, "cu_seqlens": cu_seqlens}
 
 
-def _parts_of(sample: Any) -> _Parts:
-    """(tokens, labels) of each document of a sample."""
+def _parts_of(sample: Any) -> Parts:
+    """(tokens, labels) of each document of a sample; what is no document is left out."""
     several = isinstance(sample, list | tuple) and sample and not isinstance(sample[0], Number)
-    if several and not (isinstance(sample[0], Tensor) and sample[0].ndim == 0):
-        return [(_tokens_of(document), _labels_of(document)) for document in sample]
-    return [(_tokens_of(sample), _labels_of(sample))]
+    if not several or isinstance(sample[0], Tensor) and sample[0].ndim == 0:
+        sample = [sample]
+    parts = []
+    for document in sample:
+        is_mapping = isinstance(document, Mapping)
+        tokens = _ids(document.get("input_ids") if is_mapping else document)
+        own = document.get("labels") if is_mapping else None
+        labels = None if own is None else _ids(own)
+        if tokens is not None and (own is None or labels is not None):
+            if labels is None or len(labels) == len(tokens):
+                parts.append((tokens, labels))
+    return parts
 
 
-def _tokens_of(document: Any) -> Tensor:
-    tokens = document.get("input_ids") if isinstance(document, Mapping) else document
-    return _ids("a document", tokens)
-
-
-def _labels_of(document: Any) -> Tensor | None:
-    labels = document.get("labels") if isinstance(document, Mapping) else None
-    if labels is None:
-        return None
-    labels, tokens = _ids("labels of a document", labels), _tokens_of(document)
-    if len(labels) != len(tokens):
-        raise ValueError(
-            f"labels of {len(labels)} entries for a document of {len(tokens)} tokens: expected as "
-            "many, not shifted; mark those that do not count with -100"
-        )
-    return labels
-
-
-def _ids(name: str, values: Any) -> Tensor:
+def _ids(values: Any) -> Tensor | None:
+    """`[n]`, int64, of a 1-D tensor or a list of integers; None of anything else."""
     try:
         ids = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} is a {type(values).__name__}: {_EXPECTED}") from error
+    except Exception:
+        return None
     if ids.ndim == 1 and not ids.numel():
-        ids = ids.long()
-    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}: {_EXPECTED}")
-    return ids.long()
-
-
-_EXPECTED = (
-    "expected a 1-D tensor or a list of token ids, or a mapping with these as 'input_ids'; "
-    "convert it in the dataset"
-)
+        return ids.long()
+    is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    return ids.long() if ids.ndim == 1 and is_integer else None

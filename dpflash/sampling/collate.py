@@ -14,9 +14,10 @@ import math
 import pickle
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from ..refusal import PrivateRefusal
 from ..verification.nested import leaves_of, parts_of, tensors_of
-
-Collate = Callable[[list[Any]], Any]
+from .entries import Collate, Collated, FittingCollate, ReadableEntries, name_of
 
 _ENTRIES = 6
 _SEEDS = 24
@@ -54,14 +54,13 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """
     if loader.num_workers or _is_known(loader.collate_fn):
         return
-    dataset: Any = loader.dataset
+    dataset = ReadableEntries(loader.dataset)
+    fitting = FittingCollate(loader.collate_fn, dataset)
+    last = len(dataset) - 1
+    indices = {last * k // (_ENTRIES - 1) for k in range(_ENTRIES)}
     with _randomness_kept():
-        try:
-            last = len(dataset) - 1
-            indices = {last * k // (_ENTRIES - 1) for k in range(_ENTRIES)}
-            entries = [dataset[index] for index in sorted(indices)]
-        except Exception:
-            return  # The training loop will raise it again.
+        entries = [dataset[index] for index in sorted(indices)]
+        entries = list(compress(entries, fitting.fit(entries)))
     _refuse(loader.collate_fn, entries, may_sort)
 
 
@@ -71,15 +70,17 @@ class TriedCollate:
     In the main process, files that the dataset opens lazily would be open before the fork.
     """
 
-    def __init__(self, collate: Collate, *, may_sort: bool):
+    def __init__(self, collate: FittingCollate, *, may_sort: bool):
         self.collate = collate
         self.may_sort = may_sort
-        self.is_tried = _is_known(collate)
+        self.is_tried = _is_known(collate.collate)
 
-    def __call__(self, entries: list[Any]) -> Any:
+    def __call__(self, entries: list[Any]) -> Collated:
         if not self.is_tried and len(entries) > 1:
             self.is_tried = True
-            _refuse(self.collate, entries[:_ENTRIES], self.may_sort)
+            first = entries[:_ENTRIES]
+            fitting = list(compress(first, self.collate.fit(first)))
+            _refuse(self.collate.collate, fitting, self.may_sort)
         return self.collate(entries)
 
 
@@ -88,7 +89,7 @@ def _is_known(collate: Collate) -> bool:
 
 
 def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
-    name = getattr(collate, "__qualname__", type(collate).__name__)
+    name = name_of(collate)
     with _randomness_kept():
         try:
             trial = _Trial(collate, entries)

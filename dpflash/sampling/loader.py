@@ -7,7 +7,7 @@ behind. `slots` decides which rows of a microbatch hold samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,9 @@ from ..refusal import PrivateRefusal
 from ..verification.loss_trial import LossTrial
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
+from .entries import Collated, FittingCollate, ReadableEntries
 from .lengths import Lengths, PadTo
-from .packed import DocumentsOf, PackedSampler
+from .packed import DocumentsOf, PackedCollate, PackedSampler
 from .prepared import Prepared, wrapper_of
 from .row_order import RowOrder
 from .samplers import (
@@ -60,22 +61,33 @@ from .unit_slots import UnitSlots
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
 
-class _CollateWithEmpty:
-    """The user's collate function; of an empty draw it makes a batch of one padding row.
+class _CollateForOthers:
+    """The user's collate function for loaders that copy it, whose batches have no padding rows.
 
-    The row is entry 0. Where DataLoader workers fetch ahead, it is blank: a loop that leaves out
-    steps could then take it for a sample, see `BatchTracker`.
+    Of an empty draw it makes a batch of one padding row, which is entry 0. Where DataLoader
+    workers fetch ahead, it is blank: a loop that leaves out steps could then take it for a sample,
+    see `BatchTracker`.
+
+    Raises:
+        PrivateRefusal: an entry cannot be part of a batch; here it has no padding row.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, *, blank: bool):
+    def __init__(self, collate: Callable[[list[Any]], Collated], dataset: Any, *, blank: bool):
         self.collate = collate
         self.dataset = dataset
         self.blank = blank
 
     def __call__(self, samples: list[Any]) -> Any:
+        batch, bad = self.collate(samples or [self.dataset[0]])
+        if samples and bad:
+            raise PrivateRefusal(
+                "an entry of the dataset cannot be part of a batch, and a loader that iterates "
+                "batch_sampler by itself, such as BatchMemoryManager, has no padding rows to put "
+                "in its place: pass physical_batch_size= instead",
+                rows=bad,
+            ) from None
         if samples:
-            return self.collate(samples)
-        batch = self.collate([self.dataset[0]])
+            return batch
         return map_leaves(_blank, batch, kinds=_VALUES) if self.blank else batch
 
 
@@ -125,6 +137,8 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         lengths: compares the shapes of its batches.
         order: compares the rows that the model gets with those of its batches.
         tracker: follows the loop over its batches.
+        bad_entries: samples so far that could not be read or put into a batch, which a padding
+            row replaced. PRIVATE.
     """
 
     no_copy = (
@@ -188,6 +202,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self.slots: int | None = None
         self.packing = loader.collate_fn if isinstance(loader.collate_fn, PackTo) else None
         self.has_pairs = isinstance(loader.collate_fn, Pairs)
+        self.bad_entries = 0
         self._draws: DrawSampler | None = None
         self._mark: BatchMark | None = None
         self._trial: LossTrial | None = None
@@ -250,35 +265,41 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
         }
-        collate = loader.collate_fn
-        if loader.num_workers and not isinstance(collate, PackTo):
-            collate = TriedCollate(collate, may_sort=self.slots is None)
+        collate, readable = loader.collate_fn, ReadableEntries(dataset)
+        made: Callable[[list[Any]], Collated]
+        if isinstance(collate, PackTo):
+            made = PackedCollate(collate)
+        else:
+            is_public = self.lengths.declared is not None
+            made = FittingCollate(collate, readable, has_public_length=is_public)
+            if loader.num_workers:
+                made = TriedCollate(made, may_sort=self.slots is None)
         super().__init__(
             dataset,
             batch_sampler=self._source,
             # Loaders that copy it get empty draws as empty lists.
-            collate_fn=collate
-            if self.slots is None
-            else _CollateWithEmpty(collate, dataset, blank=loader.num_workers > 0),
+            collate_fn=_CollateForOthers(made, readable, blank=loader.num_workers > 0),
             **options,
         )
-        if self.slots is not None:
-            assert self._draws is not None
+        entries: Dataset[Any] = readable
+        if self._draws is not None:
+            assert self.slots is not None
             units = groups if groups is not None and groups.are_drawn else None
             self._rows: SlotSampler | UnitSlots | PackedSampler
             if isinstance(collate, PackTo):
                 self.slots = collate.max_documents
-                self._rows = PackedSampler(self._draws, dataset, collate, units)
+                self._rows = PackedSampler(self._draws, readable, collate, units)
                 if units is not None:
-                    dataset = DocumentsOf(dataset)
+                    entries = DocumentsOf(readable)
             elif units is not None:
                 self._rows = UnitSlots(self._draws, self.slots, units)
             else:
                 self._rows = SlotSampler(self._draws, self.slots)
-            # Loaders that iterate batch_sampler would train on padding rows; this one has them.
-            self._padded: DataLoader[Any] = DataLoader(
-                dataset, batch_sampler=self._rows, collate_fn=collate, **options
-            )
+        # Loaders that iterate batch_sampler would train on padding rows; this one has them.
+        rows = self._source if self._draws is None else self._rows
+        self._padded: DataLoader[Any] = DataLoader(
+            entries, batch_sampler=rows, collate_fn=made, **options
+        )
 
     def event(self, noise_multiplier: float) -> Event:
         """Cost of releasing one logical batch with this noise.
@@ -390,10 +411,10 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
         """Microbatches of draws, with their marks."""
         marks = None
-        for batch in self._padded:
+        for batch, bad in self._padded:
             if marks is None:
                 marks, own = self._rows.marks, self.tracker.epochs
-            mark = marks.popleft()
+            mark = self._without(bad, marks.popleft())
             if isinstance(batch, PackedBatch):
                 mark = replace(mark, units=batch.units)
                 if self._trial is not None and self._trial.is_due(mark.microbatch):
@@ -410,15 +431,21 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     def _marked_epoch(self) -> Iterator[tuple[Any, BatchMark]]:
         """Batches of the loader's own epoch, with their marks."""
         remaining = len(self.dataset)  # type: ignore[arg-type]
-        for number, batch in enumerate(super().__iter__()):
+        for number, (batch, bad) in enumerate(self._padded):
             size = min(int(self.expected_batch_size), remaining)
             remaining -= size
             if not number:
                 own = self.tracker.epochs
-            mark = BatchMark(number, size, True)
+            mark = self._without(bad, BatchMark(number, size, True))
             self.tracker.begin_batch(mark, own)
             self.tracker.still_to_come(self.steps_per_epoch - number - 1)
             yield batch, mark
+
+    def _without(self, bad: Sequence[int], mark: BatchMark) -> BatchMark:
+        """The mark of a batch in which padding is in place of some entries."""
+        left = mark.without(bad)
+        self.bad_entries += mark.count - left.count
+        return left
 
     def try_losses(self, trial: LossTrial) -> None:
         """Yield some packed microbatches twice, first as the trial changes them."""

@@ -10,9 +10,13 @@ import torch
 from torch.utils.data import Dataset
 
 from ..packing import PackTo
+from ..refusal import PrivateRefusal
+from .entries import Collated
 from .slots import Draws
 from .tracker import BatchMark
 from .unit_groups import UnitGroups
+
+_FIRST = 7  # entries that are looked at before the first batch
 
 
 class DocumentsOf(Dataset[list[Any]]):
@@ -29,6 +33,17 @@ class DocumentsOf(Dataset[list[Any]]):
         return [self._dataset[index] for index in indices]
 
 
+class PackedCollate:
+    """Packs the samples of a microbatch, and names those that are no documents."""
+
+    def __init__(self, pack: PackTo) -> None:
+        self.pack = pack
+
+    def __call__(self, samples: list[Any]) -> Collated:
+        read = [self.pack.read(sample) for sample in samples]
+        return Collated(self.pack.packed(read), [i for i, parts in enumerate(read) if not parts])
+
+
 class PackedSampler:
     """Yields the samples of each microbatch as indices of the dataset, and stores their marks.
 
@@ -36,7 +51,8 @@ class PackedSampler:
 
     Args:
         draws: the sampler, whose key also chooses documents of units.
-        dataset: of the documents, whose lengths are looked up when they are drawn first.
+        dataset: of the documents, whose lengths are looked up when they are drawn first. Most of
+            the first ones must be documents.
         collate: packs the samples of a microbatch.
         groups: the documents of each unit, where units are drawn. The sampler then yields tuples
             of indices; documents for which a microbatch has no room are left out of a unit.
@@ -56,6 +72,13 @@ class PackedSampler:
         self._lengths: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[list[Any]]:
+        first = [self._dataset[i] for i in range(min(_FIRST, len(self._dataset)))]
+        if 2 * sum(not self._collate.read(entry) for entry in first) > len(first):
+            raise PrivateRefusal(
+                "entries of the dataset are no documents for PackTo: expected 1-D tensors or "
+                "lists of token ids, or mappings with these as 'input_ids' (and 'labels' of the "
+                "same length); convert them in the dataset"
+            ) from None
         # One queue for each epoch: an older epoch that is still open keeps its own marks.
         marks = None
         for draw, drawn in self._draws.logical_batches():

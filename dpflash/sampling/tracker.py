@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -63,6 +64,15 @@ class BatchMark:
         """The mark of the trial that precedes the microbatch; none of its samples counts."""
         none = torch.zeros(self.size, dtype=torch.bool)
         return replace(self, last=False, real=none, is_trial=True)
+
+    def without(self, bad: Sequence[int]) -> BatchMark:
+        """The mark where these entries of the batch are padding; a unit that has one is none."""
+        real = torch.ones(self.size, dtype=torch.bool) if self.real is None else self.real.clone()
+        units = self.units
+        index = torch.arange(self.size) if units is None else units.index
+        of_units = index[list(bad)]
+        real[of_units[of_units < self.size]] = False
+        return replace(self, real=real)
 
     @property
     def count(self) -> int:

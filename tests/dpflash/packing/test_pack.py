@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import dpflash
+from dpflash import PrivateRefusal
 from dpflash.packing import PackedBatch, PackTo, Units, pack
 
 IGNORED = -100
@@ -142,23 +143,36 @@ def test_what_does_not_divide_is_refused(arguments, message):
         PackTo(**{"max_documents": 2, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("documents", "message"),
-    [
-        ([[1] * 9], "a document of 9 tokens in microbatches of tokens=8"),
-        ([[1] * 5, [1] * 5], "document 1 of 2 does not fit"),
-        ([[1], [1], [1]], "document 2 of 3 does not fit"),
-        ([torch.ones(2, 2, dtype=torch.int64)], r"shape \(2, 2\)"),
-        ([torch.ones(2)], "dtype torch.float32"),
-        ([torch.ones(2, dtype=torch.bool)], "dtype torch.bool"),
-        (["text"], "a document is a str"),
-        ([{"text": "no tokens"}], "a document is a NoneType"),
-        ([{"input_ids": [1, 2], "labels": [1]}], "labels of 1 entries for a document of 2"),
-    ],
-)
-def test_a_document_that_does_not_fit_is_refused(documents, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("documents", [[[1] * 5, [1] * 5], [[1], [1], [1]]], ids=len)
+def test_documents_that_do_not_fit_together_are_refused_without_their_lengths(documents):
+    message = r"max_documents=2 of tokens=8 together, in rows=1, is the most\. Pass"
+    with pytest.raises(PrivateRefusal, match=message) as refusal:
         pack(documents, tokens=8, max_documents=2)
+    assert refusal.value.details == {"number": len(documents) - 1}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *(torch.ones(2, 2, dtype=torch.int64), torch.ones(2), torch.ones(2, dtype=torch.bool)),
+        *("text", b"text", None, 7, ["a", "b"], [1, "b"], [None], {"text": "no tokens"}),
+        *({"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1, 2], "labels": "ab"}, object()),
+    ],
+    ids=lambda bad: type(bad).__name__,
+)
+def test_what_is_no_document_has_no_tokens(bad):
+    found = pack([[1, 2, 3], bad, [4]], tokens=8, max_documents=3)
+    expected = pack([[1, 2, 3], [], [4]], tokens=8, max_documents=3)
+    assert found.units == expected.units
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_long_document_is_cut_to_its_first_tokens():
+    labels = [-100, *range(12)]
+    found = pack([{"input_ids": [*range(13)], "labels": labels}], tokens=8, max_documents=1)
+    assert found.input_ids.tolist() == [[*range(8)]] and found.labels.tolist() == [labels[:8]]
+    several = pack([[[1] * 5, [2] * 5]], tokens=8, max_documents=1)
+    assert several.input_ids.tolist() == [[1] * 5 + [2] * 3]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +185,7 @@ def test_a_document_that_does_not_fit_is_refused(documents, message):
     ],
 )
 def test_units_that_overlap_are_refused(spans, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PrivateRefusal, match=message):
         Units((2, 4), spans)
 
 

@@ -1,0 +1,248 @@
+"""Entries that cannot be part of a batch become padding rows, by what each of them is alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..refusal import PrivateRefusal
+from ..verification.nested import parts_of
+from ..verification.random_state import RandomState, random_state_kept
+
+Collate = Callable[[list[Any]], Any]
+
+# So many first entries show what entries are like.
+_FIRST = 7
+_CPU = torch.device("cpu")
+_FAILED: Any = object()
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In place of an entry whose `__getitem__` failed.
+
+    Attributes:
+        error: what it raised. PRIVATE.
+    """
+
+    error: str = field(repr=False)
+
+
+class ReadableEntries(Dataset[Any]):
+    """The entries of a dataset; `Unreadable` where one cannot be read.
+
+    Args:
+        dataset: map-style.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            return Unreadable(repr(error))
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        several = getattr(self._dataset, "__getitems__", None)
+        if several is not None:
+            try:
+                return list(several(indices))
+            except Exception:  # Some entry cannot be read; the others can.
+                pass
+        return [self[index] for index in indices]
+
+
+class Collated(NamedTuple):
+    """A batch, and the rows of it in which padding is in place of an entry."""
+
+    batch: Any
+    bad: Sequence[int] = ()
+
+
+class FittingCollate:
+    """A collate function that puts padding in place of the entries that do not fit.
+
+    An entry fits if the collate function makes a batch of it and one of the first entries that
+    has the same fields and dtypes as a batch of that one entry alone, and the same shapes too
+    where the length is public. So whether it fits does not depend on its batch. That first entry
+    is one that agrees with most of the first `_FIRST`: one entry more or less may leave no such
+    entry, but never leads to one with other fields.
+
+    Args:
+        collate: the user's function.
+        dataset: `ReadableEntries`, whose first entries are read before the first batch.
+        has_public_length: whether all rows have one public length.
+
+    Raises:
+        PrivateRefusal: the function fails on entries each of which fits, or on the first ones.
+    """
+
+    def __init__(self, collate: Collate, dataset: Any, *, has_public_length: bool = False) -> None:
+        self.collate = collate
+        self._dataset = dataset
+        self._exact = has_public_length
+        self._form: _Form | None = None
+        self._is_looked_up = False
+        self._error = ""
+
+    def __call__(self, entries: list[Any]) -> Collated:
+        form = self._looked_up()
+        random_state = RandomState(_CPU)
+        batch = self._tried(list(map(_shallow, entries)))
+        if batch is not _FAILED and (form is None or form.has_made(batch, len(entries))):
+            return Collated(batch)
+        fit = self.fit(entries)
+        good = next((e for e, fits in zip(entries, fit, strict=True) if fits), None)
+        if good is None and form is not None:
+            good = form.entry
+        random_state.restore()
+        chosen = [e if fits else good for e, fits in zip(entries, fit, strict=True)]
+        batch = self._tried(list(map(_shallow, chosen)))
+        if batch is _FAILED or not (form is None or form.has_fields_of(batch, len(entries))):
+            name = name_of(self.collate)
+            raise PrivateRefusal(
+                f"data_loader.collate_fn={name} failed on a batch, though not because of a single "
+                "entry of it; `details['error']` of this exception has its own message",
+                error=self._error,
+            ) from None
+        if form is not None:
+            form.note_lengths(batch, len(entries))
+        return Collated(batch, [row for row, fits in enumerate(fit) if not fits])
+
+    def fit(self, entries: Sequence[Any]) -> list[bool]:
+        """Which entries fit."""
+        form = self._looked_up()
+        if form is None:
+            return [not isinstance(entry, Unreadable) for entry in entries]
+        with random_state_kept(_CPU):
+            return [self._fits(entry, form) for entry in entries]
+
+    def _looked_up(self) -> _Form | None:
+        if not self._is_looked_up:
+            self._is_looked_up = True
+            with random_state_kept(_CPU):
+                first = [self._dataset[i] for i in range(min(_FIRST, len(self._dataset)))]
+                forms = (form for entry in first if (form := self._form_of(entry)) is not None)
+                self._form = next((form for form in forms if self._is_common(form, first)), None)
+        return self._form
+
+    def _form_of(self, entry: Any) -> _Form | None:
+        two, three = self._tried_copies(entry, entry), self._tried_copies(entry, entry, entry)
+        return None if two is _FAILED or three is _FAILED else _Form(entry, two, three)
+
+    def _is_common(self, form: _Form, first: list[Any]) -> bool:
+        """Whether so many entries fit that no other form could be common with one entry more."""
+        count = sum(self._fits(entry, form) for entry in first)
+        return len(first) == 1 or 2 * (count - 1) >= len(first)
+
+    def _fits(self, entry: Any, form: _Form) -> bool:
+        for pair in ((form.entry, entry), (entry, form.entry)):
+            batch = self._tried_copies(*pair)
+            same = form.has_made if self._exact else form.has_fields_of
+            if batch is _FAILED or not same(batch, 2):
+                return False
+        return True
+
+    def _tried_copies(self, *entries: Any) -> Any:
+        try:
+            copies = [copy.deepcopy(entry) for entry in entries]
+        except Exception as error:
+            self._error = repr(error)
+            return _FAILED
+        return self._tried(copies)
+
+    def _tried(self, entries: list[Any]) -> Any:
+        """The function's batch; `_FAILED` where it raises."""
+        unreadable = next((e for e in entries if isinstance(e, Unreadable)), None)
+        if unreadable is not None:
+            self._error = unreadable.error
+            return _FAILED
+        try:
+            return self.collate(entries)
+        except Exception as error:
+            self._error = repr(error)
+            return _FAILED
+
+
+class _Form:
+    """What the batches of entries like one entry have in common.
+
+    Args:
+        entry: the entry.
+        two, three: a batch of it twice, and three times, which show where the rows are.
+    """
+
+    def __init__(self, entry: Any, two: Any, three: Any) -> None:
+        self.entry = entry
+        self._samples = (two, three)
+        self._fields, self._lengths = self._of(two, 2)
+        self._varying: set[str] = set()
+
+    def has_fields_of(self, batch: Any, size: int) -> bool:
+        """Whether a batch of `size` entries has the same fields and dtypes."""
+        return self._of(batch, size)[0] == self._fields
+
+    def has_made(self, batch: Any, size: int) -> bool:
+        """Whether it has the same lengths too, but for those that vary among entries that fit."""
+        fields, lengths = self._of(batch, size)
+        return fields == self._fields and all(
+            lengths[place] == own or place in self._varying for place, own in self._lengths.items()
+        )
+
+    def note_lengths(self, batch: Any, size: int) -> None:
+        """Lengths of a batch of entries that all fit, which may differ from those of others."""
+        _, lengths = self._of(batch, size)
+        self._varying |= {p for p, own in self._lengths.items() if lengths[p] != own}
+
+    def _of(self, batch: Any, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        fields, lengths = {}, {}
+        for place, kind, own in _described(batch, *self._samples, size):
+            fields[place], lengths[place] = kind, own
+        return fields, lengths
+
+
+def _described(
+    batch: Any, two: Any, three: Any, size: int, place: str = ""
+) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
+    """(place, what it is, lengths) of all parts of a batch; its rows are no length."""
+    if isinstance(batch, Tensor) and batch.is_nested:
+        yield place, (type(batch), batch.dtype), ()
+        return
+    if isinstance(batch, Tensor | np.ndarray):
+        shapes = [getattr(x, "shape", ()) for x in (two, three)]
+        dims = list(zip_longest(batch.shape, *shapes))
+        rows = tuple(dim == (size, 2, 3) for dim in dims)
+        lengths = tuple(n for (n, *_), is_rows in zip(dims, rows, strict=True) if not is_rows)
+        yield place, (type(batch), batch.dtype, rows), lengths
+        return
+    yield place, (type(batch),), ()
+    if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
+        others = [len(x) for x in (two, three) if isinstance(x, list | tuple)]
+        if [len(batch), *others] == [size, 2, 3]:
+            return  # One object for each entry.
+    of_two, of_three = dict(parts_of(two)), dict(parts_of(three))
+    for name, part in parts_of(batch):
+        yield from _described(part, of_two.get(name), of_three.get(name), size, place + name)
+
+
+def _shallow(entry: Any) -> Any:
+    """The entry, copied where a function might take it apart, as by `pop`."""
+    return copy.copy(entry) if isinstance(entry, dict | list) else entry
+
+
+def name_of(collate: Collate) -> str:
+    """What messages call a collate function."""
+    return str(getattr(collate, "__qualname__", type(collate).__name__))

@@ -1,0 +1,273 @@
+"""A bad entry adds nothing and says nothing: training is as if its row were padding."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+import dpflash
+from dpflash import PrivateRefusal
+from dpflash.packing import PackTo
+from dpflash.sampling import PadTo
+from dpflash.sampling.entries import FittingCollate, ReadableEntries
+
+BAD, ENTRIES = 5, 40
+
+
+def raising(x, y):
+    raise KeyError(f"no record of {y}")
+
+
+def undecodable(x, y):
+    return torch.tensor([*b"\xff\xfe".decode()]), y
+
+
+ROWS = {
+    "raises": raising,
+    "undecodable": undecodable,
+    "none": lambda x, y: None,
+    "a field is none": lambda x, y: (x, None),
+    "short": lambda x, y: (x[:3], y),
+    "long": lambda x, y: (torch.cat([x, x]), y),
+    "another dimension": lambda x, y: (x[None], y),
+    "inputs of another dtype": lambda x, y: (x.double(), y),
+    "a label of another dtype": lambda x, y: (x, y.double()),
+    "a label that is text": lambda x, y: (x, "4"),
+    "a field less": lambda x, y: (x,),
+    "another structure": lambda x, y: {"x": x, "y": y},
+    "a label out of range": lambda x, y: (x, torch.tensor(7)),
+    "a negative label": lambda x, y: (x, torch.tensor(-1)),
+    "nan": lambda x, y: (x * math.nan, y),
+    "inf": lambda x, y: (x + math.inf, y),
+}
+
+
+class Entries(Dataset):
+    def __init__(self, change):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(ENTRIES, 4, generator=generator)
+        self.y = torch.randint(2, (ENTRIES,), generator=generator)
+        self.change = change
+
+    def __len__(self):
+        return ENTRIES
+
+    def __getitem__(self, index):
+        entry = self.x[index], self.y[index]
+        return self.change(*entry) if index == BAD and self.change else entry
+
+
+def emptied(batch):
+    return default_collate([entry for entry in batch if entry is not None])
+
+
+def popping(batch):
+    """Takes its entries apart, and pads to the longest."""
+    labels = [entry.pop("y") for entry in batch]
+    x = torch.nn.utils.rnn.pad_sequence([entry["x"] for entry in batch], batch_first=True)
+    return {"x": x, "y": torch.stack(labels)}
+
+
+class Named(Entries):
+    """Entries of several lengths, as dicts."""
+
+    def __getitem__(self, index):
+        entry = super().__getitem__(index)
+        if not isinstance(entry, tuple):
+            return entry
+        x, y = entry
+        return {"x": x[: 2 + index % 3] if index != BAD else x, "y": y}
+
+
+def train(dataset, capsys, *, without=False, losses_of=None, **loader):
+    """(sums before the noise of each release, what was printed, the engine)."""
+    torch.manual_seed(0)
+    engine = dpflash.PrivacyEngine(seed=3)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    keywords = loader.pop("keywords", {})
+    data = DataLoader(dataset, batch_size=8, **loader)
+    model, optimizer, data = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=data, noise_multiplier=0.0,
+        max_grad_norm=0.5, **keywords,
+    )  # fmt: skip
+    if without:
+        # The bad entry's row is padding.
+        marked = data._padded.batch_sampler
+
+        class Without:
+            def __iter__(self):
+                for rows in marked:
+                    mark = marked.marks.pop()
+                    kept = torch.tensor([row != BAD for row in rows])
+                    other = next((row for row in rows if row != BAD), 0)
+                    marked.marks.append(
+                        mark.without([row for row, keep in enumerate(kept) if not keep])
+                    )
+                    yield [row if row != BAD else other for row in rows]
+
+        data._padded = DataLoader(
+            dataset, batch_sampler=Without(), collate_fn=data._padded.collate_fn
+        )
+    released = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            for batch in data:
+                losses = losses_of(model, batch)
+                engine.backward(losses)
+                optimizer.step()
+                if data.is_last:
+                    released.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+                optimizer.zero_grad()
+    return released, capsys.readouterr(), engine
+
+
+def losses_of(model, batch):
+    x, y = batch if isinstance(batch, list | tuple) else (batch["x"], batch["y"])
+    x = torch.nn.functional.pad(x, (0, 4 - x.shape[1]))
+    return dpflash.losses.cross_entropy(model(x), y)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "noise_multiplier=0")
+        yield
+
+
+def assert_adds_nothing(dataset, plain, capsys, **arguments):
+    arguments = {"losses_of": losses_of, **arguments}
+    expected, *_ = train(plain, capsys, without=True, **arguments)
+    found, printed, engine = train(dataset, capsys, **arguments)
+    counts = engine.diagnostics()
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    assert printed == ("", "") and counts["bad_entries"] + counts["nonfinite_samples"] > 0
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_bad_entry_is_like_a_padding_row(kind, capsys):
+    assert_adds_nothing(Entries(ROWS[kind]), Entries(None), capsys)
+
+
+@pytest.mark.parametrize("kind", ["raises", "none", "short", "another structure"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"collate_fn": PadTo(4), "keywords": {"physical_batch_size": 1}},
+        {"collate_fn": emptied},
+        {"keywords": {"sampling": "fixed_size"}},
+    ],
+    ids=["one row a microbatch", "drops none", "fixed size"],
+)
+def test_a_bad_entry_is_like_a_padding_row_however_batches_are_made(kind, arguments, capsys):
+    change = ROWS[kind] if kind != "short" else ROWS["a field less"]
+    assert_adds_nothing(Entries(change), Entries(None), capsys, **arguments)
+
+
+@pytest.mark.parametrize("kind", ["raises", "a label that is text", "another dimension", "nan"])
+def test_entries_of_other_lengths_fit_where_the_function_pads_them(kind, capsys):
+    assert_adds_nothing(Named(ROWS[kind]), Named(None), capsys, collate_fn=popping)
+
+
+def test_a_bad_entry_of_a_loader_worker_adds_nothing(capsys):
+    options = {"num_workers": 1, "losses_of": losses_of}
+    found, _, engine = train(Entries(undecodable), capsys, **options)
+    expected, *_ = train(Entries(None), capsys, without=True, losses_of=losses_of)
+    assert all(map(torch.equal, found, expected)) and engine.diagnostics()["bad_entries"] > 0
+
+
+def test_a_shuffled_loader_has_no_row_of_a_bad_entry(capsys):
+    keywords = {"sampling": "shuffled"}
+    found, _, engine = train(Entries(ROWS["none"]), capsys, losses_of=losses_of, keywords=keywords)
+    assert len(found) == 10 and engine.diagnostics()["bad_entries"] == 2
+
+
+def test_a_unit_with_a_bad_entry_adds_nothing_in_that_draw(capsys):
+    keywords = {"unit_of": [i // 2 for i in range(ENTRIES)], "examples_per_unit": 2}
+    _, _, engine = train(
+        Entries(raising), capsys, losses_of=losses_of, keywords={**keywords, "sample_rate": None}
+    )
+    assert engine.diagnostics()["bad_entries"] > 0
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_whether_an_entry_fits_depends_on_no_entry_but_itself_while_the_first_agree(bad):
+    """Any two of the first seven entries may be bad."""
+    good, short = torch.ones(4), torch.ones(3)
+    first = [short] * bad + [good] * (7 - bad)
+    for entries in (first, first[::-1]):
+        fitting = FittingCollate(default_collate, ReadableEntries(entries))
+        assert fitting.fit([good, short, good.double(), None]) == [True, False, False, False]
+        batch, rows = fitting([short, short])
+        assert rows == [0, 1] and torch.equal(batch, torch.ones(2, 4))
+
+
+def test_what_is_not_of_one_entry_alone_is_refused_without_a_value():
+    def halves(entries):
+        if len(entries) > 3:
+            raise ValueError(f"secret {entries[0]}")
+        return default_collate(entries)
+
+    fitting = FittingCollate(halves, ReadableEntries([torch.ones(4)] * 7))
+    with pytest.raises(PrivateRefusal, match="halves failed on a batch") as refusal:
+        fitting([torch.ones(4)] * 4)
+    assert "secret" not in str(refusal.value) and refusal.value.__suppress_context__
+    assert "secret" in refusal.value.details["error"]
+
+
+class Documents(Dataset):
+    def __init__(self, bad=None):
+        self.documents = [torch.arange(1, 4 + i % 5) for i in range(ENTRIES)]
+        self.bad = bad
+
+    def __len__(self):
+        return ENTRIES
+
+    def __getitem__(self, index):
+        if index == BAD and self.bad is not None:
+            return self.bad()
+        return [] if index == BAD else self.documents[index]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: b"\xff".decode(),
+        lambda: None,
+        lambda: "text",
+        lambda: torch.ones(3),
+        lambda: {"input_ids": [1, 2], "labels": [1]},
+        lambda: [],
+    ],
+    ids=["raises", "none", "text", "floats", "labels", "empty"],
+)
+def test_what_is_no_document_adds_nothing(bad):
+    found = []
+    for dataset in (Documents(bad), Documents()):
+        torch.manual_seed(0)
+        engine = dpflash.PrivacyEngine(seed=3)
+        model = torch.nn.Embedding(16, 16)
+        model, optimizer, data = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            data_loader=DataLoader(
+                dataset, batch_size=8, collate_fn=PackTo(tokens=32, max_documents=8)
+            ),
+            noise_multiplier=0.0, max_grad_norm=0.5,
+        )  # fmt: skip
+        sums = []
+        for batch in data:
+            losses = dpflash.losses.cross_entropy(
+                model(batch.input_ids), batch.targets, sample_index=batch.sample_index,
+                num_samples=batch.max_documents,
+            )  # fmt: skip
+            engine.backward(losses)
+            optimizer.step()
+            if data.is_last:
+                sums.append(model.weight.grad.clone())
+            optimizer.zero_grad()
+        found.append(sums)
+    assert all(map(torch.equal, *found))
