@@ -21,7 +21,7 @@ TRITON_TESTS = $(shell grep -l triton tests/kernels/test_*.py)
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
-.PHONY: help demo test test-all lint docs bench compare ci gpu clean
+.PHONY: help demo test test-all soak lint docs bench compare ci gpu clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -38,6 +38,9 @@ test-all: $(STAMP) $(FRAMEWORKS) $(NEWEST)/.installed ## run all cases of all te
 	$(TEST_ENV) DPFLASH_FULL=1 $(PYTEST)
 	$(TEST_ENV) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
 	tests/install_afresh.sh $(PYTHON)
+
+soak: $(STAMP) ## long campaigns, whose results are committed: how tight the audit is and what it catches (2 hours)
+	$(BIN)/python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -6,7 +6,8 @@ Bounds are of honest runs at delta 1e-5 and epsilon 1, 4 and 8: 100,000 scores w
 (1,000 canaries, 100 releases), a million canaries over 256 releases with Poisson sampling at rate
 1/8, and 3,906 canaries over the same releases (a million products of canaries and releases).
 `--part power` runs every seeded bug of `tests/dpflash/audit/seeded_bugs.py` 20 times and an honest
-audit 100 times, `--part ranks` those of two ranks 20 times.
+audit 100 times, `--part ranks` those of two ranks 20 times. `--bug NAME` measures the rows of one
+bug again ("none" for honest audits) and keeps the others.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ BOUNDS = {
 }
 # Sample rate and releases of the runs that are accused or not, with this many canaries and noise.
 POWER, CANARIES, NOISE = {"no subsampling": (1.0, 4), "Poisson 1/8": (0.125, 16)}, 300, 1.0
+OF_SAMPLING = ("shuffling", "sampling rate 1.1 times the claimed")
 
 
 def audited(rate: float, steps: int, noise: float, bug: str | None = None) -> Audited:
@@ -107,16 +109,18 @@ class _Undone:
             setattr(owner, name, value)
 
 
-def power(bug_runs: int, honest_runs: int) -> list[dict[str, Any]]:
+def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[str, Any]]:
     """How many audits of one process accuse, with each bug and without one."""
     sys.path.insert(0, str(BUGS))
     import seeded_bugs
 
     rows = []
     for name, bug in {"none": None, **seeded_bugs.BUGS}.items():
+        if only and name not in only:
+            continue
         for setting, (rate, steps) in POWER.items():
-            # Without subsampling there is nothing to shuffle.
-            if bug is not None and (name == "shuffling") != (rate < 1):
+            # Without subsampling there is nothing to shuffle, and no other rate.
+            if bug is not None and (name in OF_SAMPLING) != (rate < 1):
                 continue
             reports: list[AuditReport] = []
             for _ in range(honest_runs // len(POWER) if bug is None else bug_runs):
@@ -174,6 +178,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--bug-runs", type=int, default=20)
     parser.add_argument("--honest-runs", type=int, default=100)
+    parser.add_argument("--bug", action="append", help="of power: only the rows of this bug")
     args = parser.parse_args()
     found: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     found["environment"] = {
@@ -182,9 +187,10 @@ def main() -> None:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    kept = [row for row in found.get("power", []) if args.bug and row["bug"] not in args.bug]
     measure = {
         "bounds": bounds,
-        "power": lambda: power(args.bug_runs, args.honest_runs),
+        "power": lambda: kept + power(args.bug_runs, args.honest_runs, args.bug),
         "ranks": lambda: ranks(args.bug_runs),
     }
     for part in args.part or PARTS:
