@@ -348,7 +348,6 @@ REVIEWED = {
         "step + 1",
     ),
     *("tokens // rows", "tokens // rows * rows or rows", "weight.shape[0]"),
-    *("len(given)", "len(labels)", "len(tokens)", "length"),
 }
 
 
