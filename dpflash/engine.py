@@ -633,19 +633,16 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 backward.step.tracker.before_backward(losses.shape[0])
             if self._trial is not None and self._is_tried(losses, self._trial):
                 return
-            try:
-                with without_autocast(losses.device.type):
-                    backward.backward(losses)
-            except BaseException:
-                # Its sums are dropped, so the batch may be tried again.
-                backward.step.tracker.dropped()
-                raise
+            with without_autocast(losses.device.type):
+                backward.backward(losses)
 
     def _is_tried(self, losses: Tensor, trial: LossTrial) -> bool:
         """Whether losses are of a trial, which has no backward; compares those that follow it."""
         backward = self._attached()
         mark = backward.step.tracker.current
         if mark is not None and mark.is_trial:
+            assert self._step is not None
+            self._step.note_options()
             trial.hold(losses)
             return True
         if trial.decides:

@@ -236,11 +236,10 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, public ones too; keeps those of an unfinished logical batch."""
         self._step.public.refuse_inside("optimizer.zero_grad()")
-        if self._is_last_step_skipped:
+        if self._is_last_step_skipped or self._step.tracker.is_within_draw:
             return
         self._step.public.drop()
         self._step.discard()
-        self._step.tracker.dropped()
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -258,6 +257,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         Raises:
             RuntimeError: a CUDA stream is capturing, or `.grad` is not what the private layers
                 made; nothing is released.
+            PrivateRefusal: a microbatch of the logical batch had no backward, or the learning rate
+                or another option changed between its microbatches; nothing is released.
         """
         refuse_capture(CAPTURED)
         refuse_lightning(closure)
@@ -266,10 +267,12 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if self._step.tracker.step_ends_microbatch():
-            return result
-        is_public = self._step.has_public_alone
         with self._step.noting_refusals():
+            self._step.refuse_changed_options()
+            if self._step.tracker.step_ends_microbatch():
+                self._step.public.begin_batch(begins_draw=False)
+                return result
+            is_public = self._step.has_public_alone
             if not is_public:
                 self._step.finish_backward()
             self._check_others_have_no_gradient()

@@ -26,7 +26,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .privacy.keys import RunKeys
     from .privacy.spending import Spending
 
+_OPTIONS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 CAPTURED = "each replay would release again, without charging for it and with the same noise"
 
 
@@ -173,6 +174,7 @@ class ClippedSums:
             rounded sums, and sums with noise, are float32 or wider.
         rounded: names of the parameters of which some sum was rounded.
         bound: max_grad_norm of the current logical batch; nan before its first backward.
+        releases: how many releases were charged so far; each has its own noise.
         rows: which rows of the current microbatch are samples.
     """
 
@@ -195,6 +197,7 @@ class ClippedSums:
         self.sums: dict[nn.Parameter, Tensor] = {}
         self.rounded: set[str] = set()
         self.bound = math.nan
+        self.releases = 0
         self.rows = RealRows(tracker.real_rows)
         self._max_grad_norm = max_grad_norm
         self._ids = {parameter: number for number, parameter in enumerate(self.trained)}
@@ -229,7 +232,7 @@ class ClippedSums:
         """Whether a part of a logical batch waits for its release."""
         return bool(self.sums)
 
-    def begin_batch(self, samples: int, units: Units | None) -> None:
+    def begin_batch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
         if self._clipper is not None:
             self._clipper.begin_batch(samples, units)
@@ -359,6 +362,7 @@ class ClippedSums:
         for parameter in self.trained:
             parameter.grad = None
         self._clear()
+        self.tracker.dropped()
         if self._clipper is not None:
             self._clipper.end_batch(released=False)
 
@@ -427,7 +431,6 @@ class PrivateStep(ClippedSums):
     Attributes:
         noise_multiplier: of the next release; `set_noise_multiplier` changes it.
         expected_batch_size: of the next release; `set_expected_batch_size` changes it.
-        releases: how many releases were charged so far; each has its own noise.
         noise: of the release under way; None before it was charged.
         public: gradients of public data that the next step adds to its release.
 
@@ -464,8 +467,9 @@ class PrivateStep(ClippedSums):
             max_grad_norm=max_grad_norm,
             exact=exact,
         )
-        self.releases = 0
         self.noise: BatchNoise | None = None
+        self._options: dict[Any, Any] | None = None
+        self._changed: Any = None
         self.public = PublicGradients(self.trained, names)
         self._optimizer = optimizer
         self._sampler = sampler
@@ -572,9 +576,10 @@ class PrivateStep(ClippedSums):
         # A backward that failed may leave a release without sums.
         return bool(self.sums) or self.noise is not None
 
-    def begin_batch(self, samples: int, units: Units | None) -> None:
+    def begin_batch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         self.public.refuse_inside("a batch of the private loader")
-        super().begin_batch(samples, units)
+        self.public.begin_batch(begins_draw=begins_draw)
+        super().begin_batch(samples, units, begins_draw=begins_draw)
 
     def before_gate(self) -> None:
         self.public.refuse_gate()
@@ -593,12 +598,46 @@ class PrivateStep(ClippedSums):
                 "one draw cost more than those of two draws. Go on with the loader's next batch"
             )
         super().begin_backward()
+        self.note_options()
         self._may_charge = True
 
     def note_refusal(self) -> None:
         # A ledger that cannot be written is refused at the next release; this error tells more.
         with suppress(OSError, RuntimeError):
             self._spending.note_refusal(self._keys.run)
+
+    def note_options(self) -> None:
+        """Compare the options of the next release with those of the draw's first backward."""
+        options: dict[Any, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        for number, group in enumerate(self._optimizer.param_groups):
+            for name, value in group.items():
+                if name != "params":
+                    options[number, name] = _comparable(value)
+        if self._options is None:
+            self._options = options
+        elif self._changed is None and options != self._options:
+            both = self._options.keys() | options.keys()
+            self._changed = next(n for n in both if options.get(n) != self._options.get(n))
+
+    def refuse_changed_options(self) -> None:
+        """Refuse a step whose learning rate, or another option, changed inside its draw.
+
+        Raises:
+            PrivateRefusal: naming the option and the line to write.
+        """
+        if self._changed is None:
+            return
+        changed = self._changed
+        if isinstance(changed, tuple):
+            changed = f"param_groups[{changed[0]}]['{changed[1]}']"
+        raise PrivateRefusal(
+            f"optimizer.{changed} changed between the microbatches of a logical batch, so nothing "
+            "was released: a step is a release, and the number of its microbatches is private. "
+            "Behind optimizer.step() write\n"
+            "    if loader.is_last: scheduler.step()\n"
+            "(of BatchMemoryManager `if not optimizer.step_was_skipped: scheduler.step()`), and "
+            "compute what you set by hand from loader.releases"
+        ) from None
 
     def abandon(self) -> None:
         self.tracker.forget_signals()
@@ -615,7 +654,7 @@ class PrivateStep(ClippedSums):
 
     def _clear(self) -> None:
         super()._clear()
-        self.noise = None
+        self.noise = self._options = self._changed = None
 
     def _noise_to_fuse(self, parameter: nn.Parameter) -> NoiseStream | None:
         # Only into a sum that is exact, complete and of this process alone.
@@ -797,8 +836,7 @@ class PrivateStep(ClippedSums):
     # Release
 
     def finish_backward(self) -> None:
-        """Warn if the loop skipped the backward; settle the noise that a failed backward left."""
-        self.tracker.warn_of_missing_backward()
+        """Settle the noise that a failed backward left."""
         if self.noise is not None:
             self.noise.settle()
 
@@ -868,6 +906,13 @@ def refuse_mixed(mixed: Sequence[Tensor]) -> None:
             "each of them must run the same layers in the same order, and use their outputs in "
             "its losses (with weight 0 where it has nothing to add)"
         )
+
+
+def _comparable(option: Any) -> Any:
+    """An option of an optimizer, to compare later without waiting for a GPU."""
+    if isinstance(option, Tensor):
+        return id(option), option._version
+    return tuple(map(_comparable, option)) if isinstance(option, (tuple, list)) else option
 
 
 def _copy_of_sum(parameter: Tensor, clipped_sum: Tensor | None, *, wide: bool) -> Tensor:

@@ -34,6 +34,7 @@ class PublicGradients:
         self._trained = tuple(trained)
         self._names = names
         self._waiting: dict[nn.Parameter, Tensor] = {}
+        self._of_other_batches: dict[nn.Parameter, Tensor] = {}
         self._is_inside = False
         self._reached_gate = False
 
@@ -123,6 +124,15 @@ class PublicGradients:
         # A copy: DistributedDataParallel may keep `.grad` in a buffer of its own.
         self._waiting[parameter] = grad.clone() if waiting is None else waiting + grad
 
+    def begin_batch(self, *, begins_draw: bool) -> None:
+        """A microbatch begins; drops the gradients that earlier ones of its draw added.
+
+        The number of microbatches of a draw is private, so public gradients count once in each.
+        """
+        if begins_draw:
+            self._of_other_batches = dict(self._waiting)
+        self._waiting = dict(self._of_other_batches)
+
     def mean(self, ranks: Ranks) -> dict[nn.Parameter, Tensor]:
         """The waiting gradients, averaged over the ranks with other samples; new tensors.
 
@@ -138,4 +148,4 @@ class PublicGradients:
 
     def drop(self) -> None:
         """Forget the waiting gradients."""
-        self._waiting = {}
+        self._waiting, self._of_other_batches = {}, {}

@@ -377,6 +377,14 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         """Whether the current microbatch ends its logical batch, which step() releases."""
         return self._current_mark().last
 
+    @property
+    def releases(self) -> int:
+        """How many logical batches were released so far, with the one whose release has begun.
+
+        It is public, unlike the number of microbatches: count steps and schedules by it.
+        """
+        return self.tracker.releases
+
     def _current_mark(self) -> BatchMark:
         if self._mark is None:
             raise RuntimeError("there is no current batch: iterate over this loader first")
@@ -390,6 +398,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         try:
             with self.order.iterated():
                 yield from self._observed(marked)
+            self.tracker.end_epoch(self._mark)
         except PrivateRefusal:
             self.tracker.note_refusal()
             raise

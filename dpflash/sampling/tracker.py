@@ -25,6 +25,20 @@ EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
     "twice for one charge; finish or leave an epoch before the next begins"
 )
+_INCOMPLETE = (
+    "the sum of a logical batch lacks a microbatch, so it is not released: each microbatch of the "
+    "private loader needs its engine.backward(losses) before the next one, without an error, an "
+    "empty one too, and whatever its losses are. Samples whose gradient is not finite contribute "
+    "zero by themselves: remove a guard such as `if not torch.isfinite(loss): continue`. A loop "
+    "that only reads the loader runs under torch.no_grad()"
+)
+_UNRELEASED = (
+    "a drawn batch was not released: optimizer.step() must follow each logical batch before the "
+    "next one begins or the epoch ends, an empty one too, whatever its losses are, or the number "
+    "of steps reveals the data. Call step() of the optimizer that make_private returned after "
+    "each microbatch: it releases at the last one of a draw, so that larger batches need no "
+    "accumulation of your own"
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,9 @@ class LogicalBatch(Protocol):
     def is_open(self) -> bool:
         """Whether a part of a logical batch waits for its release."""
 
-    def begin_batch(self, samples: int, units: Units | None) -> None:
+    releases: int
+
+    def begin_batch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
 
     def may_begin(self, new_epoch: bool) -> bool:
@@ -144,6 +160,8 @@ class BatchTracker:
         self._batch: LogicalBatch | None = None
         self._signals: deque[bool] = deque()
         self._seen = 0
+        self._summed = 0
+        self._only_read = False
         self._still_to_come = 0
         # Stored after its release, since its rows may come back.
         self._last_yielded: BatchMark | None = None
@@ -162,6 +180,11 @@ class BatchTracker:
         """Private data ended the iteration of the loader."""
         if self._batch is not None:
             self._batch.note_refusal()
+
+    @property
+    def releases(self) -> int:
+        """How many releases have begun so far."""
+        return 0 if self._batch is None else self._batch.releases
 
     @property
     def _is_open(self) -> bool:
@@ -186,12 +209,17 @@ class BatchTracker:
     def step_ends_microbatch(self) -> bool:
         """Whether the current step ends a microbatch only; uses up its signal."""
         self.signalled_now = bool(self._signals)
+        mark = self.current
         if self.signalled_now:
             skip = self._signals.popleft()
-            if skip and self.current is None:
+            if skip and mark is None:
                 self.backward_done = False
         else:
-            skip = self.current is not None and not self.current.last
+            skip = mark is not None and not mark.last
+        if mark is not None and mark is not self._refused:
+            self._require_backward()
+            if not (skip or mark.last):
+                raise PrivateRefusal(_INCOMPLETE) from None
         self.skipped_last_step = skip
         return skip
 
@@ -209,6 +237,7 @@ class BatchTracker:
             warnings.warn(
                 "the loop left its last logical batch before optimizer.step() released it; its "
                 "gradients are dropped",
+                PrivateWarning,
                 stacklevel=3,
             )
         if self._batch is not None:
@@ -221,7 +250,7 @@ class BatchTracker:
     def dropped(self) -> None:
         """The gradients of the logical batch were dropped."""
         self.backward_done = False
-        self._seen = 0
+        self._seen = self._summed = 0
 
     def refused(self) -> None:
         """Drop the current batch without warning about the missing step."""
@@ -283,21 +312,40 @@ class BatchTracker:
         if epoch != self.epochs:
             # DataLoader workers may have fetched the older epoch to its end before.
             raise RuntimeError(EARLIER_EPOCH)
-        previous = self.current
-        if previous is not None and previous.draw != mark.draw:
-            if self._is_open:
-                self._refuse_unreleased()
-            if previous is not self._refused:
-                warnings.warn(
-                    "a drawn batch was not released: optimizer.step() must follow each logical "
-                    "batch, an empty one too, or the number of steps reveals the empty draws",
-                    stacklevel=3,
-                )
+        begins_draw = self.current is None or self.current.draw != mark.draw
+        self._leave_batch(ends_draw=begins_draw)
         self.current = self._last_yielded = mark
         self.backward_done = False
+        self._only_read = not torch.is_grad_enabled()
         self.next_draw = mark.draw
         if self._batch is not None:
-            self._batch.begin_batch(mark.size, mark.units)
+            self._batch.begin_batch(mark.size, mark.units, begins_draw=begins_draw)
+
+    def end_epoch(self, last: BatchMark | None) -> None:
+        """The loader has no more batches behind the one with this mark."""
+        if self.current is last:
+            self._leave_batch(ends_draw=True)
+
+    def _leave_batch(self, *, ends_draw: bool) -> None:
+        """Refuse to leave a microbatch that had no backward, or a draw that had no release."""
+        mark = self.current
+        if self._batch is None or mark is None or mark is self._refused or self._only_read:
+            return
+        self._require_backward()
+        if ends_draw:
+            raise PrivateRefusal(_UNRELEASED) from None
+
+    def _require_backward(self) -> None:
+        """Refuse a sum without the current microbatch, or one before it, even if it is empty."""
+        mark = self.current
+        if mark is not None and not mark.is_trial and self._summed <= mark.microbatch:
+            raise PrivateRefusal(_INCOMPLETE) from None
+
+    @property
+    def is_within_draw(self) -> bool:
+        """Whether the sum of the current draw has some of its microbatches, but not all."""
+        is_whole = self.backward_done and self.current is not None and self.current.last
+        return self._summed > 0 and not is_whole
 
     def before_backward(self, batch_size: int) -> None:
         """Refuse to add the same samples to one release twice."""
@@ -315,6 +363,8 @@ class BatchTracker:
                 losses=batch_size,
                 batch=mark.size,
             ) from None
+        if mark is not None and self._summed < mark.microbatch:
+            raise PrivateRefusal(_INCOMPLETE) from None
         signals = self.waiting_signals if mark is None else 0
         if mark is None and not signals and not self.foreign_batches:
             raise RuntimeError(FOREIGN)
@@ -362,18 +412,9 @@ class BatchTracker:
                 stacklevel=3,
             )
         self.backward_done = True
+        self._summed += mark is not None and not mark.is_trial
         if not is_padding:
             self._seen += batch_size if mark is None else mark.count
-
-    def warn_of_missing_backward(self) -> None:
-        """Warn if a batch with samples is released without a backward."""
-        mark = self.current
-        if mark is not None and mark.count and not self.backward_done:
-            warnings.warn(
-                "a drawn batch is released without a call of engine.backward(losses) on it: the "
-                "step is noise alone, and is charged for. Only an empty batch may skip it",
-                stacklevel=4,
-            )
 
     def came_from_loader(self, signalled: bool) -> bool:
         """Whether the samples of this release are a draw of the private sampler.
@@ -399,12 +440,3 @@ class BatchTracker:
         if self.current is not None:
             self.next_draw = self.current.draw + 1
         self.current = None
-
-    @staticmethod
-    def _refuse_unreleased() -> None:
-        raise RuntimeError(
-            "a new logical batch began before optimizer.step() released the last one; one sample "
-            "could enter a step twice. Call step() of the optimizer that make_private returned "
-            "after each microbatch: it releases at the last one of a draw, so that larger batches "
-            "need no accumulation of your own (zero_grad() drops a batch)"
-        )

@@ -363,8 +363,7 @@ def test_invariant_3_the_divisor_is_the_expected_batch_size_not_the_drawn_one(ki
     sizes = []
     for (batch,) in loader:
         optimizer.zero_grad()
-        if loader.is_real.any():
-            engine.backward(model(batch).square().mean(1))
+        engine.backward(model(batch).square().mean(1))
         before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         sizes.append(int(loader.is_real.sum()))
@@ -375,10 +374,7 @@ def test_invariant_3_the_divisor_is_the_expected_batch_size_not_the_drawn_one(ki
 
 
 @every_kind
-@pytest.mark.parametrize("skip_backward", [True, False])
-def test_invariant_3_empty_batches_get_noise_on_every_parameter_and_count(
-    skip_backward, kind, private, tiny_lm
-):
+def test_invariant_3_empty_batches_get_noise_on_every_parameter_and_count(kind, private, tiny_lm):
     tokens = torch.randint(11, (200, 5))
     engine, model, optimizer, loader = private(
         tiny_lm(), tokens, batch_size=1, noise_multiplier=1.0, **kind
@@ -386,8 +382,7 @@ def test_invariant_3_empty_batches_get_noise_on_every_parameter_and_count(
     empty = 0
     for (batch,) in loader:
         optimizer.zero_grad()
-        if loader.is_real.any() or not skip_backward:
-            engine.backward(dpflash.losses.cross_entropy(model(batch), batch.flip(1)))
+        engine.backward(dpflash.losses.cross_entropy(model(batch), batch.flip(1)))
         optimizer.step()
         if not loader.is_real.any():
             empty += 1
@@ -778,7 +773,12 @@ def test_invariant_8_a_batch_of_another_models_loader_is_no_batch_of_ones_own(
     options = {"noise_multiplier": 1.0, "loss_reduction": reduction, "batch_size": 8}
     first, second = (private(nn.Linear(2, 2), torch.randn(32, 2), **options) for _ in range(2))
     engine, model, _, loader = second
-    for (x,), own in zip(first[3], loader if own_loop else range(8), strict=True):
+
+    @torch.no_grad()
+    def read(loader):
+        yield from loader
+
+    for (x,), own in zip(read(first[3]), loader if own_loop else range(8), strict=True):
         with pytest.raises((RuntimeError, ValueError), match="another private loader|3 entries"):
             losses = model(x[part]).square().mean(1)
             engine.backward(losses) if reduction is None else losses.mean().backward()
@@ -1103,7 +1103,7 @@ def test_invariant_9_a_second_plain_backward_on_one_batch_is_refused(reduction, 
 
 def test_invariant_9_two_logical_batches_in_one_step_are_refused(private):
     engine, model, optimizer, loader = private(nn.Linear(3, 2), torch.randn(64, 3))
-    with pytest.raises(RuntimeError, match="before optimizer.step"):
+    with pytest.raises(RuntimeError, match="was not released"):
         for (x,) in loader:
             if len(x):
                 engine.backward(model(x).square().mean(1))
@@ -1207,7 +1207,7 @@ def test_invariant_10_nothing_is_released_where_the_ledger_cannot_be_written(
     for (x,) in loader:
         with pytest.raises(OSError):
             engine.backward(model(x).square().mean(1))
-        with pytest.raises(OSError):
+        with pytest.raises(dpflash.PrivateRefusal):
             optimizer.step()
         break
     assert torch.equal(model.weight, before) and optimizer.releases == 0

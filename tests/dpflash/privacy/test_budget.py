@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash import BudgetSpent, PrivacyBudget, PrivacyEngine
+from dpflash import BudgetSpent, PrivacyBudget, PrivacyEngine, PrivateRefusal
 from dpflash.accounting import (
     FixedSizeGaussian,
     Gaussian,
@@ -173,7 +173,8 @@ def test_a_refused_step_changes_nothing(kind, ledger, twice, run, tmp_path):
             assert path.read_bytes() == content
         assert all(p.grad is None for p in model.parameters()) and not engine._step.sums
         if twice:
-            with pytest.raises(BudgetSpent):
+            # The sum without the draw's other microbatches is refused before it is charged.
+            with pytest.raises((BudgetSpent, PrivateRefusal)):
                 step(engine, model, optimizer, x)
     spent = engine.get_epsilon(DELTA)
     for word in (f"epsilon={spent:g}", f"delta={DELTA:g}", f"{spent:.6g} is spent", "budget="):
@@ -224,22 +225,6 @@ def test_a_loop_that_catches_the_refusal_goes_on_with_the_same_or_the_next_batch
     assert refused == 1 and optimizer.releases == 4
     assert engine.get_epsilon(DELTA) == pytest.approx(epsilon_after(events), rel=1e-12)
     assert engine.neighboring_relation == events[0].relation
-
-
-@every_kind
-def test_an_empty_or_unseen_batch_is_refused_too(kind, run):
-    """The charge then happens in step(), not in the backward."""
-    made = run(kind, epsilon_after([KINDS[kind][1](NOISE)]))
-    engine, model, optimizer, loader = made
-    with pytest.raises(BudgetSpent), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(9):
-            for _ in loader:
-                before = copy.deepcopy(model.state_dict())
-                optimizer.step()
-                optimizer.zero_grad()
-    assert optimizer.releases == steps_of(kind)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -180,6 +180,7 @@ SET_BACK = {
 def test_a_loader_that_is_set_back_makes_other_draws(kind, seed, tmp_path):
     options = SAMPLINGS[kind]
 
+    @torch.no_grad()
     def rows(loader):
         batches, current = [], []
         for (x,) in loader:

@@ -192,34 +192,48 @@ def test_releases_between_public_steps_have_the_same_bits(place):
         assert_equal(found, private)
 
 
-def test_public_gradients_add_up_over_microbatches_and_are_released_once():
+@pytest.mark.parametrize(
+    ("blocks", "only_last_steps"),
+    [(["top"], False), (["behind"], True), (["top", "top", "behind"], False), (["outside"], True)],
+    ids=["each microbatch", "one step", "three blocks", "between draws"],
+)
+def test_public_gradients_count_once_a_release_in_however_many_microbatches(
+    blocks, only_last_steps
+):
+    """Their number is private; blocks of one microbatch, or between two draws, add up."""
     options = {"physical_batch_size": 2, "max_batch_size": 24}
     own = released(*run(**options), count=2)
     engine, model, optimizer, loader = run(**options)
     public = list(at_the_parameters(model))
     microbatches = 0
+    for _ in range(2 * blocks.count("outside")):
+        on_public(engine, model)
     for x, y in loader:
         microbatches += 1
-        on_public(engine, model)
+        for _ in range(blocks.count("top")):
+            on_public(engine, model)
         engine.backward(losses_of(model, x, y))
-        optimizer.step()
+        for _ in range(blocks.count("behind")):
+            on_public(engine, model)
+        if loader.is_last or not only_last_steps:
+            optimizer.step()
         if loader.is_last:
             break
         optimizer.zero_grad()
     assert microbatches > 1
-    expected = own[0]["last.bias"] + microbatches * public[0]["last.bias"]
+    count = 2 if "outside" in blocks else len(blocks)
+    expected = own[0]["last.bias"] + count * public[0]["last.bias"]
     torch.testing.assert_close(model.last.bias.grad, expected, rtol=1e-5, atol=1e-6)
     model.zero_grad()  # which, unlike the optimizer's, drops no public gradients
     for parameter in model.parameters():
         parameter.data.fill_(0.1)
     for x, y in loader:
-        if optimizer.releases == 1:
-            engine.backward(losses_of(model, x, y))
-            optimizer.step()
-            if loader.is_last:
-                assert_equal(grads(model), own[1])
-                break
-            optimizer.zero_grad()
+        engine.backward(losses_of(model, x, y))
+        optimizer.step()
+        if loader.is_last:
+            assert_equal(grads(model), own[1])
+            break
+        optimizer.zero_grad()
 
 
 def test_zero_grad_drops_public_gradients():
@@ -250,8 +264,7 @@ def test_a_draw_without_samples_is_released_and_charged_beside_public_data():
     for number, (x, y) in enumerate(loader):
         expected = plain_grads(model)
         on_public(engine, model)
-        if loader.is_real.any():
-            engine.backward(losses_of(model, x, y))
+        engine.backward(losses_of(model, x, y))
         empty += not loader.is_real.any()
         optimizer.step()
         assert optimizer.releases == number + 1

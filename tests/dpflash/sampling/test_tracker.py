@@ -1,0 +1,259 @@
+"""A draw is released whole or not at all, and whatever counts steps counts releases."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import dpflash
+from dpflash.sampling import LogicalBatches
+
+SIZE = 32
+
+
+@pytest.fixture
+def run(private):
+    """run(...) -> (engine, model, optimizer, loader), of draws with several microbatches."""
+
+    def make(rate=16, lr=0.1, **options):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        options = {"physical_batch_size": 4, "noise_multiplier": 0.5, **options}
+        made = private(model, torch.randn(SIZE, 3), batch_size=rate, lr=0.1, **options)
+        made[2].param_groups[0].update(lr=lr)
+        return made
+
+    return make
+
+
+def losses_of(model, x):
+    return model(x).square().mean(1)
+
+
+def fail(grad):
+    raise torch.cuda.OutOfMemoryError("out of memory")
+
+
+def forgets_all(engine, model, optimizer, loader):
+    for _ in loader:
+        optimizer.step()
+
+
+def guards_losses(engine, model, optimizer, loader, skipped=1):
+    """The skipped microbatch has a loss that is not finite."""
+    for number, (x,) in enumerate(loader):
+        losses = losses_of(model, x) * (float("nan") if number == skipped else 1)
+        if not torch.isfinite(losses).all():
+            continue
+        engine.backward(losses)
+        optimizer.step()
+
+
+def guards_inputs_and_steps_at_the_last(engine, model, optimizer, loader):
+    for number, (x,) in enumerate(loader):
+        if number != 1:
+            engine.backward(losses_of(model, x))
+        if loader.is_last:
+            optimizer.step()
+
+
+def leaves_out_empty(engine, model, optimizer, loader):
+    for (x,) in loader:
+        if loader.is_real.any():
+            engine.backward(losses_of(model, x))
+        optimizer.step()
+
+
+def catches(engine, model, optimizer, loader, failing=1):
+    """One backward fails, and the loop goes on with the next microbatch."""
+    for number, (x,) in enumerate(loader):
+        outputs = model(x)
+        if number == failing:
+            outputs.register_hook(fail)
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            engine.backward(outputs.square().mean(1))
+        optimizer.step()
+
+
+def catches_and_tries_again(engine, model, optimizer, loader):
+    """It tries the second microbatch again, but the sum of the first is dropped."""
+    for number, (x,) in enumerate(loader):
+        if number == 1:
+            outputs = model(x)
+            outputs.register_hook(fail)
+            with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                engine.backward(outputs.square().mean(1))
+        engine.backward(losses_of(model, x))
+        optimizer.step()
+
+
+def asks_ahead(engine, model, optimizer, loader):
+    for (x,) in list(loader):
+        engine.backward(losses_of(model, x))
+        optimizer.step()
+
+
+def signals_a_release(engine, model, optimizer, loader):
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        optimizer.signal_skip_step(False)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        forgets_all,
+        guards_losses,
+        guards_inputs_and_steps_at_the_last,
+        leaves_out_empty,
+        catches,
+        catches_and_tries_again,
+        asks_ahead,
+        signals_a_release,
+    ],
+)
+def test_a_sum_without_one_of_its_microbatches_is_never_released(run, loop):
+    # With a tenth of a sample in a draw the first ones are empty.
+    options = {"rate": 1, "dataset_size": 1000} if loop is leaves_out_empty else {}
+    engine, model, optimizer, loader = run(**options)
+    before = model.weight.detach().clone()
+    with pytest.raises(dpflash.PrivateRefusal, match="lacks a microbatch") as refused:
+        loop(engine, model, optimizer, loader)
+    assert not any(letter.isdigit() for letter in str(refused.value))
+    with contextlib.suppress(dpflash.PrivateRefusal):
+        optimizer.step()
+    assert torch.equal(model.weight, before) and optimizer.releases == 0
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        optimizer.step()
+        if loader.is_last:
+            break
+    assert optimizer.releases == 1
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("has_backward", [False, True])
+def test_a_draw_without_a_release_is_reported_when_the_iterator_ends(run, shuffled, has_backward):
+    """A loop of full batches, whose only draw is the last of its epoch."""
+    options = {"sampling": "shuffled", "physical_batch_size": None} if shuffled else {}
+    engine, model, optimizer, loader = run(rate=SIZE, **options)
+    match = "was not released" if has_backward else "lacks a microbatch"
+    with pytest.raises(dpflash.PrivateRefusal, match=match):
+        for (x,) in loader:
+            if has_backward or not loader.is_last:
+                engine.backward(losses_of(model, x))
+
+
+def test_a_loop_that_breaks_or_only_reads_is_no_mistake(run):
+    engine, model, optimizer, loader = run()
+    with torch.no_grad():
+        for (x,) in loader:
+            model(x)
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        break
+    with pytest.warns(dpflash.PrivateWarning, match="left its last logical batch"):
+        next(iter(loader))
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.releases == loader.releases == len(loader)
+
+
+@pytest.mark.parametrize("at", ["the top", "the end"])
+def test_zero_grad_in_each_microbatch_keeps_the_sum_of_the_draw(run, at):
+    found = []
+    for where in ("the last", at):
+        engine, model, optimizer, loader = run()
+        for (x,) in loader:
+            if where == "the top":
+                optimizer.zero_grad()
+            engine.backward(losses_of(model, x))
+            if loader.is_last:
+                optimizer.step()
+            if where == "the end" or loader.is_last:
+                optimizer.zero_grad()
+        found.append(model.weight.detach().clone())
+    assert torch.equal(*found)
+
+
+# Learning rates and other options
+
+
+def by_scheduler(kind, **options):
+    return lambda optimizer: kind(optimizer, **options).step
+
+
+def by_hand(**values):
+    """Each call adds to an option of the optimizer or of its group."""
+
+    def made(optimizer):
+        def step():
+            for name, value in values.items():
+                if hasattr(type(optimizer), name):
+                    setattr(optimizer, name, getattr(optimizer, name) + value)
+                elif isinstance(optimizer.param_groups[0][name], torch.Tensor):
+                    optimizer.param_groups[0][name].add_(value)
+                else:
+                    optimizer.param_groups[0][name] += value
+
+        return step
+
+    return made
+
+
+CHANGES = {
+    "LambdaLR": by_scheduler(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+    "OneCycleLR": by_scheduler(
+        lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=99, cycle_momentum=False
+    ),
+    "lr": by_hand(lr=0.1),
+    "tensor": by_hand(lr=0.1),
+    "weight_decay": by_hand(weight_decay=0.1),
+    "noise_multiplier": by_hand(noise_multiplier=0.1),
+    "max_grad_norm": by_hand(max_grad_norm=0.1),
+}
+
+
+@pytest.mark.parametrize("at", ["the top", "behind step"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_option_that_changes_inside_a_draw_is_refused(run, change, at):
+    lr = torch.tensor(0.1) if change == "tensor" else 0.1
+    engine, model, optimizer, loader = run(lr=lr)
+    step = CHANGES[change](optimizer)
+    with pytest.raises(dpflash.PrivateRefusal, match=r"if loader\.is_last: scheduler\.step\(\)"):
+        for (x,) in loader:
+            if at == "the top":
+                step()
+            engine.backward(losses_of(model, x))
+            optimizer.step()
+            if at == "behind step":
+                step()
+    assert optimizer.releases == 0
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_option_may_change_with_each_release(run, change):
+    lr = torch.tensor(0.1) if change == "tensor" else 0.1
+    engine, model, optimizer, loader = run(lr=lr)
+    step = CHANGES[change](optimizer)
+    for (x,) in loader:
+        optimizer.param_groups[0]["dampening"] = 0.1 * loader.releases  # the same in a draw
+        engine.backward(losses_of(model, x))
+        if loader.is_last and change == "lr":
+            step()  # a rate that is set for the step that follows
+        optimizer.step()
+        optimizer.zero_grad()
+        if loader.is_last and change != "lr":
+            step()
+    for batch in LogicalBatches(loader):
+        for (x,) in batch:
+            engine.backward(losses_of(model, x))
+        optimizer.step()
+        optimizer.zero_grad()
+        step()
+    assert optimizer.releases == loader.releases == 2 * len(loader)
