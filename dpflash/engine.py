@@ -55,11 +55,10 @@ from .config import (
 from .distributed.mesh import Ranks
 from .distributed.validate import (
     open_ledger,
-    release_ranks,
     require_same_data,
     synchronize_ranks,
 )
-from .grad_rules.convert import attach, detach
+from .grad_rules.convert import attach
 from .opacus_calls import (
     Scheduler,
     keywords_alone,
@@ -68,6 +67,7 @@ from .opacus_calls import (
     restore_schedulers,
     with_schedulers,
 )
+from .optimize.attachment import Attachment, attachments_of, take_over
 from .optimize.levels import Optimization
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer
@@ -78,7 +78,7 @@ from .privacy.masks import SecretMasks
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
-from .refusal import PrivateRefusal, PrivateWarning
+from .refusal import PrivateRefusal
 from .sampling.loader import PrivateDataLoader
 from .step import PrivateStep
 from .verification.loss_trial import LossTrial
@@ -331,17 +331,26 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if self._model is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
         ranks = self._ranks
-        checked = ranks.run_on_all(
-            "make_private",
-            lambda: check_arguments(
+
+        def checks() -> CheckedArguments:
+            releases = take_over(module)
+            if releases and self._spending.is_empty:
+                warnings.warn(
+                    "another PrivacyEngine trained this model, and the epsilon of this one does "
+                    "not count its releases. Where both train on the same data, pass "
+                    "PrivacyEngine(ledger=...) to all of them, or accountant=earlier.accountant",
+                    stacklevel=6,
+                )
+            return check_arguments(
                 (module, optimizer, data_loader),
                 privacy,
                 performance,
                 clipping_asked=asked.clipping,
                 keys=self._keys,
                 ranks=ranks,
-            ),
-        )
+            )
+
+        checked = ranks.run_on_all("make_private", checks)
         trained, loader = checked.trained, checked.loader
         names = {p: n for n, p in module.named_parameters()}
         agree_on_arguments(checked, names, privacy, performance, ranks)
@@ -393,7 +402,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
             return (step.releases, step.tracker.place(), ranks.data_rank)
 
         devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
-        masks = SecretMasks(devices, lambda: self._keys.noise, place)
+        keys = self._keys  # A model does not keep its engine alive.
+        masks = SecretMasks(devices, lambda: keys.noise, place)
         optimization = checked.optimization
         self._wrapper = ForwardWrapper(
             module, backward, optimization, unchanged, masks, loader.order
@@ -406,6 +416,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         self._model, self._backward, self._step = module, backward, step
         self._clipping, self._settings = privacy.clipping, (privacy, performance)
         self._optimizer, self._loader = private_optimizer, loader
+        backward.attach(Attachment(self, module, self._wrapper, private_optimizer, step))
         return module, private_optimizer, loader
 
     def _new_backward(
@@ -975,25 +986,20 @@ class PrivacyEngine(Uncopied, OnlySettable):
             backward.forward.prepare(batch)
 
     def detach(self, model: nn.Module) -> nn.Module:
-        """Return the plain model, with its parameters; the engine keeps its spent privacy."""
+        """Return the plain model, with its parameters; the engine keeps its spent privacy.
+
+        Any engine gives back a model whose own engine does not exist any more.
+        """
         if model is not self._model:
-            raise ValueError("model is not the one that this engine made private")
-        self._attached().discard()
-        assert self._wrapper is not None and self._wrapper.unchanged is not None
-        refusal = self._wrapper.unchanged.refusal()
-        if refusal is not None:
-            warnings.warn(
-                f"the model that is given back is not for release: {refusal}",
-                PrivateWarning,
-                stacklevel=2,
-            )
-        self._wrapper.remove()
-        detach(model)
-        release_ranks(model)
-        assert self._optimizer is not None
-        self._optimizer.release_original()
-        assert self._step is not None
-        self._step.close()
+            attachments = attachments_of(model)
+            if not attachments or not all(a.is_orphan for a in attachments):
+                raise ValueError("model is not the one that this engine made private")
+            for attachment in attachments:
+                attachment.give_back()
+            return model
+        own = self._attached().attachment
+        assert isinstance(own, Attachment)
+        own.give_back()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._keys.begin_model()
         self._spending.set_budget(None)
@@ -1255,7 +1261,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     def _attached(self) -> PrivateBackward:
         if self._backward is None:
-            raise RuntimeError("no model is private yet; call engine.make_private first")
+            raise RuntimeError(
+                "this engine has no private model: none was made, or it was detached or made "
+                "private by another engine since. Call engine.make_private first"
+            )
         assert self._step is not None
         self._step.public.refuse_inside("a call of the engine")
         return self._backward

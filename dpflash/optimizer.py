@@ -263,6 +263,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         refuse_capture(CAPTURED)
         refuse_lightning(closure)
         self._step.public.refuse_inside("optimizer.step()")
+        self._step.refuse_closed()
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -538,6 +538,15 @@ class PrivateStep(ClippedSums):
         self._is_closed = True
         self.public.drop()
 
+    def refuse_closed(self) -> None:
+        """Raises RuntimeError where the model was detached, or another engine has it."""
+        if self._is_closed:
+            raise RuntimeError(
+                "the model of this optimizer was detached, so it releases nothing more: its noise "
+                "would be that of the engine's next model. Use the optimizer that the last "
+                "make_private returned"
+            )
+
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that a release changes."""
@@ -705,14 +714,8 @@ class PrivateStep(ClippedSums):
         Raises:
             BudgetSpent: the release does not fit into the budget; the batch is dropped.
             ValueError: the accountant does not support this event; the batch is dropped.
-            RuntimeError: the model was detached, or the batch is not of the private loader.
+            RuntimeError: the batch is not of the private loader.
         """
-        if self._is_closed:
-            raise RuntimeError(
-                "the model of this optimizer was detached, so it releases nothing more: its noise "
-                "would be that of the engine's next model. Use the optimizer that the last "
-                "make_private returned"
-            )
         bound = self.max_grad_norm if math.isnan(self.bound) else self.bound
         noise_fits(max_grad_norm=bound, noise_multiplier=self.noise_multiplier)
         noise_multiplier = self.noise_multiplier

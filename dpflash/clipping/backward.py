@@ -16,6 +16,7 @@ from dpflash.kernels import clip_factors
 from ..distributed.collectives import agree, gather_rows, rank_in, world_size
 from ..distributed.layout import Layout
 from ..packing.units import Units
+from ..sampling.tracker import STEP_OF_ANOTHER
 from ..step import ClippedSums
 from ..verification.declared_reduction import refuse_weights
 from ..verification.proof import OFF, Proof
@@ -59,6 +60,7 @@ class PrivateBackward:
             backwards of ghost clipping.
         factors: clipping factors in mode "sum".
         norms_again: whether mode "sum" computes norms too.
+        attachment: what make_private put on the model, see `Attachment`.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class PrivateBackward:
         self.mode = "clip"
         self.watches: tuple[Watch, ...] = ()
         self.norms_again = False
+        self.attachment: object = None
         self.factors = torch.empty(0)
         self._refusal = refusal
         self._index = {id(group): index for index, group in enumerate(self.groups)}
@@ -98,6 +101,10 @@ class PrivateBackward:
         self._arrived_generation: int | None = None
         self._summing: Gate | None = None
         step.attach(self)
+
+    def attach(self, attachment: object) -> None:
+        """Note what make_private put on the model."""
+        self.attachment = attachment
 
     def index_of(self, group: Group) -> int:
         """Number of a clipping group."""
@@ -351,7 +358,8 @@ class PrivateBackward:
                 raise RuntimeError(
                     "loss.backward() was called on a private model. Call engine.backward(losses) "
                     "with one loss per sample, or declare make_private(..., loss_reduction='mean' "
-                    "or 'sum') if the scalar really is that reduction over samples"
+                    "or 'sum') if the scalar really is that reduction over samples. "
+                    f"{STEP_OF_ANOTHER}. After the private training call engine.detach(model)"
                 )
             task = torch._C._current_graph_task_id()
             if task != self._task:

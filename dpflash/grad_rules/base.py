@@ -16,6 +16,7 @@ from ..clipping.planner import LinearShape
 from ..distributed.fsdp import is_sharded
 from ..packing.units import Units
 from ..verification.second_order import differentiable_once, refuse_transforms
+from ..verification.tracing import refuse_recording, refuse_tracing
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,7 @@ class PrivateModule(nn.Module):
                     self.refuse_thawed(name)
         if not trainable or not torch.is_grad_enabled():
             return False
+        refuse_tracing(context.name)
         units = context.backward.forward.units
         if units is not None and not units.are_rows and context.units is None:
             self.refuse_documents()
@@ -270,6 +272,9 @@ class PrivateModule(nn.Module):
             f"parameter '{self._dpflash.name}.{name}' was frozen when the model was made "
             "private and is trainable now; call engine.detach(model), then make_private again"
         )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        refuse_recording(self._dpflash.name, "torch.jit.script", also="")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are of the plain layer: a copy has no engine.

@@ -6,11 +6,15 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..clipping.backward import PrivateBackward
 from ..clipping.groups import (
@@ -36,6 +40,7 @@ _OF_ATTENTION = (
     "in_proj_bias",
 )
 _OF_CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+_HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 
 
 def check_model(model: nn.Module) -> None:
@@ -45,7 +50,7 @@ def check_model(model: nn.Module) -> None:
         ValueError: for modules that mix samples, for trainable parameters that no rule covers, and
             for a forward that hides that of the model's class.
     """
-    if "forward" in vars(model):
+    if "forward" in vars(model) and not _was_compiled(model) and not _is_scripted(model):
         raise ValueError(
             "module.forward was assigned to the object (by Accelerator.prepare with "
             "mixed_precision, or by a hook), so the private forward would not run: pass the model "
@@ -53,6 +58,8 @@ def check_model(model: nn.Module) -> None:
         )
     inside = parts_of_layers(model)
     for name, module in model.named_modules():
+        if module is not model and module._compiled_call_impl is not None:
+            _refuse_compiled(name, module)
         check_module(name or "(the model itself)", module, is_inside=module in inside)
 
 
@@ -66,6 +73,14 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     """
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
+    if _is_scripted(module):
+        raise ValueError(
+            f"module '{name}' is compiled by torch.jit, whose layers no rule for private training "
+            "covers. Pass the model that was scripted or traced"
+        )
+    if _was_compiled(module):
+        _refuse_compiled(name, module)
+    _check_computed(name, module)
     if isinstance(module, _BatchNorm) and (is_inside or not _is_frozen(module)):
         raise ValueError(
             f"module '{name}' is {type(module).__name__}: it mixes the samples of a batch, so "
@@ -95,6 +110,41 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     own = [n for n, p in _own_parameters(module).items() if p.requires_grad]
     if own and not is_inside:
         _check_owner(name, module, own)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _was_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile made the module, or its forward."""
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+def _refuse_compiled(name: str, module: nn.Module) -> None:
+    if any(p.requires_grad for p in module.parameters()):
+        raise ValueError(
+            f"module '{name}' is compiled by torch.compile, which would not run the private "
+            "layers. Pass the plain model (model._orig_mod of a compiled one); make_private "
+            "compiles it as optimize= says"
+        )
+
+
+def _check_computed(name: str, module: nn.Module) -> None:
+    """Refuse parameters that a hook computes before each forward, out of sight of every rule."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, BasePruningMethod):
+            way, key = "prune.remove", hook._tensor_name
+        elif isinstance(hook, WeightNorm | SpectralNorm):
+            way, key = f"remove_{_HOOKS[type(hook)]}", hook.name
+        else:
+            continue
+        if any(p.requires_grad for p in module._parameters.values() if p is not None):
+            raise ValueError(
+                f"parameter '{key}' of module '{name}' ({type(module).__name__}) is computed by a "
+                f"hook from others, which no rule for private training covers. Call "
+                f"torch.nn.utils.{way}(module, {key!r}) first"
+            )
 
 
 def _check_torch_layer(name: str, module: nn.Module, names: Collection[str]) -> None:
@@ -153,13 +203,12 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
                     f"module '{name}' has {flag}=True, which has no rule for private training. "
                     f"Set {flag}=False"
                 )
-    weight = module._parameters.get("weight", module)
     if parametrize.is_parametrized(module):
         _check_parametrized(name, module)
-    elif isinstance(module, nn.Linear | nn.Embedding) and not isinstance(weight, nn.Parameter):
+    elif isinstance(module, nn.Linear | nn.Embedding) and "weight" not in module._parameters:
         raise ValueError(
-            f"module '{name}' ({kind}) computes its weight from other parameters (weight_norm, "
-            "pruning), which has no rule for private training. Make the weight a parameter again"
+            f"module '{name}' ({kind}) computes its weight from other parameters, which has no "
+            "rule for private training. Make the weight a parameter again"
         )
     if isinstance(module, nn.ParameterList | nn.ParameterDict):
         raise ValueError(
@@ -188,12 +237,16 @@ def _check_parametrized(name: str, module: nn.Module) -> None:
             f"module '{name}' is parametrized and has layers below it, which has no rule for "
             "private training. Call torch.nn.utils.parametrize.remove_parametrizations first"
         )
-    if any(True for _ in parametrizations.buffers()):
-        raise ValueError(
-            f"module '{name}' has a parametrization that keeps statistics (spectral_norm), which "
-            "would be released without noise. Call "
-            "torch.nn.utils.parametrize.remove_parametrizations first"
-        )
+    for key, steps in parametrizations.items():
+        for step in steps:
+            if buffers := [n for n, _ in step.named_buffers()]:
+                raise ValueError(
+                    f"module '{name}' computes its {key!r} by the parametrization "
+                    f"{type(step).__name__}, whose buffers {buffers} a forward may change and "
+                    "would be released without noise. Call torch.nn.utils.parametrize."
+                    f"remove_parametrizations(module, {key!r}) first, or use one without buffers "
+                    "(orthogonal has none with use_trivialization=False)"
+                )
 
 
 def is_whole(module: nn.Module) -> bool:

@@ -43,6 +43,7 @@ from ..verification.nested import map_tensors, tensors_of
 from ..verification.proof import allow_second_backwards
 from ..verification.random_state import RandomState
 from ..verification.second_order import refuse_transforms
+from ..verification.tracing import refuse_tracing
 from ..verification.unchanged import Unchanged
 from .levels import Optimization
 
@@ -146,6 +147,8 @@ class ForwardWrapper:
         """Run the wrapped forward."""
         if self._is_plain:
             return self._plainly(module, args, kwargs)
+        if torch.is_grad_enabled():
+            refuse_tracing("(the model itself)")
         if torch.compiler.is_compiling():
             return self._eagerly(module, self._autocast_dtype(), args, kwargs)
         if torch.is_grad_enabled():

@@ -14,12 +14,16 @@ from torch import Tensor
 from ..packing import Units
 from ..refusal import PrivateRefusal, PrivateWarning
 
+STEP_OF_ANOTHER = (
+    "For the step of another model through this one (a GAN's generator), freeze this model's "
+    "parameters with requires_grad_(False), or run it inside engine.public_data()"
+)
 FOREIGN = (
     "the batch is not of the private loader: how it was sampled is unknown, and several of its "
     "rows may be of one sample, so nothing was released. Iterate over the loader that "
     "make_private returned; views of a sample belong inside of the model, and two models that "
     "share batches into one module. make_private(foreign_batches=True) takes batches of your "
-    "own; dpflash.PrivacyConfig says what you vouch for then"
+    f"own; dpflash.PrivacyConfig says what you vouch for then. {STEP_OF_ANOTHER}"
 )
 EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "

@@ -1,6 +1,7 @@
 """Bad input is refused with the argument, its value and the way out, and nothing is changed."""
 
 import copy
+import io
 import math
 import os
 import stat
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import dpflash
@@ -232,7 +235,20 @@ def test_get_epsilon_refuses_a_delta_outside_of_0_1(delta):
         (nn.Embedding(3, 3, max_norm=1.0), ["max_norm=1.0", "max_norm=None"]),
         (nn.Embedding(3, 3, scale_grad_by_freq=True), ["scale_grad_by_freq=False"]),
         (nn.LazyLinear(3), ["lazy"]),
-        (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), ["spectral_norm"]),
+        (
+            nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+            ["_SpectralNorm", "'_u'"],
+        ),
+        (orthogonal(nn.Linear(3, 3)), ["'weight'", "_Orthogonal", "use_trivialization=False"]),
+        (orthogonal(nn.Conv1d(3, 3, 1)), ["_Orthogonal", "remove_parametrizations"]),
+        (prune.identity(nn.Linear(3, 3), "weight"), ["prune.remove(module, 'weight')"]),
+        (
+            prune.random_unstructured(nn.LayerNorm(3), "bias", 0.5),
+            ["prune.remove(module, 'bias')"],
+        ),
+        (nn.utils.weight_norm(nn.Conv1d(3, 3, 1)), ["remove_weight_norm(module, 'weight')"]),
+        (torch.compile(nn.Linear(3, 3)), ["torch.compile", "_orig_mod"]),
+        (torch.jit.script(nn.Linear(3, 3)), ["torch.jit"]),
         (nn.ParameterList([nn.Parameter(torch.ones(3))]), ["ParameterList", "nn.Linear"]),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
@@ -256,14 +272,70 @@ def test_a_layer_that_cannot_be_trained_privately_is_refused_by_its_dotted_name(
     assert [type(m) for m in model.modules()] == before
 
 
-def test_a_frozen_layer_without_a_rule_is_accepted():
-    model = nn.ModuleDict({"first": nn.Linear(3, 3), "rnn": nn.LSTM(3, 3).requires_grad_(False)})
+@pytest.mark.parametrize(
+    "layer", [nn.LSTM(3, 3), prune.identity(nn.Linear(3, 3), "weight"), torch.compile(nn.Tanh())]
+)
+def test_a_frozen_layer_without_a_rule_is_accepted(layer):
+    model = nn.ModuleDict({"first": nn.Linear(3, 3), "layer": layer.requires_grad_(False)})
     check_model(model)
+
+
+def test_what_torch_compile_made_of_a_model_is_refused_by_that_cause(refused):
+    model, part = nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2))
+    refused(ValueError, "torch.compile", "_orig_mod", model=torch.compile(model))
+    model.forward = torch.compile(model.forward)
+    refused(ValueError, "torch.compile", "optimize=", model=model)
+    part[0].compile()
+    refused(ValueError, "'0'", "torch.compile", model=part)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        torch.jit.script,
+        lambda model: torch.jit.script(nn.Sequential(model)),
+        lambda model: torch.jit.script(model[0]),
+        lambda model: torch.jit.trace(model, torch.ones(4, 3)),
+        lambda model: torch.jit.trace_module(model[0], {"forward": torch.ones(4, 3)}),
+        torch.fx.symbolic_trace,
+        lambda model: torch.fx.symbolic_trace(model[0]),
+        lambda model: torch.export.export(model, (torch.ones(4, 3),)),
+        lambda model: torch.onnx.export(model, (torch.ones(4, 3),), io.BytesIO(), dynamo=False),
+    ],
+)
+def test_what_records_a_private_model_is_refused_with_the_way_out(record, private):
+    engine, model, _, _ = private(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+    with pytest.raises(RuntimeError, match=r"engine\.detach\(model\)"):
+        record(model)
+    with torch.no_grad():
+        assert torch.jit.trace(model, torch.ones(4, 3))(torch.ones(1, 3)).shape == (1, 2)
+    engine.backward(model(torch.randn(4, 3)).sum(1))
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+@pytest.mark.parametrize("place", ["first", "second"])
+def test_a_generators_step_through_a_private_critic_names_the_way_out(is_declared, place, private):
+    made = {"loss_reduction": "mean"} if is_declared else {}
+    engine, critic, _, _ = private(nn.Linear(3, 1), foreign_batches=False, **made)
+    generator = nn.Linear(2, 3)
+    noise = torch.randn(4, 2)
+    if place == "second":
+        noise.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"requires_grad_\(False\).*engine\.public_data"):
+        critic(generator(noise)).mean().backward()
+    generator.zero_grad()
+    critic.requires_grad_(False)
+    critic(generator(noise)).mean().backward()
+    assert generator.weight.grad.norm() > 0
+    critic.requires_grad_(True)
 
 
 def test_a_model_that_is_private_already_is_refused(private):
     engine, model, optimizer, _ = private(nn.Linear(3, 2))
-    for other, pattern in ((engine, "has a model already"), (PrivacyEngine(), "detach")):
+    for other, pattern in (
+        (engine, "has a model already"),
+        (PrivacyEngine(), "nothing yet.*detach"),
+    ):
         with pytest.raises(ValueError, match=pattern):
             other.make_private(
                 module=model,

@@ -146,3 +146,62 @@ def test_all_objects_of_a_run_are_freed(how, options, monkeypatch):
     references, kept = run()
     gc.collect()
     assert [name for name, reference in references.items() if reference() is not None] == []
+
+
+def _engine_with(model, **options):
+    engine = dpflash.PrivacyEngine(accountant="rdp", seed=0)
+    data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    made = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        data_loader=DataLoader(data, batch_size=16),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **options,
+    )
+    return engine, *made
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", [_train, _break_between_microbatches, _fail_in_a_backward])
+def test_a_model_whose_engine_is_gone_is_evaluated_given_back_and_taken_over(how):
+    model = Net()
+    for _ in range(3):
+        engine, _, optimizer, loader = _engine_with(model, physical_batch_size=4)
+        how(engine, model, optimizer, loader)
+        del engine  # the optimizer and the loader live on
+    model.eval()
+    assert model(*_other(5)).shape == (5,) and model.state_dict()
+    before = optimizer
+    engine, _, optimizer, loader = _engine_with(model)
+    with pytest.raises(RuntimeError, match="detached.*the last make_private returned"):
+        before.step()
+    _train(engine, model, optimizer, loader)
+    with pytest.raises(ValueError, match="not the one that this engine made"):
+        dpflash.PrivacyEngine().detach(model)
+    del engine
+    assert type(dpflash.PrivacyEngine().detach(model)) is Net
+    assert type(model.first) is nn.Linear
+
+
+def test_a_model_is_taken_from_a_living_engine_between_its_batches_alone():
+    model = Net()
+    engine, _, optimizer, loader = _engine_with(model, physical_batch_size=4)
+    with pytest.raises(ValueError, match=r"released nothing yet.*engine\.detach\(model\)"):
+        _engine_with(nn.Sequential(model))
+    for x, y in loader:
+        engine.backward(model(x, y))
+        if optimizer.releases:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"a batch to release.*engine\.detach\(model\)"):
+        _engine_with(model)
+    with pytest.warns(UserWarning, match="its gradients are dropped"):
+        next(iter(loader))
+    with pytest.warns(UserWarning, match="does not count its releases.*ledger="):
+        other, *made = _engine_with(model)
+    with pytest.raises(RuntimeError, match="made private by another engine"):
+        engine.backward(torch.zeros(4))
+    assert engine.get_epsilon(1e-5) > 0
+    _train(other, *made)
