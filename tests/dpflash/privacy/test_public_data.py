@@ -573,7 +573,7 @@ def test_inside_nothing_else_of_the_engine_runs(tmp_path):
                 public_loss(model).backward()
                 call()
         assert not engine._step.public.are_waiting
-    with pytest.raises(RuntimeError, match="no model is private yet"):
+    with pytest.raises(RuntimeError, match="no private model"):
         with dpflash.PrivacyEngine().public_data():
             pass
 
