@@ -207,7 +207,7 @@ class PrivacyConfig:
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"allow_buffers={names!r}: expected a list of names")
         object.__setattr__(self, "allow_buffers", tuple(names))
-        if self.clipping == "per_block":
+        if isinstance(self.clipping, str) and self.clipping == "per_block":
             raise ValueError(
                 "clipping='per_block' was removed: per_layer is faster and smaller; pass "
                 "clipping='per_layer', or 'flat' for one norm over all parameters"
