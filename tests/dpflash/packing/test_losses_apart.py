@@ -1,5 +1,7 @@
 """A loss that depends on the tokens of another document is refused, wherever it is computed."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -222,15 +224,16 @@ def test_a_chunked_head_takes_trials_that_leave_documents_out(run, documents, la
 def test_no_microbatch_passes_behind_one_that_was_refused(run, documents, language_model):
     own = run(language_model(), documents(LENGTHS * 4), losses=WRONG["loop"])
     refused, real = 0, 0
-    for _ in range(2):
-        for batch in own.loader:
-            real += bool(own.loader.is_real.any())
-            try:
-                own.engine.backward(own.losses(own.model, batch))
-            except RuntimeError:
-                refused += 1
-            own.optimizer.step()
-            own.optimizer.zero_grad()
+    for _ in range(6):
+        with contextlib.suppress(dpflash.PrivateRefusal):
+            for batch in own.loader:
+                real += bool(own.loader.is_real.any())
+                try:
+                    own.engine.backward(own.losses(own.model, batch))
+                except RuntimeError:
+                    refused += 1
+                own.optimizer.step()
+                own.optimizer.zero_grad()
     assert refused == real > 4
 
 

@@ -210,6 +210,7 @@ def test_units_sum_and_spread_over_their_own_entries(packing, each):
     assert not padded.isnan().any()
 
 
+@torch.no_grad()
 def drawn(documents, batch_size, draws, **options):
     """The tokens of each draw, as lists, and the number of its microbatches."""
     model = torch.nn.Embedding(10_000, 1)
@@ -247,7 +248,6 @@ def test_a_draw_that_overflows_loses_and_repeats_no_document():
     assert microbatches > 3
 
 
-@pytest.mark.filterwarnings("ignore:a drawn batch was not released")
 def test_documents_are_drawn_independently_whatever_their_length():
     documents = [[i] * (1 + i) for i in range(40)]
     found, _ = drawn(documents, 10, 200, tokens=64, max_documents=4)

@@ -174,8 +174,10 @@ def test_a_refused_step_changes_nothing(kind, ledger, twice, run, tmp_path):
         assert all(p.grad is None for p in model.parameters()) and not engine._step.sums
         if twice:
             # The sum without the draw's other microbatches is refused before it is charged.
-            with pytest.raises((BudgetSpent, PrivateRefusal)):
+            with pytest.raises((BudgetSpent, PrivateRefusal)) as again:
                 step(engine, model, optimizer, x)
+            if ledger and again.type is PrivateRefusal:
+                content = path.read_bytes()  # with a line that says so
     spent = engine.get_epsilon(DELTA)
     for word in (f"epsilon={spent:g}", f"delta={DELTA:g}", f"{spent:.6g} is spent", "budget="):
         assert word in message
