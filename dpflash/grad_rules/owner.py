@@ -146,9 +146,9 @@ class PrivateOwner(PrivateModule):
             if not any(word in str(error).lower() for word in ("vmap", "batching rule")):
                 raise
             raise RuntimeError(
-                f"{self._described} has an operation that cannot be told apart by sample. "
-                "Move its parameters into a module of their own, or freeze them with "
-                "requires_grad_(False)"
+                f"{self._described} has an operation that cannot be told apart by sample, such "
+                "as a boolean mask (x[mask]), nonzero() or item(). Move its parameters into a "
+                "module of their own, or freeze them with requires_grad_(False)"
             ) from error
 
     def _refuse_objects(self, leaves: list[Any], verb: str) -> None:

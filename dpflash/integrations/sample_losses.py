@@ -248,11 +248,11 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
     tolerance = rounding_of(model)
     ours = of_documents(ours, inputs)
     if not torch.allclose(ours.float(), own.float().reshape(1), rtol=tolerance, atol=tolerance):
-        raise ValueError(
+        raise PrivateRefusal(
             f"model={type(plain_model(model)).__name__}: for one sample its own loss is not the "
             "mean over that sample's labels, so it has further terms (such as a router's) or "
             f"other targets; turn these off in the model's config, or {_PASS_YOUR_OWN}"
-        )
+        ) from None
     return True
 
 

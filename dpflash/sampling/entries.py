@@ -36,6 +36,10 @@ class Unreadable:
     error: str = field(repr=False)
 
 
+class _Together(list[Any]):
+    """What a dataset's `__getitems__` returned that is not one object for each entry."""
+
+
 class ReadableEntries(Dataset[Any]):
     """The entries of a dataset; `Unreadable` where one cannot be read.
 
@@ -59,9 +63,11 @@ class ReadableEntries(Dataset[Any]):
         several = getattr(self._dataset, "__getitems__", None)
         if several is not None:
             try:
-                return list(several(indices))
+                found = list(several(indices))
             except Exception:  # Some entry cannot be read; the others can.
                 pass
+            else:
+                return found if len(found) == len(indices) else _Together(found)
         return [self[index] for index in indices]
 
 
@@ -99,6 +105,8 @@ class FittingCollate:
         self._error = ""
 
     def __call__(self, entries: list[Any]) -> Collated:
+        if isinstance(entries, _Together):
+            return Collated(self.collate(list(entries)))
         form = self._looked_up()
         random_state = RandomState(_CPU)
         batch = self._tried(list(map(_shallow, entries)))

@@ -156,7 +156,7 @@ Mixing.__name__ = "LlamaForCausalLM"
 
 
 def test_a_model_that_mixes_packed_documents_is_refused_before_training(tmp_path):
-    with pytest.raises(ValueError, match="the model does not keep them apart"):
+    with pytest.raises(dpflash.PrivateRefusal, match="the model does not keep them apart"):
         trainer(tmp_path, model=Mixing(llama().config)).train()
 
 

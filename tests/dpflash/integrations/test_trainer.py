@@ -244,7 +244,7 @@ def weighted(outputs, labels, num_items_in_batch=None):
 
 @pytest.mark.parametrize("loss", [divided, weighted])
 def test_a_loss_that_depends_on_the_other_samples_is_refused(loss, tmp_path):
-    with pytest.raises(ValueError, match="in a batch with others, so it depends on them"):
+    with pytest.raises(dpflash.PrivateRefusal, match="in a batch with others, so it depends"):
         trainer(tmp_path, compute_loss_func=loss).train()
 
 
