@@ -900,7 +900,7 @@ def test_invariant_9_unfreezing_after_make_private_is_refused(whole_layer, priva
     engine, model, optimizer, _ = private(model, noise_multiplier=1.0)
     model[0].requires_grad_(True)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match=r"'0\.(weight|bias)' was frozen .* engine\.detach"):
+    with pytest.raises(RuntimeError, match=r"'0\.(weight|bias)'.*engine\.detach"):
         engine.backward(model(torch.randn(4, 3)).square().mean(1))
         optimizer.step()
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
