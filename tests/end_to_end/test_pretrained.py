@@ -217,7 +217,7 @@ def test_tokens_of_a_text_stand_between_start_and_end(llama: Path) -> None:
             vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
         )
     )
-    with pytest.raises(ValueError, match="the model knows 8; pass the folder"):
+    with pytest.raises(dpflash.PrivateRefusal, match="the model, which knows 8, does not; pass"):
         encode_texts(tokenizer, [b"ab"], small)
 
 
