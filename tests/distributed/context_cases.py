@@ -90,7 +90,7 @@ def refusals(group: object) -> dict[str, str]:
         try:
             action()
             said[name] = "nothing"
-        except ValueError as error:
+        except (ValueError, dpflash.PrivateRefusal) as error:
             said[name] = str(error)
 
     mixers = {

@@ -150,18 +150,15 @@ def layers_of_its_own(group: object, run: list[str], count: list[str], clipping:
     return f"{same} {said}"
 
 
-def a_bound_of_its_own(group: object, when: str) -> dict[str, Any]:
-    """One rank changes max_grad_norm before its backward, all of them behind it."""
+def a_bound_of_its_own(group: object) -> dict[str, Any]:
+    """One rank changes max_grad_norm before its backward."""
     model = mlp()
     engine, optimizer, loader = make(model, sampling="fixed_size")  # a batch is a draw
     said = []
     for (x,) in loader:
-        if when == "before" and rank() == 1:
+        if rank() == 1:
             optimizer.max_grad_norm = 100.0
-        if not (when == "behind" and rank() == 1):
-            engine.backward(model(x).flatten())
-        if when == "behind":
-            optimizer.max_grad_norm = 0.01
+        engine.backward(model(x).flatten())
         said.append(said_by(optimizer.step))
         # Again, after what the message asked for.
         optimizer.max_grad_norm = 1.0
@@ -169,25 +166,6 @@ def a_bound_of_its_own(group: object, when: str) -> dict[str, Any]:
         break
     whole = torch.cat([p.detach().flatten() for p in optimizer.params])
     return {"said": said, "sum": float(whole.double().sum()), "norm": float(whole.norm())}
-
-
-def parts_of_its_own(group: object) -> str:
-    """Ranks of one context that skip other parts of a draw."""
-    model = context_parallel(TwoHeads(), mesh_of(2))
-    engine, optimizer, loader = make(
-        model, 2, data=torch.arange(960.0).view(30, 4, 8) / 960, physical_batch_size=1
-    )
-
-    def steps() -> str:
-        for (x,) in loader:
-            mark = engine._step.tracker.current
-            if not (mark.microbatch == rank() and not mark.last):
-                x = shard_sequence(x, 1, mesh_of(2).get_group("context"))
-                engine.backward(model(x, "first", "first"))
-            optimizer.step()
-        return "a pass"
-
-    return said_by(steps)
 
 
 class Scale(nn.Module):
