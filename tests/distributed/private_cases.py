@@ -282,6 +282,8 @@ def packed_sums(
         exact=False,
         verify_first_batch=False,
     )
+    # A batch that the loader has not drawn; the option is refused with a mesh.
+    engine._step.tracker.foreign_batches = True
     generator = torch.Generator().manual_seed(2)
     lengths = [[3, 13, 5, 1], [28, 9, 5, 2, 0]][rows > 1]
     texts = [torch.randint(0, VOCAB, (n,), generator=generator) for n in lengths]
@@ -498,6 +500,8 @@ def differing_draws(group: object = None) -> str:
         if engine._step.tracker.current.draw == dist.get_rank():
             engine.backward(model(x, y))
             optimizer.step()
+        else:
+            engine._step.tracker.refused()  # Nothing else may leave a draw without its release.
         optimizer.zero_grad()
         if optimizer.releases:
             break
@@ -522,6 +526,7 @@ def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -
         mark = engine._step.tracker.current
         own = x[loader.is_real].flatten()
         parts.append((mark.draw, mark.last, [int(i) for i in own]))
+        engine.backward(model(x)[:, 0])
         optimizer.step()
         optimizer.zero_grad()
     return [loader._draws.draw(draw) for draw in range(loader.steps_per_epoch)], parts
