@@ -623,7 +623,9 @@ def test_what_ranks_cannot_do_together_is_refused_by_name_on_all(started: _Start
 
 def test_ranks_at_different_draws_are_refused(started: _Started) -> None:
     for failure in started.gather(2, "differing_draws"):
-        assert "draw differs between ranks (rank 0 has (0, 0), rank 1 has (0, 1))" in failure.message
+        assert (
+            "draw differs between ranks (rank 0 has (0, 0), rank 1 has (0, 1))" in failure.message
+        )
 
 
 def test_batch_memory_manager_beside_other_ranks_is_refused(started: _Started) -> None:
