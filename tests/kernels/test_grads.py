@@ -151,12 +151,12 @@ REFUSED = {
         {"spans": ((0, 1),)},
         "spans beside a tensor of shape (3, 4, 6): give the tokens of all samples as the only row",
     ),
-    "spans-end": ("span_sum", (X[0], ((2, 5),)), {}, "spans is ((2, 5),): give pairs 0 <= start"),
+    "spans-end": ("span_sum", (X[0], ((2, 5),)), {}, "spans: give pairs 0 <= start"),
     "spans-order": (
         "grad_norm",
         (X[:1], DY[:1]),
         {"spans": ((2, 1),)},
-        "spans is ((2, 1),): give",
+        "spans: give pairs",
     ),
     "spans-overlap": (
         "per_sample_grad",
@@ -168,13 +168,13 @@ REFUSED = {
         "embedding_grad_norm",
         (INDICES[:1], DY[:1]),
         {"spans": [(0, 1)]},
-        "spans is [(0, 1)]: give a tuple of tuples (first token, end)",
+        "spans: give a tuple of tuples (first token, end)",
     ),
     "spans-lists": (
         "embedding_per_sample_grad",
         (INDICES[:1], DY[:1], 2),
         {"spans": ([0, 1],)},
-        "spans is ([0, 1],): give a tuple of tuples",
+        "spans: give a tuple of tuples",
     ),
     "spans-factors": (
         "clipped_grad",
