@@ -24,7 +24,6 @@ from .reference import (
 )
 
 __all__ = [
-    "BLOCK",
     "NoiseStream",
     "bound_share",
     "clip_factors",

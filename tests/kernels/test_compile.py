@@ -332,4 +332,4 @@ for module in (attention_triton, grad_triton, noise_triton):
         left = {p for p in specialised if not p.startswith("stride_")} - fixed
         left -= lengths if name.startswith("_attention_") else set()
         assert not left, name
-    assert len(lines) == 13
+    assert len(lines) == 12
