@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import dpflash.attn.ops  # noqa: F401  registers the operators that are counted
-from dpflash.clipping.device_speed import Ceilings, device_name
-from dpflash.clipping.measure_speed import EFFORTS, measure
+from dpflash.clipping.device_speed import Ceilings
 from dpflash.patterns import Adaptive, from_key
 
+from .timing import Effort, Stopwatch, time_steps
+
 _FORWARD, _BACKWARD = 4, 10  # FLOPs of a pair (query, key) and a component of its head
+_LONG_ENOUGH = 0.02  # seconds of the product that is timed
 # Two roofs within this factor of each other are called balanced.
 _BALANCED = 1.25
 # A call below this fraction of its roof is bound by overhead, for which no roof stands.
@@ -99,18 +102,41 @@ def _attention_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
-    """FLOP/s and bytes/s of the device, measured with the threads of this process."""
-    effort = EFFORTS[device.type]
-    if quick:
-        effort = dataclasses.replace(effort, trials=3, warm_up=1, seconds=0.2)
-    found = measure(device, effort, lambda line: None)
-    return Ceilings(
-        found["flops"],
-        found["bandwidth"],
-        device.type,
-        device_name(device),
-        f"measured {found['date']}",
-    )
+    """FLOP/s and bytes/s of the device, measured with the threads of this process.
+
+    They are those of the median copy and of the median product of square matrices. "tf32" is
+    float32 with TF32 allowed; dtypes that the device cannot multiply are left out.
+    """
+    is_cuda, trials = device.type == "cuda", 3 if quick else 20
+    largest, elements = (8192, 2**28) if is_cuda else (4096, 2**26)
+    stopwatch = Stopwatch(device)
+
+    def median(call: Callable[[], object], trials: int) -> float:
+        effort = Effort(warm_ups=1, trials=trials)
+        return statistics.median(time_steps({"": call}, effort=effort, stopwatch=stopwatch)[""])
+
+    def rate(dtype: torch.dtype) -> float:
+        size, seconds = 128, 0.0
+        while seconds < _LONG_ENOUGH and size < largest:
+            size *= 2
+            left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+            product = functools.partial(torch.mm, left, right)
+            seconds = median(product, 1)
+        return 2 * size**3 / median(product, trials)
+
+    source = torch.ones(elements, device=device)
+    copy = functools.partial(torch.empty_like(source).copy_, source)
+    flops, before = {}, torch.get_float32_matmul_precision()
+    for name in ("float32", *["tf32"] * is_cuda, "bfloat16", "float16"):
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        try:
+            flops[name] = rate(torch.float32 if name == "tf32" else getattr(torch, name))
+        except RuntimeError:
+            continue
+        finally:
+            torch.set_float32_matmul_precision(before)
+    bandwidth = 2 * 4 * elements / median(copy, trials)
+    return Ceilings(flops, bandwidth, device.type, source="measured")
 
 
 def place_under_roofs(

@@ -105,7 +105,7 @@ def choose_cases(
 def user_cache(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
 ) -> Iterator[None]:
-    """No test reads or writes the user's cache, where measured ceilings decide how we clip."""
+    """No test reads or writes the user's cache of compiled kernels."""
     own = tmp_path_factory.getbasetemp()
     # The workers of pytest-xdist share what one of them compiled.
     cache = (own.parent if hasattr(pytestconfig, "workerinput") else own) / "user-cache"

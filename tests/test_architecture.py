@@ -412,8 +412,7 @@ def _messages_of_data(path: Path, tree: ast.AST) -> Iterator[str]:
             if kind in PRIVATE and isinstance(node, ast.Raise):
                 if not (isinstance(node.cause, ast.Constant) and node.cause.value is None):
                     yield f"{where} without `from None`"
-            # A file of measured speeds, which is read before training.
-            if kind in PRIVATE or (in_training and path.name != "device_speed.py"):
+            if kind in PRIVATE or in_training:
                 bad = [x for x in shown if not _is_public(x, of_values)]
                 bad += [x for x in shown if kind in PRIVATE and "shape" in x]
                 yield from (f"{where} shows {x}" for x in bad)

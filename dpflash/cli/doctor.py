@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpflash import __version__
-from dpflash.clipping.device_speed import (
-    cache_path,
-    ceilings_for,
-    cpu_model,
-    device_name,
-    save_measured,
-)
+from dpflash.clipping.device_speed import ceilings_for, cpu_model
 
 _OLDEST_TORCH = (2, 9)
 _OPTIONAL_PACKAGES = ("matplotlib", "opacus", "transformers")
@@ -33,12 +27,6 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         "Report the hardware and libraries of this machine, and the kernels that dpflash uses."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="measure memory bandwidth and FLOP/s of each device (some seconds each, best on an "
-        "idle machine) and store them for the clipping planner",
-    )
     parser.set_defaults(run=_run)
 
 
@@ -48,8 +36,8 @@ def machine_report() -> dict[str, Any]:
     Returns:
         A dict with the keys `dpflash` (its version), `system`, `python`, `cpu`, `memory` (bytes;
         None if the system does not report it), `torch`, `devices`, `triton`, `cryptography`,
-        `paths` (the kernels that will run), `ceilings` (bandwidth and FLOP/s of each device, which
-        the clipping planner uses), `optional` (version or None per package) and `warnings`.
+        `paths` (the kernels that will run), `ceilings` (bandwidth and FLOP/s of each device that
+        the clipping planner assumes), `optional` (version or None per package) and `warnings`.
     """
     report: dict[str, Any] = {
         "dpflash": __version__,
@@ -74,44 +62,17 @@ def machine_report() -> dict[str, Any]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.measure:
-        _measure()
     report = machine_report()
     print(json.dumps(report, indent=2) if args.json else _as_text(report))
     return 0
 
 
-def _measure() -> None:
-    """Measure every device and store the results; print progress to stderr."""
-    import torch
-
-    from dpflash.clipping import measure_speed as measure
-
-    def progress(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    entries = {}
-    for device in _torch_devices():
-        progress(f"measuring {device}: {device_name(device)}")
-        with torch.inference_mode():
-            found = measure.measure(device, measure.EFFORTS[device.type], progress)
-        found["versions"]["dpflash"] = __version__
-        entries[device_name(device)] = found
-    progress(f"written to {save_measured(entries)}")
-
-
-def _torch_devices() -> list[Any]:
-    import torch
-
-    found = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        found += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return found
-
-
 def _ceilings() -> list[dict[str, Any]]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = []
-    for device in _torch_devices():
+    for device in map(torch.device, ["cpu", *(f"cuda:{i}" for i in range(count))]):
         ceilings = ceilings_for(device)
         found.append(
             {
@@ -278,9 +239,7 @@ def _ceiling_rows(ceilings: list[dict[str, Any]]) -> list[tuple[str, str]]:
             f"{dtype} {flops / 1e9:,.0f} GFLOP/s" for dtype, flops in entry["flops"].items()
         ]
         rows.append((entry["device"], f"{entry['source']}: {', '.join(figures)}"))
-    unmeasured = any(not entry["source"].startswith("measured") for entry in ceilings)
-    advice = "; `dpflash doctor --measure` writes it" if unmeasured else ""
-    return [*rows, ("file", f"{cache_path()}{advice}")]
+    return rows
 
 
 def _as_text(report: dict[str, Any]) -> str:

@@ -89,11 +89,11 @@ class ClippingPlan:
     """The uses of all matrix parameters in the last forward.
 
     The modes differ in time and memory; each bounds every sample, and finite gradients give equal
-    sums up to rounding. On one machine with one file of ceilings the plan is always the same.
+    sums up to rounding. On one kind of device the plan is always the same.
 
     Attributes:
         uses: one for each parameter.
-        ceilings: speed of the device, from which times were predicted.
+        ceilings: assumed speed of the device, from which times were predicted.
         public: the public facts about the batches.
     """
 

@@ -156,14 +156,28 @@ def test_the_lower_roof_bounds(flops, moved, seconds, taken, bound):
     assert found["intensity"] == flops / moved
 
 
-def test_roofs_are_those_of_the_device_with_fewer_trials_for_a_quick_look(monkeypatch):
+def test_roofs_are_the_rates_of_the_median_copy_and_product(monkeypatch):
     efforts = []
 
-    def measure(device, effort, report):
-        efforts.append(effort)
-        return {"flops": {"float32": 2e9}, "bandwidth": 3e9, "date": "today"}
+    def time_steps(calls, *, effort, stopwatch):
+        efforts.append(effort.trials)
+        for call in calls.values():
+            call()
+        return {name: [9.0, 0.5, 0.25] for name in calls}
 
-    monkeypatch.setattr(work, "measure", measure)
-    found = [work.measured_roofs(torch.device("cpu"), quick=quick) for quick in (False, True)]
-    assert all((one.rate("float32"), one.bandwidth) == (2e9, 3e9) for one in found)
-    assert efforts[0] == work.EFFORTS["cpu"] and efforts[1].trials == 3 < efforts[0].trials
+    multiply = torch.mm
+
+    def no_half(left, right):
+        if left.dtype == torch.float16:
+            raise RuntimeError("not implemented for 'Half'")
+        return multiply(left, right)
+
+    monkeypatch.setattr(torch, "mm", no_half)
+    monkeypatch.setattr(work, "time_steps", time_steps)
+    before = torch.get_float32_matmul_precision()
+    for quick in (True, False):
+        roofs = work.measured_roofs(torch.device("cpu"), quick=quick)
+        assert (roofs.flops.keys(), roofs.bandwidth) == ({"float32", "bfloat16"}, 2**29 / 0.5)
+        assert roofs.flops["float32"] == 2 * 256**3 / 0.5
+    assert sorted(set(efforts)) == [1, 3, 20]
+    assert torch.get_float32_matmul_precision() == before

@@ -41,7 +41,7 @@ def test_figures_are_those_of_the_cost_model(private):
 def test_the_plan_names_its_ceilings(private):
     plan = planned(private, Model())
     assert plan.ceilings == CPU_RULE
-    assert "ceilings: CPU (nominal, not measured)" in str(plan)
+    assert "ceilings: CPU (nominal)" in str(plan)
 
 
 @pytest.mark.parametrize(
