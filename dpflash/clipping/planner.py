@@ -317,57 +317,6 @@ def cost(shapes: Sequence[LinearShape], mode: str, ceilings: Ceilings) -> Cost:
     )
 
 
-def plan(
-    uses: Sequence[Sequence[LinearShape]],
-    *,
-    mode: str,
-    memory_budget: int,
-    batch_size: int,
-    ghost_allowed: bool,
-    book_keeping_allowed: bool = True,
-    ceilings: Ceilings = CPU_RULE,
-) -> Plan:
-    """Choose a way for each parameter.
-
-    Each parameter takes the faster of instantiate and book_keeping. Where what they keep together
-    exceeds the budget, all take ghost, or, where that is not allowed, what keeps less.
-
-    Guarantees:
-        The modes do not depend on the number of samples in `uses`: at the end of the
-        floating-point range modes do differ, and one sample more or less must not change what the
-        others contribute.
-
-    Args:
-        uses: for each parameter, the shapes of its uses in this forward pass.
-        mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
-        memory_budget: bytes that kept gradients or activations may take together.
-        batch_size: the public number of samples for which the budget shall last.
-        ghost_allowed: whether per-sample losses are at hand.
-        book_keeping_allowed: whether norms may be taken without the gradients themselves.
-        ceilings: of the device that computes.
-
-    Returns:
-        A plan with one mode a parameter; "ghost" is chosen for all parameters or none. Equal
-        arguments give equal plans.
-    """
-    if mode != "auto":
-        return Plan((mode,) * len(uses), ceilings)
-    choices = GRAD_SAMPLE_MODES[:2] if book_keeping_allowed else ("instantiate",)
-    singles = [tuple(replace(shape, batch=1) for shape in shapes) for shapes in uses]
-    # Models repeat few shapes, and this runs in every step.
-    faster = {
-        single: _least({mode: cost(single, mode, ceilings).seconds for mode in choices})
-        for single in set(singles)
-    }
-    fastest = tuple(faster[single] for single in singles)
-    if batch_size * sum(map(_kept, singles, fastest)) <= memory_budget:
-        return Plan(fastest, ceilings)
-    if ghost_allowed:
-        return Plan(("ghost",) * len(uses), ceilings)
-    smallest = tuple(_least({mode: _kept(single, mode) for mode in choices}) for single in singles)
-    return Plan(smallest, ceilings)
-
-
 def _least(by_way: dict[str, float]) -> str:
     """The mode of the least number; of equals the first."""
     return min(by_way, key=by_way.__getitem__)
@@ -429,10 +378,19 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@dataclass
 class Planner:
-    """Plans the matrix parameters of one model, see `plan`.
+    """Plans the matrix parameters of one model.
 
-    Args:
+    Each parameter takes the faster of instantiate and book_keeping. Where what they keep together
+    exceeds the budget, all take ghost, or, where that is not allowed, what keeps less.
+
+    Guarantees:
+        The modes do not depend on the number of samples in a forward: at the end of the
+        floating-point range modes do differ, and one sample more or less must not change what the
+        others contribute.
+
+    Attributes:
         mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
         memory_budget: bytes that kept gradients or activations may take together.
         batch_size: the public number of samples for which the budget shall last; never the drawn
@@ -442,46 +400,39 @@ class Planner:
         ceilings: of the device that computes.
     """
 
-    def __init__(
-        self,
-        *,
-        mode: str,
-        memory_budget: int,
-        batch_size: int,
-        ghost_allowed: bool,
-        book_keeping_allowed: bool,
-        ceilings: Ceilings,
-    ):
-        self.mode = mode
-        self._memory_budget = memory_budget
-        self._batch_size = batch_size
-        self._ghost_allowed = ghost_allowed
-        self._book_keeping_allowed = book_keeping_allowed
-        self._ceilings = ceilings
+    mode: str
+    memory_budget: int
+    batch_size: int
+    ghost_allowed: bool
+    book_keeping_allowed: bool = True
+    ceilings: Ceilings = CPU_RULE
 
-    def plan(self, shapes: Mapping[int, list[LinearShape]]) -> Plan:
-        """A mode for each parameter, given the shapes of its uses."""
-        return plan(
-            list(shapes.values()),
-            mode=self.mode,
-            memory_budget=self._memory_budget,
-            batch_size=self._batch_size,
-            ghost_allowed=self._ghost_allowed,
-            book_keeping_allowed=self._book_keeping_allowed,
-            ceilings=self._ceilings,
-        )
+    def plan(self, uses: Mapping[int, Sequence[LinearShape]]) -> Plan:
+        """A mode for each parameter, given the shapes of its uses in a forward.
+
+        "ghost" is chosen for all parameters or none. Equal arguments give equal plans.
+        """
+        if self.mode != "auto":
+            return Plan((self.mode,) * len(uses), self.ceilings)
+        choices = GRAD_SAMPLE_MODES[:2] if self.book_keeping_allowed else ("instantiate",)
+        singles = [tuple(replace(s, batch=1) for s in shapes) for shapes in uses.values()]
+        # Models repeat few shapes, and this runs in every step.
+        faster = {
+            single: _least({mode: cost(single, mode, self.ceilings).seconds for mode in choices})
+            for single in set(singles)
+        }
+        modes = tuple(faster[single] for single in singles)
+        if self.batch_size * sum(map(_kept, singles, modes)) > self.memory_budget:
+            modes = tuple(
+                "ghost" if self.ghost_allowed else _least({m: _kept(single, m) for m in choices})
+                for single in singles
+            )
+        return Plan(modes, self.ceilings)
 
     def avoid_ghost(self) -> None:
         """Do not choose "ghost" any more: two backwards of this model differ."""
-        self._ghost_allowed = self._ghost_allowed and self.mode != "auto"
+        self.ghost_allowed = self.ghost_allowed and self.mode != "auto"
 
 
 # Keeps the gradients of all parameters.
-STORED = Planner(
-    mode="instantiate",
-    memory_budget=1,
-    batch_size=1,
-    ghost_allowed=False,
-    book_keeping_allowed=False,
-    ceilings=CPU_RULE,
-)
+STORED = Planner("instantiate", memory_budget=1, batch_size=1, ghost_allowed=False)

@@ -15,9 +15,9 @@ from dpflash.clipping.planner import (
     EmbeddingShape,
     HeadShape,
     LinearShape,
+    Planner,
     Work,
     cost,
-    plan,
 )
 
 HUGE = 1 << 60
@@ -37,6 +37,10 @@ kinds = st.sampled_from([LinearShape, EmbeddingShape, HeadShape])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 sizes = st.tuples(*[st.integers(1, 3000)] * 4)
 devices = st.sampled_from([CPU_RULE, GPU, COMPUTE_BOUND, STARVED])
+
+
+def plan(uses, **options):
+    return Planner(**options).plan(dict(enumerate(uses)))
 
 
 def choose(shape, ceilings, *, memory_budget=HUGE, ghost_allowed=True):
