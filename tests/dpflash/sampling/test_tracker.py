@@ -66,6 +66,13 @@ def leaves_out_empty(engine, model, optimizer, loader):
         optimizer.step()
 
 
+def leaves_out_the_last(engine, model, optimizer, loader):
+    for (x,) in loader:
+        if not loader.is_last:
+            engine.backward(losses_of(model, x))
+        optimizer.step()
+
+
 def catches(engine, model, optimizer, loader, failing=1):
     """One backward fails, and the loop goes on with the next microbatch."""
     for number, (x,) in enumerate(loader):
@@ -109,6 +116,7 @@ def signals_a_release(engine, model, optimizer, loader):
         guards_losses,
         guards_inputs_and_steps_at_the_last,
         leaves_out_empty,
+        leaves_out_the_last,
         catches,
         catches_and_tries_again,
         asks_ahead,
