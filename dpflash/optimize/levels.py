@@ -44,8 +44,8 @@ class Optimization:
         clipping: "flat" or "per_layer".
         autocast: whether the model's forward runs under bfloat16 autocast.
         compiled: whether the model's forward goes through torch.compile where it trains.
-        changes: sentences, each with its subject first: privacy, clipping, numerics, memory,
-            kernels, or what was left out and why.
+        changes: sentences, each with its subject first: privacy, clipping, numerics, memory, or
+            what was left out and why.
         stored_bytes: size of the per-sample gradients of all layers, for a microbatch as planned.
     """
 
@@ -95,7 +95,7 @@ def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> 
         changes += [*_CONSERVATIVE, *_of_narrow(trained)]
     elif level != "none":
         autocast, numerics = _autocast(level, trained)
-        changes += [*numerics, _kernels(device)]
+        changes += numerics
     # All per-sample gradients, in fp32 or wider.
     size = sum(max(4, p.element_size()) * p.numel() for p in trained) * asked.public_batch_size
     if level != "aggressive":
@@ -120,8 +120,6 @@ _OF_16_BIT = (
 _CONSERVATIVE = (
     "numerics: those of the model as it is; modes differ by rounding alone",
     "memory: gradients that the planner stores stay within memory_budget",
-    "left out: a fused optimizer step, since the optimizer is yours; torch.optim.AdamW(..., "
-    "fused=True) is one",
 )
 
 
@@ -136,19 +134,15 @@ def _of_none(clipping: str) -> tuple[str, ...]:
 
 def _clipping(asked: Asked, clipping: str) -> str:
     """The sentence about clipping."""
-    aggressive, is_own = asked.level == "aggressive", asked.clipping is None
     text = f"clipping: {clipping}"
-    if aggressive and not is_own:
+    if asked.clipping is not None or asked.mode != "auto":
         text += " as asked for"
-        text += "" if clipping == "per_layer" else " (this level would clip per_layer)"
     if asked.mode != "auto":
-        text += f", grad_sample_mode={asked.mode!r} as asked for"
-    elif clipping == "flat":
-        text += ", the planner chooses each layer's mode"
-    if not aggressive or not is_own:
-        return text
+        return f"{text}, grad_sample_mode={asked.mode!r}"
     if clipping == "flat":
-        return f"{text}, so not per_layer"
+        return f"{text}, the planner chooses each layer's mode"
+    if asked.clipping is not None:
+        return text
     return (
         f"{text} instead of flat, each module with an equal share of the squared bound: another "
         "estimate of the gradient, so learning rate and max_grad_norm may want tuning; "
@@ -194,17 +188,6 @@ def _has_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _kernels(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"kernels: nothing is tuned for {device.type}; tables of tile sizes are for GPUs"
-    from dpflash.kernels.attention_configs import architecture
-
-    return (
-        f"kernels: attention takes the tile sizes of {architecture(device)} for 16 bit from "
-        "kernels/attention_configs.json"
-    )
-
-
 def _of_compiler(size: int) -> tuple[str, ...]:
     return (
         "numerics: torch.compile fuses the model's operations where it trains, and rounds less "
@@ -239,23 +222,6 @@ def _obstacle(asked: Asked, module: nn.Module, device: torch.device, size: int) 
             f"its per-sample gradients would take {size} bytes together, beyond "
             f"memory_budget={asked.memory_budget}"
         )
-    return _missing_compiler(device)
-
-
-def _missing_compiler(device: torch.device) -> str | None:
-    if not torch._dynamo.is_dynamo_supported():
-        return "torch.compile does not know this Python"
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        return None if has_triton() else "Triton is missing"
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         return f"it is not tried on {device.type}"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "there is no C++ compiler (g++ or clang++)"
-    return None
+    return None if torch._dynamo.is_dynamo_supported() else "it does not know this Python"

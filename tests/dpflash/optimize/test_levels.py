@@ -5,7 +5,6 @@ import inspect
 import logging
 import os
 import pickle
-import re
 import warnings
 from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
@@ -94,13 +93,6 @@ def test_level_none_refuses_a_way_that_stores_nothing(mode, private, tiny_lm):
         private(tiny_lm(), optimize="none", grad_sample_mode=mode)
 
 
-@pytest.mark.parametrize("method", ["make_private", "make_private_with_epsilon"])
-def test_the_level_is_by_keyword_and_conservative_by_default(method):
-    argument = inspect.signature(getattr(dpflash.PrivacyEngine, method)).parameters["optimize"]
-    assert argument.kind == inspect.Parameter.KEYWORD_ONLY
-    assert dpflash.PerformanceConfig().optimize == "conservative"
-
-
 @every_level
 def test_make_private_with_epsilon_hands_the_level_on(level, tiny_lm, quick):
     model = tiny_lm()
@@ -162,22 +154,6 @@ def test_level_none_stores_where_the_planner_would_not(private):
         model(torch.randn(4, 1, 300))
         modes[level] = {use.grad_sample_mode for use in engine.plan()}
     assert modes == {"none": {"instantiate"}, "conservative": {"book_keeping"}}
-
-
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_level_none_equals_conservative_to_rounding(
-    clipping, private, sums, distance, next_token_loss
-):
-    torch.manual_seed(0)
-    plain = LongContextLM(23, 8, 2, 2, max_seq_len=9)
-    found = []
-    for level in ("none", "conservative"):
-        engine, model, *_ = private(
-            copy.deepcopy(plain), max_grad_norm=0.2, clipping=clipping, optimize=level
-        )
-        engine.backward(next_token_loss(model, tokens(rows=23)))
-        found.append(sums(engine, model))
-    assert distance(found[0], found[1]) <= 1e-6
 
 
 # Balanced
@@ -275,21 +251,6 @@ def test_under_balanced_one_sample_moves_the_sum_by_at_most_the_bound(region, ki
     )
     least = 0.3 if "clipping" in kind else 0.7 * (1 - SLACK)
     assert least <= worst <= 0.7 * (1 + SLACK)
-
-
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_a_scalar_loss_in_a_region_of_the_users_own_moves_the_sum_by_at_most_the_bound(
-    clipping, private, sums
-):
-    torch.manual_seed(0)
-
-    def loss(engine, model, batch):
-        with torch.autocast("cpu", torch.bfloat16):
-            square_losses(model, batch).sum().backward()
-
-    options = {"clipping": clipping, "loss_reduction": "sum", "max_grad_norm": 0.7}
-    worst = worst_change(private, sums, loss, model=Wide(), seeds=4, **options)
-    assert 0.1 <= worst <= 0.7 * (1 + SLACK)
 
 
 def deep_sum(private, sums, batch, reduction, *, region=False, dtype=torch.float32, **options):
@@ -481,27 +442,6 @@ def test_copies_and_pickles_are_of_the_plain_model(mode, root, private):
     assert type(model) is kind
 
 
-@pytest.mark.cases(0)
-@pytest.mark.parametrize("level", ["balanced", "aggressive"])
-def test_a_model_that_the_user_compiles_keeps_the_levels_autocast(
-    level, private, tiny_lm, sums, distance, next_token_loss, quick
-):
-    torch.manual_seed(0)
-    plain, found = tiny_lm(), []
-    for compiled in (False, True):
-        engine, model, *_ = private(
-            copy.deepcopy(plain), clipping="flat", optimize=level if compiled else "balanced"
-        )
-        called = model
-        if compiled:
-            called = torch.compile(model, fullgraph=True, backend="aot_eager")
-            engine.prepare(8)
-        assert called(tokens()).dtype == torch.float32
-        engine.backward(next_token_loss(called, tokens()))
-        found.append(sums(engine, model))
-    assert distance(found[1], found[0]) <= 1e-5
-
-
 # Aggressive
 
 
@@ -642,7 +582,7 @@ def left_out(engine):
     return line
 
 
-def test_what_cannot_be_compiled_is_left_out_with_its_reason(private, tiny_lm, monkeypatch, quick):
+def test_what_cannot_be_compiled_is_left_out_with_its_reason(private, tiny_lm, quick):
     def line(model=None, **options):
         return left_out(private(model or tiny_lm(), optimize="aggressive", **options)[0])
 
@@ -660,15 +600,6 @@ def test_what_cannot_be_compiled_is_left_out_with_its_reason(private, tiny_lm, m
     asked = optimization.Asked("aggressive", None, "auto", 4, 10**9, workers)
     chosen = optimization.choose(asked, plain, list(plain.parameters()))
     assert not chosen.compiled and "several ranks" in str(chosen)
-
-    from torch._inductor import cpp_builder
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    def none():
-        raise InvalidCxxCompiler
-
-    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
-    assert "no C++ compiler" in line()
 
 
 def test_a_compiler_that_fails_is_left_with_a_warning(
@@ -772,24 +703,6 @@ def test_the_drawn_batch_tells_its_size_to_the_compiler(private, quick):
 # All levels
 
 
-@pytest.mark.cases(2)
-@pytest.mark.usefixtures("one_batch_a_draw")
-@every_level
-def test_every_level_trains(level, private, tiny_lm, next_token_loss, quick):
-    torch.manual_seed(0)
-    engine, model, optimizer, loader = private(
-        tiny_lm(width=16),
-        tokens(64),
-        batch_size=8,
-        lr=2.0,
-        noise_multiplier=0.05,
-        optimize=level,
-    )
-    losses = [x for x in train(engine, model, optimizer, loader, next_token_loss, 60) if x]
-    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
-    assert optimizer.releases == 60
-
-
 @pytest.mark.cases(3)
 @pytest.mark.usefixtures("one_batch_a_draw")
 @every_level
@@ -878,17 +791,13 @@ def test_a_level_can_be_read(level, private, tiny_lm, caplog, quick):
     assert found.level == level and found.changes
     text = str(found)
     assert text.startswith(f"optimize={level!r}\n") and text.count("\n") == len(found.changes)
-    topics = ("privacy", "clipping", "numerics", "memory", "kernels", "left out")
-    assert all(re.match(rf"({'|'.join(topics)}): ", change) for change in found.changes)
-    assert {"privacy", "clipping", "numerics", "memory"} <= {
-        change.partition(":")[0] for change in found.changes
-    }
+    topics = {change.partition(":")[0] for change in found.changes} - {"left out"}
+    assert topics == {"privacy", "clipping", "numerics", "memory"}
     (record,) = caplog.records
     assert record.getMessage() == found.summary and f"optimize={level!r}" in found.summary
     with pytest.raises(FrozenInstanceError):
         found.level = "none"
-    if level in ("balanced", "aggressive"):
-        assert "bfloat16" in text and "nothing is tuned for cpu" in text
+    assert ("bfloat16" in text) == (level in ("balanced", "aggressive"))
     assert ("CUDA graphs" in text) == (level == "aggressive")
 
 
