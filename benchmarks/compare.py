@@ -19,8 +19,7 @@ import numpy as np
 
 from dpflash import _validate
 
-from .output import markdown_table, write_text
-from .schema import upgraded
+from .output import SCHEMA, markdown_table, write_text
 from .significance import CONFIDENCE, Test, holm, of_separate_runs, of_turns
 
 Row = Mapping[str, Any]
@@ -309,7 +308,9 @@ def run_compare(
 def _read(path: Path) -> Any:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return upgraded(found) if isinstance(found, Mapping) else found
+        if isinstance(found, Mapping) and (schema := found.get("schema", SCHEMA)) != SCHEMA:
+            raise ValueError(f"schema={schema!r}: this dpflash reads schema {SCHEMA}")
+        return found
     except OSError as error:
         raise Unusable(f"{path}: {error.strerror}; {_MAKE_IT}") from None
     except ValueError as error:

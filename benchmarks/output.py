@@ -3,7 +3,7 @@
 The JSON is ``{"schema": 3, "environment": {...}, "rows": [...]}``. Each row has at least the keys
 of `COLUMNS`: a name, its config, the figures of `timing.Statistics` (None where nothing was
 timed), the peak memory, and whether its result was right. Keys that end in "_mb" are in MiB (2^20
-bytes). Scripts outside rely on the names; `schema` upgrades older files.
+bytes). Scripts outside rely on the names.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .schema import SCHEMA
-
+SCHEMA = 3
 COLUMNS = ("name", "config", "median_ms", "ci95_ms", "cv", "trials", "peak_memory_mb", "correct")
 
 

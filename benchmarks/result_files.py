@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .schema import upgraded
-
 Row = Mapping[str, Any]
 
 
@@ -52,7 +50,7 @@ Files = Mapping[str, ResultFile]
 def load(results: Path, device: str) -> dict[str, ResultFile]:
     """The files of a device, by the names of what was run."""
     return {
-        path.stem: ResultFile(path, upgraded(json.loads(path.read_text(encoding="utf-8"))))
+        path.stem: ResultFile(path, json.loads(path.read_text(encoding="utf-8")))
         for path in sorted((results / device).glob("*.json"))
     }
 

@@ -7,7 +7,6 @@ import pytest
 from dpflash.bench import private, private_step, suite
 from dpflash.bench.private import AUTO
 from dpflash.bench.private_step import SUITE
-from dpflash.bench.schema import upgraded
 from dpflash.bench.suite import Comparison, Request, run_suite
 from dpflash.bench.timing import Effort
 from dpflash.clipping.device_speed import Ceilings
@@ -65,12 +64,3 @@ def test_the_benchmark_writes_figures(monkeypatch, tmp_path):
     assert all(one["correct"] and one["median_ms"] and one["gflop_per_s"] for one in measured)
     page = (tmp_path / "private-step.md").read_text()
     assert "| B2-T16 | 1 | dpflash-flat-auto |" in page
-
-
-def test_results_of_schema_2_get_the_modes_names_of_today():
-    old = {
-        "schema": 2,
-        "rows": [{"name": "step/B4-T8/dpflash-flat-two_pass", "workers": "worker"}],
-    }
-    (row,) = upgraded(old)["rows"]
-    assert row == {"name": "step/B4-T8/dpflash-flat-ghost", "workers": "worker"}

@@ -15,9 +15,7 @@ from dpflash.bench.picture import draw
 from dpflash.bench.ranks import fill, sample_rows, training_row
 from dpflash.bench.scaling import scaling_suite
 from dpflash.bench.scaling_tasks import TrainingCase
-from dpflash.bench.schema import upgraded
-from dpflash.bench.suite import Request, Suite, run_suite, wrong_rows
-from dpflash.bench.suites import suite_named
+from dpflash.bench.suite import Request, run_suite, wrong_rows
 from dpflash.bench.timing import Effort
 from dpflash.cli import main
 from dpflash.clipping.device_speed import Ceilings
@@ -211,24 +209,6 @@ def test_slow_steps_are_timed_with_fewer_calls_or_not_at_all(monkeypatch, second
     assert efforts == ([] if effort is None else [effort] * 10)
     if effort is None:
         assert all(" step takes 4 s, " in row["needs"] for row in rows)
-
-
-@pytest.mark.parametrize("name", ["cpu-epyc/scaling", "cpu-epyc/ranks", "cpu-xeon/ranks"])
-def test_committed_results_of_schema_1_are_upgraded_and_rendered(pytestconfig, name):
-    path = pytestconfig.rootpath / "benchmarks" / "results" / f"{name}.json"
-    old = json.loads(path.read_text())
-    found = upgraded(old)
-    suite: Suite = suite_named(path.stem)
-    assert found["schema"] == 3 and upgraded(found) == found and "schema" not in old
-    assert found["environment"]["suite"] == suite.name and "worker" not in json.dumps(found)
-    for before, after in zip(old["rows"], found["rows"], strict=True):
-        assert after["median_ms"] == before["median_ms"]
-        assert after["ranks" if "workers" in before else "name"] is not None
-    page = markdown(suite, found)
-    assert all(f"## {table.title}" in page for table in suite.tables)
-    assert page == path.with_suffix(".md").read_text()
-    with pytest.raises(ValueError, match="schema=4: this dpflash reads schemas 1 to 3"):
-        upgraded({"schema": 4})
 
 
 TASKS = """
