@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpflash import __version__
-from dpflash.clipping.device_speed import ceilings_for, cpu_model
+from dpflash.clipping.device_speed import cpu_model
 
 _OLDEST_TORCH = (2, 9)
 _OPTIONAL_PACKAGES = ("matplotlib", "opacus", "transformers")
@@ -36,8 +36,8 @@ def machine_report() -> dict[str, Any]:
     Returns:
         A dict with the keys `dpflash` (its version), `system`, `python`, `cpu`, `memory` (bytes;
         None if the system does not report it), `torch`, `devices`, `triton`, `cryptography`,
-        `paths` (the kernels that will run), `ceilings` (bandwidth and FLOP/s of each device that
-        the clipping planner assumes), `optional` (version or None per package) and `warnings`.
+        `paths` (the kernels that will run), `optional` (version or None per package) and
+        `warnings`.
     """
     report: dict[str, Any] = {
         "dpflash": __version__,
@@ -56,7 +56,6 @@ def machine_report() -> dict[str, Any]:
         "optional": {name: _installed_version(name) for name in _OPTIONAL_PACKAGES},
     }
     report["paths"] = _paths(report)
-    report["ceilings"] = _ceilings()
     report["warnings"] = _warnings(report)
     return report
 
@@ -65,25 +64,6 @@ def _run(args: argparse.Namespace) -> int:
     report = machine_report()
     print(json.dumps(report, indent=2) if args.json else _as_text(report))
     return 0
-
-
-def _ceilings() -> list[dict[str, Any]]:
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = []
-    for device in map(torch.device, ["cpu", *(f"cuda:{i}" for i in range(count))]):
-        ceilings = ceilings_for(device)
-        found.append(
-            {
-                "device": str(device),
-                "name": ceilings.name,
-                "source": ceilings.source,
-                "bandwidth": ceilings.bandwidth,
-                "flops": dict(ceilings.flops),
-            }
-        )
-    return found
 
 
 def _usable_cores() -> int:
@@ -231,17 +211,6 @@ def _gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / _GIB:.1f} GiB"
 
 
-def _ceiling_rows(ceilings: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    rows = []
-    for entry in ceilings:
-        figures = [f"memory {entry['bandwidth'] / 1e9:,.1f} GB/s"]
-        figures += [
-            f"{dtype} {flops / 1e9:,.0f} GFLOP/s" for dtype, flops in entry["flops"].items()
-        ]
-        rows.append((entry["device"], f"{entry['source']}: {', '.join(figures)}"))
-    return rows
-
-
 def _as_text(report: dict[str, Any]) -> str:
     python, cpu, memory = report["python"], report["cpu"], report["memory"]
     torch, triton = report["torch"], report["triton"]
@@ -269,7 +238,6 @@ def _as_text(report: dict[str, Any]) -> str:
         "what will run": [
             (name.replace("_", " "), path) for name, path in report["paths"].items()
         ],
-        "ceilings": _ceiling_rows(report["ceilings"]),
         "optional packages": [
             (name, found or "not installed") for name, found in report["optional"].items()
         ],

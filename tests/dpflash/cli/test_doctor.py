@@ -214,11 +214,3 @@ def test_python_dash_m_runs_the_same_program(tmp_path: Path) -> None:
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, f"dpflash {dpflash.__version__}\n")
-
-
-def test_doctor_tells_which_ceilings_the_planner_assumes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["doctor"]) == 0
-    section = capsys.readouterr().out.split("\nceilings\n")[1].split("\n\n")[0]
-    assert "nominal: memory 20.0 GB/s, float32 150 GFLOP/s" in section
