@@ -83,11 +83,6 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
             f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass a "
             "path that engine.save_checkpoint wrote"
         )
-    # Written by an earlier version.
-    if "unamplified" in state:
-        state["spending"]["has_foreign_batches"] = state.pop("unamplified")
-    if "sampling" in state:
-        state.setdefault("expected_batch_size", state["sampling"]["expected_batch_size"])
     return state
 
 
@@ -209,8 +204,7 @@ def _check_shares(
     where: str, state: Mapping[str, Any], shares: Sequence[tuple[str, float]]
 ) -> None:
     """Refuse bounds of clipping groups in other proportions than in the checkpoint's run."""
-    # Earlier versions did not store them.
-    saved = state.get("shares", shares)
+    saved = state["shares"]
     if len(saved) != len(shares):
         raise ValueError(
             f"{where} the clipping groups: {len(saved)} then, {len(shares)} now. Train the same "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -505,16 +505,3 @@ def noise_for(config: TrainingConfig, num_units: int) -> float:
         steps=config.num_steps(num_units),
         accountant=config.accountant,
     )
-
-
-# Values of the option "way", which jobs of earlier versions have in their files.
-_MODES = {"stored": "instantiate", "two_pass": "ghost"}
-
-
-def current_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a job's file, under the names that they have now."""
-    current = dict(options)
-    if "way" in current:
-        mode = current.pop("way")
-        current["grad_sample_mode"] = _MODES.get(mode, mode)
-    return current

@@ -36,7 +36,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
 from ..refusal import PrivateWarning
-from .config import Corpus, TrainingConfig, TrainingState, current_names, noise_for
+from .config import Corpus, TrainingConfig, TrainingState, noise_for
 from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, num_targets
 from .language_models import PRETRAINED, WEIGHTS, language_model
 from .launch import Launch
@@ -229,17 +229,15 @@ class TrainingRun:
         given = given or {}
         saved = sharded_checkpoint.read_plain(path).get("extra", {})
         names = {f.name for f in fields(TrainingState)}
-        # Checkpoints of older versions lack the newer fields.
-        if not names - {"verified", "rounded_sums"} <= saved.keys() <= names:
+        if saved.keys() != names:
             raise ValueError(
                 f"resume={str(folder)!r}: the checkpoint is not that of a training job; pass the "
                 "folder of a `dpflash train` run"
             )
-        before = current_names(saved["config"])
+        before = saved["config"]
         config = TrainingConfig(**{**before, **given})
         for name in given.keys() - {"data", "eval_data"}:
-            # Options that an older version did not have count as their defaults.
-            expected = before.get(name, getattr(TrainingConfig, name))
+            expected = before[name]
             if getattr(config, name) != expected:
                 raise ValueError(
                     f"{name}={given[name]!r}: the run to resume has {name}={expected!r}; drop the "

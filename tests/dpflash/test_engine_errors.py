@@ -18,11 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 import dpflash
 from dpflash import PerformanceConfig, PrivacyConfig, PrivacyEngine
 from dpflash.accounting import PoissonGaussian, RDPAccountant
-from dpflash.checkpoint import state as checkpoint
 from dpflash.config import UNSET
 from dpflash.grad_rules.convert import check_model
 from dpflash.privacy.ledger import Ledger
-from dpflash.train.config import TrainingConfig, current_names
 
 DATA = TensorDataset(torch.randn(16, 3))
 
@@ -814,25 +812,3 @@ def test_a_configuration_with_noise_conflicts_with_a_target_epsilon():
 def test_noise_is_required_where_no_target_epsilon_chooses_it(private):
     with pytest.raises(ValueError, match="noise_multiplier is missing.*make_private_with_epsilon"):
         private(nn.Linear(3, 2), noise_multiplier=UNSET)
-
-
-def test_a_checkpoint_of_an_earlier_version_keeps_that_batches_were_foreign(private, tmp_path):
-    def made():
-        return private(nn.Linear(3, 2), torch.ones(16, 3), noise_multiplier=1.0, seed=None)
-
-    engine, *_ = made()
-    engine.save_checkpoint(tmp_path / "state")
-    state = checkpoint.read(tmp_path / "state")
-    assert not state["spending"].pop("has_foreign_batches")
-    checkpoint.write(tmp_path / "state", {**state, "unamplified": True})
-    resumed, *_ = made()
-    resumed.load_checkpoint(tmp_path / "state")
-    assert "not from its loader" in resumed.sampler
-
-
-def test_a_training_job_of_an_earlier_version_keeps_its_mode():
-    assert current_names({"way": "two_pass", "seed": 1}) == {
-        "grad_sample_mode": "ghost",
-        "seed": 1,
-    }
-    assert TrainingConfig(**current_names({"way": "auto"})).grad_sample_mode == "auto"
