@@ -92,7 +92,7 @@ def _run_budget(args: argparse.Namespace) -> int:
         lines = list(ledgers[0].lines)
         for ledger in ledgers[1:]:
             known = {line.digest for line in lines}
-            own = [line for line in ledger.lines if not line.digest or line.digest not in known]
+            own = [line for line in ledger.lines if line.digest not in known]
             spending.include(own)
             lines += own
         report = _report(spending, lines, budget, args.delta)

@@ -18,10 +18,9 @@ from .privacy_unit import SAMPLE
 
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
-# Keys of a line of version 2. Version 3 adds a digest, version 4 the privacy unit, version 5 the
-# branch, in lines behind the load of a checkpoint, and lines with a note in place of steps.
-_KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant")
-_LATER_KEYS = {"digest", "unit", "branch", "note"}
+_KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant", "unit", "digest")
+# Of lines behind the load of a checkpoint, and of lines with a note in place of steps.
+_OTHER_KEYS = {"branch", "note"}
 REFUSED = "ended by a private refusal"
 _DIGEST = b', "digest": "%s"}\n'
 _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
@@ -40,7 +39,7 @@ class LedgerLine:
         epsilon: upper end, over all steps up to the last; None if it was not computed.
         delta: of that epsilon.
         accountant: name of the accountant that computed epsilon.
-        digest: of all lines before it and of its other values; None in a line of version 2.
+        digest: of all lines before it and of its other values.
         unit: the privacy unit, of which neighbors differ in one.
         branch: which continuation of the run made them; "" before a checkpoint was loaded. Two
             continuations of one ledger have other noise and draws, and other digests.
@@ -55,8 +54,8 @@ class LedgerLine:
     epsilon: float | None
     delta: float | None
     accountant: str
-    digest: str | None = None
-    unit: str = SAMPLE
+    digest: str
+    unit: str
     branch: str = ""
     note: str | None = None
 
@@ -70,7 +69,7 @@ class Ledger:
     """An append-only file of JSON lines, read when it is opened.
 
     Each line holds a digest of everything before it, and the file's head a copy of the last line
-    (see `LedgerFile`). Files of version 2, without digests, can be read and continued.
+    (see `LedgerFile`).
 
     Attributes:
         lines: the lines of the file when it was opened.
@@ -90,12 +89,6 @@ class Ledger:
         self._file = LedgerFile(path)
         content, self._tail = self._file.read()
         self._begin(path, content)
-        if self._tail.unfinished and self._tail.head is None:
-            raise ValueError(
-                f"ledger {self.path} ends in the middle of line {len(self.lines) + 1}: the "
-                "process died before it made that release. Remove that last, unfinished line to "
-                "continue"
-            )
         self._check_head(content)
 
     def _begin(self, path: str | os.PathLike[str], content: bytes) -> None:
@@ -216,8 +209,7 @@ class Ledger:
                         "missing, duplicated or out of order"
                     )
                 covered = _covered_after(covered, line)
-                is_required = bool(lines) and lines[-1].digest is not None
-                _check_digest(line, raw + b"\n", running, is_required=is_required)
+                _check_digest(raw + b"\n", running)
             except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
                 raise ValueError(
                     f"ledger {self.path} is damaged at line {number} ({error}): the privacy spent "
@@ -233,7 +225,7 @@ class Ledger:
         command = f"tail -n 1 {quote(str(self.path))} > {quote(str(where))}"
         repair = f"Only if you know that the ledger is complete, make a new head: {command}"
         if head is None:
-            if self.lines and self.lines[-1].digest:
+            if self.lines or self._tail.unfinished:
                 raise ValueError(
                     f"ledger {self.path}: its head {where} is missing, so it is unknown whether "
                     f"lines were removed. Restore it from a copy. {repair}"
@@ -295,12 +287,7 @@ def _parse(raw: bytes) -> LedgerLine:
     )
     if not isinstance(record, dict):
         raise ValueError("not an object")
-    if "release" in record:
-        raise ValueError(
-            "it has the format of an older version, which did not record the sampler; start a "
-            "new ledger and add the old epsilon to that of the new one"
-        )
-    if sorted(record.keys() - _LATER_KEYS) != sorted(_KEYS):
+    if sorted(record.keys() - _OTHER_KEYS) != sorted(_KEYS):
         raise ValueError(f"it has the keys {sorted(record)}, not {sorted(_KEYS)}")
     steps = record["steps"]
     if not isinstance(steps, list) or len(steps) != 2 or any(type(s) is not int for s in steps):
@@ -310,7 +297,7 @@ def _parse(raw: bytes) -> LedgerLine:
     if "note" not in record and steps[1] < steps[0]:
         raise ValueError(f"steps={steps!r}: the last is before the first")
     for name in ("run", "accountant", "unit", "branch", "note"):
-        value = record.get(name, SAMPLE) if name in _LATER_KEYS else record[name]
+        value = record.get(name, "none") if name in _OTHER_KEYS else record[name]
         if not isinstance(value, str) or not value:
             raise ValueError(f"{name}={value!r}: expected a name")
     epsilon, delta = record["epsilon"], record["delta"]
@@ -323,8 +310,6 @@ def _parse(raw: bytes) -> LedgerLine:
     event = record["event"]
     if event is not None and not isinstance(event, dict):
         raise ValueError(f"event={event!r}: expected null or an object")
-    if not isinstance(record.get("digest", ""), str):
-        raise ValueError(f"digest={record['digest']!r}: expected text")
     done = None if event is None else event_from_dict(event)
     if done is not None and not any(count for _, count in done.pairs()):
         raise ValueError(f"event={event!r} costs nothing, but every release has a cost")
@@ -336,8 +321,8 @@ def _parse(raw: bytes) -> LedgerLine:
         epsilon=epsilon,
         delta=delta,
         accountant=record["accountant"],
-        digest=record.get("digest"),
-        unit=record.get("unit", SAMPLE),
+        digest=record["digest"],
+        unit=record["unit"],
         branch=record.get("branch", ""),
         note=record.get("note"),
     )
@@ -350,19 +335,8 @@ def _with_digest(record: bytes, before: hashlib.blake2b) -> bytes:
     return record[:-1] + _DIGEST % covered.hexdigest().encode()
 
 
-def _check_digest(
-    line: LedgerLine, raw: bytes, before: hashlib.blake2b, *, is_required: bool
-) -> None:
-    """Refuse a line whose digest is not that of all lines up to it.
-
-    Args:
-        before: hash of the lines before it.
-        is_required: whether the line before it has a digest.
-    """
-    if line.digest is None:
-        if is_required:
-            raise ValueError("it has no digest, and the line before it has one")
-        return
+def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
+    """Refuse a line whose digest is not that of all lines up to it."""
     if _with_digest(raw[:-_DIGEST_LENGTH] + b"}", before) != raw:
         raise ValueError("its digest is wrong: this line or one before it was changed")
 

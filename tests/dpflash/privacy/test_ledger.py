@@ -1,5 +1,6 @@
 """The ledger: what damages it is found, what is in it is counted, and kill -9 loses no step."""
 
+import hashlib
 import json
 import math
 import os
@@ -46,9 +47,24 @@ def line(first=1, last=None, event=STEP, **changes):
         "epsilon": None,
         "delta": None,
         "accountant": "rdp",
+        "unit": "sample",
         **changes,
+        "digest": "",
     }
     return json.dumps(record) + "\n"
+
+
+def write(path, text):
+    """A ledger of these lines, whose empty digests are filled in, and its head."""
+    done, empty = b"", b', "digest": ""}\n'
+    for raw in text.encode(errors="surrogateescape").splitlines(keepends=True):
+        if raw.endswith(empty):
+            covered = done + raw.removesuffix(empty) + b"}"
+            digest = hashlib.blake2b(covered, digest_size=16).hexdigest()
+            raw = raw.removesuffix(b'"}\n') + digest.encode() + b'"}\n'
+        done += raw
+        path.with_name(f"{path.name}.head").write_bytes(raw)
+    path.write_bytes(done)
 
 
 def without(key):
@@ -85,9 +101,6 @@ def epsilon_of(*events, relation="add_remove"):
 # Damage: a good first line, then this.
 
 DAMAGE = {
-    "cut_in_the_middle": (line(2)[:-9], "middle of line 2"),
-    "without_its_end": (line(2)[:-1], "middle of line 2"),
-    "zeros": ("\0" * 40, "middle of line 2"),
     "a_line_missing": (line(3), "line 2 .*step 3, expected 2"),
     "a_line_doubled": (line(2) + line(2), "line 3 .*step 2, expected 3"),
     "lines_exchanged": (line(3) + line(2), "line 2 .*step 3, expected 2"),
@@ -133,7 +146,6 @@ DAMAGE = {
     "noise_infinite": (event_of(noise_multiplier=math.inf), "line 2 .*finite"),
     "rate_above_1": (event_of(sample_rate=1.5), "line 2 .*sample_rate=1.5"),
     "relation_unknown": (event_of(relation="both"), "line 2 .*'both'"),
-    "older_format": ('{"release": 2, "noise_multiplier": 1.0}\n', "line 2 .*older version"),
     "latin_1": (line(2, run="\u00e9").replace("\\u00e9", "\udce9"), "line 2 .*utf-8"),
     "null_after_a_poisson_step": (line(2, event=None), "line 2 .*event=null"),
     "null_after_another_run_s_pass": (
@@ -169,8 +181,8 @@ DAMAGE = {
 def test_a_damaged_ledger_is_refused_with_the_line_and_left_as_it_is(kind, tmp_path):
     text, message = DAMAGE[kind]
     path = tmp_path / "ledger"
-    content = (line() + text).encode(errors="surrogateescape")
-    path.write_bytes(content)
+    write(path, line() + text)
+    content = path.read_bytes()
     with pytest.raises(ValueError, match=rf"(?s)ledger .*{message}"):
         PrivacyEngine(ledger=path)
     assert path.read_bytes() == content
@@ -198,8 +210,8 @@ def test_a_range_counts_its_event_once_for_each_step(event, tmp_path):
     ranges = line(1, 7, event) + line(8, 8, event)
     if event.sampler == "shuffled":
         ranges += line(9, 30, None)
-    (tmp_path / "ranges").write_text(ranges)
-    (tmp_path / "lines").write_text("".join(line(n, n, event) for n in range(1, 9)))
+    write(tmp_path / "ranges", ranges)
+    write(tmp_path / "lines", "".join(line(n, n, event) for n in range(1, 9)))
     engines = [
         PrivacyEngine(accountant="rdp", ledger=tmp_path / name) for name in ("ranges", "lines")
     ]
@@ -210,7 +222,7 @@ def test_a_range_counts_its_event_once_for_each_step(event, tmp_path):
 
 
 def test_a_range_of_a_billion_steps_is_counted_at_once(tmp_path):
-    (tmp_path / "l").write_text(line(1, 10**9))
+    write(tmp_path / "l", line(1, 10**9))
     assert PrivacyEngine(ledger=tmp_path / "l").accountant.history == [(1.0, 0.25, 10**9)]
 
 
@@ -300,7 +312,7 @@ def test_a_relation_for_which_a_ledger_has_no_guarantee_is_refused_by_name(priva
         ]
     ):
         path = tmp_path / str(number)
-        path.write_text(line(event=event))
+        write(path, line(event=event))
         with pytest.raises(ValueError, match=f"neighboring_relation='add_remove'.*{sampler}"):
             PrivacyEngine(ledger=path, neighboring_relation="add_remove")
 
@@ -360,7 +372,7 @@ def test_the_line_is_flushed_before_append_returns_and_the_folder_with_a_new_fil
 
 
 def test_a_first_line_without_an_event_is_refused(tmp_path):
-    (tmp_path / "l").write_text(line(event=None))
+    write(tmp_path / "l", line(event=None))
     with pytest.raises(ValueError, match="damaged at line 1 .*event=null"):
         PrivacyEngine(ledger=tmp_path / "l")
 
@@ -426,12 +438,9 @@ def test_a_digit_that_makes_the_events_cheaper_is_found(
     with pytest.raises(ValueError, match="damaged at line 1 .*digest is wrong"):
         PrivacyEngine(accountant="rdp", ledger=path)
 
-    # A file of version 2 has no digests, but it tells epsilon.
-    path.with_name("l.head").unlink()
+    # With digests made anew, it still tells epsilon.
     records[0]["event"]["noise_multiplier"] = 2.5
-    for record in records:
-        del record["digest"]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write(path, "".join(json.dumps({**record, "digest": ""}) + "\n" for record in records))
     with pytest.raises(ValueError, match="up to line 6 give epsilon .*the file was changed"):
         PrivacyEngine(accountant="rdp", ledger=path)
 
@@ -489,7 +498,7 @@ def test_a_checkpoint_goes_on_with_a_ledger_or_without_as_it_was_written(private
 
 
 def test_a_digest_covers_whole_lines_and_is_none_for_more_steps_than_there_are(tmp_path):
-    (tmp_path / "l").write_text(line(1, 4) + line(5))
+    write(tmp_path / "l", line(1, 4) + line(5))
     ledger = Ledger(tmp_path / "l")
     assert ledger.digest() == ledger.digest(5) != ledger.digest(4)
     assert ledger.digest(2) == ledger.digest(4) and ledger.digest(6) is None

@@ -37,22 +37,6 @@ def runs(path: Path) -> list[str]:
     return [json.loads(line)["run"] for line in path.read_text().splitlines()]
 
 
-def version_2(path: Path, steps: int = 3) -> bytes:
-    """A file as an earlier version wrote it: without digests or a head."""
-    for step in range(1, steps + 1):
-        record = {
-            "steps": [step, step],
-            "run": "old",
-            "event": STEP.as_dict(),
-            "epsilon": None,
-            "delta": None,
-            "accountant": "rdp",
-        }
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-    return path.read_bytes()
-
-
 @pytest.fixture
 def path(tmp_path):
     """A ledger of four steps whose lines tell epsilon."""
@@ -146,14 +130,14 @@ TAMPERING = {
         lambda p: p.write_text(p.read_text().replace(": ", ":  ", 1)),
         "damaged at line 1 .*digest is wrong",
     ),
-    "no_digests": (without_digests, "and its head .* differ in step 4"),
-    "a_line_of_version_2_behind": (
-        lambda p: p.write_text(
-            p.read_text()
-            + p.read_text().split(', "digest"')[0].replace("[1, 1]", "[5, 5]")
-            + "}\n"
-        ),
-        "damaged at line 5 .*has no digest",
+    "no_digests": (without_digests, "damaged at line 1 .*keys"),
+    "no_digests_and_no_head": (
+        lambda p: (without_digests(p), head_of(p).unlink()),
+        "damaged at line 1 .*keys",
+    ),
+    "no_head_and_half_of_the_first_line": (
+        lambda p: (head_of(p).unlink(), os.truncate(p, 30)),
+        "its head .*head is missing",
     ),
     "head_removed": (lambda p: head_of(p).unlink(), "its head .*head is missing.*tail -n 1"),
     "head_cut": (lambda p: cut(head_of(p), 9), "its head .*head is damaged.*tail -n 1"),
@@ -228,31 +212,6 @@ def test_the_head_has_the_permissions_of_the_ledger_and_lies_beside_the_real_fil
     assert head_of(path).stat().st_mode & 0o777 == 0o640
     assert [p.name for p in link.parent.iterdir()] == ["link"]
     assert Ledger(path).releases == 5
-
-
-# Version 2
-
-
-def test_a_file_of_version_2_is_read_and_continued_and_its_old_lines_are_covered(tmp_path):
-    path = tmp_path / "l"
-    old = version_2(path)
-    assert Ledger(path).releases == 3 and not head_of(path).exists()
-    checkpoint_s = hashlib.blake2b(old, digest_size=16).hexdigest()
-    assert Ledger(path).digest() == checkpoint_s
-    add(Ledger(path))
-    ledger = Ledger(path)
-    add(ledger)
-    assert path.read_bytes().startswith(old) and ledger.digest(3) == checkpoint_s
-    assert [line.digest is None for line in Ledger(path).lines] == [True] * 3 + [False] * 2
-
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(b'"noise_multiplier": 1.0', b'"noise_multiplier": 2.0', 1))
-    with pytest.raises(ValueError, match="damaged at line 4 .*this line or one before it"):
-        Ledger(path)
-    for size in (0, len(old) // 3, len(old), len(old) + 1):
-        path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="and its head .* step 5"):
-            Ledger(path)
 
 
 # What is no ledger
@@ -555,9 +514,6 @@ CALLS = ("open", "write", "fsync", "ftruncate", "replace", "fchmod", "unlink", "
 
 def begin(kind: str, path: Path) -> int:
     """A ledger of which the next line is a particular one; its steps."""
-    if kind == "version_2":
-        version_2(path)
-        return 3
     if kind == "new":
         return 0
     add(Ledger(path))
@@ -572,7 +528,7 @@ def begin(kind: str, path: Path) -> int:
     return 1
 
 
-KINDS = ("new", "one_line", "version_2", "unfinished", "ahead_of_its_head")
+KINDS = ("new", "one_line", "unfinished", "ahead_of_its_head")
 
 
 class Died(BaseException):
