@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,140 +107,120 @@ class Probes:
     empty: NDArray[np.float64]
 
 
-def probe(
-    new_engine: NewEngine,
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
-    *,
-    device: str = "cpu",
-) -> Probes:
-    """Run all probes.
+@dataclass(frozen=True)
+class Prober:
+    """Short runs of engines of one kind."""
 
-    Args:
-        new_engine: makes an engine of the audited kind.
-        privacy, performance: the audited settings.
-        device: of the models.
-    """
-    rate = privacy.sample_rate
-    assert rate is not None
-    units = int(min(_MOST_UNITS, max(_LEAST_UNITS, _DRAWN / rate)))
+    new_engine: NewEngine
+    privacy: PrivacyConfig
+    performance: PerformanceConfig
+    device: str = "cpu"
 
-    def contributions(units: int, rate: float, releases: int) -> Contributions:
-        return read_contributions(
-            new_engine, privacy, performance,
-            units=units, rate=rate, releases=releases, device=device,
-        )  # fmt: skip
+    def read(self) -> Probes:
+        """Run all probes."""
+        rate = self.privacy.sample_rate
+        assert rate is not None
+        units = int(min(_MOST_UNITS, max(_LEAST_UNITS, _DRAWN / rate)))
+        return Probes(
+            inclusions=self.contributions(units, rate, _AUDITED_RELEASES),
+            sampler=self.sampler(units, rate, _DRAWS * _AUDITED_RELEASES),
+            padding=self.contributions(*_FEW),
+            divisor=self.contributions(*_MANY),
+            packed=self.packed(),
+            users=self.users(),
+            layers=self.layers(),
+            noise=self.noise(),
+            empty=self.empty(),
+        )
 
-    return Probes(
-        inclusions=contributions(units, rate, _AUDITED_RELEASES),
-        sampler=read_sampler(
-            new_engine, privacy, performance,
-            units=units, rate=rate, draws=_DRAWS * _AUDITED_RELEASES,
-        ),
-        padding=contributions(*_FEW),
-        divisor=contributions(*_MANY),
-        packed=read_packed(new_engine, privacy, performance, device=device),
-        users=read_users(new_engine, privacy, performance, device=device),
-        layers=read_layers(new_engine, privacy, performance, device=device),
-        noise=read_noise(new_engine, privacy, performance, device=device),
-        empty=read_empty(new_engine, privacy, performance, device=device),
-    )  # fmt: skip
+    def contributions(
+        self,
+        units: int,
+        rate: float,
+        releases: int,
+        *,
+        prepare: Callable[[nn.Module], object] = as_it_is,
+    ) -> Contributions:
+        """Releases of `units` units with little noise, all of them in the data.
 
+        With `privacy.unit_of` it has the unit of each entry.
+        """
+        of = self.privacy.unit_of
+        numbers = None if of is None else np.array(of)
+        asked = self._asked(rate, releases, noise_multiplier=LITTLE)
+        return _contributions(
+            self._run(asked, units, numbers=numbers, background=True, prepare=prepare), asked
+        )
 
-def read_contributions(
-    new_engine: NewEngine,
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
-    *,
-    units: int,
-    rate: float,
-    releases: int,
-    device: str = "cpu",
-    prepare: Callable[[nn.Module], object] = as_it_is,
-) -> Contributions:
-    """Releases of `units` units with little noise, all of them in the data.
+    def sampler(self, units: int, rate: float, draws: int) -> Drawn:
+        """Draws of the private loader's sampler, which no model sees."""
+        run = self._run(self._asked(rate, draws), units)
+        counts, sizes, most = np.zeros(units, dtype=np.int64), [], 0
+        for drawn in run.loader.batch_sampler:
+            found = np.bincount(np.asarray(drawn, dtype=np.int64), minlength=units)
+            counts += found
+            sizes.append(len(drawn))
+            most = max(most, int(found.max()))
+        return Drawn(counts, np.array(sizes), most)
 
-    With `privacy.unit_of` it has the unit of each entry.
-    """
-    numbers = None if privacy.unit_of is None else np.array(privacy.unit_of)
-    asked = replace(privacy, noise_multiplier=LITTLE, sample_rate=rate, steps_per_epoch=releases)
-    run = Run(
-        new_engine(), asked, performance,
-        canaries=units, numbers=numbers, background=True, device=device, prepare=prepare,
-    )  # fmt: skip
-    return _contributions(run, asked)
+    def layers(self) -> Contributions:
+        """Releases of canaries whose gradients lie in weights and biases of layers."""
+        units, rate, releases = _FEW
+        asked = self._asked(rate, releases, noise_multiplier=LITTLE)
+        return _contributions(self._run(asked, units, kind=LayersRun), asked)
 
+    def users(self) -> Contributions:
+        """Releases of users with two entries each, of which a draw has both."""
+        of_users = np.repeat(np.arange(_FEW[0]), _ENTRIES).tolist()
+        privacy = replace(self.privacy, unit_of=of_users, examples_per_unit=_ENTRIES)
+        return replace(self, privacy=privacy).contributions(*_FEW)
 
-def read_sampler(
-    new_engine: NewEngine,
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
-    *,
-    units: int,
-    rate: float,
-    draws: int,
-) -> Drawn:
-    """Draws of the private loader's sampler, which no model sees."""
-    asked = replace(privacy, sample_rate=rate, steps_per_epoch=draws)
-    run = Run(new_engine(), asked, performance, canaries=units)
-    counts, sizes, most = np.zeros(units, dtype=np.int64), [], 0
-    for drawn in run.loader.batch_sampler:
-        found = np.bincount(np.asarray(drawn, dtype=np.int64), minlength=units)
-        counts += found
-        sizes.append(len(drawn))
-        most = max(most, int(found.max()))
-    return Drawn(counts, np.array(sizes), most)
+    def packed(self) -> Contributions:
+        """Releases of packed documents; the first unit is in padding alone, and is never drawn."""
+        units, rate, releases = _PACKED
+        # Exact sums need documents that begin at multiples of 64 tokens; here neighbors touch.
+        exact = "auto" if self.privacy.exact is True else self.privacy.exact
+        asked = self._asked(rate, releases, noise_multiplier=LITTLE, exact=exact)
+        run = self._run(asked, units, kind=PackedRun, numbers=np.arange(1, units))
+        return _contributions(run, asked)
 
+    def noise(self) -> Noise:
+        """The noise of releases of a few canaries, whose contributions are subtracted."""
+        mode = self.performance.grad_sample_mode
+        exact = self.privacy.exact is not False and mode in _EXACT_MODES
+        asked = self._asked(1.0, _NOISE_RELEASES, exact=exact)
+        run = self._run(asked, _NOISE_WIDTH, numbers=np.arange(_NOISE_CANARIES))
+        sums = np.stack([release.sums for release in run.releases()])
+        signal = np.zeros_like(sums)
+        signal[:, :, :_NOISE_CANARIES] = run.bounds[:, None]
+        assert asked.noise_multiplier is not None
+        std, grid = asked.noise_multiplier * asked.bound, grid_of(asked.bound)
+        vectors = ((sums - signal) / std).reshape(-1, sums.shape[-1])
+        return Noise(
+            vectors=vectors,
+            alone=vectors[:, _NOISE_CANARIES:],
+            multiples=(sums / grid).reshape(vectors.shape) if exact else None,
+            std_in_steps=std / grid,
+        )
 
-def read_layers(
-    new_engine: NewEngine,
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
-    *,
-    device: str = "cpu",
-) -> Contributions:
-    """Releases of canaries whose gradients lie in weights and biases of layers."""
-    units, rate, releases = _FEW
-    asked = replace(privacy, noise_multiplier=LITTLE, sample_rate=rate, steps_per_epoch=releases)
-    run = LayersRun(new_engine(), asked, performance, canaries=units, device=device)
-    return _contributions(run, asked)
+    def empty(self) -> NDArray[np.float64]:
+        """The noise of releases that drew nobody."""
+        units, rate, releases = _EMPTY
+        asked = self._asked(rate, releases)
+        run = self._run(asked, _NOISE_WIDTH, numbers=np.arange(units))
+        assert asked.noise_multiplier is not None
+        std = asked.noise_multiplier * asked.bound
+        empty = [release.sums / std for release in run.releases() if not release.drawn.any()]
+        return np.concatenate(empty)
 
+    def _asked(self, rate: float, releases: int, **changes: Any) -> PrivacyConfig:
+        return replace(self.privacy, sample_rate=rate, steps_per_epoch=releases, **changes)
 
-def read_users(
-    new_engine: NewEngine,
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
-    *,
-    device: str = "cpu",
-) -> Contributions:
-    """Releases of users with two entries each, of which a draw has both."""
-    units, rate, releases = _FEW
-    of_users = np.repeat(np.arange(units), _ENTRIES).tolist()
-    return read_contributions(
-        new_engine, replace(privacy, unit_of=of_users, examples_per_unit=_ENTRIES), performance,
-        units=units, rate=rate, releases=releases, device=device,
-    )  # fmt: skip
-
-
-def read_packed(
-    new_engine: NewEngine,
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
-    *,
-    device: str = "cpu",
-) -> Contributions:
-    """Releases of packed documents; the first unit is in padding alone, and is never drawn."""
-    units, rate, releases = _PACKED
-    # Exact sums need documents that begin at multiples of 64 tokens; here neighbors touch.
-    exact = "auto" if privacy.exact is True else privacy.exact
-    asked = replace(
-        privacy, noise_multiplier=LITTLE, sample_rate=rate, steps_per_epoch=releases, exact=exact
-    )
-    numbers = np.arange(1, units)
-    run = PackedRun(
-        new_engine(), asked, performance, canaries=units, numbers=numbers, device=device
-    )
-    return _contributions(run, asked)
+    def _run(
+        self, asked: PrivacyConfig, canaries: int, *, kind: type[Run] = Run, **options: Any
+    ) -> Run:
+        options |= {"canaries": canaries, "device": self.device}
+        return kind(self.new_engine(), asked, self.performance, **options)
 
 
 def _contributions(run: Run, asked: PrivacyConfig) -> Contributions:
@@ -258,52 +239,3 @@ def _contributions(run: Run, asked: PrivacyConfig) -> Contributions:
         background_std=LITTLE * asked.bound / common,
         rate=asked.sample_rate,
     )
-
-
-def read_noise(
-    new_engine: NewEngine,
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
-    *,
-    device: str = "cpu",
-) -> Noise:
-    """The noise of releases of a few canaries, whose contributions are subtracted."""
-    exact = privacy.exact is not False and performance.grad_sample_mode in _EXACT_MODES
-    asked = replace(privacy, sample_rate=1.0, steps_per_epoch=_NOISE_RELEASES, exact=exact)
-    engine = new_engine()
-    run = Run(
-        engine, asked, performance, canaries=_NOISE_WIDTH, numbers=np.arange(_NOISE_CANARIES),
-        device=device,
-    )  # fmt: skip
-    sums = np.stack([release.sums for release in run.releases()])
-    signal = np.zeros_like(sums)
-    signal[:, :, :_NOISE_CANARIES] = run.bounds[:, None]
-    assert asked.noise_multiplier is not None
-    std, grid = asked.noise_multiplier * asked.bound, grid_of(asked.bound)
-    vectors = ((sums - signal) / std).reshape(-1, sums.shape[-1])
-    return Noise(
-        vectors=vectors,
-        alone=vectors[:, _NOISE_CANARIES:],
-        multiples=(sums / grid).reshape(vectors.shape) if exact else None,
-        std_in_steps=std / grid,
-    )
-
-
-def read_empty(
-    new_engine: NewEngine,
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
-    *,
-    device: str = "cpu",
-) -> NDArray[np.float64]:
-    """The noise of releases that drew nobody."""
-    units, rate, releases = _EMPTY
-    asked = replace(privacy, sample_rate=rate, steps_per_epoch=releases)
-    run = Run(
-        new_engine(), asked, performance, canaries=_NOISE_WIDTH, numbers=np.arange(units),
-        device=device,
-    )  # fmt: skip
-    assert asked.noise_multiplier is not None
-    std = asked.noise_multiplier * asked.bound
-    empty = [release.sums / std for release in run.releases() if not release.drawn.any()]
-    return np.concatenate(empty)

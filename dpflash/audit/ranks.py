@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ..config import PerformanceConfig, PrivacyConfig
 from ..distributed import ContextParallel
-from .probes import Contributions, read_contributions
+from .probes import Contributions, Prober
 from .releases import Engine, Run, as_it_is
 
 RANKS = 2
@@ -63,10 +63,6 @@ def read_rank_noise(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Noise over its claimed standard deviation, of tables sharded and not sharded over ranks.
 
-    Args:
-        audited: what is audited.
-        mesh: of all ranks, with the one dimension "data".
-
     Returns:
         (`[T x tables, n / ranks]` of this rank's rows, `[T x tables, n]` of whole tables).
     """
@@ -91,20 +87,14 @@ def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
 
     If ranks added the squares of their parts, the norm would be too small by sqrt(ranks), and the
     canary would be released with sqrt(ranks) times its bound.
-
-    Args:
-        audited: what is audited.
-        mesh: of all ranks, with the one dimension "context".
     """
 
     def mark(model: Any) -> None:
         # Every rank computes the same loss, as if it were that of its own tokens.
         model.context_parallel = ContextParallel.of(mesh, "ring", "contiguous")
 
-    return read_contributions(
-        lambda: audited.new_engine(mesh=mesh), audited.privacy, audited.performance,
-        units=_CANARIES, rate=_RATE, releases=_SHARD_RELEASES, prepare=mark,
-    )  # fmt: skip
+    prober = Prober(lambda: audited.new_engine(mesh=mesh), audited.privacy, audited.performance)
+    return prober.contributions(_CANARIES, _RATE, _SHARD_RELEASES, prepare=mark)
 
 
 @dataclass(frozen=True)
@@ -127,11 +117,7 @@ class RankFailure(RuntimeError):
 
 
 class RankProbes:
-    """Two processes that probe while the audit goes on. A context manager that ends them.
-
-    Args:
-        audited: what is audited.
-    """
+    """Two processes that probe while the audit goes on. A context manager that ends them."""
 
     def __init__(self, audited: Audited):
         self._folder = tempfile.TemporaryDirectory(prefix="dpflash-audit-")

@@ -31,7 +31,7 @@ from .checks import (
     check_repeats,
     check_same,
 )
-from .probes import Probes, probe
+from .probes import Prober, Probes
 from .ranks import Audited, RankFindings, RankProbes
 from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
 from .scores import plan_for, score
@@ -150,7 +150,7 @@ def run_audit(
             canaries=canaries, delta=delta, confidence=confidence, rng=rng, device=device,
             progress=bar.update,
         )  # fmt: skip
-        probes = probe(audited.new_engine, privacy, performance, device=device)
+        probes = Prober(audited.new_engine, privacy, performance, device).read()
         checks = [check_charges(scored.charged, scored.due), *named_checks(probes, rng)]
         if started is not None:
             checks += rank_checks(started.read())

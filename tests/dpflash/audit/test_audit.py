@@ -15,14 +15,8 @@ from dpflash.audit.bounds import assess
 from dpflash.audit.checks import MOST_FALSE_ALARMS, check_charges, check_contributions
 from dpflash.audit.packed import PackedRun
 from dpflash.audit.probes import (
+    Prober,
     Probes,
-    read_contributions,
-    read_empty,
-    read_layers,
-    read_noise,
-    read_packed,
-    read_sampler,
-    read_users,
 )
 from dpflash.audit.ranks import Audited
 from dpflash.audit.releases import Run
@@ -59,11 +53,11 @@ def scores_refute(asked, canaries=400):
 
 
 def few(units, rate):
-    return read_contributions(new_engine, *settings(), units=units, rate=rate, releases=24)
+    return Prober(new_engine, *settings()).contributions(units, rate, 24)
 
 
 def drawn():
-    return read_sampler(new_engine, *settings(), units=64, rate=1 / 4, draws=2400)
+    return Prober(new_engine, *settings()).sampler(64, 1 / 4, 2400)
 
 
 def failed(probes):
@@ -76,12 +70,12 @@ def honest():
         inclusions=few(64, 1 / 4),
         padding=few(32, 1 / 8),
         divisor=few(64, 1 / 4),
-        packed=read_packed(new_engine, *settings()),
-        users=read_users(new_engine, *settings()),
+        packed=Prober(new_engine, *settings()).packed(),
+        users=Prober(new_engine, *settings()).users(),
         sampler=drawn(),
-        layers=read_layers(new_engine, *settings()),
-        noise=read_noise(new_engine, *settings()),
-        empty=read_empty(new_engine, *settings()),
+        layers=Prober(new_engine, *settings()).layers(),
+        noise=Prober(new_engine, *settings()).noise(),
+        empty=Prober(new_engine, *settings()).empty(),
     )
 
 
@@ -111,8 +105,8 @@ def test_packed_documents_and_users_contribute_once_in_every_kind_of_clipping(ch
     mode = changes.get("grad_sample_mode", "auto")
     changes = {name: value for name, value in changes.items() if name != "grad_sample_mode"}
     privacy, performance = settings(**changes)
-    for read in (read_packed, read_users):
-        found = read(new_engine, privacy, replace(performance, grad_sample_mode=mode))
+    prober = Prober(new_engine, privacy, replace(performance, grad_sample_mode=mode))
+    for found in (prober.packed(), prober.users()):
         assert check_contributions("", found.units, found.drawn, found.std).ok
 
 
@@ -172,15 +166,15 @@ def test_scores_refute_seeded_bugs(rate, canaries, bugs):
 def test_a_named_check_fails_with_a_seeded_bug(bug, part, check, honest, monkeypatch):
     seeded_bugs.BUGS[bug](monkeypatch.setattr)
     with_bug = {
-        "noise": lambda: read_noise(new_engine, *settings()),
+        "noise": lambda: Prober(new_engine, *settings()).noise(),
         "divisor": lambda: few(64, 1 / 4),
         "padding": lambda: few(32, 1 / 8),
-        "packed": lambda: read_packed(new_engine, *settings()),
-        "users": lambda: read_users(new_engine, *settings()),
+        "packed": lambda: Prober(new_engine, *settings()).packed(),
+        "users": lambda: Prober(new_engine, *settings()).users(),
         "inclusions": lambda: few(64, 1 / 4),
         "sampler": drawn,
-        "layers": lambda: read_layers(new_engine, *settings()),
-        "empty": lambda: read_empty(new_engine, *settings()),
+        "layers": lambda: Prober(new_engine, *settings()).layers(),
+        "empty": lambda: Prober(new_engine, *settings()).empty(),
     }[part]()
     probes = Probes(**({**vars(honest)} | {part: with_bug}))
     assert check in failed(probes)
