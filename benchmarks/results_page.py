@@ -37,11 +37,6 @@ Ends = tuple[float, float, float]  # a figure and the ends of its interval
 def render(results: Path, reports: Sequence[Report], page: Path) -> str:
     """The page.
 
-    Args:
-        results: folder of the devices' folders.
-        reports: whose tables are answered.
-        page: where it will lie; links are relative to that.
-
     Raises:
         ValueError: a full run of a suite has no row for what a report's row asks.
     """

@@ -63,12 +63,6 @@ def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Genera
 
     Four tests share the rate: the spread of the units' counts and of the draws' sizes, both from
     below (shuffling) and from above; the total; and the unit with the least likely count.
-
-    Args:
-        name: of the check.
-        drawn: what was drawn.
-        rate: the claimed sample rate.
-        rng: makes counts continuous, so that the tests are exact.
     """
     counts, sizes = drawn.counts, drawn.sizes
     draws, units = sizes.size, counts.size
@@ -116,14 +110,7 @@ def _two_sided(count: int, trials: int, rate: float) -> float:
 def check_contributions(
     name: str, found: NDArray[np.float64], expected: NDArray[np.int64], std: float
 ) -> Check:
-    """Is what was released what was drawn, each unit once?
-
-    Args:
-        name: of the check.
-        found: read off releases, with noise of `std`.
-        expected: the same shape, whole numbers.
-        std: of the noise.
-    """
+    """Is what was released what was drawn, each unit once?"""
     error = np.abs(found - expected)
     wrong = int((error > _TOLERANCE).sum())
     return Check(
@@ -135,12 +122,7 @@ def check_contributions(
 
 
 def check_noise_scale(name: str, vectors: NDArray[np.float64]) -> Check:
-    """Is there as much noise as claimed?
-
-    Args:
-        name: of the check.
-        vectors: noise over its claimed standard deviation.
-    """
+    """Is there as much noise as claimed? `vectors` are over the claimed standard deviation."""
     total = float((vectors**2).sum())
     value = float(chi2(vectors.size).cdf(total))
     std = (total / vectors.size) ** 0.5
@@ -174,11 +156,8 @@ def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
     """Does the same noise occur at other elements, with either sign?
 
     Equal magnitudes among N independent draws are about Poisson with mean N^2 / (2 sqrt(pi) s),
-    for a standard deviation of s grid steps.
-
-    Args:
-        vectors: noise of which no canary is subtracted, over its standard deviation.
-        std_in_steps: the claimed standard deviation, in grid steps.
+    for a standard deviation of s grid steps. `vectors` are noise of which no canary is subtracted,
+    over its standard deviation.
     """
     steps = np.sort(np.abs(np.rint(vectors * std_in_steps)).ravel())
     _, runs = np.unique(steps, return_counts=True)
@@ -194,11 +173,8 @@ def check_lattice(multiples: NDArray[np.float64], std_in_steps: float) -> Check:
     """Are all releases whole multiples of the public grid, with uniform low bits?
 
     Noise drawn in floating point is not on the grid, or has zeros in its low bits where it is
-    large, and so reveals which sum it was added to (Mironov 2012).
-
-    Args:
-        multiples: released sums over the grid.
-        std_in_steps: the claimed standard deviation, in grid steps.
+    large, and so reveals which sum it was added to (Mironov 2012). `multiples` are sums over the
+    grid.
     """
     name = "lattice of the release"
     off = int((multiples != np.rint(multiples)).sum())
@@ -215,23 +191,13 @@ def check_lattice(multiples: NDArray[np.float64], std_in_steps: float) -> Check:
 
 
 def check_same(name: str, first: NDArray[np.float64], second: NDArray[np.float64]) -> Check:
-    """Do two ranks hold the same release, bit for bit?
-
-    Args:
-        name: of the check.
-        first, second: what each of them holds.
-    """
+    """Do two ranks hold the same release, bit for bit?"""
     different = int((first != second).sum())
     return Check(name, not different, 0.0, f"{different} of {first.size} differ between ranks")
 
 
 def check_charges(charged: float, due: float) -> Check:
-    """Has the accountant been charged for every release of the scored run?
-
-    Args:
-        charged: epsilon of the engine.
-        due: epsilon of the claimed events.
-    """
+    """Has the accountant been charged for every release of the scored run?"""
     return Check(
         "charges",
         charged >= due * (1 - 1e-9),

@@ -13,12 +13,7 @@ from .releases import Run
 
 
 class LayersCanaryModel(nn.Module):
-    """Losses [B] of canaries, each with a number in four parameters.
-
-    Args:
-        canaries: number of canaries, even.
-        scale: of each number in a loss.
-    """
+    """Losses [B] of canaries, each with a number in four parameters."""
 
     def __init__(self, canaries: int, *, scale: float):
         super().__init__()

@@ -25,12 +25,7 @@ _MOST_TOKENS = 3
 
 
 class PackedCanaryModel(nn.Module):
-    """Losses [U] of packed documents: each canary has a number in a table and one in a layer.
-
-    Args:
-        canaries: number of canaries, of which the first is padding.
-        scale: of each number in a loss.
-    """
+    """Losses [U] of packed documents: each canary has a number in a table and one in a layer."""
 
     def __init__(self, canaries: int, *, scale: float):
         super().__init__()

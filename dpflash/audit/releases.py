@@ -64,13 +64,7 @@ NewEngine = Callable[..., Engine]
 
 
 class CanaryModel(nn.Module):
-    """Losses [B] that are linear in two layers: each canary has a number of its own in each.
-
-    Args:
-        canaries: number of canaries.
-        background: whether one of the layers is a number that all canaries have in common.
-        scale: of each number in a loss.
-    """
+    """Losses [B] that are linear in two layers: each canary has a number of its own in each."""
 
     def __init__(self, canaries: int, *, background: bool, scale: float):
         super().__init__()

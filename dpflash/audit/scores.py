@@ -165,14 +165,7 @@ def plan_for(
     confidence: float,
     rng: np.random.Generator,
 ) -> Plan:
-    """The plan for scores of the claimed mechanism, by simulating it.
-
-    Args:
-        privacy: as for `score`.
-        canaries: number of scores.
-        delta, confidence: of the bounds on epsilon.
-        rng: for the simulation.
-    """
+    """The plan for scores of the claimed mechanism, by simulating it."""
     rate, noise, steps = _numbers_of(privacy)
     releases = 1 if rate == 1 else steps
     count = min(_SIMULATED, max(2_000, _SIMULATED_RELEASES // releases))

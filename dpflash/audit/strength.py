@@ -38,11 +38,7 @@ def log_likelihood_ratio(
 
 
 class Strength:
-    """Counts the products of releases with canaries, and bounds the mechanism's strength.
-
-    Args:
-        noise_multiplier, sample_rate: as claimed.
-    """
+    """Counts the products of releases with canaries, and bounds the mechanism's strength."""
 
     def __init__(self, noise_multiplier: float, sample_rate: float):
         self._noise, self._rate = noise_multiplier, sample_rate

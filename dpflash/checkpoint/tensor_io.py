@@ -56,11 +56,6 @@ def read_(folder: Path, targets: dict[str, Any], files: frozenset[str]) -> None:
 
     Each rank reads by itself, so that none waits for one that failed.
 
-    Args:
-        folder: written by `write`.
-        targets: by name, with the shapes and dtypes that were written.
-        files: names of the folder's own files.
-
     Raises:
         ValueError: the folder cannot be read.
     """

@@ -9,11 +9,7 @@ from ..sampling.slots import RealRows
 
 
 class ClipStatistics:
-    """Counts over all samples so far, and norms of the last backward. No epsilon covers them.
-
-    Args:
-        rows: which rows of a microbatch are samples.
-    """
+    """Counts over all samples so far, and norms of the last backward. No epsilon covers them."""
 
     def __init__(self, rows: RealRows):
         self._rows = rows

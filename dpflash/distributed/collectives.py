@@ -45,12 +45,7 @@ def digest(data: bytes | str) -> int:
 
 @contextmanager
 def exchanging(operation: str, group: ProcessGroup | None) -> Iterator[None]:
-    """Convert errors of torch.distributed inside the block to `RankError`.
-
-    Args:
-        operation: name of the exchange in the message.
-        group: the group of the exchange.
-    """
+    """Convert errors of torch.distributed inside the block to `RankError`."""
     try:
         yield
     except RankError:

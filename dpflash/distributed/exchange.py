@@ -174,15 +174,7 @@ def all_to_all(
     operation: str,
     phase: str,
 ) -> list[Tensor]:
-    """Send one tensor to each rank and return the tensor received from each.
-
-    Args:
-        tensors: the tensor for each rank, all of one dtype.
-        shapes: shape of the tensor received from each rank.
-        group: all of its ranks call this together.
-        operation: name of the exchange in messages.
-        phase: "forward" or "backward".
-    """
+    """Send one tensor to each rank and return the tensor received from each."""
     dtype, own = tensors[0].dtype, collectives.rank_in(group)
     _record(phase, operation, sum(x.nbytes for rank, x in enumerate(tensors) if rank != own))
     send = torch.cat([as_bytes(x.contiguous()) for x in tensors])

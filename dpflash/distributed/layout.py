@@ -47,12 +47,7 @@ class Layout:
             )
 
     def chunks(self, rank: int, length: int | None = None) -> tuple[Chunk, ...]:
-        """The ranges of a rank in its local order. Drops empty ranges and merges adjacent ones.
-
-        Args:
-            rank: index of the rank.
-            length: drop positions from this one on.
-        """
+        """The ranges of a rank before `length`, in local order; adjacent ones are merged."""
         return _chunks(self, rank, self.num_tokens if length is None else length)
 
     def local_length(self, rank: int, length: int | None = None) -> int:

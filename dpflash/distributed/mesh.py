@@ -94,10 +94,6 @@ class Ranks:
     def run_on_first(self, operation: str, action: Callable[[], bytes]) -> bytes:
         """Run an action on rank 0 and return its result, or raise its error, on all ranks.
 
-        Args:
-            operation: name of the action in messages.
-            action: called on rank 0 only.
-
         Raises:
             RankError: on the other ranks, if the action raised (PrivateRefusal, if it raised one);
                 rank 0 raises the original error.

@@ -64,13 +64,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> None:
-    """`check_model` for one module, without its children.
-
-    Args:
-        name: dotted name, for messages.
-        module: to check.
-        is_inside: whether a layer above it owns its parameters, see `parts_of_layers`.
-    """
+    """`check_model` for one module; `is_inside`: a layer above it owns its parameters."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
     if _is_scripted(module):

@@ -45,9 +45,6 @@ class PerSampleFunctions(TorchFunctionMode):
     Hooks on gradients, which would be lost, raise RuntimeError.
     Options without a rule (`max_norm`, `scale_grad_by_freq`, `sparse`) raise ValueError. Look-ups
     inside of a scripted function are not seen.
-
-    Args:
-        name: dotted name of the module, for messages.
     """
 
     def __init__(self, name: str):

@@ -214,11 +214,6 @@ class PrivateOwner(PrivateModule):
     ) -> Any:
         """The outputs of the module's own forward for the batch; None where masks are random.
 
-        Args:
-            of_batch, one_by_one: make the outputs from inputs, which they may change in place.
-            inputs: of the call.
-            device: of the batch.
-
         Raises:
             RuntimeError: without dropout both differ, or the forward sets an attribute.
         """

@@ -24,11 +24,6 @@ class PerHead(nn.Module):
     """One learned number for each attention head.
 
     The parameter `[H]` is expanded to `[B, H]`, so that it has per-sample gradients.
-
-    Args:
-        num_heads: H.
-        device: where the parameter lies.
-        dtype: dtype of the parameter.
     """
 
     def __init__(

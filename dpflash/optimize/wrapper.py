@@ -495,13 +495,7 @@ def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.M
 
 
 def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
-    """Methods that check the model's state before it leaves, and note intended changes.
-
-    Args:
-        original: the class whose methods are wrapped.
-        wrapper: of the whole model.
-        prefix: of the names in the whole model.
-    """
+    """Methods that check the model's state before it leaves, and note intended changes."""
     unchanged = wrapper.unchanged
     if unchanged is None:
         return {}

@@ -16,11 +16,6 @@ def parse(
 ) -> tuple[type[Pattern], dict[str, Any]]:
     """The class of ``name`` or ``Name(argument=value, ...)``, and its arguments.
 
-    Args:
-        text: what was written.
-        kinds: the classes by their names.
-        tokens: T, for the sizes of a name without arguments.
-
     Raises:
         ValueError: for other text, an unknown name or argument, or a value that is no literal.
     """

@@ -60,9 +60,6 @@ class Evaluation:
 class TextModel:
     """The model of a run or an export.
 
-    Args:
-        folder: see `dpflash.load`.
-
     Raises:
         FileNotFoundError, ValueError: as `dpflash.load`.
 

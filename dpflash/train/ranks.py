@@ -23,10 +23,6 @@ from .config import Parallelism
 class Team:
     """This rank and the others of its job; a single process without a mesh.
 
-    Args:
-        parallel: how the ranks share the job.
-        mesh: a mesh of all ranks with the dimensions "data" and "context".
-
     Attributes:
         ranks: the process groups.
         is_first: whether this is rank 0, which writes files and prints.
