@@ -29,18 +29,9 @@ from dpflash.patterns.dense import cross_graph
 pytest.importorskip("triton")
 launch = pytest.importorskip("dpflash.kernels.attention_launch")
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What `torch.empty` gives is NaN, so that whoever reads it is found out."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def fused_qkv(batch, heads, groups, tokens, head_dim, dtype, more=16):

@@ -17,20 +17,13 @@ noise_triton = pytest.importorskip("dpflash.kernels.noise_triton")
 tl = pytest.importorskip("triton.language")
 
 # numpy tells of the NaN that tests put into the interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GRID = grid_of(1.0)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What `torch.empty` gives is NaN, so that whoever reads it is found out."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def stream(**changed):

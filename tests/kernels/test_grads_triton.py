@@ -16,7 +16,10 @@ pytest.importorskip("triton")
 launch = pytest.importorskip("dpflash.kernels.grad_launch")
 
 # numpy tells of the NaN and infinity that tests put into the interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,16 +28,6 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).spli
 SHAPES = [(1, 1, 1, 1), (5, 1, 7, 3), (2, 70, 33, 40), (1, 17, 150, 16), (3, 31, 5, 67)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "B{}-T{}-I{}-O{}".format(*s))
 RELATIVE = 2e-6
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What `torch.empty` gives is NaN, so that whoever reads it is found out."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def random(*shape, seed=0, dtype=torch.float32):

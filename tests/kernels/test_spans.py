@@ -15,7 +15,10 @@ pytest.importorskip("triton")
 launch = pytest.importorskip("dpflash.kernels.grad_launch")
 
 # numpy tells of the NaN and infinity that tests put into the interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {"reference": reference, "triton": launch}
@@ -29,15 +32,6 @@ FACTORS = torch.tensor([0.5, 1.0, 0.25, 0.0, 0.75])
 GRID = grid_of(1.0)
 FORMS = (None, "gram", "tile")
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float64: 1e-12}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What `torch.empty` gives is NaN, so that whoever reads it is found out."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from dpflash.patterns import (
 from dpflash.patterns.adaptive import runtime_graph
 from dpflash.patterns.dense import cross_graph
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (37, 64, 101)
 PATTERNS = {
@@ -332,15 +333,6 @@ def tensors_of_a_gpu_stay_out_of_the_kernels_of_the_cpu(request):
     callspec = getattr(request.node, "callspec", None)
     if DEVICE.type == "cuda" and callspec and callspec.params.get("backend") == "cpu":
         pytest.skip("tested where there is no GPU")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What `torch.empty` gives is NaN, so that whoever reads it is found out."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def make_inputs(tokens, heads=4, groups=2, samples=2, dim=16, dtype=torch.float64):
