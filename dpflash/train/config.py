@@ -33,60 +33,15 @@ _EXAMPLES_PER_UNIT = 4
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The configuration of a training job.
+    """The configuration of a training job: the options that `dpflash train --help` explains.
+
+    None stands for the default that is named there. With `pack` a document that is longer than a
+    row is cut into windows, of which the gradients are added before they are clipped; of one that
+    is longer than a microbatch, each step trains on a window of a microbatch's tokens.
 
     Attributes:
-        data: file or folder with documents; None for the sources of Python's standard library.
-        unit: privacy unit: "file"; "record" for each line of a JSONL file; "folder" for all files
-            of each folder in `data`; "field:NAME" for all records with one value of that field.
-        unit_name: what a folder is, such as "patient", for the ledger and the report; None for
-            "folder".
-        examples_per_unit: most documents of a folder or field that a step uses, at random among
-            its own, clipped as one; None for 4.
-        field: key of a record's text.
-        suffixes: file name suffixes to read; None for all (with data=None: ".py").
-        max_total_bytes: maximum size of all documents, which are held in memory.
-        eval_data: file or folder with documents for evaluation; None to hold out documents of
-            `data`.
-        eval_fraction: expected fraction of documents that are held out, 0 for no evaluation; None
-            for a tenth, or 0 with eval_data.
-        model: folder of a causal language model of transformers to fine-tune; None for a new
-            byte-level `LongContextLM`.
-        tokenizer: folder of the model's tokenizer; None for the model's folder.
-        lora_rank: rank of LoRA adapters, the only parameters that are then trained; None to train
-            all parameters.
-        pattern: attention pattern of a new model, see `patterns.from_text`; None for dense.
-        seq_len: greatest number of tokens per window; each step trains on one window of a sampled
-            document.
-        pack: pack whole documents into rows of seq_len tokens, so that each step trains on all of
-            a sampled document. One that is longer than a row is cut into windows, of which the
-            gradients are added before they are clipped; of one that is longer than a microbatch,
-            each step trains on a window of a microbatch's tokens.
-        batch_size: expected units per step, over all ranks.
-        physical_batch_size: maximum number of documents in memory at once, per rank; with pack the
-            number of rows.
-        steps: noisy steps; None for epochs, or 20.
-        epochs: expected number of times that each document is sampled; None for steps.
-        dataset_size: public number from which the sample rate is computed; None declares the
-            number of units public.
         target_epsilon: epsilon after all steps; None if noise_multiplier is given.
-        noise_multiplier: noise standard deviation over max_grad_norm; 0 for no privacy.
-        delta: delta of the guarantee, below 1 / number of units.
-        allow_large_delta: accept a greater delta.
-        max_epsilon: training ends before the step that would exceed this; steps lost when a
-            process was killed count. None for no limit.
-        accountant: name of the accountant.
-        clipping, grad_sample_mode, max_grad_norm, optimize: as in `PrivacyEngine.make_private`;
-            clipping=None means the default of the optimize level.
-        learning_rate: Adam learning rate; None for 0.01, or for a pretrained model 1e-3 with LoRA
-            and 1e-4 without.
-        embed_dim, layers, heads: size of a new model; None for 64, 2 and 1.
-        eval_windows: held-out windows per evaluation.
-        baseline: whether to train the same model without privacy afterwards; None to do so for a
-            new model only.
-        checkpoint_every: steps between checkpoints.
-        seed: makes the run repeatable, and therefore not fit for release; None for a fresh key.
-        device: "cpu" or "cuda".
+        clipping: None means the default of the optimize level.
 
     Raises:
         ValueError: for an invalid value; the message names the argument and the way out.
@@ -322,17 +277,9 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How ranks share a job. Results do not depend on it, so a resumed run may change it.
+    """How ranks share a job, as `dpflash train --help` explains.
 
-    Attributes:
-        context_parallel: number of ranks over which the tokens of each window are sharded. The
-            documents of a step are divided over the world size / context_parallel groups.
-        context_mode: how keys and values are exchanged: "auto", "ring", "all_gather" or "ulysses".
-        sharding: which tokens each rank holds: "contiguous", or "zigzag", which balances the work
-            of causal attention.
-        shard_parameters: whether to shard parameters and optimizer state over the ranks that
-            divide the documents (FSDP2).
-        rank_timeout: seconds that a rank waits for another one.
+    Results do not depend on it, so a resumed run may change it.
 
     Raises:
         ValueError: for an invalid value; the message names the argument and the way out.
