@@ -74,6 +74,8 @@ class ByteDocuments(Sequence[bytes]):
         num_binary: files left out because they hold a NUL byte.
         num_unreadable: files and folders left out because they could not be read.
         num_empty: files left out because they are empty.
+        num_malformed: lines of JSONL files left out because they are no object with a text, or
+            name no unit.
         num_duplicates: files or records left out because an earlier one has the same bytes; with
             units of several documents an earlier one of the same unit.
         unit: "file", "record", "folder" or "field:NAME".
@@ -90,6 +92,7 @@ class ByteDocuments(Sequence[bytes]):
     num_binary: int = 0
     num_unreadable: int = 0
     num_empty: int = 0
+    num_malformed: int = 0
     num_duplicates: int = 0
     unit: str = "file"
     owners: tuple[str, ...] | None = None
@@ -123,8 +126,8 @@ class ByteDocuments(Sequence[bytes]):
 
         Raises:
             FileNotFoundError: the path does not exist.
-            ValueError: the folder cannot be listed, nothing in it is usable, a line is not a JSON
-                object with a string in that field, or the documents exceed max_total_bytes.
+            ValueError: the folder cannot be listed.
+            PrivateRefusal: nothing is usable, or the documents exceed max_total_bytes.
         """
         root = Path(path)
         _validate.positive_int(max_total_bytes=max_total_bytes)
@@ -147,6 +150,7 @@ class ByteDocuments(Sequence[bytes]):
             reader.num_binary,
             reader.num_unreadable,
             reader.num_empty,
+            reader.num_malformed,
             reader.num_duplicates,
             unit,
             owners if has_several_documents(unit) else None,
@@ -160,10 +164,13 @@ class ByteDocuments(Sequence[bytes]):
             )
         if not documents:
             wanted = "any suffix" if suffixes is None else f"suffixes {sorted(suffixes)}"
+            names_unit = unit.startswith(_FIELD)
             kind = "JSONL" if _are_records(unit) else "text"
             raise PrivateRefusal(
                 f"{path}: no usable {unit} of {wanted}; pass a folder with {kind} files or other "
-                "suffixes",
+                f"suffixes. Each line of a JSONL file is an object with a string in its field "
+                f"{field!r} (--field)"
+                + (f", and a string or a number in that of unit={unit!r}" if names_unit else ""),
                 left_out=documents.left_out or "none",
             ) from None
         return documents
@@ -196,6 +203,7 @@ class ByteDocuments(Sequence[bytes]):
             "binary": self.num_binary,
             "unreadable": self.num_unreadable,
             "empty": self.num_empty,
+            "malformed": self.num_malformed,
             "duplicate": self.num_duplicates,
         }
         return ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
@@ -309,6 +317,7 @@ class _Reader:
         self.num_binary = 0
         self.num_unreadable = num_unreadable
         self.num_empty = 0
+        self.num_malformed = 0
         self.num_duplicates = 0
 
     def read(self, name: str) -> None:
@@ -346,7 +355,11 @@ class _Reader:
                 for number, line in enumerate(file, 1):
                     if not line.strip():
                         continue
-                    text, owner = self._text(line, f"{self.root / name}:{number}")
+                    record = self._record(line)
+                    if record is None:
+                        self.num_malformed += 1
+                        continue
+                    text, owner = record
                     if _are_records(self.unit):
                         self._add(f"{name}:{number}", text, owner)
                     else:
@@ -357,40 +370,19 @@ class _Reader:
         if not _are_records(self.unit):
             self._add(name, b"\n".join(texts), self._folder_of(name))
 
-    def _text(self, line: bytes, place: str) -> tuple[bytes, str]:
-        """(text, unit) of a record. Messages show names of fields, and no value."""
+    def _record(self, line: bytes) -> tuple[bytes, str] | None:
+        """(text, unit) of a record: what the unit's field has; None of another line."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            raise PrivateRefusal(
-                f"{self.root}: a line is not JSON; expected one object a line, such as "
-                f'{{"{self.field}": "..."}}; convert the file, or pass text files',
-                place=place,
-            ) from None
-        text = record.get(self.field) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise PrivateRefusal(
-                f"{self.root}: field={self.field!r}: expected an object with a string in that "
-                "field on each line; pass --field",
-                place=place,
-                fields=list(record) if isinstance(record, dict) else [],
-            ) from None
-        return text.encode(errors="replace"), self._owner(record, place)
-
-    def _owner(self, record: dict[str, object], place: str) -> str:
-        """The unit of a record: the value of the unit's field."""
-        if not self.unit.startswith(_FIELD):
-            return ""
-        name = noun_of(self.unit)
-        owner = record.get(name)
-        if isinstance(owner, bool) or not isinstance(owner, str | int) or owner == "":
-            raise PrivateRefusal(
-                f"{self.root}: unit={self.unit!r}: expected a string or a whole number in the "
-                f"field {name!r} of each record, which needs a unit",
-                place=place,
-                fields=list(record),
-            ) from None
-        return str(owner)
+            return None
+        if not isinstance(record, dict) or not isinstance(text := record.get(self.field), str):
+            return None
+        owner = record.get(noun_of(self.unit)) if self.unit.startswith(_FIELD) else ""
+        is_unit = isinstance(owner, str | int) and not isinstance(owner, bool)
+        if not is_unit or (owner == "" and self.unit.startswith(_FIELD)):
+            return None
+        return text.encode(errors="replace"), str(owner)
 
     def _add(self, name: str, content: bytes, owner: str) -> None:
         """Keep a document, or count why it is left out."""
