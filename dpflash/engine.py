@@ -1247,7 +1247,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             nonfinite_samples: samples so far that added nothing, since their loss or gradient
             was NaN or infinite, such as by a label out of range;
             bad_entries: samples so far that added nothing, since they could not be read or put
-            into a batch.
+            into a batch; and entries of the dataset to which unit_of gives no unit.
         """
         statistics = self._attached().statistics
         assert self._loader is not None

@@ -138,7 +138,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         order: compares the rows that the model gets with those of its batches.
         tracker: follows the loop over its batches.
         bad_entries: samples so far that could not be read or put into a batch, which a padding
-            row replaced. PRIVATE.
+            row replaced, and entries of the dataset without a unit. PRIVATE.
     """
 
     no_copy = (
@@ -202,7 +202,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self.slots: int | None = None
         self.packing = loader.collate_fn if isinstance(loader.collate_fn, PackTo) else None
         self.has_pairs = isinstance(loader.collate_fn, Pairs)
-        self.bad_entries = 0
+        self.bad_entries = 0 if groups is None else groups.left_out
         self._draws: DrawSampler | None = None
         self._mark: BatchMark | None = None
         self._trial: LossTrial | None = None

@@ -20,6 +20,9 @@ Indices = NDArray[np.int64]
 class UnitGroups:
     """The entries of each unit.
 
+    An entry is left out where unit_of raises an error or gives no unit: none at all, an object
+    that is equal to no other one, such as NaN, or several units where units are drawn.
+
     Args:
         dataset: map-style.
         unit_of: the unit of each entry, in their order; or a function from an entry to its unit,
@@ -33,10 +36,10 @@ class UnitGroups:
         names: the unit of each entry.
         members: for each unit the indices of its entries, in the order of the units' first ones.
         has_shared: whether some entry is of several units.
+        left_out: how many entries are left out. PRIVATE.
 
     Raises:
-        ValueError: another number of units than entries, an entry of no unit, or one of several
-            where units are drawn; or a unit that is equal to itself alone, such as NaN.
+        PrivateRefusal: another number of units than entries, or most entries have no unit.
     """
 
     def __init__(
@@ -49,10 +52,7 @@ class UnitGroups:
         unit_name: str | None = None,
     ) -> None:
         size = len(dataset)
-        if callable(unit_of):
-            named = [unit_of(dataset[index]) for index in range(size)]
-        else:
-            named = _as_list(unit_of)
+        named = units_of(dataset, unit_of) if callable(unit_of) else _as_list(unit_of)
         if len(named) != size:
             raise PrivateRefusal(
                 "unit_of has another number of units than the dataset has entries: pass one for "
@@ -64,19 +64,20 @@ class UnitGroups:
         self.limit = limit
         self.unit_name = unit_name
         self.are_drawn = sampling == "unit"
-        self.has_shared = False
+        owners = [_owners_of(name, several=not self.are_drawn) for name in named]
+        self.has_shared = any(len(own) > 1 for own in owners)
+        self.left_out = sum(not own for own in owners)
+        if 2 * self.left_out > size:
+            raise PrivateRefusal(
+                "unit_of gives most entries no unit: it fails, or gives None, NaN or an object "
+                "that equals no other, or several units without unit_sampling='example'. Name "
+                "units by numbers or texts, and give entries of nobody one each",
+                left_out=self.left_out,
+                units=named,
+            ) from None
         found: dict[Hashable, list[int]] = {}
-        for index, name in enumerate(named):
-            owners = _owners_of(name, index)
-            self.has_shared |= len(owners) > 1
-            if self.has_shared and self.are_drawn:
-                raise PrivateRefusal(
-                    "unit_of gives several units for an entry, which cannot be clipped as one "
-                    "each: pass unit_sampling='example', or one unit for each entry",
-                    entry=index,
-                    units=name,
-                ) from None
-            for owner in owners:
+        for index, own in enumerate(owners):
+            for owner in own:
                 found.setdefault(owner, []).append(index)
         self.members: list[Indices] = [np.array(own) for own in found.values()]
 
@@ -120,35 +121,33 @@ class UnitGroups:
         count = np.zeros(len(self.members), dtype=np.int64)
         kept = []
         for index, units in enumerate(owners):
-            if (count[units] < self.limit).all():
+            if units and (count[units] < self.limit).all():
                 count[units] += 1
                 kept.append(index)
         return np.array(kept, dtype=np.int64)
 
 
-def _owners_of(name: Any, index: int) -> dict[Hashable, None]:
-    """The units of an entry, in order."""
-    name = _as_value(name)
-    several = name if isinstance(name, tuple | list | set | frozenset) else [name]
-    owners: dict[Hashable, None] = {}
-    for owner in map(_as_value, several):
-        if owner is not None and not _has_value(owner):
-            raise PrivateRefusal(
-                "unit_of gives an object for an entry that is equal to no other object, so "
-                "entries of one unit would each be one by itself: name units by numbers or texts, "
-                "and none by NaN",
-                entry=index,
-                unit=owner,
-            ) from None
-        owners[owner] = None
-    if not owners or None in owners:
-        raise PrivateRefusal(
-            "unit_of gives no unit for an entry: each entry needs one, since nothing would "
-            "protect it otherwise; give entries of nobody one each",
-            entry=index,
-            unit=name,
-        ) from None
-    return owners
+def units_of(dataset: Any, unit_of: Callable[[Any], Any]) -> list[Any]:
+    """The unit of each entry, None where the dataset or the function raises an error."""
+    found: list[Any] = []
+    for index in range(len(dataset)):
+        try:
+            found.append(unit_of(dataset[index]))
+        except Exception:
+            found.append(None)
+    return found
+
+
+def _owners_of(name: Any, *, several: bool) -> dict[Hashable, None]:
+    """The units of an entry, in order; none where it has none."""
+    try:
+        name = _as_value(name)
+        names = name if isinstance(name, tuple | list | set | frozenset) else [name]
+        owners: dict[Hashable, None] = dict.fromkeys(map(_as_value, names))
+        has_unit = all(map(_has_value, owners)) and (several or len(owners) < 2)
+    except Exception:  # They cannot be hashed or compared.
+        return {}
+    return owners if has_unit else {}
 
 
 def _as_value(name: Any) -> Any:
@@ -158,13 +157,9 @@ def _as_value(name: Any) -> Any:
 
 def _has_value(owner: Any) -> bool:
     """Whether this can be equal to another object."""
-    try:
-        hash(owner)
-        is_equal = bool(owner == owner)  # NaN is not.
-    except (TypeError, ValueError):
-        return False
     by_identity: Any = object.__hash__
-    return is_equal and type(owner).__hash__ is not by_identity
+    is_equal = bool(owner == owner)  # NaN is not.
+    return owner is not None and is_equal and type(owner).__hash__ is not by_identity
 
 
 def _as_list(values: Any) -> list[Any]:

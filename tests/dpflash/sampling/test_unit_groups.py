@@ -84,12 +84,9 @@ def test_kept_entries_are_at_most_k_of_each_unit_and_no_more_fit(owners, limit):
 def test_units_that_cannot_be_are_refused():
     with pytest.raises(PrivateRefusal, match="another number of units than"):
         UnitGroups(range(7), [1, 2, 3], limit=1, sampling="unit")
-    with pytest.raises(PrivateRefusal, match="unit_of gives no unit for an entry: each"):
-        groups_of([1, None])
-    with pytest.raises(PrivateRefusal, match="unit_of gives no unit for an entry"):
-        groups_of([()], sampling="example")
-    with pytest.raises(PrivateRefusal, match="several units for an entry, which cannot"):
-        groups_of([(1, 2)])
+    for owners in ([1, None, None], [(1, 2)]):
+        with pytest.raises(PrivateRefusal, match="unit_of gives most entries no unit"):
+            groups_of(owners)
     with pytest.raises(ValueError, match="unit_of is a str: pass one unit for each entry"):
         UnitGroups(range(3), "abc", limit=1, sampling="unit")
     with pytest.raises(ValueError, match=r"unit_of has shape \(3, 1\): pass one unit for each"):
@@ -118,14 +115,42 @@ def test_an_entry_of_several_units_counts_for_each_of_them(several):
     assert groups.has_shared and groups.kept().tolist() == [0]
 
 
+def raising():
+    raise KeyError("patient 7")
+
+
+@pytest.mark.parametrize("sampling", ["unit", "example"])
 @pytest.mark.parametrize(
-    "own", [lambda: float("nan"), lambda: np.datetime64("NaT"), object, lambda: {"user": 1}]
+    "own",
+    [
+        raising,
+        lambda: None,
+        tuple,
+        lambda: float("nan"),
+        lambda: np.datetime64("NaT"),
+        object,
+        lambda: {"user": 1},
+        lambda: (1, float("nan")),
+        lambda: torch.tensor(1, device="meta"),
+    ],
+    ids=["raises", "none", "empty", "nan", "nat", "object", "dict", "part nan", "no device"],
 )
-def test_units_that_equal_no_other_object_are_refused(own):
-    with pytest.raises(PrivateRefusal, match="an entry that is equal to no other object"):
-        UnitGroups(range(3), [0, own(), own()], limit=1, sampling="unit")
-    with pytest.raises(PrivateRefusal, match="an entry that is equal to no other object"):
-        UnitGroups(range(3), [0, (1, own()), 0], limit=1, sampling="example")
+def test_an_entry_without_a_unit_is_left_out(own, sampling):
+    """Whether unit_of fails or its unit equals no other object; the entry itself may fail too."""
+
+    class Entries(list):
+        def __getitem__(self, index):
+            return own() if index == 4 else super().__getitem__(index)
+
+    of_units = {"limit": 3, "sampling": sampling}
+    for groups in (
+        UnitGroups(range(7), lambda entry: own() if entry == 4 else entry % 2, **of_units),
+        UnitGroups(Entries(range(7)), lambda entry: [0, 1][entry % 2], **of_units),
+    ):
+        assert members(groups) == [[0, 2, 6], [1, 3, 5]] and groups.left_out == 1
+        assert groups.kept().tolist() == [0, 1, 2, 3, 5, 6]
+        again = UnitGroups(range(7), groups.names, **of_units)
+        assert members(again) == members(groups)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
