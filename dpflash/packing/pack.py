@@ -322,7 +322,7 @@ def _parts_of(sample: Any) -> Parts:
 def _ids(values: Any) -> Tensor | None:
     """`[n]`, int64, of a 1-D tensor or a list of integers; None of anything else."""
     try:
-        ids = torch.as_tensor(values)
+        ids = torch.as_tensor(values).cpu().to_dense()
     except Exception:
         return None
     if ids.ndim == 1 and not ids.numel():

@@ -23,6 +23,7 @@ Collate = Callable[[list[Any]], Any]
 _FIRST = 7
 _CPU = torch.device("cpu")
 _FAILED: Any = object()
+_STORAGE = ("dtype", "layout", "device", "requires_grad")
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ class FittingCollate:
         return len(first) == 1 or 2 * (count - 1) >= len(first)
 
     def _fits(self, entry: Any, form: _Form) -> bool:
-        for pair in ((form.entry, entry), (entry, form.entry)):
+        # Alone too: stack() converts an integer among floating-point numbers.
+        for pair in ((entry, entry), (form.entry, entry), (entry, form.entry)):
             batch = self._tried_copies(*pair)
             same = form.has_made if self._exact else form.has_fields_of
             if batch is _FAILED or not same(batch, 2):
@@ -234,7 +236,8 @@ def _described(
         dims = list(zip_longest(batch.shape, *shapes))
         rows = tuple(dim == (size, 2, 3) for dim in dims)
         lengths = tuple(n for (n, *_), is_rows in zip(dims, rows, strict=True) if not is_rows)
-        yield place, (type(batch), batch.dtype, rows), lengths
+        storage = [getattr(batch, name, None) for name in _STORAGE]
+        yield place, (type(batch), *storage, rows), lengths
         return
     yield place, (type(batch),), ()
     if isinstance(batch, list | tuple) and not hasattr(batch, "_fields"):
