@@ -160,6 +160,8 @@ class PrivateBackward:
             twice = len(self.groups) == 1 and bool(gates) and self._is_ghost(gates[0])
             twice, proving = self._meet(losses, twice, self._wants_proof(self._expected_size))
             seed = torch.ones_like(losses)
+            if losses.ndim:  # The gradient of such a loss may be finite in some groups.
+                seed = seed.masked_fill(~losses.detach().isfinite(), 0)
             if self.loss_reduction == "mean":
                 seed /= max(1, losses.numel())
             if proving:

@@ -294,6 +294,17 @@ class PrivateForward:
             return self._state.batch_size
         return None if self._call is None else self._call.batch_size
 
+    def has_samples_in(self, x: Tensor) -> bool:
+        """Whether entries of x are of samples, not of what all share, such as positions [T]."""
+        units, leading = self.units, x.shape[0] if x.ndim else 0
+        if leading > 1 and x.stride(0) == 0:  # arange(T).expand(B, T)
+            return False
+        if leading == (self.batch_hint if units is None else units.positions):
+            return True
+        if units is not None and not units.are_rows:
+            return tuple(x.shape[:2]) == units.shape
+        return x.ndim > 1 and leading > 1
+
     @property
     def call_sizes(self) -> frozenset[int] | None:
         """First dimensions of the tensors that the model was given; None outside of its call."""

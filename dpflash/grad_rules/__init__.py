@@ -8,7 +8,7 @@ from torch.nn.utils import parametrize
 
 from .attention import PrivateMultiheadAttention
 from .base import ModuleContext, PrivateModule, name_of_forward, plain_forward
-from .embedding import PrivateEmbedding
+from .embedding import FrozenTable, PrivateEmbedding
 from .experts import PrivateExperts, is_experts
 from .generic import PrivateLeaf, PrivateParametrized
 from .linear import PrivateConv1D, PrivateLinear
@@ -78,4 +78,6 @@ def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
         return PrivateExperts
     if makes_prompts(module):
         return PrivatePrompts
+    if isinstance(module, nn.Embedding):
+        return RULES.get(plain_forward(module), FrozenTable)
     return BLOCK_RULES.get(plain_forward(module)) or BLOCK_RULES.get(name_of_forward(module))

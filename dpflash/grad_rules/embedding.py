@@ -1,18 +1,45 @@
-"""Rule for look-up tables: nn.Embedding."""
+"""Rule for look-up tables: nn.Embedding, trained or frozen.
+
+A sample with an index that the table does not have gets NaN, so that it contributes zero: an error
+would depend on one private entry, and ends the process on a GPU.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dpflash.kernels import embedding_per_sample_grad
 
+from ..clipping.forward import PrivateForward
 from ..clipping.planner import EmbeddingShape
 from ..verification.second_order import differentiable_once
 from .base import PrivateModule, Slot
+
+
+def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(indices, 0 in place of those that a table of so many rows does not have; which these are).
+
+    Reads nothing on the host.
+    """
+    outside = (indices < 0) | (indices >= rows)
+    return indices.masked_fill(outside, 0), outside
+
+
+def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
+    """Rows `[..., E]` of a table, NaN where the index `[...]` was outside of it.
+
+    Packed documents keep the row 0: attention would carry the NaN to others by weights of 0.
+    """
+    units = forward.units
+    if units is not None and not units.are_rows:
+        return y
+    return y.masked_fill(outside.unsqueeze(-1), math.nan)
 
 
 class _Embedding(torch.autograd.Function):
@@ -60,6 +87,38 @@ def look_up(
     return result
 
 
+class Tables(TorchFunctionMode):
+    """In the block, look-ups of samples with indices outside of a table raise no error.
+
+    Args:
+        forward: of a private model, see `nan_outside`; None where such indices are taken for 0.
+    """
+
+    def __init__(self, forward: PrivateForward | None = None) -> None:
+        self._forward = forward
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = self._look_up if func is F.embedding else func
+        return run(*args, **(kwargs or {}))
+
+    def _look_up(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        forward = self._forward
+        if forward is not None and not forward.has_samples_in(input):
+            return F.embedding(input, weight, *args, **kwargs)
+        indices, outside = inside(input, weight.shape[0])
+        y = F.embedding(indices, weight, *args, **kwargs)
+        return y if forward is None else nan_outside(y, outside, forward)
+
+
+class FrozenTable(PrivateModule):
+    """A table that is not trained, whose class has a forward of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_private_call()  # Raises where parameters were frozen and are not any more.
+        with Tables(self._dpflash.backward.forward):
+            return super().forward(*args, **kwargs)
+
+
 class PrivateEmbedding(PrivateModule):
     """Rows of a table at indices [B, ...], or at positions shared by the batch: [1, T] or [T]."""
 
@@ -67,29 +126,32 @@ class PrivateEmbedding(PrivateModule):
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.is_private_call():
-            return super().forward(input)
         context = self._dpflash
+        if not self.is_private_call():
+            with Tables(context.backward.forward):
+                return super().forward(input)
         indices = input
         if indices.ndim == 1 and (context.units is None or context.units.are_rows):
             indices = self._one_dimensional(indices)
         given = indices.unsqueeze(-1)  # as its output
+        are_samples = context.backward.forward.has_samples_in(indices)
         indices = context.check_batch(indices)
         samples = context.samples_of(indices)
         handles = self.private_handles(samples)
-        handle = handles["weight"]
         weight = self._parameters["weight"]
         assert weight is not None
-        if handle is None:
-            y = F.embedding(indices, weight.detach(), self.padding_idx)
-            return y if context.units is None else context.as_given(y, given)
-        flat = indices.reshape(indices.shape[0], indices.shape[1:].numel()).long()
         rows, width = weight.shape
+        outside = None
+        if are_samples:
+            indices, outside = inside(indices, rows)
+        flat = indices.reshape(indices.shape[0], indices.shape[1:].numel()).long()
         tokens = flat.numel() // max(1, samples)  # of a sample, on average
         shape = EmbeddingShape(samples, tokens, width, rows, weight.dtype)
         slot = handles.slot("weight", shape)
-        y = look_up(flat, weight.detach(), handle, slot, self.padding_idx)
+        y = look_up(flat, weight.detach(), handles["weight"], slot, self.padding_idx)
         y = y.reshape(*indices.shape, width)
+        if outside is not None:
+            y = nan_outside(y, outside, context.backward.forward)
         return y if context.units is None else context.as_given(y, given)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:

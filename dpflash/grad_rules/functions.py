@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from .embedding import inside
+
 _functorch = torch._C._functorch
 _REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _HOOKS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad}
@@ -93,7 +95,11 @@ class PerSampleFunctions(TorchFunctionMode):
         return self._rows(weight, indices, None if padding_idx < 0 else padding_idx)
 
     def _rows(self, weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
-        rows = F.embedding(indices, weight)
+        if _functorch.is_batchedtensor(indices):
+            indices, outside = inside(indices, weight.shape[0])
+            rows = F.embedding(indices, weight).masked_fill(outside.unsqueeze(-1), torch.nan)
+        else:  # Positions that all samples share: an error would be of their length.
+            rows = F.embedding(indices, weight)
         if padding_idx is None:
             return rows
         if not -weight.shape[0] <= padding_idx < weight.shape[0]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..clipping.planner import EmbeddingShape
 from .base import PrivateModule, of_units
-from .embedding import look_up
+from .embedding import inside, look_up, nan_outside
 from .generic import PrivateLeaf
 
 
@@ -134,8 +134,8 @@ class PrivateTrainableTokens(PrivateLeaf):
             return super().forward(x, *args, **kwargs)
         layer._check_overlapping_tokens(self.active_adapters)
         indices = self._dpflash.check_batch(x)
-        flat = indices.flatten(1)
-        result = base(flat, *args, **kwargs)
+        flat, outside = inside(indices.flatten(1), base.num_embeddings)
+        result = nan_outside(base(flat, *args, **kwargs), outside, self._dpflash.backward.forward)
         for adapter in self.active_adapters:
             result = self._replace(result, flat, adapter, base, layer._get_embed_scale())
         if self._dpflash.units is not None:

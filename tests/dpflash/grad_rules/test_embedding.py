@@ -1,0 +1,78 @@
+"""A sample with an index that a table does not have adds nothing, and no error tells of it."""
+
+import pytest
+import torch
+from torch import nn
+
+IDS = torch.tensor([[1, 2, 3, 0], [2, 2, 5, 1], [3, 0, 1, 1], [6, 5, 4, 3]])
+
+
+class Scaled(nn.Embedding):
+    """With a forward of its own, as those of Gemma and BART."""
+
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class Model(nn.Module):
+    def __init__(self, kind, trained, positions=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = kind(7, 4, padding_idx=0).requires_grad_(trained)
+        self.places = nn.Embedding(4, 4).requires_grad_(trained)
+        self.mix, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.positions = positions or (lambda ids: torch.arange(ids.shape[1])[None])
+
+    def forward(self, ids):
+        # Each token sees the one before it.
+        h = self.table(ids) + self.places(self.positions(ids))
+        return self.head(h + self.mix(h).roll(1, 1).tanh()).mean((1, 2))
+
+
+def released(model, ids, private, options):
+    engine, model, optimizer, _ = private(model, **options)
+    losses = model(ids)
+    engine.backward(losses.mean() if "loss_reduction" in options else losses)
+    optimizer.step()
+    return [p.grad for p in model.parameters() if p.requires_grad], engine
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("token", [7, 400, -1])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grad_sample_mode": "instantiate"},
+        {"grad_sample_mode": "ghost"},
+        {"clipping": "per_layer"},
+        {"loss_reduction": "mean"},
+    ],
+    ids=str,
+)
+def test_a_sample_with_an_unknown_token_adds_nothing(token, trained, kind, options, private):
+    bad = IDS.clone()
+    bad[1, 2] = token
+    found, engine = released(Model(kind, trained), bad, private, options)
+    assert engine.diagnostics()["nonfinite_samples"] == 1
+    others, _ = released(Model(kind, trained), IDS[[0, 2, 3]], private, options)
+    for a, b in zip(found, others, strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        lambda ids: torch.arange(5)[None],
+        lambda ids: torch.arange(5).expand(len(ids), 5),
+        lambda ids: torch.arange(5),
+    ],
+    ids=["one row", "expanded", "no row"],
+)
+def test_positions_that_all_samples_share_remove_none_of_them(positions, trained, private):
+    """The longest sample decides how many there are; it must not remove the others."""
+    model = Model(nn.Embedding, trained, positions)
+    with pytest.raises(IndexError):
+        released(model, torch.cat([IDS, IDS[:, :1]], 1), private, {})
