@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .. import losses
+from ..grad_rules.embedding import Tables
 from ..packing import PackedBatch, PackTo
 from ..refusal import PrivateRefusal
+from ..sampling.entries import Collated, FittingCollate, ReadableEntries
+from ..sampling.packed import PackedCollate
 from ..verification.nested import tensors_of
 
 _COUPLED = (
@@ -154,18 +157,20 @@ def batches_to_try(loader: DataLoader) -> list[Any]:
     """Batches of one entry each, and twice the batch of all of them.
 
     The shortest and the longest of the first entries are among them, where they fit together.
+    Entries that cannot be part of a batch are not; the list is empty where no other ones are left.
     """
-    dataset: Any = loader.dataset
+    dataset = ReadableEntries(loader.dataset)
     first = range(min(_MEASURED, len(dataset)))
     pack = loader.collate_fn if isinstance(loader.collate_fn, PackTo) else None
     if pack is None:
-        sizes = [
-            sum(x.numel() for _, x in tensors_of(batch))
-            for batch in _collated(loader, [[i] for i in first])
-        ]
+        sizes = {
+            i: sum(x.numel() for _, x in tensors_of(batch))
+            for i, (batch, bad) in enumerate(_collated(loader, [[i] for i in first]))
+            if not bad
+        }
     else:
-        sizes = [pack.length_of(dataset[i]) for i in first]
-    by_size = sorted(first, key=sizes.__getitem__)
+        sizes = {i: pack.length_of(dataset[i]) for i in first}
+    by_size = sorted(sizes, key=sizes.__getitem__)
     if pack is not None:
         # A document without a token, or with one, has the loss 0 everywhere.
         by_size = [i for i in by_size if sizes[i] > 1] or by_size[-1:]
@@ -173,15 +178,18 @@ def batches_to_try(loader: DataLoader) -> list[Any]:
     if pack is not None:
         together = max(pack.microbatches([sizes[i] for i in chosen]), key=len)
         chosen = [chosen[number] for number in together]
-    return _collated(loader, [*([i] for i in chosen), chosen, chosen])
+    wanted = [*([i] for i in chosen), chosen, chosen] if chosen else []
+    return [batch for batch, _ in _collated(loader, wanted)]
 
 
-def _collated(loader: DataLoader, batches: list[list[int]]) -> list[Any]:
+def _collated(loader: DataLoader, batches: list[list[int]]) -> list[Collated]:
     """Batches of these entries, made as the loader makes them."""
-    made = DataLoader(
-        loader.dataset,
+    dataset, collate = ReadableEntries(loader.dataset), loader.collate_fn
+    fitting: Any = FittingCollate(collate, dataset)
+    made: DataLoader[Any] = DataLoader(
+        dataset,
         batch_sampler=batches,
-        collate_fn=loader.collate_fn,
+        collate_fn=PackedCollate(collate) if isinstance(collate, PackTo) else fitting,
         # In the main process, files that the dataset opens lazily would be open before a fork.
         num_workers=min(1, loader.num_workers),
     )
@@ -240,9 +248,11 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
         PrivateRefusal: they differ, so the model's own loss has further terms or other labels.
     """
     require_labels(inputs)
+    ours = losses_of(model, inputs, loss)[0]
+    if not bool(ours.isfinite().all()):  # The model's own would raise for a label out of range.
+        return False
     outputs = model(**_arguments(inputs))
     own = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-    ours = losses_of(model, inputs, loss)[0]
     if own is None or not bool(own.isfinite().all()):
         return False
     tolerance = rounding_of(model)
@@ -271,11 +281,11 @@ def rounding_of(model: nn.Module) -> float:
 
 @contextmanager
 def tried(model: nn.Module) -> Iterator[None]:
-    """In the block the model is in eval mode and makes no graph."""
+    """In the block the model is in eval mode, makes no graph and takes any token."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Tables():
             yield
     finally:
         for module, mode in modes.items():

@@ -30,6 +30,7 @@ from ..packing import PackedBatch, PackTo
 from ..refusal import PrivateRefusal
 from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
+from ..sampling.unit_groups import units_of
 from ..verification.nested import tensors_of
 from .privacy_section import write_privacy_section
 from .sample_losses import (
@@ -370,8 +371,7 @@ class DPTrainer(Trainer):
         """Call a function unit_of now: entries of the loader lack columns that it may read."""
         unit_of, dataset = self._privacy.unit_of, self.train_dataset
         if callable(unit_of) and dataset is not None:
-            units = [unit_of(dataset[i]) for i in range(len(dataset))]  # type: ignore[arg-type]
-            self._privacy = replace(self._privacy, unit_of=units)
+            self._privacy = replace(self._privacy, unit_of=units_of(dataset, unit_of))
 
     def _training_collate(self, collate: Any) -> Any:
         """The collate function of training, from that of the trainer."""
@@ -394,6 +394,8 @@ class DPTrainer(Trainer):
         """Compare losses of a few entries with the model's own, and with those in company."""
         model, loss = self._module(), self._sample_loss
         batches = batches_to_try(loader)
+        if not batches:
+            return
         *alone, together, again = (self._prepare_inputs(batch) for batch in batches)
         with tried(model):
             for inputs in alone:

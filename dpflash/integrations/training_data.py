@@ -57,7 +57,7 @@ def _places(dataset: Any, chosen: _Places) -> Iterator[tuple[int, _Places]]:
     elif isinstance(dataset, Tensor) and dataset.ndim and dataset.layout == torch.strided:
         step = dataset.stride(0) * dataset.element_size()
         yield hash(dataset.device), dataset.data_ptr() + step * chosen
-    elif isinstance(dataset, list | tuple):
+    elif getattr(type(dataset), "__getitem__", None) in (list.__getitem__, tuple.__getitem__):
         # Numbers and words may be one object wherever they occur.
         entries = [dataset[i] for i in chosen]
         kept = [id(x) for x in entries if not isinstance(x, int | float | str | bytes)]

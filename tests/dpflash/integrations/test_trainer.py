@@ -167,6 +167,47 @@ def largest_difference(a: nn.Module, b: nn.Module) -> float:
     return max(float((x - y).abs().max()) for x, y in pairs)
 
 
+class Broken(list):
+    """Of the first entries, which the trainer tries, some are bad, as are the last ones."""
+
+    def __getitem__(self, index):
+        entry = dict(super().__getitem__(index))
+        kind = index % 16
+        if kind == 1:
+            raise KeyError(f"no record of patient {index}")
+        if kind in (0, 4):
+            entry["input_ids"] = entry["input_ids"].clone()
+            entry["input_ids"][3] = (400, -7)[kind // 4]
+        if kind == 2:
+            entry["labels"] = entry["labels"] + 400
+        return None if kind == 5 else entry
+
+
+def user_of(entry):
+    return f"user {entry['input_ids'][1]}"  # of entry 5 there is none
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-lora", "bert", "t5"])
+@pytest.mark.parametrize("has_users", [False, True], ids=["entries", "users"])
+@pytest.mark.cases(4)
+def test_bad_entries_end_nothing(name, has_users, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(MODELS, "t5", t5)
+    units = {"unit_of": user_of, "examples_per_unit": 4, "unit_name": "user"} if has_users else {}
+    asked = {"noise_multiplier": 1.0, "target_delta": DELTA, "max_grad_norm": 1.0, **units}
+    trained = trainer(
+        tmp_path,
+        name,
+        train_dataset=Broken(samples(name, 64)),
+        privacy=dpflash.PrivacyConfig(**asked),
+        args=arguments(tmp_path, max_steps=5),
+    )
+    assert trained.train().global_step == 5
+    found = trained.engine.diagnostics()
+    assert found["bad_entries"] > 0 and found["nonfinite_samples"] > 0
+    assert all(bool(p.isfinite().all()) for p in trained.model.parameters())
+    assert "patient" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
