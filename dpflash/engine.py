@@ -609,7 +609,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if losses.ndim != 1 and not (scalar_allowed and losses.ndim == 0):
             scalar = (
                 "; a scalar is taken only where it is a reduction over samples, declared by "
-                "make_private(loss_reduction=...); Hugging Face's own loss, over tokens, is not"
+                "make_private(loss_reduction='mean' or 'sum'), as a classifier's is; that of a "
+                "language model of Hugging Face, over tokens, is not"
             )
             raise ValueError(
                 f"losses has shape {tuple(losses.shape)}: expected one loss per sample, [B]. Use "

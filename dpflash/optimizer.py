@@ -345,11 +345,13 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             raise RuntimeError(
                 f"the gradient of parameter '{name}' is not the clipped sum that its private "
                 "layer made, so nothing was released. Either the parameter is used outside of its "
-                "own module (tie modules instead: lm_head.weight = embedding.weight), or .grad "
-                "was changed between backward and step: by clip_grad_norm_ (leave it out, samples "
-                "are clipped already), by a DistributedDataParallel that was put around the "
-                "model after make_private (wrap it before), or by the backward of a public loss "
-                "(run it inside engine.public_data() too)"
+                "own module (tie modules instead: lm_head.weight = embedding.weight; in place of "
+                "a penalty on weights use weight_decay, or run its backward inside "
+                "engine.public_data()), or .grad was changed between backward and step: by "
+                "clip_grad_norm_ (leave it out, samples are clipped already), by a "
+                "DistributedDataParallel that was put around the model after make_private (wrap "
+                "it before), or by the backward of a public loss (run it inside "
+                "engine.public_data() too)"
             )
 
 

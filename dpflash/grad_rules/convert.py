@@ -78,8 +78,9 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     if isinstance(module, _BatchNorm) and (is_inside or not _is_frozen(module)):
         raise ValueError(
             f"module '{name}' is {type(module).__name__}: it mixes the samples of a batch, so "
-            "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm, or "
-            "freeze it: .eval() and requires_grad_(False) before make_private"
+            "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm "
+            "(PrivacyEngine.get_compatible_module(model) does), or freeze it: .eval() and "
+            "requires_grad_(False) before make_private"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise ValueError(

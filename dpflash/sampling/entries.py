@@ -123,8 +123,10 @@ class FittingCollate:
         if batch is _FAILED or not (form is None or form.has_fields_of(batch, len(entries))):
             name = name_of(self.collate)
             raise PrivateRefusal(
-                f"data_loader.collate_fn={name} failed on a batch, though not because of a single "
-                "entry of it; `details['error']` of this exception has its own message",
+                f"data_loader.collate_fn={name} failed on a batch, and not because of a "
+                "single entry alone: it failed on entries together, or most of the dataset's "
+                "first seven are not alike. `details['error']` of this exception has its own "
+                "message",
                 error=self._error,
             ) from None
         if form is not None:

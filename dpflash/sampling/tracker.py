@@ -31,10 +31,11 @@ EARLIER_EPOCH = (
 )
 _INCOMPLETE = (
     "the sum of a logical batch lacks a microbatch, so it is not released: each microbatch of the "
-    "private loader needs its engine.backward(losses) before the next one, without an error, an "
-    "empty one too, and whatever its losses are. Samples whose gradient is not finite contribute "
-    "zero by themselves: remove a guard such as `if not torch.isfinite(loss): continue`. A loop "
-    "that only reads the loader runs under torch.no_grad()"
+    "private loader needs its engine.backward(losses) before the next one, without an error, "
+    "outside of engine.public_data(), an empty one too, and whatever its losses are. Samples "
+    "whose gradient is not finite contribute zero by themselves: remove a guard such as "
+    "`if not torch.isfinite(loss): continue`. A loop that only reads the loader runs under "
+    "torch.no_grad()"
 )
 _UNRELEASED = (
     "a drawn batch was not released: optimizer.step() must follow each logical batch before the "
@@ -363,7 +364,7 @@ class BatchTracker:
             )
             raise PrivateRefusal(
                 "losses has another number of entries than the batch that the loader gave: give "
-                f"one loss for each {one}",
+                f"one loss for each {one}. Public samples go through engine.public_data() instead",
                 losses=batch_size,
                 batch=mark.size,
             ) from None

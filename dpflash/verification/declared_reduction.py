@@ -23,8 +23,8 @@ _SCALAR_ROUNDING = 1e-5
 
 _REMEDY = (
     "Pass losses of single samples, without loss_reduction: engine.backward("
-    "dpflash.losses.causal_lm(logits, labels)), or cross_entropy. verify_first_batch=False leaves "
-    "this test out"
+    "dpflash.losses.causal_lm(logits, labels)), or cross_entropy, times a weight of each sample "
+    "where classes are weighted. verify_first_batch=False leaves this test out"
 )
 _OVER_TOKENS = (
     "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch (as "

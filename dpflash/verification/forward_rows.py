@@ -22,8 +22,8 @@ from .nested import map_tensors, tensors_of
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
     "released: an operation before it mixes samples (statistics or a scale of the batch, routing "
-    "with a capacity, rows in another order), or draws from a generator of its own. Make it per "
-    "sample; engine.check helps to find it"
+    "with a capacity, rows in another order, pad_packed_sequence without total_length=), or draws "
+    "from a generator of its own. Make it per sample; engine.check helps to find it"
 )
 _CHANGED_DOCUMENT = (
     "{where} changed for a document as other documents of the batch were replaced, so nothing "
