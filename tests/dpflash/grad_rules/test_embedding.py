@@ -49,7 +49,7 @@ def released(model, ids, private, options):
         {"clipping": "per_layer"},
         {"loss_reduction": "mean"},
     ],
-    ids=str,
+    ids=["instantiate", "ghost", "per layer", "mean"],
 )
 def test_a_sample_with_an_unknown_token_adds_nothing(token, trained, kind, options, private):
     bad = IDS.clone()
