@@ -26,7 +26,7 @@ from .noise_triton import (
     open_list,
     settle_or_keep,
 )
-from .reference import upper_bound
+from .reference import cheaper_norm, upper_bound
 from .spans import (
     Spans,
     chunks,
@@ -83,22 +83,16 @@ def grad_norm(
     x, dy = _operands(x, dy)
     if spans is not None:
         return _span_squares(x, dy, spans, form)
-    if (form or _cheaper_form(x.shape[1], x, dy)) == "gram":
+    if (form or cheaper_norm(x.shape[1], x, dy, fused=True)) == "gram":
         return _gram_squares(x, dy, None)
     squares = _launch_per_sample(x, dy, None, True, None)
     assert squares is not None
     return squares
 
 
-def _cheaper_form(tokens: int, x: Tensor, dy: Tensor) -> str:
-    inputs, outputs = x.shape[2], dy.shape[2]
-    # Symmetry halves the Gram form.
-    return "gram" if tokens * (inputs + outputs) < 2 * inputs * outputs else "tile"
-
-
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
     """`grad_norm` of spans, each in its form: in that of the others it has no tokens."""
-    forms = [form or _cheaper_form(end - start, x, dy) for start, end in spans]
+    forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
         own = tuple(

@@ -77,7 +77,7 @@ def grad_norm(
         return reference.by_span(functools.partial(grad_norm, form=form), spans, x, dy)
     if form is None and x.shape[1] == 1:
         return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
-    if (form or reference.cheaper_norm(x, dy)) == "gram":
+    if (form or reference.cheaper_norm(x.shape[1], x, dy)) == "gram":
         return reference.grad_norm(x, dy, form="gram")
     squares = torch.empty(x.shape[0], dtype=torch.float64, device="cpu")
     for i in range(x.shape[0]):

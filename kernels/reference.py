@@ -235,7 +235,7 @@ def grad_norm(
     if form is None:
         if x.shape[1] == 1:
             return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
-        form = cheaper_norm(x, dy)
+        form = cheaper_norm(x.shape[1], x, dy)
     if form == "gram":
         return torch.cat(
             [
@@ -250,10 +250,18 @@ def grad_norm(
     return squares
 
 
-def cheaper_norm(x: Tensor, dy: Tensor) -> str:
-    """The form of `grad_norm` that costs less: fp64 products cost twice what fp32 products do."""
-    tokens, inputs, outputs = x.shape[1], x.shape[2], dy.shape[2]
-    return "gram" if 2 * tokens * (inputs + outputs) < inputs * outputs else "tile"
+def norm_costs(tokens: int, inputs: int, outputs: int, *, fused: bool) -> dict[str, int]:
+    """FLOPs a token of `grad_norm` by form: Triton halves the symmetric Gram matrix, PyTorch code
+    makes all of it in fp64, which counts twice.
+    """
+    gram = tokens * (inputs + outputs)
+    return {"tile": 2 * inputs * outputs, "gram": gram if fused else 4 * gram}
+
+
+def cheaper_norm(tokens: int, x: Tensor, dy: Tensor, *, fused: bool = False) -> str:
+    """The form of `grad_norm` that costs less; "tile" where they cost the same."""
+    costs = norm_costs(tokens, x.shape[2], dy.shape[2], fused=fused)
+    return min(costs, key=costs.__getitem__)
 
 
 def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:

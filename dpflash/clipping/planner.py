@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dpflash.kernels.reference import norm_costs
+
 from .device_speed import CPU_RULE, Ceilings
 
 GRAD_SAMPLE_MODES = ("instantiate", "book_keeping", "ghost")
@@ -73,12 +75,12 @@ class LinearShape:
 
     def norm_form(self, gpu: bool) -> str:
         """How `dpflash.kernels.grad_norm` gets ||G_i||: "gram" or "tile"."""
-        gram, tile = self._norm_costs(gpu)
-        return "gram" if gram < tile else "tile"
+        costs = self._norm_costs(gpu)
+        return min(costs, key=costs.__getitem__)
 
     def norm_flops(self, gpu: bool) -> int:
         """Of `dpflash.kernels.grad_norm`; those of fp64 products count twice."""
-        return self.batch * min(self._norm_costs(gpu))
+        return self.batch * self.tokens * min(self._norm_costs(gpu).values())
 
     def plain(self) -> list[Work]:
         """Cost of the weight's gradient in a non-private backward."""
@@ -120,12 +122,8 @@ class LinearShape:
     def _kernel(self, gpu: bool) -> str:
         return _kernel_dtype(self.dtype, gpu)
 
-    def _norm_costs(self, gpu: bool) -> tuple[int, int]:
-        """One sample's FLOPs by Gram and by tile."""
-        gram = 2 * self.tokens**2 * (self.inputs + self.outputs)
-        # Triton takes half of the symmetric matrix; PyTorch code all of it, in fp64.
-        gram = gram // 2 if self._fused(gpu) else 2 * gram
-        return gram, 2 * self.tokens * self.inputs * self.outputs
+    def _norm_costs(self, gpu: bool) -> dict[str, int]:
+        return norm_costs(self.tokens, self.inputs, self.outputs, fused=self._fused(gpu))
 
 
 @dataclass(frozen=True)
