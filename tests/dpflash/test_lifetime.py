@@ -128,19 +128,11 @@ def test_all_objects_of_a_run_are_freed(how, options, monkeypatch):
 
     def run():
         torch.manual_seed(0)
-        model, data = Net(), TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
-        engine = dpflash.PrivacyEngine(accountant="rdp", seed=0)
-        made = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), 0.1),
-            data_loader=DataLoader(data, batch_size=16),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            **options,
-        )
-        kept = how(engine, *made)
-        names = ("engine", "data", "model", "optimizer", "loader")
-        objects = dict(zip(names, (engine, data, *made), strict=True))
+        data = _data()
+        made = _engine_with(Net(), data, **options)
+        kept = how(*made)
+        names = ("data", "engine", "model", "optimizer", "loader")
+        objects = dict(zip(names, (data, *made), strict=True))
         return {name: weakref.ref(value) for name, value in objects.items()}, kept
 
     references, kept = run()
@@ -148,13 +140,16 @@ def test_all_objects_of_a_run_are_freed(how, options, monkeypatch):
     assert [name for name, reference in references.items() if reference() is not None] == []
 
 
-def _engine_with(model, **options):
+def _data():
+    return TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+
+
+def _engine_with(model, data=None, **options):
     engine = dpflash.PrivacyEngine(accountant="rdp", seed=0)
-    data = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
     made = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), 0.1),
-        data_loader=DataLoader(data, batch_size=16),
+        data_loader=DataLoader(data or _data(), batch_size=16),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         **options,

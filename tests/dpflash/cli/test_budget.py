@@ -6,7 +6,6 @@ import sys
 import warnings
 
 import pytest
-from matplotlib.figure import Figure
 
 from dpflash.accounting import (
     ContourAccountant,
@@ -150,19 +149,6 @@ def test_an_empty_ledger_has_spent_nothing(tmp_path, capsys):
     assert report["epsilon"] == 0 and report["runs"] == [] and report["steps"] == 0
     assert report["remaining_steps"] is None
     assert main(["budget", str(tmp_path / "l"), *RDP]) == 0
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """Every figure that is drawn."""
-    drawn, plain = [], Figure.__init__
-
-    def keep(self, *args, **kwargs):
-        plain(self, *args, **kwargs)
-        drawn.append(self)
-
-    monkeypatch.setattr(Figure, "__init__", keep)
-    return drawn
 
 
 def lines_of(axes):

@@ -10,7 +10,6 @@ import warnings
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from dpflash.accounting import (
     FixedSizeGaussian,
@@ -555,19 +554,6 @@ def test_help_names_the_assumptions(command, capsys):
 
 
 # pictures
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """Every figure that is drawn."""
-    drawn, plain = [], Figure.__init__
-
-    def keep(self, *args, **kwargs):
-        plain(self, *args, **kwargs)
-        drawn.append(self)
-
-    monkeypatch.setattr(Figure, "__init__", keep)
-    return drawn
 
 
 def lines_of(axes):
