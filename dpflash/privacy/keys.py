@@ -127,7 +127,7 @@ class RunKeys(Uncopied):
     def begin_model(self) -> None:
         """Change the keys for another model, whose releases are counted from 0 again."""
         self._master = derive_key(self._master, "next model")
-        self.run, self.branch = self._new_token(), ""
+        self.run, self.branch, self._loaded = self._new_token(), "", None
 
     def leave_ranks(self) -> None:
         """Continue in a forked process, which is none of the ranks, under keys of its own."""
