@@ -32,74 +32,45 @@ SHUFFLED = ["--sampler", "shuffled"]
 # words of the sampler, words of the length, the event, how often, sampler, its own relation.
 SAMPLERS = {
     "poisson": (
-        ["--sample-rate", "0.01"],
-        ["--steps", "300"],
-        lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=0.01),
-        300,
-        "poisson",
-        "add_remove",
+        ["--sample-rate", "0.01"], ["--steps", "300"],
+        lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=0.01), 300,
+        "poisson", "add_remove",
     ),
     "poisson-by-counts": (
-        ["--batch-size", "10", "--num-samples", "1000"],
-        ["--steps", "300"],
-        lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=0.01),
-        300,
-        "poisson",
-        "add_remove",
+        ["--batch-size", "10", "--num-samples", "1000"], ["--steps", "300"],
+        lambda s: PoissonGaussian(noise_multiplier=s, sample_rate=0.01), 300,
+        "poisson", "add_remove",
     ),
     "poisson-of-units": (
-        ["--sample-rate", "0.01", "--examples-per-unit", "4"],
-        ["--steps", "300"],
+        ["--sample-rate", "0.01", "--examples-per-unit", "4"], ["--steps", "300"],
         lambda s: UnitPoissonGaussian(noise_multiplier=s, sample_rate=0.01, examples_per_unit=4),
-        300,
-        "poisson",
-        "add_remove",
+        300, "poisson", "add_remove",
     ),
     "fixed_size": (
-        FIXED,
-        ["--steps", "300"],
+        FIXED, ["--steps", "300"],
         lambda s: FixedSizeGaussian(noise_multiplier=s, batch_size=10, num_samples=1000),
-        300,
-        "fixed_size",
-        "replace_one",
+        300, "fixed_size", "replace_one",
     ),
     "shuffled": (
-        SHUFFLED,
-        ["--epochs", "3"],
-        lambda s: ShuffledGaussian(noise_multiplier=s),
-        3,
-        "shuffled",
-        "zero_out",
+        SHUFFLED, ["--epochs", "3"], lambda s: ShuffledGaussian(noise_multiplier=s), 3,
+        "shuffled", "zero_out",
     ),
     "truncated_poisson": (
-        [*TRUNCATED, "--batch-size", "100"],
-        ["--steps", "300"],
+        [*TRUNCATED, "--batch-size", "100"], ["--steps", "300"],
         lambda s: TruncatedPoissonGaussian(
             noise_multiplier=s, sample_rate=0.01, num_samples=10000, max_batch_size=200
         ),
-        300,
-        "truncated_poisson",
-        "add_remove",
+        300, "truncated_poisson", "add_remove",
     ),
+}  # fmt: skip
+# What `--json` reports of NOISY and RUN beside epsilon and the advantage.
+RUN_OF_POISSON = {
+    **{"delta": 1e-5, "noise_multiplier": 1.1, "sample_rate": 0.01, "batch_size": None},
+    **{"num_samples": None, "max_batch_size": None, "examples_per_unit": None, "steps": 1000},
+    **{"epochs": None, "accountant": "contour", "is_bound": True, "sampler": "poisson"},
+    "neighboring_relation": "add_remove",
 }
-KEYS = {
-    "epsilon",
-    "epsilon_lower",
-    "delta",
-    "advantage",
-    "noise_multiplier",
-    "sample_rate",
-    "batch_size",
-    "num_samples",
-    "max_batch_size",
-    "examples_per_unit",
-    "steps",
-    "epochs",
-    "accountant",
-    "is_bound",
-    "sampler",
-    "neighboring_relation",
-}
+KEYS = {"epsilon", "epsilon_lower", "advantage", *RUN_OF_POISSON}
 
 
 def spent(event, count, accountant="contour", relation=None):
@@ -144,24 +115,9 @@ def refusal_of(capsys, *words):
 def test_epsilon_json_is_the_accountants_answer(capsys):
     meter = poisson(1.1)
     interval = meter.get_epsilon(1e-5, interval=True)
-    assert report_of(capsys, *NOISY, *RUN) == {
-        "epsilon": interval.upper,
-        "epsilon_lower": interval.lower,
-        "delta": 1e-5,
-        "advantage": meter.get_advantage(),
-        "noise_multiplier": 1.1,
-        "sample_rate": 0.01,
-        "batch_size": None,
-        "num_samples": None,
-        "max_batch_size": None,
-        "examples_per_unit": None,
-        "steps": 1000,
-        "epochs": None,
-        "accountant": "contour",
-        "is_bound": True,
-        "sampler": "poisson",
-        "neighboring_relation": "add_remove",
-    }
+    ends = {"epsilon": interval.upper, "epsilon_lower": interval.lower}
+    advantage = {"advantage": meter.get_advantage()}
+    assert report_of(capsys, *NOISY, *RUN) == {**ends, **advantage, **RUN_OF_POISSON}
 
 
 @pytest.mark.parametrize("accountant", ["contour", "pld", "rdp", "gdp"])
@@ -416,120 +372,66 @@ def test_a_target_that_any_run_meets_finds_rate_one_and_keeps_it(capsys):
 
 # refusals
 
-EVERY = ["--noise-multiplier", "1", *RUN]
+WORDS = {"NOISY": NOISY, "RUN": RUN, "PART": [*NOISY, "--delta", "1e-5"], "TARGET": TARGET}
+WORDS |= {"FIXED": FIXED, "SHUFFLED": SHUFFLED, "CAPPED": TRUNCATED[:4]}
+REFUSED = {
+    "epsilon --noise-multiplier -1 RUN": "noise_multiplier=-1.0: expected",
+    "epsilon --noise-multiplier nan RUN": "noise_multiplier=nan: expected",
+    "epsilon --noise-multiplier inf RUN": "noise_multiplier=inf: expected",
+    "NOISY RUN --delta 0": "delta=0.0: expected",
+    "NOISY RUN --delta 1": "delta=1.0: expected",
+    "NOISY RUN --steps -5": "steps=-5: expected",
+    "NOISY RUN --steps 0": "steps=0: expected",
+    "NOISY RUN --sample-rate 7": "sample_rate=7.0: expected",
+    "NOISY RUN --sample-rate nan": "sample_rate=nan: expected",
+    "NOISY RUN --accountant none": "accountant='none': expected",
+    "NOISY RUN --sampler none": "sampler='none': expected",
+    "NOISY RUN --neighboring-relation x": "neighboring_relation='x': expected",
+    "NOISY RUN --format html": "format='html': expected",
+    "NOISY RUN --format latex --json": "format='latex': --json prints no table",
+    "PART --steps 5": "sample_rate=None: the poisson sampler",
+    "PART --sample-rate 0.1": "steps=None: the poisson sampler",
+    "PART SHUFFLED": "epochs=None: the shuffled sampler",
+    "NOISY RUN --epochs 2": "epochs=2: the poisson sampler does not use it; pass --steps 200",
+    "NOISY RUN SHUFFLED": "sample_rate=0.01: the shuffled sampler does not use it",
+    "PART --steps 3 SHUFFLED": "steps=3: the shuffled sampler does not use it; pass the number",
+    "NOISY RUN FIXED": "sample_rate=0.01: the fixed_size sampler does not use it",
+    "NOISY RUN --max-batch-size 9": "max_batch_size=9: the poisson sampler does",
+    "PART SHUFFLED --epochs 2 --examples-per-unit 9": "examples_per_unit=9: the shuffled sampler",
+    "NOISY RUN --examples-per-unit 0": "examples_per_unit=0: expected",
+    "NOISY RUN --examples-per-unit 1001": "examples_per_unit=1001: expected at m",
+    "NOISY RUN --examples-per-unit 2 --accountant gdp": "examples_per_unit=2: accountant='gdp'",
+    "NOISY RUN --batch-size 9": "sample_rate=0.01, batch_size=9: expected one",
+    "NOISY RUN --num-samples 9": "sample_rate=0.01, num_samples=9: the sample rate suffices",
+    "PART --steps 5 --batch-size 9": "num_samples=None: the poisson sampler needs it with",
+    "PART --steps 5 --num-samples 9": "num_samples=9: --num-samples needs --batch-size",
+    "PART --steps 5 --batch-size 9 --num-samples 8": "batch_size=9: expected at most num_sam",
+    "PART --steps 5 FIXED --batch-size 2000": "batch_size=2000: expected at most num_samples=1000",
+    "PART --steps 5 --sampler fixed_size --batch-size 10": "num_samples=None: the fixed",
+    "PART --steps 5 --sampler fixed_size --num-samples 9": "batch_size=None: the fixed_size",
+    "PART --steps 5 CAPPED --max-batch-size 200": "batch_size=None: the truncated_poisson",
+    "NOISY RUN CAPPED": "max_batch_size=None: the truncated_poisson sampler",
+    "NOISY RUN --sampler truncated_poisson --max-batch-size 200": "num_samples=None: the",
+    "calibrate --target-epsilon 0 RUN": "target_epsilon=0.0: expected",
+    "calibrate --target-epsilon nan RUN": "target_epsilon=nan: expected",
+    "calibrate --target-epsilon inf RUN": "target_epsilon=inf: expected",
+    "TARGET RUN --steps 0": "steps=0: expected",
+    "TARGET RUN --sample-rate 0": "sample_rate=0.0: expected",
+    "TARGET --sample-rate 0.1 --noise-multiplier 0": "noise_multiplier=0.0: expected",
+    "TARGET RUN --noise-multiplier 1": "noise_multiplier=1.0, steps=1000, sample_rate=0.01: exp",
+    "TARGET --steps 10": "noise_multiplier=None, steps=10, sample_rate=None: expected all but",
+    "TARGET SHUFFLED": "noise_multiplier=None, epochs=None: expected all but one of them",
+    "TARGET SHUFFLED --epochs 2 --noise-multiplier 3": "noise_multiplier=3.0, epochs=2: exp",
+    "TARGET --sample-rate 1 --noise-multiplier 0.1": "target_epsilon=3.0: not even one step",
+    "TARGET SHUFFLED --noise-multiplier 0.1": "target_epsilon=3.0: not even one epoch",
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["epsilon", "--noise-multiplier", "-1", *RUN], "noise_multiplier=-1.0: expected"),
-        (["epsilon", "--noise-multiplier", "nan", *RUN], "noise_multiplier=nan: expected"),
-        (["epsilon", "--noise-multiplier", "inf", *RUN], "noise_multiplier=inf: expected"),
-        ([*NOISY, *RUN, "--delta", "0"], "delta=0.0: expected"),
-        ([*NOISY, *RUN, "--delta", "1"], "delta=1.0: expected"),
-        ([*NOISY, *RUN, "--steps", "-5"], "steps=-5: expected"),
-        ([*NOISY, *RUN, "--steps", "0"], "steps=0: expected"),
-        ([*NOISY, *RUN, "--sample-rate", "7"], "sample_rate=7.0: expected"),
-        ([*NOISY, *RUN, "--sample-rate", "nan"], "sample_rate=nan: expected"),
-        ([*NOISY, *RUN, "--accountant", "none"], "accountant='none': expected"),
-        ([*NOISY, *RUN, "--sampler", "none"], "sampler='none': expected"),
-        ([*NOISY, *RUN, "--neighboring-relation", "x"], "neighboring_relation='x': expected"),
-        ([*NOISY, *RUN, "--format", "html"], "format='html': expected"),
-        ([*NOISY, *RUN, "--format", "latex", "--json"], "format='latex': --json prints no table"),
-        ([*NOISY, "--delta", "1e-5", "--steps", "5"], "sample_rate=None: the poisson sampler"),
-        ([*NOISY, "--delta", "1e-5", "--sample-rate", "0.1"], "steps=None: the poisson sampler"),
-        ([*NOISY, "--delta", "1e-5", *SHUFFLED], "epochs=None: the shuffled sampler"),
-        (
-            [*NOISY, *RUN, "--epochs", "2"],
-            "epochs=2: the poisson sampler does not use it; pass --steps 200",
-        ),
-        ([*NOISY, *RUN, *SHUFFLED], "sample_rate=0.01: the shuffled sampler does not use it"),
-        (
-            [*NOISY, "--delta", "1e-5", "--steps", "3", *SHUFFLED],
-            "steps=3: the shuffled sampler does not use it; pass the number of epochs",
-        ),
-        ([*NOISY, *RUN, *FIXED], "sample_rate=0.01: the fixed_size sampler does not use it"),
-        ([*NOISY, *RUN, "--max-batch-size", "9"], "max_batch_size=9: the poisson sampler does"),
-        (
-            [*NOISY, "--delta", "1e-5", *SHUFFLED, "--epochs", "2", "--examples-per-unit", "9"],
-            "examples_per_unit=9: the shuffled sampler does not use it",
-        ),
-        ([*NOISY, *RUN, "--examples-per-unit", "0"], "examples_per_unit=0: expected"),
-        ([*NOISY, *RUN, "--examples-per-unit", "1001"], "examples_per_unit=1001: expected at m"),
-        (
-            [*NOISY, *RUN, "--examples-per-unit", "2", "--accountant", "gdp"],
-            "examples_per_unit=2: accountant='gdp' is for units of one",
-        ),
-        ([*NOISY, *RUN, "--batch-size", "9"], "sample_rate=0.01, batch_size=9: expected one"),
-        (
-            [*NOISY, *RUN, "--num-samples", "9"],
-            "sample_rate=0.01, num_samples=9: the sample rate suffices",
-        ),
-        (
-            [*NOISY, "--delta", "1e-5", "--steps", "5", "--batch-size", "9"],
-            "num_samples=None: the poisson sampler needs it with --batch-size",
-        ),
-        (
-            [*NOISY, "--delta", "1e-5", "--steps", "5", "--num-samples", "9"],
-            "num_samples=9: --num-samples needs --batch-size",
-        ),
-        (
-            [*NOISY, "--delta", "1e-5", "--steps", "5", "--batch-size", "9", "--num-samples", "8"],
-            "batch_size=9: expected at most num_samples=8",
-        ),
-        (
-            [*NOISY, "--delta", "1e-5", "--steps", "5", *FIXED, "--batch-size", "2000"],
-            "batch_size=2000: expected at most num_samples=1000",
-        ),
-        ([*NOISY, "--delta", "1e-5", "--steps", "5", *FIXED[:4]], "num_samples=None: the fixed"),
-        (
-            [*NOISY, "--delta", "1e-5", "--steps", "5", *FIXED[:2], "--num-samples", "9"],
-            "batch_size=None: the fixed_size sampler needs it",
-        ),
-        (
-            [*NOISY, "--delta", "1e-5", "--steps", "5", *TRUNCATED],
-            "batch_size=None: the truncated_poisson sampler needs it",
-        ),
-        ([*NOISY, *RUN, *TRUNCATED[:4]], "max_batch_size=None: the truncated_poisson sampler"),
-        ([*NOISY, *RUN, *TRUNCATED[:2], *TRUNCATED[4:]], "num_samples=None: the truncated_poiss"),
-        (["calibrate", "--target-epsilon", "0", *RUN], "target_epsilon=0.0: expected"),
-        (["calibrate", "--target-epsilon", "nan", *RUN], "target_epsilon=nan: expected"),
-        (["calibrate", "--target-epsilon", "inf", *RUN], "target_epsilon=inf: expected"),
-        ([*TARGET, *RUN, "--steps", "0"], "steps=0: expected"),
-        ([*TARGET, *RUN, "--sample-rate", "0"], "sample_rate=0.0: expected"),
-        (
-            [*TARGET, "--sample-rate", "0.1", "--noise-multiplier", "0"],
-            "noise_multiplier=0.0: expected",
-        ),
-        (
-            [*TARGET, *EVERY],
-            "noise_multiplier=1.0, steps=1000, sample_rate=0.01: expected all but one of them",
-        ),
-        (
-            [*TARGET, "--steps", "10"],
-            "noise_multiplier=None, steps=10, sample_rate=None: expected all but one of them",
-        ),
-        (
-            [*TARGET, *SHUFFLED],
-            "noise_multiplier=None, epochs=None: expected all but one of them",
-        ),
-        (
-            [*TARGET, *SHUFFLED, "--epochs", "2", "--noise-multiplier", "3"],
-            "noise_multiplier=3.0, epochs=2: expected all but one of them",
-        ),
-        (
-            [*TARGET, "--sample-rate", "1", "--noise-multiplier", "0.1"],
-            "target_epsilon=3.0: not even one step fits into it",
-        ),
-        (
-            [*TARGET, *SHUFFLED, "--noise-multiplier", "0.1"],
-            "target_epsilon=3.0: not even one epoch fits into it",
-        ),
-    ],
-)
-def test_a_bad_argument_is_one_line_with_its_name_value_and_way_out(words, message, capsys):
-    found = refusal_of(capsys, *words)
-    assert found.startswith(message)
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_bad_argument_is_one_line_with_its_name_value_and_way_out(words, capsys):
+    words_of = (WORDS.get(word, [word]) for word in words.split())
+    found = refusal_of(capsys, *itertools.chain(*words_of))
+    assert found.startswith(REFUSED[words])
     way_out = ("pass ", "drop ", "use ", "raise ", "look for ")
     assert any(word in found for word in way_out)
 
