@@ -5,7 +5,7 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,40 +77,27 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-class _ImportTime(ast.NodeTransformer):
-    """Drops what does not run when a file is imported."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        return None
-
-    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
-
-
-class _RunTime(_ImportTime):
-    """Drops what only type checkers read."""
-
-    visit_FunctionDef = ast.NodeTransformer.generic_visit  # type: ignore[assignment]
-    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
-
-
 @functools.cache
-def _import_time_tree(path: Path) -> ast.Module:
-    return _ImportTime().visit(ast.parse(path.read_text(encoding="utf-8")))
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(_tree(path)))
 
 
-@functools.cache
-def _run_time_tree(path: Path) -> ast.Module:
-    return _RunTime().visit(ast.parse(path.read_text(encoding="utf-8")))
+def _running(node: ast.AST, *, on_import: bool) -> Iterator[ast.AST]:
+    """What runs, perhaps only when the file is imported; not what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if on_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _running(child, on_import=on_import)
 
 
-def _imports(path: Path, tree: ast.AST) -> Iterator[tuple[str, str | None]]:
+def _imports(path: Path, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str | None]]:
     """Every import of a file as (absolute module, name taken from it)."""
     first, *rest = path.relative_to(ROOT).parent.parts
     package = ["dpflash", *FOLDERS.get(first, [first]), *rest]
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, None
@@ -123,12 +110,12 @@ def _imports(path: Path, tree: ast.AST) -> Iterator[tuple[str, str | None]]:
                 yield module, alias.name
 
 
-def _strangers(path: Path, folder: str, allowed: set[str], tree: ast.AST) -> set[str]:
+def _strangers(path: Path, folder: str, allowed: set[str], nodes: Iterable[ast.AST]) -> set[str]:
     """What a file of a sealed package imports and may not."""
     inside = f"dpflash.{folder}"
     return {
         module
-        for module, _ in _imports(path, tree)
+        for module, _ in _imports(path, nodes)
         if module.split(".")[0] not in allowed | sys.stdlib_module_names
         and module != inside
         and not module.startswith(inside + ".")
@@ -142,8 +129,8 @@ def test_kernels_and_accounting_import_only_their_libraries_and_themselves() -> 
             ACCOUNTING_MAY_IMPORT_INSIDE_A_FUNCTION if folder == "accounting" else set()
         )
         for path in _python_files(folder):
-            found = _strangers(path, folder, within, _tree(path))
-            found |= _strangers(path, folder, allowed, _import_time_tree(path))
+            found = _strangers(path, folder, within, _nodes(path))
+            found |= _strangers(path, folder, allowed, _running(_tree(path), on_import=True))
             if found:
                 wrong[_name(path)] = found
     assert not wrong
@@ -176,7 +163,7 @@ def test_packages_of_dpflash_import_only_from_the_rows_before_their_own() -> Non
         own = path.relative_to(ROOT / "dpflash").with_suffix("").parts
         unit = _unit(own[:-1] if own[-1] == "__init__" else own)
         assert unit in ROW, f"{_name(path)}: give {unit!r} a row in LAW"
-        for module, name in _imports(path, _run_time_tree(path)):
+        for module, name in _imports(path, _running(_tree(path), on_import=False)):
             first, *target = module.split(".")
             if name is not None and _is_module((*target, name)):
                 target.append(name)
@@ -198,7 +185,7 @@ def _declared_attributes() -> dict[str, set[str]]:
     for folder in FOLDERS:
         for path in _python_files(folder):
             own = found.setdefault(_name(path), set())
-            for node in ast.walk(_tree(path)):
+            for node in _nodes(path):
                 for target in _assigned(node):
                     if isinstance(target.value, ast.Name) and target.value.id == "self":
                         own.add(target.attr)
@@ -236,11 +223,10 @@ def test_no_file_of_dpflash_sets_attributes_of_another_files_objects() -> None:
     for folder in ("dpflash", "kernels", "accounting"):
         for path in _python_files(folder):
             elsewhere = anywhere - declared[_name(path)]
-            for node in ast.walk(_tree(path)):
-                for target in _assigned(node):
+            for target in (target for node in _nodes(path) for target in _assigned(node)):
+                if target.attr in elsewhere - {"_dpflash"}:
                     owner = ast.unparse(target.value)
-                    is_own = owner in OWN_OBJECTS or target.attr == "_dpflash"
-                    if not is_own and target.attr in elsewhere:
+                    if owner not in OWN_OBJECTS:
                         wrong.append(f"{_name(path)}:{target.lineno} {owner}.{target.attr}")
     assert not wrong
 
@@ -250,7 +236,7 @@ def test_dpflash_needs_only_its_dependencies_when_imported() -> None:
     needed = {
         (_name(path), module)
         for path in _python_files("dpflash")
-        for module, _ in _imports(path, _import_time_tree(path))
+        for module, _ in _imports(path, _running(_tree(path), on_import=True))
     }
     others = {(path, m.split(".")[0]) for path, m in needed} - MAY_IMPORT_ITS_LIBRARY
     assert not {(path, m) for path, m in others if m not in allowed}
@@ -338,15 +324,8 @@ REVIEWED = {
     *("[tuple(x.shape) for x in tensors]", "_torch_kind(module)", "computed + others"),
     *("dict(bounds)", "different[0]", "len(foreign)", "len(groups)", "len(values)"),
     *("max(1, rows // 4)", "most", "own[id(parameter)]", "refusal", "self._described"),
-    *(
-        "self._name",
-        "self._planned[1]",
-        "self.owner.names[parameter]",
-        "shared",
-        "sorted(rows)",
-        "sorted(sizes)",
-        "step + 1",
-    ),
+    *("self._name", "self._planned[1]", "self.owner.names[parameter]", "shared", "sorted(rows)"),
+    *("sorted(sizes)", "step + 1"),
     *("tokens // rows", "tokens // rows * rows or rows", "weight.shape[0]"),
 }
 
@@ -380,16 +359,13 @@ def _messages(function: ast.AST) -> Iterator[tuple[ast.AST, str, list[str]]]:
     for node in ast.walk(function):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             call, kind = node.exc, ast.unparse(node.exc.func)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warn":
             call, kind = node, ast.unparse(node.args[1]) if len(node.args) > 1 else "UserWarning"
         else:
             continue
         shown = [n for text in call.args[:1] for n in ast.walk(text)]
-        yield (
-            node,
-            kind,
-            [ast.unparse(n.value) for n in shown if isinstance(n, ast.FormattedValue)],
-        )
+        values = [n.value for n in shown if isinstance(n, ast.FormattedValue)]
+        yield node, kind, list(map(ast.unparse, values))
 
 
 def _is_public(shown: str, of_values: set[str]) -> bool:
@@ -406,8 +382,9 @@ def _messages_of_data(path: Path, tree: ast.AST) -> Iterator[str]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
-        of_values = _of_values(function)
-        for node, kind, shown in _messages(function):
+        messages = list(_messages(function))
+        of_values = _of_values(function) if messages else set()
+        for node, kind, shown in messages:
             where = f"{_name(path)}:{node.lineno} {kind}"
             if kind in PRIVATE and isinstance(node, ast.Raise):
                 if not (isinstance(node.cause, ast.Constant) and node.cause.value is None):
