@@ -9,72 +9,72 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash import PrivacyEngine, PrivateRefusal
+from dpflash import PrivateRefusal
 from dpflash.privacy.ledger import REFUSED, Ledger
 
+DATA = torch.arange(24.0).view(8, 3)
 
-def one_epoch(private, engine, change=lambda x: x, reduce=lambda losses: losses):
-    model, optimizer, loader = private
+
+def one_epoch(made, change=lambda x: x, reduce=lambda losses: losses):
+    engine, model, optimizer, loader = made
     for (x,) in loader:
         optimizer.zero_grad()
         engine.backward(reduce(model(change(x)).square().mean(1)))
         optimizer.step()
 
 
-def private_run(ledger, dataset):
-    engine = PrivacyEngine(seed=1, ledger=ledger)
-    model = nn.Linear(3, 2)
-    private = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(dataset, batch_size=8),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        public_length=3,
-    )
-    return engine, private
+@pytest.fixture
+def run(private, tmp_path):
+    """run(data, ...) -> (engine, model, optimizer, loader), with a ledger."""
+
+    def made(data=DATA, **options):
+        options = {"noise_multiplier": 1.0, "foreign_batches": False, **options}
+        return private(
+            nn.Linear(3, 2), data, batch_size=8, seed=1, ledger=tmp_path / "ledger", **options
+        )
+
+    return made
 
 
-def refused_by_loader(private, engine):
-    lengths = private[2].lengths
+def refused_by_loader(made):
+    lengths = made[3].lengths
     held, lengths._seen = lengths._seen, {}  # as if an earlier batch had other shapes
     try:
-        one_epoch(private, engine)
+        one_epoch(made)
     finally:
         lengths._seen = held
 
 
 REFUSALS = {
     "loader": refused_by_loader,
-    "forward": lambda private, engine: one_epoch(private, engine, lambda x: x.flip(0)),
-    "backward": lambda private, engine: one_epoch(private, engine, reduce=lambda x: x[1:]),
+    "forward": lambda made: one_epoch(made, lambda x: x.flip(0)),
+    "backward": lambda made: one_epoch(made, reduce=lambda x: x[1:]),
 }
 
 
 @pytest.mark.parametrize("where", REFUSALS)
-def test_a_run_that_a_private_refusal_ends_says_so_once_and_goes_on(where, tmp_path):
+def test_a_run_that_a_private_refusal_ends_says_so_once_and_goes_on(where, run, tmp_path):
     path, saved = tmp_path / "ledger", tmp_path / "run.pt"
-    dataset = TensorDataset(torch.arange(24.0).view(8, 3))
-    engine, private = private_run(path, dataset)
-    one_epoch(private, engine)
+    made = run(public_length=3)
+    engine = made[0]
+    one_epoch(made)
     engine.save_checkpoint(saved)
     before = engine.get_epsilon(1e-5)
     for _ in range(2):
         with pytest.raises(PrivateRefusal):
-            REFUSALS[where](private, engine)
+            REFUSALS[where](made)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     notes = [line for line in lines if line.get("note") == REFUSED]
     assert len(notes) == 1 and notes[0]["event"] is None
     assert engine.get_epsilon(1e-5) == before
-    one_epoch(private, engine)
+    one_epoch(made)
     spent = engine.get_epsilon(1e-5)
     assert spent > before
     kinds = [line.note for line in Ledger(path).lines]
     assert kinds.count(REFUSED) == 1 and kinds[-1] is None
     # The checkpoint is from before the refusal; the ledger counts what came after it.
-    resumed, _ = private_run(path, dataset)
+    resumed, *_ = run(public_length=3)
     resumed.load_checkpoint(saved)
     assert resumed.get_epsilon(1e-5) == spent
 
@@ -89,23 +89,14 @@ def test_budget_counts_private_refusals(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_refusal_in_a_worker_is_one_in_the_training_process_without_values(workers, tmp_path):
+def test_a_refusal_in_a_worker_is_one_in_the_training_process_without_values(workers, run):
     def mixing(entries):
         rows = torch.stack([row for (row,) in entries])
         return (rows - rows.mean(0),)
 
-    dataset = TensorDataset(torch.full((8, 3), 0.7731) * torch.arange(1, 9)[:, None])
-    model = nn.Linear(3, 2)
+    data = torch.full((8, 3), 0.7731) * torch.arange(1, 9)[:, None]
     with pytest.raises(PrivateRefusal, match="mixes the entries") as caught:
-        engine = PrivacyEngine(ledger=tmp_path / "ledger")
-        private = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(dataset, batch_size=8, collate_fn=mixing, num_workers=workers),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
-        one_epoch(private, engine)
+        one_epoch(run(data, collate=mixing, workers=workers))
     assert "0.77" not in str(caught.value) and "tensor(" not in str(caught.value)
 
 
