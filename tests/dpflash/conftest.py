@@ -83,6 +83,7 @@ def private():
         *data,
         batch_size=4,
         lr=0.1,
+        kind=torch.optim.SGD,
         seed=0,
         ledger=None,
         accountant="rdp",
@@ -101,7 +102,7 @@ def private():
         if one_part:  # each draw is one physical batch
             sizes = ("physical_batch_size", "max_batch_size", "max_dataset_size")
             options |= dict.fromkeys(sizes, len(data[0]))
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        optimizer = kind(model.parameters(), lr=lr)
         return engine, *engine.make_private(
             module=model, optimizer=optimizer, data_loader=loader, **options
         )

@@ -214,6 +214,22 @@ def test_linear_inputs_of_two_and_four_dimensions_agree(shape, kind, agree):
     agree(model, lambda m, x: 9 * m(x).square().flatten(1).mean(1), x, **kind)
 
 
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(23, 4), nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.linear(input=self.norm(input=self.embedding(input=tokens)))
+
+
+@every_kind
+def test_layers_called_by_keyword_agree(kind, agree):
+    torch.manual_seed(0)
+    agree(ByKeyword(), lambda m, t: 9 * m(tokens=t).square().mean((1, 2)), tokens(), **kind)
+
+
 class Padded(nn.Module):
     def __init__(self):
         super().__init__()

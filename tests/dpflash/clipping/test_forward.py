@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import dpflash
 from dpflash.optimize import wrapper as leveled
 
 BOUND = 0.7
@@ -370,6 +371,26 @@ def test_parameters_may_be_written_in_place_before_a_forward(write, kind, privat
     assert distance(*found) <= 1e-6
 
 
+def test_losses_of_two_prepared_passes_do_not_mix(private):
+    engine, model, *_ = private(nn.Linear(3, 2))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    losses = 0
+    for _ in range(2):
+        engine.prepare(2)
+        losses = losses + compiled(torch.randn(2, 3)).square().mean(1)
+    with pytest.raises(RuntimeError, match="more than one forward"):
+        engine.backward(losses)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3), (4, 2, 5, 3)], ids=str)
+@pytest.mark.parametrize("attention", [False, True])
+def test_what_a_private_layer_returns_may_be_changed_in_place(attention, shape, private):
+    layer = dpflash.nn.MultiheadAttention(3, 1) if attention else nn.Linear(3, 2)
+    engine, model, *_ = private(layer)
+    outputs = model(torch.randn(4, 5, 3))[0] if attention else model(torch.randn(shape))
+    engine.backward(outputs.relu_().flatten(1).sum(1))
+
+
 # A convolution reads its weight through the handle, under vmap; the others keep it themselves.
 @pytest.mark.parametrize("again", [False, True], ids=["losses-made", "a-second-forward"])
 @pytest.mark.parametrize("layer", [nn.Conv1d(3, 3, 1), nn.Linear(4, 4)], ids=["conv", "linear"])
@@ -386,3 +407,38 @@ def test_parameters_written_between_a_forward_and_its_backward_are_refused(layer
     ):
         engine.backward(outputs.square().sum((1, 2)))
     assert not engine._step.sums
+
+
+class Fails(torch.autograd.Function):
+    """The identity; its forward or its backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, x, error, in_backward):
+        ctx.error = error
+        if not in_backward:
+            raise error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        raise ctx.error
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=["cuda", "cpu"],
+)
+def test_an_error_of_memory_names_the_rows_and_the_argument(error, in_backward, private):
+    class Layer(nn.Module):
+        def forward(self, x):
+            return Fails.apply(x, error, in_backward)
+
+    engine, model, _, loader = private(nn.Sequential(nn.Linear(4, 2), Layer()), torch.ones(24, 4))
+    with pytest.raises(torch.OutOfMemoryError, match="(?s)memory.*physical_batch_size=") as caught:
+        engine.backward(model(next(iter(loader))[0]).sum(1))
+    assert f"has {loader.slots} rows" in str(caught.value)

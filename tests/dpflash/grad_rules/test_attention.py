@@ -156,6 +156,15 @@ def test_what_the_node_does_not_cover_runs_in_parts(private, change):
     engine.backward(losses)
 
 
+def test_a_forward_put_on_a_projection_later_is_called(private):
+    engine, model, *_ = private(build(), batch_size=4)
+    projection, called = model.attention.out_proj, []
+    plain = projection.forward
+    projection.forward = lambda x: called.append(1) or plain(x)
+    engine.backward(loss_of(model, samples()))
+    assert called
+
+
 def test_a_recomputed_block_gives_the_same_sums(private, sums):
     found = []
     for again in (False, True):

@@ -1,5 +1,9 @@
 """Layers of the generic rule return what they return without it, a row for each token included."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -66,3 +70,55 @@ def test_tokens_beside_samples_are_refused_by_name(private):
     _, made, _, _ = private(Model())
     with pytest.raises(ValueError, match=r"'both'.*\[4, 12\], of which some are samples"):
         made(torch.randn(4, 3, 5))
+
+
+def test_tensors_in_a_tuple_are_refused_by_name(private):
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(5))
+
+        def forward(self, x, state):
+            return x * self.weight + state[0]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = Cell()
+
+        def forward(self, x):
+            return self.cell(x, (x,))
+
+    _, made, _, _ = private(Model())
+    with pytest.raises(ValueError, match="'cell'.*tuple"):
+        made(torch.randn(4, 5))
+
+
+def test_a_convolution_without_a_channel_dimension_is_refused(private):
+    _, made, _, _ = private(nn.Conv1d(1, 4, 2))
+    with pytest.raises(ValueError, match="channels first"):
+        made(torch.randn(4, 3))
+
+
+@pytest.mark.cases(0)
+def test_a_convolution_in_16_bit_takes_transposed_inputs_of_length_1_on_older_cpus():
+    program = """
+import torch, dpflash
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Conv1d(6, 4, 3, padding=1).bfloat16()
+engine = dpflash.PrivacyEngine()
+optimizer = torch.optim.SGD(model.parameters())
+loader = DataLoader(TensorDataset(torch.zeros(9, 1)), batch_size=3)
+engine.make_private(
+    module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1, max_grad_norm=1,
+    foreign_batches=True,
+)
+x = torch.randn(3, 1, 6).bfloat16()
+engine.backward(torch.tanh(model(x.transpose(1, 2))).float().square().mean((1, 2)))
+"""
+    # oneDNN without arithmetic in bfloat16.
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

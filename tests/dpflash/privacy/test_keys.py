@@ -1,5 +1,6 @@
 """The keys of the random streams, and the words that sampling draws."""
 
+import contextlib
 import copy
 import math
 import os
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
@@ -233,6 +235,19 @@ def test_what_holds_a_key_cannot_be_copied(copy_of, tmp_path):
     # What DataLoader gives to a spawned worker.
     sent = pickle.dumps((loader.dataset, loader.collate_fn, loader._padded.collate_fn))
     assert not any(key in sent for key in keys_of(made))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda made: copy.deepcopy(StepLR(made[2], 1)), lambda made: made[2].__setstate__({})],
+    ids=["copy of a scheduler", "unpickling"],
+)
+def test_a_try_to_copy_an_optimizer_puts_no_hooks_around_the_steps_of_others(spoil, tmp_path):
+    """PyTorch patches the class, and the hooks are the wrapped optimizer's."""
+    runs = [run_of(tmp_path, ledger=False) for _ in range(2)]
+    with contextlib.suppress(TypeError):
+        spoil(runs[0])
+    assert len(released(runs[1], 8)) == 8
 
 
 @pytest.mark.parametrize("seed", [None, 3])

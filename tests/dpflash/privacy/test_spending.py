@@ -1,5 +1,7 @@
 """Epsilon is computed for the sampler that drew the batches, under its neighboring relation."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -146,6 +148,26 @@ def test_a_cap_below_the_expected_batch_size_is_warned_about(private):
         made = private(nn.Linear(3, 2), DATA, noise_multiplier=1.0, max_batch_size=3)
     train(*made)
     assert made[0].get_epsilon(DELTA) == float("inf")
+
+
+@pytest.mark.parametrize("planned", [{"epochs": 2}, {"epochs": None, "steps": 16}])
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_the_first_release_beyond_the_calibrated_ones_says_so_once(planned, sampling):
+    made = calibrated(PrivacyEngine(accountant="rdp"), sampling=sampling, **planned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(*made, passes=2)
+    assert made[0].get_epsilon(DELTA) <= 3.0
+    with pytest.warns(UserWarning, match=r"release 17: .* calibrated for 16 .*=3\.0") as caught:
+        train(*made, passes=2)
+    assert len(caught) == 1 and made[0].get_epsilon(DELTA) > 3.0
+
+
+@pytest.mark.parametrize("units", [None, [i // 2 for i in range(32)]])
+def test_a_batch_size_above_the_number_of_units_is_said(units):
+    options = {"unit_of": units, "examples_per_unit": 2} if units else {}
+    with pytest.warns(UserWarning, match=f"batch_size=33 above the {16 if units else 32} "):
+        calibrated(PrivacyEngine(accountant="rdp"), batch_size=33, **options)
 
 
 # Passes and workers

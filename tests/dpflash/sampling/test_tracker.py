@@ -4,10 +4,13 @@ import contextlib
 
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash.accounting import Gaussian
 from dpflash.sampling import LogicalBatches
 
 SIZE = 32
@@ -30,6 +33,17 @@ def run(private):
 
 def losses_of(model, x):
     return model(x).square().mean(1)
+
+
+def trains(engine, model, optimizer, batches):
+    """The inputs of each microbatch."""
+    seen = []
+    for (x,) in batches:
+        seen.append(x)
+        engine.backward(losses_of(model, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
 
 
 def fail(grad):
@@ -97,9 +111,7 @@ def catches_and_tries_again(engine, model, optimizer, loader):
 
 
 def asks_ahead(engine, model, optimizer, loader):
-    for (x,) in list(loader):
-        engine.backward(losses_of(model, x))
-        optimizer.step()
+    trains(engine, model, optimizer, list(loader))
 
 
 def signals_a_release(engine, model, optimizer, loader):
@@ -165,10 +177,7 @@ def test_a_loop_that_breaks_or_only_reads_is_no_mistake(run):
         break
     with pytest.warns(dpflash.PrivateWarning, match="left its last logical batch"):
         next(iter(loader))
-    for (x,) in loader:
-        engine.backward(losses_of(model, x))
-        optimizer.step()
-        optimizer.zero_grad()
+    trains(engine, model, optimizer, loader)
     assert optimizer.releases == loader.releases == len(loader)
 
 
@@ -187,6 +196,69 @@ def test_zero_grad_in_each_microbatch_keeps_the_sum_of_the_draw(run, at):
                 optimizer.zero_grad()
         found.append(model.weight.detach().clone())
     assert torch.equal(*found)
+
+
+# Loops of Opacus' BatchMemoryManager
+
+
+def managed(loader, optimizer):
+    return BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+@pytest.mark.parametrize("poisson", [True, False])
+def test_signals_on_a_foreign_loader_buy_no_cheap_epsilon(poisson, is_taken, run):
+    options = {"physical_batch_size": None, "foreign_batches": is_taken}
+    made = run(poisson_sampling=poisson, **options)
+    refusal = pytest.raises(dpflash.PrivateRefusal, match="the batch is not of the private loader")
+    for _ in range(3):
+        plain = DataLoader(TensorDataset(torch.randn(SIZE, 3)), batch_size=16)
+        with contextlib.nullcontext() if is_taken else refusal, managed(plain, made[2]) as parts:
+            trains(*made[:3], parts)
+    assert made[0].accountant.history == []
+    foreign = Gaussian(relation="zero_out", noise_multiplier=0.5)
+    assert made[0].accountant.events == ([(foreign, 6)] if is_taken else [])
+    assert ("not from its loader" in made[0].sampler) == is_taken
+
+
+def test_a_resumed_run_under_signals_draws_other_batches(run, tmp_path):
+    sums = []
+    for _ in range(2):
+        engine, model, optimizer, loader = run(physical_batch_size=None)
+        if sums:
+            engine.load_checkpoint(tmp_path / "c")
+        with managed(loader, optimizer) as parts:
+            seen = trains(engine, model, optimizer, parts)
+        sums.append({x.sum().item() for x in seen})
+        assert engine.sampler == "poisson"
+        engine.save_checkpoint(tmp_path / "c")
+    assert not sums[0] & sums[1]
+
+
+def test_a_batch_that_a_managed_loop_skips_is_noticed(run):
+    engine, model, optimizer, loader = run(physical_batch_size=None)
+    with (
+        managed(loader, optimizer) as parts,
+        pytest.raises(RuntimeError, match="must follow every physical"),
+    ):
+        guards_losses(engine, model, optimizer, parts)
+
+
+def test_a_failed_release_lets_no_further_samples_in(run, monkeypatch):
+    engine, model, optimizer, loader = run(physical_batch_size=None)
+
+    def full(*arguments, **options):
+        raise OSError("no space left on device")
+
+    with (
+        managed(loader, optimizer) as parts,
+        pytest.raises(RuntimeError, match="second backward|two draws"),
+    ):
+        for (x,) in parts:
+            engine.backward(losses_of(model, x))
+            with monkeypatch.context() as patch, contextlib.suppress(OSError):
+                patch.setattr(engine._spending, "charge", full)
+                optimizer.step()
 
 
 # Learning rates and other options
