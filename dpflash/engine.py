@@ -337,8 +337,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
             if releases and self._spending.is_empty:
                 warnings.warn(
                     "another PrivacyEngine trained this model, and the epsilon of this one does "
-                    "not count its releases. Where both train on the same data, pass "
-                    "PrivacyEngine(ledger=...) to all of them, or accountant=earlier.accountant",
+                    "not count its releases. Where both train on the same people's data, use one "
+                    "engine, or pass PrivacyEngine(ledger=...) to all of them, or "
+                    "accountant=earlier.accountant",
                     stacklevel=6,
                 )
             return check_arguments(

@@ -54,11 +54,6 @@ class Attachment:
         """Whether the engine is gone."""
         return self._engine() is None
 
-    @property
-    def releases(self) -> int:
-        """How many releases the model had."""
-        return self._step.releases
-
     def give_back(self) -> None:
         """Make the model plain, drop an open batch, and refuse further releases."""
         self._step.discard()
@@ -72,6 +67,7 @@ class Attachment:
             )
         self._wrapper.remove()
         detach(self._module)
+        _releases[self._module] = _releases.get(self._module, 0) + self._step.releases
         release_ranks(self._module)
         self._optimizer.release_original()
         self._step.close()
@@ -106,7 +102,7 @@ def attachments_of(module: nn.Module) -> list[Attachment]:
 
 
 def take_over(module: nn.Module) -> int:
-    """Make a model plain that other engines made private, and returns the releases it had.
+    """Make a model plain if it is private, and return how many releases it has had so far.
 
     Raises:
         ValueError: one of them still uses it; nothing is changed then.
@@ -116,4 +112,8 @@ def take_over(module: nn.Module) -> int:
         attachment.refuse_use()
     for attachment in attachments:
         attachment.hand_over()
-    return sum(attachment.releases for attachment in attachments)
+    return sum(_releases.get(m, 0) for m in module.modules())
+
+
+# The releases of models that were given back.
+_releases: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()

@@ -200,3 +200,20 @@ def test_a_model_is_taken_from_a_living_engine_between_its_batches_alone():
         engine.backward(torch.zeros(4))
     assert engine.get_epsilon(1e-5) > 0
     _train(other, *made)
+
+
+def test_a_model_that_was_given_back_tells_the_next_engine_that_it_was_trained():
+    model = Net()
+    engine, *made = _engine_with(model)
+    engine.detach(model)
+    engine, *made = _engine_with(model)
+    _train(engine, *made)
+    engine.detach(model)
+    with pytest.warns(UserWarning, match="does not count its releases.*ledger="):
+        dpflash.PrivacyEngine().make_private(
+            module=nn.Sequential(model),
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            data_loader=DataLoader(TensorDataset(*_other(8))),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
