@@ -123,7 +123,7 @@ def check_arguments(
         refuse_coarse_mean(level_name if optimization.autocast else None)
     assert privacy.clipping is not None
     groups = make_groups(module, trained, privacy.clipping, privacy.bounds)
-    check_allowed(module, trained, privacy.allow_buffers)
+    check_allowed(module, privacy.allow_buffers)
     return CheckedArguments(trained, loader, groups, entries, planned, optimization)
 
 

@@ -134,9 +134,9 @@ class PrivacyConfig:
             its rows and their number were chosen without the private data. Each costs a Gaussian
             step without amplification, and epsilon is for "zero_out" from the first on. With
             False a backward on such a batch is refused.
-        allow_buffers: names of buffers and frozen parameters that the forward may change, because
-            you guarantee that they hold nothing of the data (a counter of steps). A change of any
-            other is refused.
+        allow_buffers: names of buffers, parameters and other entries of `state_dict()` that the
+            forward may change, because you guarantee that what it writes is nothing of the data
+            (a counter of steps, a bound on a weight's norm). A change of any other is refused.
 
     Raises:
         ValueError: naming the argument, its value and the way out.

@@ -1047,7 +1047,6 @@ class PrivacyEngine(Uncopied, OnlySettable):
         """
         self._attached()
         assert self._model is not None and self._optimizer is not None
-        assert self._wrapper is not None and self._wrapper.unchanged is not None
         refuse_keywords_of(self.save_checkpoint, unknown)
         require_own(module=(module, self._model), optimizer=(optimizer, self._optimizer))
         if extra is not None and checkpoint_dict is not None:
@@ -1057,7 +1056,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             "noise_scheduler": noise_scheduler,
             "grad_clip_scheduler": grad_clip_scheduler,
         }
-        self._ranks.run_on_all("save_checkpoint", self._wrapper.unchanged.compare)
+        self._ranks.run_on_all("save_checkpoint", self._model.state_dict)
         sharded_checkpoint.save(
             path,
             lambda: self._own_state(with_schedulers(extra, schedulers)),

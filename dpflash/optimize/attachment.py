@@ -58,7 +58,7 @@ class Attachment:
         """Make the model plain, drop an open batch, and refuse further releases."""
         self._step.discard()
         assert self._wrapper.unchanged is not None
-        refusal = self._wrapper.unchanged.refusal()
+        refusal = self._wrapper.unchanged.leaving()
         if refusal is not None:
             warnings.warn(
                 f"the model that is given back is not for release: {refusal}",

@@ -155,7 +155,11 @@ class ForwardWrapper:
             refuse_transforms("(the model itself)")
             refuse_router_losses("the call of the model", kwargs)
         tensors = _tensors((args, kwargs))
-        with self._backward.call(_first_dimensions(tensors)) as outermost, self._seeded():
+        with (
+            self._backward.call(_first_dimensions(tensors)) as outermost,
+            self._watched(),
+            self._seeded(),
+        ):
             if self._order is not None and torch.is_grad_enabled():
                 tracker = self._backward.step.tracker
                 self._order.check(tensors, is_released=tracker.current is None)
@@ -253,7 +257,7 @@ class ForwardWrapper:
         rows = ForwardRows(compares=compares, units=self._backward.forward.units)
         args, kwargs = own_copies(arguments)
         tensors = _tensors((args, kwargs))
-        with self._backward.call(_first_dimensions(tensors)):
+        with self._backward.call(_first_dimensions(tensors)), self._watched(again=True):
             self._noted(rows, lambda: self._again(module, tensors, args, kwargs))
             rows.set_call(self._size_of_call(tensors), self._backward.forward.layers)
         return rows
@@ -290,6 +294,10 @@ class ForwardWrapper:
         if self._masks is None or not torch.is_grad_enabled():
             return nullcontext()
         return self._masks.seeded(recomputing=torch._C._current_graph_task_id() != -1)
+
+    def _watched(self, *, again: bool = False) -> AbstractContextManager[None]:
+        """Note the trained parameters that a forward rewrites."""
+        return nullcontext() if self.unchanged is None else self.unchanged.forward(again=again)
 
     def _called(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         dtype = self._autocast_dtype()
@@ -502,21 +510,21 @@ def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> 
 
     @functools.wraps(original.state_dict)
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        unchanged.compare()
-        return original.state_dict(self, *args, **kwargs)
+        with unchanged.forward():
+            state = original.state_dict(self, *args, **kwargs)
+        unchanged.compare(state, kwargs.get("prefix", ""), prefix)
+        return state
 
     @functools.wraps(original.load_state_dict)
     def load_state_dict(self: nn.Module, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         result = original.load_state_dict(self, state_dict, *args, **kwargs)
-        unchanged.loaded(prefix + name for name in state_dict)
+        unchanged.loaded({prefix + name for name in state_dict})
         return result
 
     @functools.wraps(original._apply)
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        changed = unchanged.changed()
-        result = original._apply(self, *args, **kwargs)
-        unchanged.moved(apart_from=changed)
-        return result
+        with unchanged.moving():
+            return original._apply(self, *args, **kwargs)
 
     base: Any = original.__bases__[0] if issubclass(original, PrivateModule) else _Wrapped
 

@@ -1,15 +1,16 @@
-"""Unchanged: checks that training changes no buffer and no frozen parameter.
+"""Unchanged: checks that nothing but released steps changes what `state_dict()` holds.
 
-`model.state_dict()` releases them without noise, and values that a forward writes into them affect
-later batches. Version counters are compared in every backward. Contents are compared now and then,
-because writes to `.data` do not advance a counter.
+Values that a forward writes into buffers, parameters or other entries are released without noise,
+and affect later batches. Version counters are compared in every forward and backward. Contents are
+compared now and then, because writes to `.data` do not advance a counter.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 
 from ..distributed.fsdp import is_sharded
 from ..refusal import PrivateRefusal
-from .digests import row_digests
-
-# Contents are compared in the first backward, and then once in this many.
-_EVERY = 64
+from .contents import EVERY, Comparisons, digest, version
+from .entries import Entries
+from .rewritten import Rewritten
 
 
 @dataclass(frozen=True)
@@ -60,81 +60,168 @@ class _State:
     tensor: Tensor
     version: int | None
     shape: torch.Size
-    digest: int
+    digest: Tensor
 
     @classmethod
     def of(cls, tensor: Tensor) -> _State:
-        return cls(tensor, _version(tensor), tensor.shape, _digest(tensor))
+        return cls(tensor, version(tensor), tensor.shape, digest(tensor))
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it is the same tensor, with an unmoved version counter."""
+        return (
+            tensor is self.tensor and self.version is not None and version(tensor) == self.version
+        )
 
 
 class Unchanged:
-    """The buffers and frozen parameters of one model, and their contents.
+    """The buffers, the parameters and the other entries of `state_dict()` of one model.
 
     Args:
         module: the model.
         trained: the parameters that are trained.
-        allowed: names of buffers and frozen parameters that may change.
+        allowed: names of what may change, see `check_allowed`.
     """
 
     def __init__(
         self, module: nn.Module, trained: Collection[nn.Parameter], allowed: Collection[str] = ()
     ) -> None:
-        check_allowed(module, trained, allowed)
+        check_allowed(module, allowed)
         self._module = module
-        places = _places_of(module, trained)
         # A tensor of several names is allowed under all of them.
-        ids = {id(places[name].tensor()) for name in allowed if places[name].tensor() is not None}
-        self._allowed = {n for n, p in places.items() if n in allowed or id(p.tensor()) in ids}
-        self._allowed_places = [places[name] for name in sorted(self._allowed)]
-        self._places = {n: p for n, p in places.items() if n not in self._allowed}
+        everything = _places_of(module, ())
+        named = [everything[name].tensor() for name in allowed if name in everything]
+        ids = {id(t) for t in named if t is not None}
+        free = {n for n, p in everything.items() if n in allowed or id(p.tensor()) in ids}
+        self._allowed_places = [everything[name] for name in sorted(free)]
+        places = _places_of(module, trained)
+        self._allowed = free & places.keys()
+        self._places = {n: p for n, p in places.items() if n not in free}
         self._states = {
             n: _State.of(t) for n, p in self._places.items() if (t := p.tensor()) is not None
         }
+        names = {p: n for n, p in reversed(list(module.named_parameters(remove_duplicate=False)))}
+        self._rewritten = Rewritten({p: names[p] for p in trained if names[p] not in free})
+        self._entries = Entries(module, allowed)
+        self._comparisons = Comparisons()
         self._backwards = 0
         self._structure = _Structure(module)
 
+    def forward(self, *, again: bool = False) -> AbstractContextManager[None]:
+        """See `Rewritten.forward`."""
+        return self._rewritten.forward(again=again)
+
     def before_backward(self) -> str | None:
-        """`refusal` for a backward; compares contents in the first one and in every 64th."""
-        refusal = self.refusal(contents=self._backwards % _EVERY == 0) or self._entered()
+        """`refusal` for a backward; compares contents in the first one and then now and then."""
+        contents = self._backwards % EVERY == 0
+        refusal = self.refusal(contents=contents, wait=False) or self._entered()
         # A refused change is refused again the next time.
         self._backwards += refusal is None
         return refusal
 
-    def changed(self, *, contents: bool = True) -> list[str]:
+    def changed(self, *, contents: bool = True, wait: bool = True) -> list[str]:
         """Names of buffers and frozen parameters that changed.
 
         Args:
             contents: compare all contents, also where no version counter advanced.
+            wait: for their device; see `Comparisons.differing`.
         """
         if contents:
             for name, place in _buffers_of(self._module):
                 if name not in self._allowed:
                     self._places.setdefault(name, place)
-        return [n for n, place in self._places.items() if self._has_changed(n, place, contents)]
+        before: dict[str, Tensor] = {}
+        after: dict[str, Tensor] = {}
+        changed = []
+        for name, place in self._places.items():
+            tensor, seen = place.tensor(), self._states.get(name)
+            if tensor is None:
+                # A tensor that no longer exists cannot be released.
+                continue
+            is_still = seen is not None and seen.is_of(tensor)
+            if is_still and not contents:
+                continue
+            now = _State.of(tensor)
+            if seen is None or now.shape != seen.shape:
+                # Outside of `state_dict` tables of angles grow with the longest sequence.
+                same = not place.is_public
+            elif is_still:
+                before[name], after[name] = seen.digest, now.digest
+                continue
+            else:
+                same = bool(now.digest == seen.digest)
+            if same:
+                self._states[name] = now
+            else:
+                changed.append(name)
+        self._comparisons.begin(before, after)
+        return changed + self._compared(wait)
 
-    def refusal(self, *, contents: bool = True) -> str | None:
-        """A message that names the changed tensors; None if there are none. See `changed`."""
-        changed = self.changed(contents=contents)
-        if not changed:
-            return None
-        shown = ", ".join(f"'{name}'" for name in changed[:3]) + ", ..." * (len(changed) > 3)
-        return (
-            f"{shown} changed since make_private: buffers and frozen parameters get no noise, so "
-            "data that a forward writes there is released with the weights and affects later "
-            "batches. Keep nothing of a batch in the model. Set weights before make_private, or "
-            "by model.load_state_dict; if its contents are public, pass "
-            f"allow_buffers=[{changed[0]!r}]"
-        )
+    def _compared(self, wait: bool) -> list[str]:
+        """Names of what a device has found to differ."""
+        names = self._comparisons.differing(wait=wait)
+        for name in names:
+            # Compared again each time, at once.
+            self._states[name] = replace(self._states[name], version=None)
+        return names
 
-    def compare(self) -> None:
-        """Compare all contents.
+    def refusal(self, *, contents: bool = True, wait: bool = True) -> str | None:
+        """A message that names what changed; None if nothing did. See `changed`."""
+        if changed := self.changed(contents=contents, wait=wait):
+            return (
+                f"{_listed(changed)} changed since make_private: buffers and frozen parameters "
+                "get no noise, so data that a forward writes there is released with the weights "
+                "and affects later batches. Keep nothing of a batch in the model. Set weights "
+                "before make_private, or by model.load_state_dict; if its contents are public, "
+                f"pass allow_buffers=[{changed[0]!r}]"
+            )
+        if rewritten := self._rewritten.names(wait=wait):
+            return (
+                f"{_listed(rewritten)} changed inside a forward: data that a forward writes into "
+                "a trained parameter gets no noise and is released with the weights. Let the "
+                "optimizer alone train it, initialize it before make_private or on public data "
+                "inside engine.public_data(), and bring the weights back by "
+                "model.load_state_dict; if what the forward writes depends on no data, pass "
+                f"allow_buffers=[{rewritten[0]!r}]"
+            )
+        return None
+
+    def leaving(
+        self, state: Mapping[str, Any] | None = None, prefix: str = "", within: str = ""
+    ) -> str | None:
+        """`refusal` for weights that leave; the arguments are those of `Entries.changed`."""
+        if refusal := self.refusal():
+            return refusal
+        if others := self._entries.changed(state, prefix, within):
+            return (
+                f"{_listed(others)} of state_dict() is no parameter and no buffer of the model, "
+                "and is new or changed since make_private: data that metrics, get_extra_state and "
+                "hooks keep there would be released without noise. Keep it outside of "
+                "state_dict() (metrics with persistent=False); if its contents are public, have "
+                f"it there at make_private, and pass allow_buffers=[{others[0]!r}]"
+            )
+        return None
+
+    def compare(
+        self, state: Mapping[str, Any] | None = None, prefix: str = "", within: str = ""
+    ) -> None:
+        """Compare all contents; the arguments are those of `Entries.changed`.
 
         Raises:
             PrivateRefusal: some changed.
         """
-        refusal = self.refusal() or self._entered()
+        refusal = self.leaving(state, prefix, within) or self._entered()
         if refusal is not None:
             raise PrivateRefusal(refusal) from None
+
+    def found(self) -> list[str]:
+        """Names of all that changed."""
+        entered = self._structure.entered(self._allowed)
+        return [
+            *self.changed(),
+            *self._rewritten.names(wait=True),
+            *([] if entered is None else [entered]),
+            *self._entries.changed(),
+        ]
 
     def _entered(self) -> str | None:
         """A message that names a parameter which entered the model; None if there is none."""
@@ -148,43 +235,37 @@ class Unchanged:
             "make_private again"
         )
 
-    def loaded(self, names: Iterable[str]) -> None:
+    def loaded(self, names: Collection[str]) -> None:
         """Accept the contents that `load_state_dict` has set under these names."""
-        found = [self._places[name].tensor() for name in names if name in self._places]
+        self._compared(wait=True)
+        places = _places_of(self._module, ())
+        found = [places[name].tensor() for name in names if name in places]
         ids = {id(t) for t in found if t is not None}
+        self._rewritten.accept(ids)
+        self._entries.accept(names)
         for name, place in self._places.items():
             tensor = place.tensor()
             if tensor is not None and id(tensor) in ids:
                 self._states[name] = _State.of(tensor)
 
-    def moved(self, apart_from: Collection[str] = ()) -> None:
-        """Accept all contents, after a change of device or dtype."""
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Accept what a change of device or dtype inside the block makes of the contents."""
+        changed, others = self.changed(), self._entries.changed()
+        yield
+        self._entries.accept(apart_from=others)
         for name, place in self._places.items():
             tensor = place.tensor()
-            if tensor is not None and name not in apart_from:
+            if tensor is not None and name not in changed:
                 self._states[name] = _State.of(tensor)
 
     def allowed_contents(self) -> Contents:
         """Current contents of the tensors that may change."""
         return Contents(self._allowed_places)
 
-    def _has_changed(self, name: str, place: _Place, contents: bool) -> bool:
-        tensor, seen = place.tensor(), self._states.get(name)
-        if tensor is None:
-            # A tensor that no longer exists cannot be released.
-            return False
-        if seen is not None and tensor is seen.tensor and not contents:
-            if seen.version is not None and _version(tensor) == seen.version:
-                return False
-        now = _State.of(tensor)
-        if seen is None or now.shape != seen.shape:
-            # Outside of `state_dict` tables of angles and masks grow with the longest sequence.
-            same = not place.is_public
-        else:
-            same = now.digest == seen.digest
-        if same:
-            self._states[name] = now
-        return not same
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:3]) + ", ..." * (len(names) > 3)
 
 
 class _Structure:
@@ -229,21 +310,19 @@ def _is_shard(parameter: nn.Parameter | None) -> bool:
     return parameter is not None and is_sharded(parameter)
 
 
-def check_allowed(
-    module: nn.Module, trained: Collection[nn.Parameter], allowed: Collection[str]
-) -> None:
-    """Refuse names that are neither buffers nor frozen parameters of the module.
+def check_allowed(module: nn.Module, allowed: Collection[str]) -> None:
+    """Refuse names of neither buffers nor parameters nor other entries of `state_dict()`.
 
     Raises:
         ValueError: naming the first.
     """
-    places = _places_of(module, trained)
+    known = _places_of(module, ())
     for name in allowed:
-        if name not in places:
-            close = difflib.get_close_matches(name, places, n=1)
+        if name not in known and name not in module.state_dict():
+            close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"allow_buffers has {name!r}, which is no buffer and no frozen parameter of the "
+                f"allow_buffers has {name!r}, which is no buffer and no parameter of the "
                 f"module{hint}"
             )
 
@@ -281,27 +360,3 @@ def _frozen_of(module: nn.Module, trained: Collection[int]) -> Iterator[tuple[st
             if parameter is not None and id(parameter) not in trained:
                 part = parameter if is_sharded(parameter) else None
                 yield f"{prefix}.{key}" if prefix else key, _Place(owner, key, False, part)
-
-
-def _version(tensor: Tensor) -> int | None:
-    """Version counter of a tensor; None if it has none."""
-    return None if tensor.is_inference() else _here(tensor)._version
-
-
-def _here(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def _digest(tensor: Tensor) -> int:
-    held = _here(tensor).detach()
-    if held.is_meta:
-        return 0
-    if held.is_quantized:
-        held = held.int_repr()
-    if held.layout != torch.strided:
-        held = held.to_dense()
-    return int(row_digests(held.reshape(1, held.numel()))[0])

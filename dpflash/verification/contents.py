@@ -1,0 +1,76 @@
+"""Contents of whole tensors: version counters, digests, comparisons that wait for no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..distributed.fsdp import is_sharded
+from .digests import row_digests
+
+# Contents are compared in the first forward and backward, and then once in this many. It is a
+# prime, so that what a forward does once in some steps is met.
+EVERY = 61
+
+
+def version(tensor: Tensor) -> int | None:
+    """Version counter of a tensor; None if it has none."""
+    return None if tensor.is_inference() else here(tensor)._version
+
+
+def here(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Digest of the contents, int64, on the tensor's device; see `row_digests`."""
+    held = here(tensor).detach()
+    if held.is_meta:
+        return torch.zeros((), dtype=torch.int64)
+    if held.is_quantized:
+        held = held.int_repr()
+    if held.layout != torch.strided:
+        held = held.to_dense()
+    return row_digests(held.reshape(1, held.numel()))[0]
+
+
+class Comparisons:
+    """Digests that are compared on their devices, and whose results are read later."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[list[str], Tensor, torch.cuda.Event | None]] = []
+
+    def begin(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+        """Compare digests of the same names."""
+        for device in {digest.device for digest in after.values()}:
+            names = [name for name, digest in after.items() if digest.device == device]
+            one = torch.stack([before[name].to(device, non_blocking=True) for name in names])
+            two = torch.stack([after[name] for name in names])
+            flags, event = (one != two).to("cpu", non_blocking=True), None
+            if device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+            self._begun.append((names, flags, event))
+
+    def differing(self, *, wait: bool) -> list[str]:
+        """Names of what differs.
+
+        Args:
+            wait: for devices that have not compared yet; otherwise a later call tells.
+        """
+        found: list[str] = []
+        begun, self._begun = self._begun, []
+        for names, flags, event in begun:
+            if event is not None and not wait and not event.query():
+                self._begun.append((names, flags, event))
+                continue
+            if event is not None:
+                event.synchronize()
+            found += [name for name, differs in zip(names, flags.tolist(), strict=True) if differs]
+        return found

@@ -1,0 +1,126 @@
+"""Entries: what `state_dict()` holds besides parameters and buffers.
+
+Metrics, `get_extra_state` and hooks add entries of their own, where a value of the data would be
+released without noise. They must stay as they were.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Collection, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .contents import digest
+from .nested import map_tensors
+
+
+class Entries:
+    """The entries of `state_dict()` of one model that are neither a parameter nor a buffer.
+
+    Args:
+        module: the model, still of its plain class.
+        allowed: names of entries that may change.
+    """
+
+    def __init__(self, module: nn.Module, allowed: Collection[str]) -> None:
+        self._module = module
+        self._allowed = allowed
+        self._state = module.state_dict
+        self._seen = self._others(self._state())
+
+    def changed(
+        self, state: Mapping[str, Any] | None = None, prefix: str = "", within: str = ""
+    ) -> list[str]:
+        """Names of the entries that are new, or not what they were.
+
+        Args:
+            state: of `state_dict()`; by default that of the whole model.
+            prefix: of the names in `state` that are of the model.
+            within: put before these names instead.
+        """
+        others = self._others(self._state() if state is None else state, prefix, within)
+        return [n for n, now in others.items() if now is None or self._seen.get(n) != now]
+
+    def accept(
+        self, names: Collection[str] | None = None, apart_from: Collection[str] = ()
+    ) -> None:
+        """Accept entries as they are now; by default all that the model had."""
+        names = [n for n in self._seen if (names is None or n in names) and n not in apart_from]
+        if names:
+            now = self._others(self._state())
+            self._seen |= {name: now.get(name) for name in names}
+
+    def _others(
+        self, state: Mapping[str, Any], prefix: str = "", within: str = ""
+    ) -> dict[str, bytes | None]:
+        held = {n: t for n, t in _released(self._module) if not is_lazy(t)}
+        known = {place for tensor in held.values() for place in _storages(tensor)}
+        found: dict[str, bytes | None] = {}
+        for key, value in _entries(state):
+            name = within + key.removeprefix(prefix)
+            if not key.startswith(prefix) or name in self._allowed or is_lazy(value):
+                continue
+            if isinstance(value, Tensor):
+                places = _storages(value)
+                if places and places <= known or _is_cast(value, held.get(name)):
+                    continue
+            found[name] = _summary(value)
+        return found
+
+
+def _entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from state.items()
+    metadata: Mapping[str, Any] = getattr(state, "_metadata", {})
+    for module, own in metadata.items():
+        for key, value in own.items() if isinstance(own, Mapping) else [("_metadata", own)]:
+            if key != "version":
+                yield f"{module}.{key}" if module else key, value
+
+
+def _released(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that `state_dict()` has without hooks, by their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and key not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def _storages(tensor: Tensor) -> set[int]:
+    """Addresses of the storages of a tensor; none where it has none."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return {place for name in names for place in _storages(getattr(tensor, name))}
+    try:
+        return {tensor.untyped_storage()._cdata}
+    except (NotImplementedError, RuntimeError):
+        return set()
+
+
+def _is_cast(value: Tensor, held: Tensor | None) -> bool:
+    """Whether a value is the model's own tensor, perhaps in another dtype."""
+    if held is None or held.shape != value.shape:
+        return False
+    return bool(digest(held.detach().to(value.dtype)) == digest(value))
+
+
+def _summary(value: Any) -> bytes | None:
+    """What is equal for equal values; None where that cannot be said."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.fast = True  # Objects that occur twice would be written as references.
+    try:
+        pickler.dump(map_tensors(_contents, value))
+    except Exception:
+        return None
+    return blake2b(file.getvalue()).digest()
+
+
+def _contents(tensor: Tensor) -> Any:
+    return str(tensor.dtype), tuple(tensor.shape), int(digest(tensor))

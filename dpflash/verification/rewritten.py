@@ -1,0 +1,77 @@
+"""Rewritten: trained parameters whose contents a forward changes.
+
+An optimizer or a loop may change them between forwards. What a forward writes into them is of the
+batch, as the revival of unused codes or the initialization from a first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from ..distributed.fsdp import is_sharded
+from .contents import EVERY, Comparisons, digest, here
+
+
+class Rewritten:
+    """The trained parameters that forwards of one model have rewritten.
+
+    Version counters and addresses are compared over every forward. Contents decide over the first
+    one and then once in some, because writes to `.data` change neither, and always for parameters
+    that only move, as `flatten_parameters` moves them.
+
+    Args:
+        names: of the parameters that no forward may rewrite.
+    """
+
+    def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
+        self._by_name = {name: parameter for parameter, name in names.items()}
+        sharded = {parameter: is_sharded(parameter) for parameter in names}
+        self._whole = [p for p, is_part in sharded.items() if not is_part]
+        self._parts = [p for p, is_part in sharded.items() if is_part]
+        self._order = [names[p] for p in (*self._whole, *self._parts)] * 2
+        self._found: dict[str, None] = {}
+        self._moving: dict[str, None] = {}
+        self._comparisons = Comparisons()
+        self._forwards = 0
+
+    @contextmanager
+    def forward(self, *, again: bool = False) -> Iterator[None]:
+        """Note what a forward inside the block rewrites.
+
+        Args:
+            again: it is a repeated one, whose contents are compared.
+        """
+        whole = again or self._forwards % EVERY == 0
+        self._forwards += not again
+        marks, before = self._marks(), self._digests(self._by_name if whole else self._moving)
+        try:
+            yield
+        finally:
+            after = self._marks()
+            if after != marks:
+                pairs = zip(self._order, marks, after, strict=True)
+                moved = dict.fromkeys(name for name, one, two in pairs if one != two)
+                self._found |= {name: None for name in moved if name not in before}
+                self._moving |= moved
+            self._comparisons.begin(before, self._digests(before))
+
+    def names(self, *, wait: bool) -> list[str]:
+        """Names of what was rewritten; see `Comparisons.differing`."""
+        self._found |= dict.fromkeys(self._comparisons.differing(wait=wait))
+        return list(self._found)
+
+    def accept(self, ids: Collection[int]) -> None:
+        """Accept the contents of the parameters with these ids."""
+        for name in self.names(wait=True):
+            if id(self._by_name[name]) in ids:
+                del self._found[name]
+
+    def _marks(self) -> list[int]:
+        held = [*self._whole, *map(here, self._parts)] if self._parts else self._whole
+        return [t._version for t in held] + [t.data_ptr() for t in held]
+
+    def _digests(self, names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: digest(self._by_name[name]) for name in names}
