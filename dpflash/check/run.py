@@ -18,7 +18,8 @@ from ..clipping.precision import (
     narrow_parameters,
 )
 from ..packing import PackedBatch
-from ..verification.nested import leaves_of
+from ..verification.nested import leaves_of, tensors_of
+from ..verification.uncovered import MAKE_PRIVATE, NOT_CLIPPED, described, leaves_past_gates
 from .batch import batch_size, mapped
 from .coupling import check_coupling
 from .first_dimensions import check_first_dimensions
@@ -154,7 +155,23 @@ def _first_run(trial: Trial, findings: Findings) -> bool:
             "call the first argument of loss_fn, not a model from an outer scope",
         )
         return False
-    return _losses_fit(trial, losses, findings)
+    if not _losses_fit(trial, losses, findings):
+        return False
+    _check_leaves(trial, losses, findings)
+    return True
+
+
+def _check_leaves(trial: Trial, losses: Tensor, findings: Findings) -> None:
+    """Report what the losses train outside of the model."""
+    findings.checked.append("whether the losses train anything outside of the model")
+    known = {id(p) for p in trial.subject.trained.values()}
+    known |= {id(t) for _, t in tensors_of(trial.batch)}
+    again = {id(x) for x in leaves_past_gates(trial.subject.losses(trial.batch).grad_fn)}
+    for leaf in leaves_past_gates(losses.grad_fn):
+        # Inputs whose gradients the loss asks for are new tensors each time.
+        if id(leaf) not in known and (isinstance(leaf, nn.Parameter) or id(leaf) in again):
+            what = described(leaf, trial.subject.model)
+            findings.add("outside_use", LOSS_FN, f"{what} {NOT_CLIPPED}", MAKE_PRIVATE)
 
 
 def _losses_fit(trial: Trial, losses: Any, findings: Findings) -> bool:
@@ -223,13 +240,16 @@ def _repeats(trial: Trial, findings: Findings) -> bool:
     for index in trial.indices:
         subject.losses(trial.pick([index] * trial.size))
     again = subject.losses(trial.batch).detach()
-    if changed := subject.changed_parameters():
+    changed = subject.changed()
+    for name in changed:
         findings.add(
             "state",
-            changed[0],
-            "the forward changes this parameter, without noise",
-            "do not change parameters in forward",
+            name,
+            "the forward changes it, and state_dict() releases it, without noise",
+            "let the optimizer alone change parameters, and keep nothing of a batch in "
+            "state_dict() (metrics with persistent=False)",
         )
+    if not dict(subject.model.named_parameters()).keys().isdisjoint(changed):
         return False
     if not trial.close(first, again):
         findings.add(

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attn.boundary import NoiseOff
 from ..verification.dropout import WithoutDropout
 from ..verification.nested import tensors_of
+from ..verification.unchanged import Unchanged
 from .batch import mapped, pick
 from .report import ITSELF
 
@@ -59,7 +61,9 @@ class Subject:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._versions = {n: p._version for n, p in model.named_parameters()}
+        self._lazy = {n: p for n, p in model.named_parameters() if is_lazy(p)}
+        buffers = [dotted for _, dotted, _, _ in self._buffers]
+        self._unchanged = Unchanged(model, self._lazy.values(), buffers)
         for module in model.modules():
             if isinstance(module, _DropoutNd):
                 module.eval()
@@ -105,8 +109,9 @@ class Subject:
             )
         ]
 
-    def changed_parameters(self) -> list[str]:
-        return [n for n, p in self.model.named_parameters() if p._version != self._versions[n]]
+    def changed(self) -> list[str]:
+        """What changed of parameters and of what else state_dict() has, apart from the buffers."""
+        return [*self._lazy, *self._unchanged.found()]
 
 
 @dataclass

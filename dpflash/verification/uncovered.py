@@ -59,7 +59,8 @@ class Uncovered:
                 continue
             # Inside the backward of a scalar it may have its gradient already.
             leaf.grad, self._scalars = None, 0
-            return f"{described(leaf, self._module)} {_WHY}"
+            what = described(leaf, self._module)
+            return f"{what} {NOT_CLIPPED}, so nothing was released: {MAKE_PRIVATE}. {_INPUTS}"
         return None
 
     def _is_input(self, leaf: Tensor, batch: object, rows: int | None) -> bool:
@@ -70,13 +71,13 @@ class Uncovered:
         return bool(self._inputs.setdefault(leaf, batch) == batch)
 
 
-_WHY = (
-    "is trained by losses of private samples, and no private layer clips its gradient, so nothing "
-    "was released. Put it into the model, and its parameters into the optimizer, before "
-    "make_private (engine.detach(model) first); or freeze it with requires_grad_(False), "
-    ".detach() what it computes, or train it on public data inside engine.public_data(). An input "
-    "whose gradient is wanted is a new tensor for each batch, with the batch first"
+NOT_CLIPPED = "is trained by losses of private samples, and no private layer clips its gradient"
+MAKE_PRIVATE = (
+    "put it into the model, and its parameters into the optimizer, before make_private "
+    "(engine.detach(model) first); or freeze it with requires_grad_(False), .detach() what it "
+    "computes, or train it on public data inside engine.public_data()"
 )
+_INPUTS = "An input whose gradient is wanted is a new tensor for each batch, with the batch first"
 
 
 def described(leaf: Tensor, model: nn.Module) -> str:
@@ -91,7 +92,7 @@ def described(leaf: Tensor, model: nn.Module) -> str:
 
 def leaves_past_gates(root: Any) -> list[Tensor]:
     """The leaves that the backward from a node reaches, apart from those behind gates."""
-    seen, waiting = {root}, [root]
+    seen, waiting = {root}, [root] if root is not None else []
     found: dict[int, Tensor] = {}
     while waiting:
         node = waiting.pop()

@@ -282,6 +282,32 @@ class Asks(nn.Module):
         return x
 
 
+class Writing(nn.Module):
+    """Writes something of each batch, or of the first one, into what state_dict() has."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how, self.seen = nn.Linear(WIDTH, CLASSES), how, None
+        self.register_parameter("scale", None)
+
+    def get_extra_state(self):
+        return self.seen if self.how == "extra state" else None
+
+    def forward(self, x):
+        first, mean = self.seen is None, x.detach().mean(0)
+        self.seen = mean if self.how == "extra state" else 0
+        if self.how == "revived":
+            with torch.no_grad():
+                self.layer.weight[0] = mean
+        elif first and self.how == "initialized":
+            self.layer.weight.data[0] = mean
+        elif first and self.how == "made":
+            self.scale = nn.Parameter(1 / (1 + mean.square()))
+        elif self.how == "late buffer":
+            self.register_buffer("last", mean)
+        return self.layer(x)
+
+
 def sequences(length=B):
     return torch.randn(B, length, WIDTH), vectors()[1]
 
@@ -344,6 +370,22 @@ def case(model, kind, where, *words, batch=vectors, loss=per_sample, declared=No
     return model, kind, where, words, batch, loss, declared, no
 
 
+def outside(words, outputs):
+    """Losses that train something outside of the model."""
+    words = (f"{words} outside of the private model", "before make_private")
+
+    def loss(model, batch):
+        return dpflash.losses.cross_entropy(outputs(model, batch[0]), batch[1])
+
+    return case([nn.ReLU()], "outside_use", ["loss_fn"], *words, loss=loss)
+
+
+def writing(how, name):
+    return case(lambda: Writing(how), "state", [name], "state_dict() releases", "optimizer alone")
+
+
+HEAD, PROMPT = nn.Parameter(torch.eye(CLASSES)), nn.Parameter(torch.zeros(WIDTH))
+TEMPERATURE = torch.ones((), requires_grad=True)
 NORM = nn.BatchNorm1d(WIDTH)
 WHOLE = "(the model itself)"
 MEAN = {"loss": mean_of_samples, "declared": "mean"}
@@ -383,6 +425,14 @@ CAUGHT = {
         RelativeBias, "first_dimension", ["bias"], batch=sequences, no=["coupling"]),
     "a weight used twice": case(lambda: Functional(True), "outside_use", ["twice.weight"]),
     "a weight used elsewhere": case(lambda: Functional(False), "outside_use", ["twice.weight"]),
+    "a head outside": outside("a parameter of shape (3, 3)", lambda m, x: m(x) @ HEAD),
+    "a prompt outside": outside("a parameter of shape (8,)", lambda m, x: m(x + PROMPT)),
+    "a temperature outside": outside("a tensor", lambda m, x: m(x) / TEMPERATURE),
+    "codes that are revived": writing("revived", "layer.weight"),
+    "weights from the first batch": writing("initialized", "layer.weight"),
+    "a parameter made of it": writing("made", "scale"),
+    "a late buffer": writing("late buffer", "last"),
+    "an extra state": writing("extra state", "_extra_state"),
     "no gradient": case(partly_unused, "no_gradient", UNUSED, loss=of_a_part),
     "a scalar": case(
         [nn.ReLU()], *LOSS, "a scalar, which does not separate samples", "dpflash.losses",
