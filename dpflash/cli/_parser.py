@@ -1,11 +1,32 @@
-"""Argument parsers that suggest a name for an unknown subcommand or option."""
+"""Argument parsers that suggest a name for an unknown subcommand or option; tables of options."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+# The type of an option's value, by the word that stands for it in the help; others are text.
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("B", "K", "M", "N"), int),
+    **dict.fromkeys(("C", "D", "E", "F", "P", "Q", "R", "S", "SECONDS", "T", "X"), float),
+}
+
+
+def add_options(
+    parser: argparse._ActionsContainer, options: Mapping[str, str], required: Collection[str] = ()
+) -> None:
+    """Add options from a table of their usages and helps: "--delta D", or "--pack" of a flag."""
+    for usage, text in options.items():
+        flag, _, word = usage.partition(" ")
+        if not word:
+            parser.add_argument(flag, action="store_true", help=text)
+            continue
+        assert word in _TYPES or len(word) > 1, usage
+        kind = _TYPES.get(word, str)
+        is_required = flag in required
+        parser.add_argument(flag, type=kind, metavar=word, help=text, required=is_required)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

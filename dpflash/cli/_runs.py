@@ -24,6 +24,8 @@ from dpflash.accounting import (
 from dpflash.accounting.events import RELATIONS
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, convert_event
 
+from ._parser import add_options
+
 POISSON, FIXED_SIZE, SHUFFLED = "poisson", "fixed_size", "shuffled"
 TRUNCATED_POISSON = "truncated_poisson"
 
@@ -41,6 +43,33 @@ _RELATIONS = {
     TRUNCATED_POISSON: TruncatedPoissonGaussian.relation,
 }
 _COUNTS = ("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "steps", "epochs")
+
+DELTA = "delta of the guarantee, well below 1 / data set size, e.g. 1e-6"
+_OPTIONS = {
+    "--delta D": DELTA,
+    "--sampler SAMPLER": "how batches are sampled: poisson (default; each sample enters each "
+    "batch independently), fixed_size (a random subset of --batch-size samples for each step), "
+    "shuffled (epochs of disjoint batches, no amplification) or truncated_poisson (poisson, "
+    "truncated to --max-batch-size)",
+    "--sample-rate Q": "probability that a sample is in a batch: expected batch size / data set "
+    "size; or pass these two as --batch-size and --num-samples",
+    "--batch-size B": "(expected) number of samples per batch",
+    "--num-samples M": "number of samples of the data set",
+    "--max-batch-size K": "maximum number of samples per batch of truncated_poisson",
+    "--examples-per-unit K": "maximum number of samples of one user, or of another unit, all of "
+    "which epsilon then protects together; each sample is drawn and clipped on its own; only with "
+    "--sampler poisson (default: each sample is a unit)",
+    "--steps N": "number of optimizer steps; with --sampler shuffled pass --epochs instead",
+    "--epochs N": "number of epochs of a shuffled loader; each costs one full step, however many "
+    "batches it has; only with --sampler shuffled",
+    "--neighboring-relation RELATION": "which data sets are neighbors: add_remove (one sample "
+    "more or less), zero_out (one replaced by nothing) or replace_one (one replaced by any "
+    "other); default: add_remove for poisson and truncated_poisson, zero_out for shuffled, "
+    "replace_one for fixed_size",
+    "--accountant NAME": "contour, pld, rdp, gaussian (only sample rate 1), prv (Opacus' PRV "
+    "accountant), or gdp, which is an approximation and not a bound (default: "
+    f"{DEFAULT_ACCOUNTANT})",
+}
 
 
 @dataclass(frozen=True)
@@ -130,76 +159,8 @@ class Run:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that describe a run."""
-    parser.add_argument(
-        "--delta",
-        type=float,
-        required=True,
-        metavar="D",
-        help="delta of the guarantee, well below 1 / data set size, e.g. 1e-6",
-    )
-    parser.add_argument(
-        "--sampler",
-        default=POISSON,
-        metavar="SAMPLER",
-        help="how batches are sampled: poisson (default; each sample enters each batch "
-        "independently), fixed_size (a random subset of --batch-size samples for each step), "
-        "shuffled (epochs of disjoint batches, no amplification) or truncated_poisson (poisson, "
-        "truncated to --max-batch-size)",
-    )
-    parser.add_argument(
-        "--sample-rate",
-        type=float,
-        metavar="Q",
-        help="probability that a sample is in a batch: expected batch size / data set size; or "
-        "pass these two as --batch-size and --num-samples",
-    )
-    parser.add_argument(
-        "--batch-size", type=int, metavar="B", help="(expected) number of samples per batch"
-    )
-    parser.add_argument(
-        "--num-samples", type=int, metavar="M", help="number of samples of the data set"
-    )
-    parser.add_argument(
-        "--max-batch-size",
-        type=int,
-        metavar="K",
-        help="maximum number of samples per batch of truncated_poisson",
-    )
-    parser.add_argument(
-        "--examples-per-unit",
-        type=int,
-        metavar="K",
-        help="maximum number of samples of one user, or of another unit, all of which epsilon "
-        "then protects together; each sample is drawn and clipped on its own; only with --sampler "
-        "poisson (default: each sample is a unit)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="number of optimizer steps; with --sampler shuffled pass --epochs instead",
-    )
-    parser.add_argument(
-        "--epochs",
-        type=int,
-        metavar="N",
-        help="number of epochs of a shuffled loader; each costs one full step, however many "
-        "batches it has; only with --sampler shuffled",
-    )
-    parser.add_argument(
-        "--neighboring-relation",
-        metavar="R",
-        help="which data sets are neighbors: add_remove (one sample more or less), zero_out (one "
-        "replaced by nothing) or replace_one (one replaced by any other); default: add_remove for "
-        "poisson and truncated_poisson, zero_out for shuffled, replace_one for fixed_size",
-    )
-    parser.add_argument(
-        "--accountant",
-        default=DEFAULT_ACCOUNTANT,
-        metavar="A",
-        help="contour, pld, rdp, gaussian (only sample rate 1), prv (Opacus' PRV accountant), or "
-        f"gdp, which is an approximation and not a bound (default: {DEFAULT_ACCOUNTANT})",
-    )
+    add_options(parser, _OPTIONS, required=["--delta"])
+    parser.set_defaults(sampler=POISSON, accountant=DEFAULT_ACCOUNTANT)
 
 
 def run_of(args: argparse.Namespace) -> Run:

@@ -12,12 +12,30 @@ from typing import TYPE_CHECKING
 from dpflash._validate import finite, positive, positive_int, probability
 
 from ._figures import check_plot, save
+from ._parser import add_options
 from ._tables import as_json
 
 if TYPE_CHECKING:
     from ..audit.report import AuditReport
 
 _STEPS, _CANARIES, _DELTA = 100, 1000, 1e-5
+_OPTIONS = {
+    "--noise-multiplier S": "standard deviation of the noise over the clipping bound, e.g. 1.1",
+    "--sample-rate Q": "probability of a sample in a batch, in (0, 1]; default 1, no subsampling",
+    "--steps N": f"releases; default {_STEPS}",
+    "--canaries N": f"number of canaries (default {_CANARIES}); more give tighter bounds",
+    "--delta D": "of the claim; default 1e-5",
+    "--confidence P": "of each of the two bounds; default 0.95",
+    "--clipping NAME": "flat (default) or per_layer, see make_private",
+    "--accountant NAME": "contour (default), pld or rdp, whose claim is tested",
+    "--black-box": "score losses of canary documents of a small language model, in place of "
+    "releases; much weaker, and without named checks",
+    "--device DEVICE": "cpu (default) or cuda",
+    "--seed N": "derive coins, keys and noise from this number",
+    "--json": "print one JSON object instead",
+    "--plot FILE.png": "plot the trade-off curve that is claimed and the errors found; needs "
+    "matplotlib",
+}
 
 
 @dataclass(frozen=True)
@@ -52,65 +70,14 @@ def add_audit_arguments(parser: argparse.ArgumentParser) -> None:
         "which its model card then reports; in place of --noise-multiplier, --sample-rate, "
         "--steps and --delta",
     )
-    parser.add_argument(
-        "--noise-multiplier",
-        type=float,
-        metavar="S",
-        help="standard deviation of the noise over the clipping bound, e.g. 1.1",
-    )
-    parser.add_argument(
-        "--sample-rate",
-        type=float,
-        metavar="Q",
-        help="probability of a sample in a batch, in (0, 1]; default 1, no subsampling",
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help=f"releases; default {_STEPS}")
-    parser.add_argument(
-        "--canaries",
-        type=int,
-        default=_CANARIES,
-        metavar="N",
-        help=f"number of canaries (default {_CANARIES}); more give tighter bounds",
-    )
-    parser.add_argument("--delta", type=float, metavar="D", help="of the claim; default 1e-5")
-    parser.add_argument(
-        "--confidence",
-        type=float,
-        default=0.95,
-        metavar="P",
-        help="of each of the two bounds; default 0.95",
-    )
-    parser.add_argument(
-        "--clipping",
-        metavar="C",
-        help="flat (default) or per_layer, see make_private",
-    )
-    parser.add_argument(
-        "--accountant", metavar="A", help="contour (default), pld or rdp, whose claim is tested"
-    )
-    parser.add_argument(
-        "--black-box",
-        action="store_true",
-        help="score losses of canary documents of a small language model, in place of releases; "
-        "much weaker, and without named checks",
-    )
+    add_options(parser, _OPTIONS)
     parser.add_argument(
         "--no-ranks",
         dest="ranks",
         action="store_false",
         help="leave out the checks of two ranks, which need processes of their own",
     )
-    parser.add_argument("--device", default="cpu", metavar="D", help="cpu (default) or cuda")
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="derive coins, keys and noise from this number"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE.png",
-        help="plot the trade-off curve that is claimed and the errors found; needs matplotlib",
-    )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, canaries=_CANARIES, confidence=0.95, device="cpu")
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from ._parser import Names
+from ._parser import Names, add_options
 
 if TYPE_CHECKING:
     from dpflash.bench.suite import Suite
@@ -17,6 +17,17 @@ _COMPARED = (
     "significantly slower by more than the threshold, takes more memory by as much, was right and "
     "is wrong or failed now, or lost its figures, or has another config;"
 )
+_OPTIONS = {
+    "--quick": "small sizes, 5 trials: a first look in minutes, no figures to quote",
+    "--device DEVICE": "auto (default), cpu or cuda",
+    "--threads N": "threads of torch on the CPU (default all; 1 is steadiest, and what each rank "
+    "has)",
+    "--max-seconds S": "time limit for the calls of a row; slower rows are timed with fewer "
+    "calls, 3 at least, or skipped and reported (default 60, quick 10)",
+    "--seed N": "of inputs and weights (default 0)",
+    "--traces": "write a torch.profiler trace and table of each row to DIR/traces",
+}
+_OUT = {"--out DIR": "folder of the results, made if missing"}
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,35 +56,13 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
         "wrong or failed (the others are written); 2 for refused arguments; 130 after Ctrl-C "
         "(what was measured until then is written, marked as broken off).",
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="small sizes, 5 trials: a first look in minutes, no figures to quote",
-    )
-    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="threads of torch on the CPU (default all; 1 is steadiest, and what each rank has)",
-    )
-    parser.add_argument(
-        "--max-seconds",
-        type=float,
-        metavar="S",
-        help="time limit for the calls of a row; slower rows are timed with fewer calls, 3 at "
-        "least, or skipped and reported (default 60, quick 10)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of inputs and weights (default 0)")
-    parser.add_argument(
-        "--traces",
-        action="store_true",
-        help="write a torch.profiler trace and table of each row to DIR/traces",
-    )
+    add_options(parser, _OPTIONS)
     if suites == ["scaling"]:
-        _add_scaling_arguments(parser)
-    _add_out(parser)
-    parser.set_defaults(run=_run_suites, suites=suites)
+        group = parser.add_argument_group("scaling")
+        add_options(group, {"--ranks P,P,...": "numbers of ranks (default 1,2,4)"})
+        parser.set_defaults(ranks="1,2,4")
+    add_options(parser, _OUT, required=["--out"])
+    parser.set_defaults(run=_run_suites, suites=suites, device="auto", seed=0)
 
 
 def _run_suites(args: argparse.Namespace) -> int:
@@ -140,15 +129,9 @@ def _add_compare(names: Any) -> None:
     )
     parser.add_argument("old", metavar="OLD.json", help="the baseline")
     parser.add_argument("new", metavar="NEW.json", help="what is judged")
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        default=0.05,
-        metavar="R",
-        help="ignore slowdowns below this (default 0.05)",
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the verdicts there too")
-    parser.set_defaults(run=_run_compare)
+    threshold = {"--threshold R": "ignore slowdowns below this (default 0.05)"}
+    add_options(parser, {**threshold, "--json FILE": "write the verdicts there too"})
+    parser.set_defaults(run=_run_compare, threshold=0.05)
 
 
 def _run_compare(args: argparse.Namespace) -> int:
@@ -167,12 +150,8 @@ def _add_versus(names: Any) -> None:
     )
     parser.add_argument("old", metavar="OLD", help="folder of a checkout")
     parser.add_argument("new", metavar="NEW", help="folder of another")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="half as many launches of half as many rounds: a look, which misses more",
-    )
-    _add_out(parser)
+    quick = {"--quick": "half as many launches of half as many rounds: a look, which misses more"}
+    add_options(parser, {**quick, **_OUT}, required=["--out"])
     parser.set_defaults(run=_run_versus)
 
 
@@ -183,22 +162,8 @@ def _run_versus(args: argparse.Namespace) -> int:
     return run_versus(args.old, args.new, out=args.out, launches=launches, rounds=rounds)
 
 
-def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", metavar="DIR", required=True, help="folder of the results, made if missing"
-    )
-
-
-def _add_scaling_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the suite "scaling"; `_scaling_suite` reads them."""
-    group = parser.add_argument_group("scaling")
-    group.add_argument(
-        "--ranks", metavar="P,P,...", default="1,2,4", help="numbers of ranks (default 1,2,4)"
-    )
-
-
 def _scaling_suite(args: argparse.Namespace) -> Suite:
-    """The suite that arguments of `_add_scaling_arguments` make."""
+    """The suite "scaling" on the numbers of ranks that --ranks names."""
     from dpflash.bench.scaling import scaling_suite
 
     try:

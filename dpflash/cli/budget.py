@@ -14,11 +14,11 @@ from dpflash.privacy.ledger import REFUSED, Ledger, LedgerLine
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
 from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
-from ._runs import accounting
+from ._parser import add_options
+from ._runs import DELTA, accounting
 from ._tables import (
     add_output_arguments,
     as_json,
-    check_output_arguments,
     described,
     rounded_down,
     rounded_up,
@@ -36,6 +36,12 @@ _COLUMNS = {
 }
 _MECHANISM = "Gaussian noise on sums of clipped gradients (DP-SGD)"
 _MAX_POINTS = 200
+_OPTIONS = {
+    "--delta D": DELTA,
+    "--epsilon E": "privacy budget; report how many more steps of the last kind (epochs of a "
+    "shuffled loader) it allows",
+    "--accountant NAME": f"name of the accountant (default: {DEFAULT_ACCOUNTANT})",
+}
 
 
 def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,32 +58,12 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LEDGER",
         help="file that PrivacyEngine(ledger=...) or dpflash train wrote",
     )
-    parser.add_argument(
-        "--delta",
-        type=float,
-        required=True,
-        metavar="D",
-        help="delta of the guarantee, well below 1 / data set size, e.g. 1e-6",
-    )
-    parser.add_argument(
-        "--epsilon",
-        type=float,
-        metavar="E",
-        help="privacy budget; report how many more steps of the last kind (epochs of a shuffled "
-        "loader) it allows",
-    )
-    parser.add_argument(
-        "--accountant",
-        default=DEFAULT_ACCOUNTANT,
-        metavar="A",
-        help=f"name of the accountant (default: {DEFAULT_ACCOUNTANT})",
-    )
+    add_options(parser, _OPTIONS, required=["--delta"])
     add_output_arguments(parser)
-    parser.set_defaults(run=_run_budget)
+    parser.set_defaults(run=_run_budget, accountant=DEFAULT_ACCOUNTANT)
 
 
 def _run_budget(args: argparse.Namespace) -> int:
-    check_output_arguments(args)
     ledgers = [_ledger(path) for path in args.ledgers]
     if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
         raise ValueError(f"ledgers={args.ledgers!r}: one is given twice; pass each once")
@@ -98,7 +84,7 @@ def _run_budget(args: argparse.Namespace) -> int:
         report = _report(spending, lines, budget, args.delta)
         if args.plot is not None:
             save(_figure(spending, lines, args), args.plot)
-    print(as_json(report) if args.json else _tables(report, spending.accountant, args.format))
+    print(as_json(report) if args.json else _tables(report, spending.accountant))
     return 0
 
 
@@ -161,7 +147,7 @@ def _sample_rate(event: Event | None) -> float | None:
     return getattr(event, "sample_rate", None)
 
 
-def _tables(report: dict[str, Any], accountant: Accountant, style: str | None) -> str:
+def _tables(report: dict[str, Any], accountant: Accountant) -> str:
     """A table with a row per run and kind of step, and a table of the total."""
     runs = [[_cell(run[key]) for key in _COLUMNS] for run in report["runs"]]
     samplers = ", ".join(sorted({run["sampler"] for run in report["runs"]})) or "none"
@@ -183,7 +169,7 @@ def _tables(report: dict[str, Any], accountant: Accountant, style: str | None) -
         is_shuffled = report["runs"][-1]["sampler"] == "shuffled"
         summary.append((f"remaining {'epochs' if is_shuffled else 'steps'}", str(remaining)))
     header = list(_COLUMNS.values())
-    return f"{table(runs, style=style, header=header)}\n\n{table(summary, style=style)}"
+    return f"{table(runs, header)}\n\n{table(summary)}"
 
 
 def _cell(value: Any) -> str:

@@ -17,11 +17,11 @@ from dpflash.accounting import (
 )
 
 from ._figures import check_plot, draw, epsilon_curve, save, tradeoff_of
+from ._parser import add_options
 from ._runs import POISSON, Run, accounting, add_run_arguments, run_of
 from ._tables import (
     add_output_arguments,
     as_json,
-    check_output_arguments,
     described,
     rounded_down,
     rounded_up,
@@ -34,18 +34,15 @@ _ASSUMPTIONS = (
     "sets that differ by one added or removed sample, unless --sampler, --neighboring-relation "
     "and --examples-per-unit choose others. A shuffled loader has another epsilon."
 )
+_NOISE = {
+    "--noise-multiplier S": "standard deviation of the noise over the clipping bound, e.g. 1.1"
+}
 
 
 def add_epsilon_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash epsilon`."""
     parser.description = f"Compute the epsilon of a run from its noise. {_ASSUMPTIONS}"
-    parser.add_argument(
-        "--noise-multiplier",
-        type=float,
-        required=True,
-        metavar="S",
-        help="standard deviation of the noise over the clipping bound, e.g. 1.1",
-    )
+    add_options(parser, _NOISE, required=["--noise-multiplier"])
     add_run_arguments(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=_run_epsilon)
@@ -58,26 +55,14 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         "meets an epsilon, whichever of --noise-multiplier, --steps and --sample-rate is not "
         f"given. {_ASSUMPTIONS}"
     )
-    parser.add_argument(
-        "--target-epsilon",
-        type=float,
-        required=True,
-        metavar="E",
-        help="maximum epsilon at the end of the run, e.g. 3",
-    )
-    parser.add_argument(
-        "--noise-multiplier",
-        type=float,
-        metavar="S",
-        help="standard deviation of the noise over the clipping bound",
-    )
+    target = {"--target-epsilon E": "maximum epsilon at the end of the run, e.g. 3"}
+    add_options(parser, {**target, **_NOISE}, required=["--target-epsilon"])
     add_run_arguments(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=_run_calibrate)
 
 
 def _run_epsilon(args: argparse.Namespace) -> int:
-    check_output_arguments(args)
     non_negative(noise_multiplier=args.noise_multiplier)
     finite(noise_multiplier=args.noise_multiplier)
     run = run_of(args)
@@ -97,7 +82,6 @@ def _run_epsilon(args: argparse.Namespace) -> int:
 
 
 def _run_calibrate(args: argparse.Namespace) -> int:
-    check_output_arguments(args)
     positive(target_epsilon=args.target_epsilon)
     finite(target_epsilon=args.target_epsilon)
     run = run_of(args)
@@ -219,7 +203,7 @@ def _print(
     if args.json:
         print(as_json(report))
     else:
-        print(table(_rows(report, accountant), style=args.format))
+        print(table(_rows(report, accountant)))
 
 
 def _report(

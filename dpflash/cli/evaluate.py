@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
+from dataclasses import asdict
+
+from dpflash._json import finite
+
+from ._parser import add_options
+
+_OPTIONS = {
+    "--data PATH": "file or folder with the documents",
+    "--unit UNIT": "file or folder: a document is a file; record or field:NAME: a line of a JSONL "
+    "file (default: file)",
+    "--field NAME": "key of the text in a record (default: text)",
+    "--seq-len N": "tokens per window (default: the longest document, or what the model takes)",
+    "--max-windows N": "maximum number of windows (default: all)",
+    "--json": "print JSON",
+}
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,30 +29,9 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "perplexity. Epsilon does not cover the result."
     )
     parser.add_argument("folder", metavar="DIR", help="folder of a run or of an export")
-    parser.add_argument(
-        "--data", metavar="PATH", required=True, help="file or folder with the documents"
-    )
-    parser.add_argument(
-        "--unit",
-        default="file",
-        help="file or folder: a document is a file; record or field:NAME: a line of a JSONL file "
-        "(default: file)",
-    )
-    parser.add_argument(
-        "--field", metavar="NAME", default="text", help="key of the text in a record"
-    )
+    add_options(parser, _OPTIONS, required=["--data"])
     parser.add_argument("--suffixes", nargs="+", metavar="S", help="file name suffixes to read")
-    parser.add_argument(
-        "--seq-len",
-        type=int,
-        metavar="N",
-        help="tokens per window (default: the longest document, or what the model takes)",
-    )
-    parser.add_argument(
-        "--max-windows", type=int, metavar="N", help="maximum number of windows (default: all)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_run_evaluate)
+    parser.set_defaults(run=_run_evaluate, unit="file", field="text")
 
 
 def _run_evaluate(args: argparse.Namespace) -> int:
@@ -55,16 +48,9 @@ def _run_evaluate(args: argparse.Namespace) -> int:
         max_windows=args.max_windows,
         progress=not args.json and sys.stderr.isatty(),
     )
-    figures = {
-        "documents": found.documents,
-        "tokens": found.tokens,
-        "nats_per_token": found.nats_per_token,
-        "bits_per_token": found.bits_per_token,
-        "bits_per_byte": found.bits_per_byte,
-        "perplexity": found.perplexity if math.isfinite(found.perplexity) else None,
-    }
     if args.json:
-        print(json.dumps(figures))
+        derived = {"bits_per_token": found.bits_per_token, "perplexity": found.perplexity}
+        print(json.dumps(finite({**asdict(found), **derived})))
         return 0
     left_out = f" (left out: {documents.left_out})" if documents.left_out else ""
     rows = {

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from ._parser import add_options
+
+_OPTIONS = {
+    "--out DIR": "new folder",
+    "--keep-adapters": "write LoRA adapters as they are, instead of adding them to the model's "
+    "weights",
+}
+
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash export`."""
@@ -13,12 +21,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "load with transformers alone, others with dpflash.load."
     )
     parser.add_argument("folder", metavar="RUN", help="folder of a dpflash train run")
-    parser.add_argument("--out", metavar="DIR", required=True, help="new folder")
-    parser.add_argument(
-        "--keep-adapters",
-        action="store_true",
-        help="write LoRA adapters as they are, instead of adding them to the model's weights",
-    )
+    add_options(parser, _OPTIONS, required=["--out"])
     parser.set_defaults(run=_run_export)
 
 

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import argparse
 
+from ._parser import add_options
+
+_OPTIONS = {
+    "--prompt TEXT": "the text to continue",
+    "--max-new-tokens N": "(default: 100)",
+    "--temperature T": "divides the logits; 0 takes the likeliest token (default: 1)",
+    "--top-k K": "choose among the K likeliest (default: all)",
+    "--seed N": "make the choices repeatable",
+}
+
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash generate`."""
@@ -12,22 +22,8 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt and the weights alone, so it is as private as they are."
     )
     parser.add_argument("folder", metavar="DIR", help="folder of a run or of an export")
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to continue")
-    parser.add_argument(
-        "--max-new-tokens", type=int, metavar="N", default=100, help="(default: 100)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        default=1.0,
-        help="divides the logits; 0 takes the likeliest token (default: 1)",
-    )
-    parser.add_argument(
-        "--top-k", type=int, metavar="K", help="choose among the K likeliest (default: all)"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="make the choices repeatable")
-    parser.set_defaults(run=_run_generate)
+    add_options(parser, _OPTIONS, required=["--prompt"])
+    parser.set_defaults(run=_run_generate, max_new_tokens=100, temperature=1.0)
 
 
 def _run_generate(args: argparse.Namespace) -> int:

@@ -22,91 +22,90 @@ from dpflash._validate import counted
 from dpflash.refusal import PrivateRefusal
 from dpflash.train.config import Parallelism, TrainingConfig
 
+from ._parser import add_options
+
 _DEFAULT_OUT = Path("runs/train")
 _LOST, _REFUSED, _INTERRUPTED = 1, 2, 130
 _ONE_SIGNAL = 2.0  # seconds within which repeated signals count as one
 _PATIENCE = 10.0  # seconds that other ranks wait for rank 0 to report an error
 
-# Name of the option's value, type, help. The defaults are those of TrainingConfig.
-_OPTIONS: dict[str, tuple[str, type, str]] = {
-    "seq_len": (
-        "N",
-        int,
-        "maximum number of tokens per window; a sampled document trains on one window, or with "
-        "--pack on all of its windows",
-    ),
-    "batch_size": ("N", int, "expected number of units per step, over all ranks"),
-    "physical_batch_size": (
-        "N",
-        int,
-        "maximum number of documents in memory at once, per rank; with --pack the number of rows",
-    ),
-    "steps": ("N", int, "number of noisy steps"),
-    "epochs": ("X", float, "expected number of times that each document is sampled"),
-    "dataset_size": (
-        "N",
-        int,
-        "public number from which the sample rate is computed; the actual number of documents is "
-        "then private, and never compared with it",
-    ),
-    "delta": ("D", float, "delta of the guarantee, below 1 / number of units"),
-    "accountant": ("A", str, "name of the accountant"),
-    "clipping": ("NAME", str, "flat (one norm over all parameters) or per_layer"),
-    "grad_sample_mode": (
-        "NAME",
-        str,
-        "auto, instantiate, book_keeping or ghost",
-    ),
-    "max_grad_norm": ("C", float, "clipping bound: maximum norm of one unit's gradient"),
-    "optimize": ("LEVEL", str, "none, conservative, balanced (bfloat16) or aggressive (compiled)"),
-    "learning_rate": ("R", float, "Adam learning rate"),
-    "embed_dim": ("N", int, "width of the model"),
-    "layers": ("N", int, "number of blocks"),
-    "heads": ("N", int, "attention heads"),
-    "pattern": (
-        "NAME",
-        str,
-        "attention of a new model: a name such as sliding_window, or with sizes "
-        "'sliding_window(window=256)'",
-    ),
-    "eval_windows": ("N", int, "held-out windows per evaluation"),
-    "max_total_bytes": ("N", int, "maximum bytes of text to hold in memory"),
-    "checkpoint_every": ("N", int, "steps between checkpoints"),
-}
-_OTHER_DEFAULTS = {
-    "clipping": "flat, or per_layer with --optimize aggressive",
-    "dataset_size": "the number of documents, which is then public",
-    "steps": "20, or by --epochs",
-    "epochs": "by --steps",
-    "learning_rate": "0.01; 1e-3 with --lora-rank, 1e-4 for all parameters of --model",
-    "embed_dim": "64",
-    "layers": "2",
-    "heads": "1",
-    "pattern": "dense",
+# Words in braces are defaults of TrainingConfig.
+_OPTIONS = {
+    "--data PATH": "folder with text files, or a JSONL file or a folder of them with --unit "
+    "record (default: the *.py files of Python's standard library)",
+    "--unit UNIT": "what epsilon protects: file; record, a line of a JSONL file; folder, all "
+    "files in each folder of --data together, such as a patient's notes; field:NAME, all records "
+    "with the same value of that field, such as field:patient (default: {unit})",
+    "--unit-name NAME": "what a folder is, for the ledger and the report, such as patient "
+    "(default: folder)",
+    "--examples-per-unit K": "most documents of a folder or field that a step uses, at random "
+    "(default: 4)",
+    "--field NAME": "key of the text in a JSONL record (default: {field})",
+    "--model DIR": "fine-tune the causal language model in this folder, as save_pretrained writes "
+    "it; nothing is downloaded (default: a new byte-level model)",
+    "--tokenizer DIR": "folder of its tokenizer (default: that of --model)",
+    "--lora-rank N": "train LoRA adapters of this rank on all linear layers instead of all "
+    "parameters",
+    "--eval-data PATH": "file or folder to evaluate on, instead of documents held out of --data",
+    "--eval-fraction F": "expected fraction of documents to hold out, which do not train; 0 for "
+    "no evaluation (default: 0.1)",
+    "--out DIR": f"new folder for the results (default: {_DEFAULT_OUT}, or the next free number)",
+    "--resume DIR": "continue the run in this folder, with any number of ranks; the options of "
+    "the job are read from its checkpoint, the distributed options are not; pass them again",
+    "--seq-len N": "maximum number of tokens per window; a sampled document trains on one window, "
+    "or with --pack on all of its windows (default: {seq_len})",
+    "--batch-size N": "expected number of units per step, over all ranks (default: {batch_size})",
+    "--physical-batch-size N": "maximum number of documents in memory at once, per rank; with "
+    "--pack the number of rows (default: {physical_batch_size})",
+    "--steps N": "number of noisy steps (default: 20, or by --epochs)",
+    "--epochs X": "expected number of times that each document is sampled (default: by --steps)",
+    "--dataset-size N": "public number from which the sample rate is computed; the actual number "
+    "of documents is then private, and never compared with it (default: the number of documents, "
+    "which is then public)",
+    "--delta D": "delta of the guarantee, below 1 / number of units (default: {delta})",
+    "--accountant NAME": "name of the accountant (default: {accountant})",
+    "--clipping NAME": "flat (one norm over all parameters) or per_layer (default: flat, or "
+    "per_layer with --optimize aggressive)",
+    "--grad-sample-mode NAME": "auto, instantiate, book_keeping or ghost (default: "
+    "{grad_sample_mode})",
+    "--max-grad-norm C": "clipping bound: maximum norm of one unit's gradient (default: "
+    "{max_grad_norm})",
+    "--optimize LEVEL": "none, conservative, balanced (bfloat16) or aggressive (compiled) "
+    "(default: {optimize})",
+    "--learning-rate R": "Adam learning rate (default: 0.01; 1e-3 with --lora-rank, 1e-4 for all "
+    "parameters of --model)",
+    "--embed-dim N": "width of the model (default: 64)",
+    "--layers N": "number of blocks (default: 2)",
+    "--heads N": "attention heads (default: 1)",
+    "--pattern NAME": "attention of a new model: a name such as sliding_window, or with sizes "
+    "'sliding_window(window=256)' (default: dense)",
+    "--eval-windows N": "held-out windows per evaluation (default: {eval_windows})",
+    "--max-total-bytes N": "maximum bytes of text to hold in memory (default: {max_total_bytes})",
+    "--checkpoint-every N": "steps between checkpoints (default: {checkpoint_every})",
+    "--target-epsilon E": "epsilon after all steps (default: {target_epsilon})",
+    "--max-epsilon E": "end the training before the step that would exceed it (default: no limit)",
+    "--noise-multiplier S": "noise over clipping bound, instead of a target; 0 for a run without "
+    "privacy",
+    "--pack": "pack whole documents into rows of --seq-len tokens, so that a step trains on all "
+    "of a sampled document",
+    "--allow-large-delta": "accept a delta that is not below 1 / number of units",
+    "--seed N": "make the run repeatable, for research: its noise can be recomputed by others",
 }
 
 # What the summary calls a held-out loss, and its key in the report.
 _MEASURED = (("before", "before"), ("private", "after"), ("non-private", "nonprivate"))
 
-# The same for Parallelism: how ranks share the job. A resumed run may use other values.
-_SHARED: dict[str, tuple[str, type, str]] = {
-    "context_parallel": (
-        "K",
-        int,
-        "number of ranks over which the tokens of each window are sharded; groups of K ranks "
-        "divide the documents of a step",
-    ),
-    "context_mode": (
-        "NAME",
-        str,
-        "how keys and values are exchanged: auto, ring, all_gather or ulysses",
-    ),
-    "sharding": (
-        "NAME",
-        str,
-        "which tokens each rank holds: contiguous, or zigzag for balanced causal work",
-    ),
-    "rank_timeout": ("SECONDS", float, "how long a rank waits for another one"),
+# Words in braces are defaults of Parallelism: how ranks share the job. A resumed run may differ.
+_SHARED = {
+    "--context-parallel K": "number of ranks over which the tokens of each window are sharded; "
+    "groups of K ranks divide the documents of a step (default: {context_parallel})",
+    "--context-mode NAME": "how keys and values are exchanged: auto, ring, all_gather or ulysses "
+    "(default: {context_mode})",
+    "--sharding NAME": "which tokens each rank holds: contiguous, or zigzag for balanced causal "
+    "work (default: {sharding})",
+    "--rank-timeout SECONDS": "how long a rank waits for another one (default: {rank_timeout})",
+    "--shard-parameters": "shard parameters and optimizer state over the ranks that divide the "
+    "documents (FSDP2); skips the non-private run",
 }
 
 
@@ -121,116 +120,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # Options that are not given are absent, because --resume compares only the given ones.
     parser.argument_default = argparse.SUPPRESS
-    parser.add_argument(
-        "--data",
-        metavar="PATH",
-        help="folder with text files, or a JSONL file or a folder of them with --unit record "
-        "(default: the *.py files of Python's standard library)",
-    )
-    parser.add_argument(
-        "--unit",
-        metavar="UNIT",
-        help="what epsilon protects: file; record, a line of a JSONL file; folder, all files in "
-        "each folder of --data together, such as a patient's notes; field:NAME, all records with "
-        "the same value of that field, such as field:patient (default: file)",
-    )
-    parser.add_argument(
-        "--unit-name",
-        metavar="NAME",
-        help="what a folder is, for the ledger and the report, such as patient (default: folder)",
-    )
-    parser.add_argument(
-        "--examples-per-unit",
-        type=int,
-        metavar="K",
-        help="most documents of a folder or field that a step uses, at random (default: 4)",
-    )
-    parser.add_argument(
-        "--field", metavar="NAME", help="key of the text in a JSONL record (default: text)"
-    )
+    add_options(parser, _with_defaults(_OPTIONS, TrainingConfig))
     parser.add_argument(
         "--suffixes", nargs="+", metavar="S", help="file name suffixes to read, e.g. .txt .md"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="fine-tune the causal language model in this folder, as save_pretrained writes it; "
-        "nothing is downloaded (default: a new byte-level model)",
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="DIR", help="folder of its tokenizer (default: that of --model)"
-    )
-    parser.add_argument(
-        "--lora-rank",
-        type=int,
-        metavar="N",
-        help="train LoRA adapters of this rank on all linear layers instead of all parameters",
-    )
-    parser.add_argument(
-        "--eval-data",
-        metavar="PATH",
-        help="file or folder to evaluate on, instead of documents held out of --data",
-    )
-    parser.add_argument(
-        "--eval-fraction",
-        type=float,
-        metavar="F",
-        help="expected fraction of documents to hold out, which do not train; 0 for no evaluation "
-        "(default: 0.1)",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help=f"new folder for the results (default: {_DEFAULT_OUT}, or the next free number)",
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="DIR",
-        help="continue the run in this folder, with any number of ranks; the options of the job "
-        "are read from its checkpoint, the distributed options are not; pass them again",
-    )
-    defaults = {f.name: f.default for f in fields(TrainingConfig)}
-    for name, (metavar, kind, text) in _OPTIONS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            metavar=metavar,
-            help=f"{text} (default: {_OTHER_DEFAULTS.get(name, defaults[name])})",
-        )
-    parser.add_argument(
-        "--target-epsilon",
-        type=float,
-        metavar="E",
-        help=f"epsilon after all steps (default: {defaults['target_epsilon']})",
-    )
-    parser.add_argument(
-        "--max-epsilon",
-        type=float,
-        metavar="E",
-        help="end the training before the step that would exceed it (default: no limit)",
-    )
-    parser.add_argument(
-        "--noise-multiplier",
-        type=float,
-        metavar="S",
-        help="noise over clipping bound, instead of a target; 0 for a run without privacy",
-    )
-    parser.add_argument(
-        "--pack",
-        action="store_true",
-        help="pack whole documents into rows of --seq-len tokens, so that a step trains on all of "
-        "a sampled document",
-    )
-    parser.add_argument(
-        "--allow-large-delta",
-        action="store_true",
-        help="accept a delta that is not below 1 / number of units",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="make the run repeatable, for research: its noise can be recomputed by others",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to compute (default: cpu)"
@@ -242,21 +134,15 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "model, no with --model)",
     )
     shared = parser.add_argument_group("several ranks, started by torchrun")
-    defaults = {f.name: f.default for f in fields(Parallelism)}
-    for name, (metavar, kind, text) in _SHARED.items():
-        shared.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            metavar=metavar,
-            help=f"{text} (default: {defaults[name]})",
-        )
-    shared.add_argument(
-        "--shard-parameters",
-        action="store_true",
-        help="shard parameters and optimizer state over the ranks that divide the documents "
-        "(FSDP2); skips the non-private run",
-    )
+    add_options(shared, _with_defaults(_SHARED, Parallelism))
     parser.set_defaults(run=_run_train)
+
+
+def _with_defaults(
+    options: dict[str, str], config: type[TrainingConfig | Parallelism]
+) -> dict[str, str]:
+    defaults = {f.name: f.default for f in fields(config)}
+    return {usage: text.format_map(defaults) for usage, text in options.items()}
 
 
 def _run_train(args: argparse.Namespace) -> int:

@@ -227,8 +227,6 @@ def test_an_infinite_epsilon_is_still_json_and_an_honest_table(capsys):
     assert not capsys.readouterr().err
     assert report["advantage"] == 1
     assert rows_of(capsys, *words)["epsilon (upper bound)"] == "Infinity"
-    assert main([*words, "--format", "latex"]) == 0
-    assert r"epsilon (upper bound) & $\infty$ \\" in capsys.readouterr().out
 
 
 def test_prv_tells_no_advantage_and_refuses_the_other_relations(capsys):
@@ -246,35 +244,6 @@ def test_prv_tells_no_advantage_and_refuses_the_other_relations(capsys):
 def test_without_opacus_prv_is_refused_with_the_way_out(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
     assert "pip install opacus" in refusal_of(capsys, *NOISY, *RUN, "--accountant", "prv")
-
-
-# formats
-
-
-def test_a_markdown_table_has_two_columns_and_the_same_cells(capsys):
-    rows = rows_of(capsys, *NOISY, *RUN)
-    assert main([*NOISY, *RUN, "--format", "markdown"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["|  |  |", "| --- | --- |"]
-    assert lines[2:] == [f"| {label} | {value} |" for label, value in rows.items()]
-
-
-def test_a_latex_table_is_escaped_and_balanced(capsys):
-    assert main([*NOISY, *RUN, "--format", "latex"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [r"\begin{tabular}{ll}", r"\hline"]
-    assert lines[-2:] == [r"\hline", r"\end{tabular}"]
-    body = lines[2:-2]
-    assert all(line.endswith(r" \\") and line.count("&") == 1 for line in body)
-    assert r"neighboring relation & add\_remove \\" in body
-    assert r"delta & $1 \times 10^{-5}$ \\" in body
-
-
-def test_text_is_the_default_format(capsys):
-    assert main([*NOISY, *RUN]) == 0
-    plain = capsys.readouterr().out
-    assert main([*NOISY, *RUN, "--format", "text"]) == 0
-    assert capsys.readouterr().out == plain
 
 
 # calibrate
@@ -387,8 +356,6 @@ REFUSED = {
     "NOISY RUN --accountant none": "accountant='none': expected",
     "NOISY RUN --sampler none": "sampler='none': expected",
     "NOISY RUN --neighboring-relation x": "neighboring_relation='x': expected",
-    "NOISY RUN --format html": "format='html': expected",
-    "NOISY RUN --format latex --json": "format='latex': --json prints no table",
     "PART --steps 5": "sample_rate=None: the poisson sampler",
     "PART --sample-rate 0.1": "steps=None: the poisson sampler",
     "PART SHUFFLED": "epochs=None: the shuffled sampler",
