@@ -11,8 +11,8 @@ import os
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,7 @@ _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 # Binary files have a NUL byte among the first bytes, so they are not read to the end.
 _SNIFFED_BYTES = 65_536
 _JSONL = ".jsonl"
+_REASONS = ("binary", "unreadable", "empty", "malformed", "duplicate")
 
 
 def check_unit(unit: str) -> None:
@@ -71,13 +72,10 @@ class ByteDocuments(Sequence[bytes]):
         paths: path of each document relative to the folder, with forward slashes; that of a record
             ends in a colon and the number of its line.
         contents: its bytes, never empty and no two of one unit equal.
-        num_binary: files left out because they hold a NUL byte.
-        num_unreadable: files and folders left out because they could not be read.
-        num_empty: files left out because they are empty.
-        num_malformed: lines of JSONL files left out because they are no object with a text, or
-            name no unit.
-        num_duplicates: files or records left out because an earlier one has the same bytes; with
-            units of several documents an earlier one of the same unit.
+        skipped: numbers of files, records or folders left out: "binary" (with a NUL byte),
+            "unreadable", "empty", "malformed" (lines of JSONL files that are no object with a
+            text, or name no unit) and "duplicate" (an earlier one, with units of several documents
+            of the same unit, has the same bytes).
         unit: "file", "record", "folder" or "field:NAME".
         owners: the unit of each document; None where each document is a unit.
 
@@ -89,11 +87,7 @@ class ByteDocuments(Sequence[bytes]):
 
     paths: tuple[str, ...]
     contents: tuple[bytes, ...]
-    num_binary: int = 0
-    num_unreadable: int = 0
-    num_empty: int = 0
-    num_malformed: int = 0
-    num_duplicates: int = 0
+    skipped: Mapping[str, int] = field(default_factory=dict)
     unit: str = "file"
     owners: tuple[str, ...] | None = None
 
@@ -140,22 +134,19 @@ class ByteDocuments(Sequence[bytes]):
             root, names, num_unreadable = root.parent, [root.name], 0
         else:
             names, num_unreadable = _file_names(root, suffixes)
-        reader = _Reader(root, max_total_bytes, num_unreadable, unit, field)
+        reader = _Reader(root, max_total_bytes, unit, field)
+        reader.skipped["unreadable"] = num_unreadable
         for name in names:
             reader.read(name)
         owners = tuple(owner for owner, _ in reader.documents)
         documents = cls(
             tuple(reader.documents.values()),
             tuple(content for _, content in reader.documents),
-            reader.num_binary,
-            reader.num_unreadable,
-            reader.num_empty,
-            reader.num_malformed,
-            reader.num_duplicates,
+            reader.skipped,
             unit,
             owners if has_several_documents(unit) else None,
         )
-        if documents.num_unreadable:
+        if reader.skipped["unreadable"]:
             warnings.warn(
                 f"{root}: some files or folders could not be read and are left out; check their "
                 "permissions",
@@ -199,14 +190,7 @@ class ByteDocuments(Sequence[bytes]):
     @property
     def left_out(self) -> str:
         """Numbers of files, records or folders left out, by reason; empty after `split`."""
-        counts = {
-            "binary": self.num_binary,
-            "unreadable": self.num_unreadable,
-            "empty": self.num_empty,
-            "malformed": self.num_malformed,
-            "duplicate": self.num_duplicates,
-        }
-        return ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
+        return ", ".join(f"{number} {kind}" for kind, number in self.skipped.items() if number)
 
     def split(self, held_out: float = HELD_OUT) -> tuple["ByteDocuments", "ByteDocuments"]:
         """Split into training documents and held-out documents.
@@ -304,9 +288,7 @@ def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str]
 class _Reader:
     """Reads files one by one and keeps each distinct content of a unit under its first path."""
 
-    def __init__(
-        self, root: Path, max_total_bytes: int, num_unreadable: int, unit: str, field: str
-    ) -> None:
+    def __init__(self, root: Path, max_total_bytes: int, unit: str, field: str) -> None:
         self.root = root
         self.unit = unit
         self.field = field
@@ -314,11 +296,7 @@ class _Reader:
         # (unit, content): of a unit of one document the name is left out, so equal ones are one.
         self.documents: dict[tuple[str, bytes], str] = {}
         self.total_bytes = 0
-        self.num_binary = 0
-        self.num_unreadable = num_unreadable
-        self.num_empty = 0
-        self.num_malformed = 0
-        self.num_duplicates = 0
+        self.skipped = dict.fromkeys(_REASONS, 0)
 
     def read(self, name: str) -> None:
         """Read one file; keep its documents, or count the reasons why they are left out."""
@@ -336,10 +314,10 @@ class _Reader:
                     # One byte above the limit suffices to detect that it is exceeded.
                     content += file.read(self.max_total_bytes + 1)
         except OSError:
-            self.num_unreadable += 1
+            self.skipped["unreadable"] += 1
             return
         if b"\0" in content:
-            self.num_binary += 1
+            self.skipped["binary"] += 1
         else:
             self._add(name, content, self._folder_of(name))
 
@@ -357,7 +335,7 @@ class _Reader:
                         continue
                     record = self._record(line)
                     if record is None:
-                        self.num_malformed += 1
+                        self.skipped["malformed"] += 1
                         continue
                     text, owner = record
                     if _are_records(self.unit):
@@ -365,7 +343,7 @@ class _Reader:
                     else:
                         texts.append(text)
         except OSError:
-            self.num_unreadable += 1
+            self.skipped["unreadable"] += 1
             return
         if not _are_records(self.unit):
             self._add(name, b"\n".join(texts), self._folder_of(name))
@@ -387,9 +365,9 @@ class _Reader:
     def _add(self, name: str, content: bytes, owner: str) -> None:
         """Keep a document, or count why it is left out."""
         if not content:
-            self.num_empty += 1
+            self.skipped["empty"] += 1
         elif (owner, content) in self.documents:
-            self.num_duplicates += 1
+            self.skipped["duplicate"] += 1
         else:
             self._keep(name, content, owner)
 

@@ -9,19 +9,19 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpflash.accounting import Interval
-
 from .._json import finite
 from .._validate import counted
-from ..packing import PackTo
 from ..privacy.privacy_unit import USER, named
-from ..privacy.public_facts import PublicFacts
-from .config import TrainingConfig, TrainingState
+from .config import TrainingConfig
 from .data import has_several_documents, noun_of
+
+if TYPE_CHECKING:
+    from ..engine import PrivacyEngine
+    from .run import TrainingRun
 
 REPORT = "report.json"
 PLOT = "training.png"
@@ -69,83 +69,39 @@ def _unit_in_words(config: TrainingConfig) -> str:
     )
 
 
-def make_report(
-    config: TrainingConfig,
-    state: TrainingState,
-    *,
-    epsilon: Interval,
-    lost_steps: int,
-    sampler: str,
-    neighboring_relation: str,
-    public: PublicFacts,
-    num_documents: int,
-    num_units: int,
-    window_len: int,
-    pack: PackTo | None,
-    total_steps: int,
-    token: str,
-    num_parameters: int,
-    ranks: dict[str, Any],
-) -> dict[str, Any]:
+def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
     """The report of a job as plain values; numbers that are not finite become None.
 
-    `ranks` describes how the job was shared when the report was written; before a --resume it may
-    have been shared differently.
+    "ranks" describes how the job is shared now; before a --resume it may have been shared
+    differently.
     """
+    config, state, token = job.config, job.state, job.token
+    epsilon = engine.get_epsilon(config.delta, interval=True)
     seen = state.seen_samples
-    notes = [_SEEDED] if config.seed is not None else []
-    if state.stopped is not None:
-        notes.append(state.stopped)
-    elif len(state.history) < total_steps:
-        notes.append(
-            f"interrupted after step {len(state.history)} of {total_steps}; dpflash train "
-            "--resume continues"
-        )
-    if lost_steps:
-        notes.append(
-            f"{lost_steps} step(s) were released by a process that died before its next "
-            "checkpoint; epsilon counts them, but they are not in the model"
-        )
-    if config.baseline and state.bits_nonprivate is None and ranks["shard_parameters"]:
-        notes.append(
-            "the non-private comparison run was skipped: it does not support sharded parameters"
-        )
-    if state.noise_multiplier == 0:
-        notes.append("no noise: this run has no privacy")
-    if pack is not None:
-        notes.append(
-            f"packed into {counted(pack.rows, 'row')} of {window_len} tokens: of a "
-            f"{config.document} with more than {pack.tokens} tokens, each step trains on a window "
-            "of that many"
-        )
-    if state.verified is not True:
-        notes.append(_UNVERIFIED)
-    if state.rounded_sums:
-        notes.append(_ROUNDED)
     report = {
         "epsilon": epsilon.upper,
         "epsilon_lower": epsilon.lower,
         "delta": config.delta,
         "target_epsilon": config.target_epsilon,
         "max_epsilon": config.max_epsilon,
-        "neighboring_relation": neighboring_relation,
+        "neighboring_relation": engine.neighboring_relation,
         "privacy_unit": _unit_in_words(config),
         "verified": state.verified,
         "rounded_sums": state.rounded_sums,
-        "sampler": sampler,
+        "sampler": engine.sampler,
         "accountant": config.accountant,
         "noise_multiplier": state.noise_multiplier,
         "max_grad_norm": config.max_grad_norm,
         "clipping": config.clipping,
-        "sample_rate": config.sample_rate(num_units),
+        "sample_rate": config.sample_rate(job.num_units),
         "expected_batch_size": config.batch_size,
-        "num_documents": num_documents,
-        "num_units": num_units,
-        "public": public.as_dict(),
-        "window_len": window_len,
+        "num_documents": job.num_documents,
+        "num_units": job.num_units,
+        "public": engine.public.as_dict(),
+        "window_len": job.window_len,
         "steps": len(state.history),
-        "planned_steps": total_steps,
-        "lost_steps": lost_steps,
+        "planned_steps": job.total_steps,
+        "lost_steps": job.lost_steps,
         "stopped": state.stopped,
         "seeded": config.seed is not None,
         "loss_per": token,
@@ -157,9 +113,9 @@ def make_report(
         "peak_memory_mb": state.peak_memory_mb,
         "peak_memory_of": "the rank with the highest peak",
         "clip_fraction": state.clipped_samples / seen if seen else None,
-        "ranks": ranks,
-        "num_parameters": num_parameters,
-        "notes": notes,
+        "ranks": job.ranks,
+        "num_parameters": sum(p.numel() for p in job.model.parameters()),
+        "notes": _notes(job),
         "not_covered_by_epsilon": {
             key.replace("byte", token): why for key, why in _NOT_COVERED.items()
         },
@@ -169,6 +125,41 @@ def make_report(
         "history_nonprivate": state.baseline_losses,
     }
     return {key: finite(value) for key, value in report.items()}
+
+
+def _notes(job: TrainingRun) -> list[str]:
+    """What a reader of the figures must know."""
+    config, state = job.config, job.state
+    notes = [_SEEDED] if config.seed is not None else []
+    if state.stopped is not None:
+        notes.append(state.stopped)
+    elif len(state.history) < job.total_steps:
+        notes.append(
+            f"interrupted after step {len(state.history)} of {job.total_steps}; dpflash train "
+            "--resume continues"
+        )
+    if job.lost_steps:
+        notes.append(
+            f"{job.lost_steps} step(s) were released by a process that died before its next "
+            "checkpoint; epsilon counts them, but they are not in the model"
+        )
+    if config.baseline and state.bits_nonprivate is None and job.ranks["shard_parameters"]:
+        notes.append(
+            "the non-private comparison run was skipped: it does not support sharded parameters"
+        )
+    if state.noise_multiplier == 0:
+        notes.append("no noise: this run has no privacy")
+    if job.pack is not None:
+        notes.append(
+            f"packed into {counted(job.pack.rows, 'row')} of {job.window_len} tokens: of a "
+            f"{config.document} with more than {job.pack.tokens} tokens, each step trains on a "
+            "window of that many"
+        )
+    if state.verified is not True:
+        notes.append(_UNVERIFIED)
+    if state.rounded_sums:
+        notes.append(_ROUNDED)
+    return notes
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:

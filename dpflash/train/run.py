@@ -77,6 +77,7 @@ class TrainingRun:
         window_len: tokens of each window.
         shortened: why that is less than seq_len, if it is.
         token: "byte" or "token": what losses are per.
+        pack: packs the documents; None where they are not packed.
         is_first: whether this is rank 0, which writes files and shows progress bars.
     """
 
@@ -112,10 +113,10 @@ class TrainingRun:
         team.parallel.check(replace(config, seq_len=self.window_len))
         self.num_units = corpus.train.num_units
         self._documents_at_once = corpus.train.documents_at_once(config.examples_per_unit)
-        self._pack = pack_of(config, self.window_len)
+        self.pack = pack_of(config, self.window_len)
         kind, length = TrainWindows, self.window_len
-        if self._pack is not None:
-            kind, length = WholeDocuments, self._pack.tokens - 1
+        if self.pack is not None:
+            kind, length = WholeDocuments, self.pack.tokens - 1
         self._windows = kind(documents, length, key=state.window_key, padding=self._lm.padding)
         self._metrics = Metrics(folder)
         model = team.shard_parameters(self._initial_model())
@@ -135,7 +136,7 @@ class TrainingRun:
             module=model,
             optimizer=self._adam(model),
             data_loader=DataLoader(
-                self._windows, batch_size=config.batch_size, collate_fn=self._pack
+                self._windows, batch_size=config.batch_size, collate_fn=self.pack
             ),
             noise_multiplier=state.noise_multiplier,
             budget=None if self._was_spent else budget,
@@ -571,10 +572,10 @@ class TrainingRun:
 
     def _plain_batches(self, drawn: list[int], step: int) -> Iterator[Any]:
         """The documents of a step of the non-private run in batches, as the private run has."""
-        if self._pack is not None:
+        if self.pack is not None:
             documents = [self._windows.tokens(index, step) for index in drawn]
-            for numbers in self._pack.microbatches([len(tokens) for tokens in documents]):
-                yield self._pack([documents[number] for number in numbers])
+            for numbers in self.pack.microbatches([len(tokens) for tokens in documents]):
+                yield self.pack([documents[number] for number in numbers])
             return
         size = self.config.physical_batch_size
         for start in range(0, len(drawn), size):
@@ -641,23 +642,7 @@ class TrainingRun:
             _remove_others(self.folder, self.checkpoint.name)
 
     def _written_report(self) -> dict[str, Any]:
-        report = make_report(
-            self.config,
-            self.state,
-            epsilon=self._engine.get_epsilon(self.config.delta, interval=True),
-            lost_steps=self.lost_steps,
-            sampler=self._engine.sampler,
-            neighboring_relation=self._engine.neighboring_relation,
-            public=self._engine.public,
-            num_documents=self.num_documents,
-            num_units=self.num_units,
-            window_len=self.window_len,
-            pack=self._pack,
-            total_steps=self.total_steps,
-            token=self.token,
-            num_parameters=sum(p.numel() for p in self.model.parameters()),
-            ranks=self.ranks,
-        )
+        report = make_report(self, self._engine)
         if self.is_first:
             write_report(report, self.folder)
         return report

@@ -222,9 +222,9 @@ def test_a_packed_step_trains_on_all_windows_of_a_document_as_one_unit(
     data: Path, tmp_path: Path
 ) -> None:
     job = TrainingRun.start(config(data, pack=True), tmp_path / "out")
-    assert job._pack is not None
+    assert job.pack is not None
     documents = [job._windows.tokens(index, 0) for index in range(8)]
-    documents = [tokens for tokens in documents if len(tokens) < job._pack.tokens]
+    documents = [tokens for tokens in documents if len(tokens) < job.pack.tokens]
     assert len(documents) > 2
     # Whole, from the start token.
     assert all(int(tokens[0]) == 256 for tokens in documents)
@@ -236,7 +236,7 @@ def test_a_packed_step_trains_on_all_windows_of_a_document_as_one_unit(
                 logits = job.model(part[None])[0, :-1]
                 loss = torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum")
                 nats, count = nats + float(loss), count + len(part) - 1
-            found, targets = job._losses(job.model, job._pack([tokens]))
+            found, targets = job._losses(job.model, job.pack([tokens]))
         assert int((targets >= 0).sum()) == count
         assert float(found[0]) == pytest.approx(nats / count, rel=1e-5)
 

@@ -85,7 +85,7 @@ def test_unreadable_files_are_left_out_with_a_warning(write, monkeypatch):
     monkeypatch.setattr(corpus.Path, "open", refuse_b)
     with pytest.warns(PrivateWarning, match="some files or folders could not be read"):
         documents = ByteDocuments.read(root)
-    assert documents.paths == ("a",) and documents.num_unreadable == 3
+    assert documents.paths == ("a",) and documents.left_out == "3 unreadable"
 
 
 @pytest.mark.parametrize("closed", ["inner", ""], ids=["subfolder", "root"])
@@ -351,7 +351,7 @@ def test_documents_of_a_unit_do_not_depend_on_other_units(write):
     # Equal files in two folders: without the first folder the second keeps its own.
     files = {"a__one": b"same", "a__two": b"same", "b__one": b"same", "b__two": b"other"}
     both = ByteDocuments.read(write(**files), unit="folder")
-    assert both.paths == ("a/one", "b/one", "b/two") and both.num_duplicates == 1
+    assert both.paths == ("a/one", "b/one", "b/two") and both.left_out == "1 duplicate"
 
 
 def test_a_unit_is_held_out_as_a_whole_whatever_other_units_there_are(write):
