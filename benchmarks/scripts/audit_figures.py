@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from dpflash.accounting import get_noise_multiplier
@@ -95,21 +96,6 @@ def bounds() -> list[dict[str, Any]]:
     return rows
 
 
-class _Undone:
-    """Sets attributes, and sets them back."""
-
-    def __init__(self) -> None:
-        self._held: list[tuple[Any, str, Any]] = []
-
-    def __call__(self, owner: Any, name: str, value: Any) -> None:
-        self._held.append((owner, name, owner.__dict__[name]))
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        for owner, name, value in reversed(self._held):
-            setattr(owner, name, value)
-
-
 def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[str, Any]]:
     """How many audits of one process accuse, with each bug and without one."""
     sys.path.insert(0, str(BUGS))
@@ -125,15 +111,11 @@ def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[
                 continue
             reports: list[AuditReport] = []
             for _ in range(honest_runs // len(POWER) if bug is None else bug_runs):
-                put = _Undone()
-                if bug is not None:
-                    bug(put)
-                try:
+                with pytest.MonkeyPatch.context() as patch:
+                    if bug is not None:
+                        bug(patch.setattr)
                     what = audited(rate, steps, NOISE)
-                    report = run_audit(what, canaries=CANARIES, delta=DELTA, ranks=False)
-                finally:
-                    put.undo()
-                reports.append(report)
+                    reports.append(run_audit(what, canaries=CANARIES, delta=DELTA, ranks=False))
             checks = [check for report in reports for check in report.checks]
             by_scores = sum(bool(report.assessment.refuted) for report in reports)
             rows.append(_row(name, setting, [r.ok for r in reports], checks, by_scores))
