@@ -46,27 +46,24 @@ _GRAM_CHUNK_ELEMENTS = 1 << 22
 _CANCELLATION = 1 / 1024
 
 
-def register(
-    *, norm_samplers: bool = True, accountants: bool = True, replace_accountants: bool = False
-) -> None:
+def register(*, replace_accountants: bool = False) -> None:
     """Make Opacus use this library. A second call does nothing; `unregister` undoes it.
 
-    Models that are already wrapped use the norms from their next backward on.
+    `nn.Linear` and `nn.Embedding` get dpflash's norm samplers, for `grad_sample_mode="ghost"` and
+    its variants. Subclasses of these two keep those of Opacus. So do LayerNorm and RMSNorm: their
+    norms need no [T, T] matrix, and with a norm sampler Opacus would refuse a layer that is called
+    twice. Models that are already wrapped use the norms from their next backward on.
+
+    Each accountant of `dpflash.accounting` is registered under its name with the prefix
+    ``"dpflash_"``, so that `PrivacyEngine(accountant="dpflash_rdp")` uses it. It loads states that
+    Opacus' accountant of the same mechanism saved.
 
     Args:
-        norm_samplers: register dpflash's norm samplers for `nn.Linear` and `nn.Embedding`, for
-            `grad_sample_mode="ghost"` and its variants. Subclasses of these two keep those of
-            Opacus. So do LayerNorm and RMSNorm: their norms need no [T, T] matrix, and with a
-            norm sampler Opacus would refuse a layer that is called twice.
-        accountants: register each accountant of `dpflash.accounting` under its name with the
-            prefix ``"dpflash_"``, so that `PrivacyEngine(accountant="dpflash_rdp")` uses it. It
-            loads states that Opacus' accountant of the same mechanism saved.
         replace_accountants: register them under their plain names too, in place of Opacus' own:
             `PrivacyEngine(accountant="rdp")` is then dpflash's.
 
     Raises:
         ImportError: Opacus is missing, or older than 1.6.
-        ValueError: replace_accountants without accountants.
 
     Guarantees:
         A norm is that of the sample's gradient as Opacus defines it, accumulated in fp32 or wider,
@@ -75,19 +72,12 @@ def register(
         are not finite still reach the sum, because Opacus multiplies them by that 0. No [T, T]
         matrix is made unless it is smaller than a quarter of the sample's gradient [O, I].
     """
-    if replace_accountants and not accountants:
-        raise ValueError(
-            "replace_accountants=True with accountants=False: nothing would be registered; leave "
-            "accountants out"
-        )
     _check_version()
-    if norm_samplers:
-        _register_norm_samplers()
-    if accountants:
-        for name, plain in ACCOUNTANTS.items():
-            _register_accountant(PREFIX + name, plain)
-            if replace_accountants:
-                _register_accountant(name, plain)
+    _register_norm_samplers()
+    for name, plain in ACCOUNTANTS.items():
+        _register_accountant(PREFIX + name, plain)
+        if replace_accountants:
+            _register_accountant(name, plain)
 
 
 def unregister() -> None:

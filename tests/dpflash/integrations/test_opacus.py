@@ -427,15 +427,6 @@ def test_registering_again_and_unregistering_restores_opacus_exactly():
     assert (NORM_SAMPLERS, registry._ACCOUNTANTS) == (samplers, accountants)
 
 
-def test_each_part_can_be_left_out():
-    samplers, accountants = dict(NORM_SAMPLERS), dict(registry._ACCOUNTANTS)
-    integration.register(norm_samplers=False)
-    assert samplers == NORM_SAMPLERS and accountants != registry._ACCOUNTANTS
-    integration.unregister()
-    integration.register(accountants=False)
-    assert samplers != NORM_SAMPLERS and accountants == registry._ACCOUNTANTS
-
-
 def test_what_somebody_else_registered_later_stays():
     stock = NORM_SAMPLERS[nn.Linear]
 
@@ -477,11 +468,6 @@ def test_accountants_do_not_replace_those_of_opacus_unless_asked():
     assert isinstance(opacus.PrivacyEngine(accountant="dpflash_rdp").accountant, RDPAccountant)
     integration.register(replace_accountants=True)
     assert isinstance(opacus.PrivacyEngine(accountant="rdp").accountant, RDPAccountant)
-
-
-def test_replacing_without_registering_is_refused():
-    with pytest.raises(ValueError, match="replace_accountants=True with accountants=False"):
-        integration.register(accountants=False, replace_accountants=True)
 
 
 @pytest.mark.usefixtures("registered")
