@@ -64,8 +64,8 @@ compare: $(STAMP) ## is this tree slower than the commit BASE? both take turns (
 ci: lint test ## what a change must pass: lint, tests, and no slowdown beside the commit before it
 	$(MAKE) compare QUICK=1 BASE=HEAD~1
 
-gpu: $(STAMP) ## on a GPU: is it right, where does the time go?
-	@ok=0; for stage in right time long; do OUT=runs/gpu LIMIT_S=3600 benchmarks/gpu.sh $$stage || ok=1; done; exit $$ok
+gpu: $(STAMP) ## on a GPU: is it right, where does the time go, which configurations are best?
+	@ok=0; for stage in right time tune; do OUT=runs/gpu LIMIT_S=3600 benchmarks/gpu.sh $$stage || ok=1; done; exit $$ok
 
 clean: ## remove what was built, .venv included
 	rm -rf .venv $(NEWEST) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
 #
 #     benchmarks/gpu.sh right    # are the kernels and the private step right on this chip?
 #     benchmarks/gpu.sh time     # where does the time go, beside other libraries?
-#     benchmarks/gpu.sh long     # private over non-private steps on long sequences
+#     benchmarks/gpu.sh tune     # the kernels' configurations, private over non-private steps
 #
 # Nothing is installed outside a temporary folder and nothing is fetched. A part that fails or runs
 # out of time does not stop the others; one that needs what is not installed is skipped, by name.
@@ -26,7 +26,7 @@ LIMIT_S=${LIMIT_S:-540}
 export DEVICE=${DEVICE:-cuda}
 [ -x .venv/bin/python ] && PYTHON=${PYTHON:-$here/.venv/bin/python}
 PYTHON=${PYTHON:-python3}
-if ! [[ $stage =~ ^(right|time|long)$ && $LIMIT_S =~ ^[0-9]+$ ]]; then
+if ! [[ $stage =~ ^(right|time|tune)$ && $LIMIT_S =~ ^[0-9]+$ ]]; then
   sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0" >&2
   exit 2
 fi
@@ -137,7 +137,10 @@ case $stage in
     needing ncu ncu 60 ncu --clock-control none --target-processes all -k regex:_attention_ -c 3 \
       "$PYTHON" tests/gpu/tiny_calls.py "$DEVICE"
     ;;
-  long)
+  tune)
+    part tune 300 "$PYTHON" benchmarks/scripts/tune_attention.py --jobs "$jobs" \
+      --try-seconds 180 --json "$results/tune-attention.json" \
+      --write "$results/attention_configs.json"
     measure 240 long
     ;;
 esac

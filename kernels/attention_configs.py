@@ -1,6 +1,7 @@
 """Tile sizes of the attention kernels, one table by architecture, head dim and dtype.
 
-The table is `attention_configs.json`. Nothing is tuned at run time.
+The table is `attention_configs.json`; `benchmarks/scripts/tune_attention.py` writes it on a GPU.
+Nothing is tuned at run time.
 """
 
 from __future__ import annotations
