@@ -16,11 +16,14 @@ from torch.utils.data import Dataset
 from ..refusal import PrivateRefusal
 from ..verification.nested import parts_of
 from ..verification.random_state import RandomState, random_state_kept
+from .row_order import SORTING, CollatedOrder
 
 Collate = Callable[[list[Any]], Any]
 
 # So many first entries show what entries are like.
 _FIRST = 7
+# An entry that is the same so often is the same always.
+_REPEATS = 8
 _CPU = torch.device("cpu")
 _FAILED: Any = object()
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
@@ -35,6 +38,19 @@ class Unreadable:
     """
 
     error: str = field(repr=False)
+
+
+class _Fetched(list[Any]):
+    """The entries of a batch.
+
+    Args:
+        entries: in the order of `indices`.
+        indices: of the dataset.
+    """
+
+    def __init__(self, entries: list[Any], indices: list[int]) -> None:
+        super().__init__(entries)
+        self.indices = indices
 
 
 class _Together(list[Any]):
@@ -68,8 +84,9 @@ class ReadableEntries(Dataset[Any]):
             except Exception:  # Some entry cannot be read; the others can.
                 pass
             else:
-                return found if len(found) == len(indices) else _Together(found)
-        return [self[index] for index in indices]
+                same = len(found) == len(indices)
+                return _Fetched(found, indices) if same else _Together(found)
+        return _Fetched([self[index] for index in indices], indices)
 
 
 class Collated(NamedTuple):
@@ -94,7 +111,8 @@ class FittingCollate:
         has_public_length: whether all rows have one public length.
 
     Raises:
-        PrivateRefusal: the function fails on entries each of which fits, or on the first ones.
+        PrivateRefusal: the function fails on entries each of which fits, or on the first ones, or
+            the rows of a batch are in another order than its entries.
     """
 
     def __init__(self, collate: Collate, dataset: Any, *, has_public_length: bool = False) -> None:
@@ -104,6 +122,7 @@ class FittingCollate:
         self._form: _Form | None = None
         self._is_looked_up = False
         self._error = ""
+        self._order = CollatedOrder()
 
     def __call__(self, entries: list[Any]) -> Collated:
         if isinstance(entries, _Together):
@@ -111,7 +130,9 @@ class FittingCollate:
         form = self._looked_up()
         random_state = RandomState(_CPU)
         batch = self._tried(list(map(_shallow, entries)))
+        indices = list(entries.indices) if isinstance(entries, _Fetched) else []
         if batch is not _FAILED and (form is None or form.has_made(batch, len(entries))):
+            self._refuse_moved(batch, entries, indices)
             return Collated(batch)
         fit = self.fit(entries)
         good = next((e for e, fits in zip(entries, fit, strict=True) if fits), None)
@@ -131,7 +152,28 @@ class FittingCollate:
             ) from None
         if form is not None:
             form.note_lengths(batch, len(entries))
+        if any(fit):
+            first = fit.index(True)
+            own = [i if fits else indices[first] for i, fits in zip(indices, fit, strict=False)]
+            self._refuse_moved(batch, chosen, own)
         return Collated(batch, [row for row, fits in enumerate(fit) if not fits])
+
+    def _refuse_moved(self, batch: Any, entries: list[Any], indices: list[int]) -> None:
+        """Refuse a batch whose rows are in another order than its entries, of these indices."""
+
+        def again(index: int) -> Any:
+            anew = [self._dataset[index] for _ in range(_REPEATS)]
+            more = [anew[i % _REPEATS] for i in range(len(entries) + 1)]
+            found = self._tried_copies(*more, *entries)
+            return None if found is _FAILED else found
+
+        with random_state_kept(_CPU):
+            is_moved = bool(indices) and self._order.is_moved(batch, indices, again)
+        if is_moved:
+            raise PrivateRefusal(
+                "collate_fn put the rows of a batch in another order than the entries that it was "
+                f"given, or the dataset's __getitems__ returned them in another one, {SORTING}"
+            ) from None
 
     def fit(self, entries: Sequence[Any]) -> list[bool]:
         """Which entries fit."""

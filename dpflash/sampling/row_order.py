@@ -1,4 +1,4 @@
-"""RowOrder: checks that the model gets the current batch, with rows in the loader's order.
+"""Checks that the model gets the current batch, with each sample in the row of its entry.
 
 Padding rows are known by their position. Code that sorts a batch, by length for instance, would
 move padding to the position of a sample and count a sample once for each row that repeats it. So
@@ -7,26 +7,28 @@ would a loop that fetches the next batch before it trains on this one.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..refusal import PrivateRefusal
+from ..refusal import PrivateRefusal, PrivateWarning
 from ..verification.digests import row_digests
-from ..verification.nested import tensors_of
+from .batch_tensors import batch_tensors
 from .tracker import BatchMark
 
 # A loop treats all batches alike. On a CPU all are checked; on a GPU each check waits for it.
 _LOOKED_AT = 8
 _REMEMBERED = 1 << 16
-# Rows of fewer numbers may occur in another batch by chance.
+# Rows of fewer numbers may occur in another batch, or in another row, by chance.
 _DISTINCTIVE = 8
-_REMEDY = (
+_COLUMNS = 64  # so many numbers of a row are ranked
+SORTING = (
     "so padding rows could not be distinguished from samples and nothing was released: keep the "
     "loader's order, and sort inside of the model where a layer needs it (pack_padded_sequence "
     "has enforce_sorted=False)"
@@ -37,12 +39,65 @@ _REMEDY = (
 _iterated: weakref.WeakSet[RowOrder] = weakref.WeakSet()
 
 
-class RowOrder:
-    """Compares the model's inputs with the loader's batches, and padding rows with samples.
+class CollatedOrder:
+    """Finds batches whose rows are in another order than the entries that were fetched.
 
-    Rows that were changed at random (masked tokens, augmented images) are no copies and show
-    nothing; neither does a batch all of whose rows are one sample. Only tensors with one row for
-    each row of the batch are compared; targets that reach the loss alone are not seen.
+    Rows that repeat one entry are equal, unless its contents are random or rows were moved. They
+    were moved if the row of another entry holds what this entry always becomes, and that other
+    entry always becomes something else. So entries that are equal to each other show nothing.
+    """
+
+    def __init__(self) -> None:
+        self._left = _LOOKED_AT
+
+    def is_moved(self, batch: Any, indices: list[int], again: Callable[[int], Any]) -> bool:
+        """Whether rows of a batch were moved.
+
+        Args:
+            batch: of the entries `indices`.
+            indices: of the dataset, some more than once.
+            again: of an index, returns a batch of these entries with more rows of that one entry,
+                fetched anew, than there are others.
+        """
+        size, (index, count) = len(indices), Counter(indices).most_common(1)[0]
+        tensors = _with_rows(batch_tensors(batch, size), size)
+        if count == 1 or not tensors or not self._left:
+            return False
+        repeats = torch.tensor([own == index for own in indices])
+        if any(x.device.type != "cpu" for x in tensors):
+            self._left -= 1
+        if all(_are_equal(x[repeats]) for x in tensors):
+            return False
+        self._left -= 1
+        digests, own = _digests(tensors), _always(again(index), size)
+        if own is None or own.shape != digests.shape[1:]:
+            return False
+        held = ((digests == own).all(1) & ~repeats).nonzero().flatten().tolist()
+        others = (_always(again(other), size) for other in {indices[row] for row in held})
+        return any(other is not None and not torch.equal(other, own) for other in others)
+
+
+def _always(batch: Any, size: int) -> Tensor | None:
+    """Digests of the content that most rows of a batch have; None if there is none.
+
+    Args:
+        batch: `size` entries and more rows of one more entry.
+        size: B.
+    """
+    tensors = _with_rows(batch_tensors(batch, 2 * size + 1), 2 * size + 1)
+    if not tensors:
+        return None
+    found, counts = _digests(tensors).unique(dim=0, return_counts=True)
+    return found[counts.argmax()] if int(counts.max()) > size else None
+
+
+class RowOrder:
+    """Compares the model's inputs with the loader's batches.
+
+    Rows that were changed at random (masked tokens, augmented images) show nothing. Rows that
+    were changed otherwise are known by the order of the numbers in each of their columns. Only
+    tensors with one row for each row of the batch are compared; targets that reach the loss alone
+    are not seen.
     """
 
     def __init__(self) -> None:
@@ -56,6 +111,7 @@ class RowOrder:
         self._past: OrderedDict[int, None] = OrderedDict()
         self._past_rows: OrderedDict[int, None] = OrderedDict()
         self._is_of_another = False
+        self._has_unknown = self._has_warned = False
 
     @contextmanager
     def iterated(self) -> Iterator[None]:
@@ -83,9 +139,6 @@ class RowOrder:
             batch: with `[B each, ...]` where samples have several rows each.
             mark: of B samples.
             each: the number of rows of a sample.
-
-        Raises:
-            PrivateRefusal: the collate function changed the order of its rows.
         """
         for rows in self._batch:
             if rows.is_distinctive:
@@ -96,27 +149,21 @@ class RowOrder:
                 past.popitem(last=False)
         self._batch, self._copies, self._size = [], None, None
         self._real = None if mark.real is None else mark.real.repeat_interleave(each)
-        tensors = self._tensors = [x for _, x in tensors_of(batch)]
+        tensors = self._tensors = batch_tensors(batch, mark.size * each)
+        self._has_unknown = not tensors
         if not self._is_checked(tensors):
             return
         self._left = max(0, self._left - 1)
-        self._batch = _rows_of(tensors, mark.size * each)
+        self._batch = [_Rows(x) for x in tensors if _has_rows(x)]
         if mark.real is None:
             return
         self._size = mark.size * each
         for rows in self._batch:
             self._past.pop(rows.hash, None)
-        if not 1 < mark.count < mark.size:
-            return
-        # Padding repeats the first sample, see `slots`.
-        copies = ~mark.real
-        copies[mark.real.int().argmax()] = True
-        if _misplaced(self._batch, copies):
-            raise PrivateRefusal(
-                "collate_fn put the rows of a batch in another order than the entries that it was "
-                f"given, {_REMEDY}"
-            ) from None
-        self._copies = copies
+        if 1 < mark.count < mark.size:
+            # Padding repeats the first sample, see `slots`.
+            self._copies = ~mark.real
+            self._copies[mark.real.int().argmax()] = True
 
     def check(self, given: Sequence[Tensor], *, is_released: bool) -> None:
         """Check the tensors with which the model is called.
@@ -134,7 +181,7 @@ class RowOrder:
         self._is_of_another = bool(others) and not others.isdisjoint(_storages(given))
         if self._size is None or not self._is_checked(given):
             return
-        found = _rows_of(given, self._size)
+        found = [_Rows(x) for x in _with_rows(given, self._size)]
         is_present = any(rows.hash == own.hash for rows in found for own in self._batch)
         if not is_present and any(
             rows.is_distinctive and rows.hash in self._past for rows in found
@@ -148,10 +195,9 @@ class RowOrder:
             ) from None
         if is_released:
             return
-        moved = self._copies is not None and _misplaced(found, self._copies)
-        if moved or any(_reordered(rows, self._batch) for rows in found):
+        if any(_reordered(rows, self._batch) or self._moves(rows.x) for rows in found):
             raise PrivateRefusal(
-                f"the model got the rows of the loader's batch in another order, {_REMEDY}"
+                f"the model got the rows of the loader's batch in another order, {SORTING}"
             ) from None
         if any(self._repeats(rows) for rows in found):
             raise PrivateRefusal(
@@ -163,10 +209,30 @@ class RowOrder:
     def _repeats(self, rows: _Rows) -> bool:
         """Whether all rows are of the batch, and samples are in the place of others."""
         alike = [own.digests for own in self._batch if own.form == rows.form]
-        if self._real is None or not alike or not _is_telling(rows.first):
+        if self._real is None or not any(bool(torch.isin(rows.digests, x).all()) for x in alike):
             return False
-        moved = (not torch.equal(rows.digests[self._real], own[self._real]) for own in alike)
-        return all(moved) and any(bool(torch.isin(rows.digests, own).all()) for own in alike)
+        moved = [(rows.digests != own) & self._real for own in alike]
+        # Rows that were emptied may be equal to an empty entry.
+        return all(any(map(_is_telling, rows.x[apart])) for apart in moved)
+
+    def _moves(self, x: Tensor) -> bool:
+        """Whether these are rows of the batch in another order, with changed values.
+
+        What increases all numbers of a column alike leaves their order as it was.
+        """
+        if self._copies is None or x.is_complex():
+            return False
+        rows = _flat(x, self._copies)
+        if _are_equal(rows[self._copies]):
+            return False
+        for own in _with_rows(self._tensors, len(x)):
+            if own.is_complex() or own[0].numel() != x[0].numel():
+                continue
+            kept = _flat(own.to(x.dtype) if x.is_floating_point() else own, self._copies)
+            ranks = [_Rows(_ranks(part).cpu()) for part in (rows, kept)]
+            if _reordered(ranks[0], ranks[1:], rows):
+                return True
+        return False
 
     def refuse_private(self, given: Sequence[Tensor]) -> None:
         """Check the tensors with which the model is called on public data.
@@ -175,6 +241,15 @@ class RowOrder:
             PrivateRefusal: a row of one of them, of at least 8 different numbers, is of the
                 private loader's last batch or of an earlier one.
         """
+        if self._has_unknown and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "batches of the private loader hold no tensors, arrays or lists of numbers, so "
+                "their rows would not be recognised inside engine.public_data(): give it public "
+                "data alone",
+                PrivateWarning,
+                stacklevel=2,
+            )
         found = self.drawn(given)
         if found:
             raise PrivateRefusal(
@@ -207,8 +282,8 @@ class _Rows:
     """Digests of the rows of a tensor, on the CPU.
 
     Attributes:
-        form: shape and dtype of the tensor.
-        first: its first row.
+        x: the tensor.
+        form: its shape and dtype.
         hash: of form and digests.
         hashes: the same of each row; of integers without the zeros that pad it to a length.
         is_distinctive: whether another batch is unlikely to have the same tensor.
@@ -216,7 +291,7 @@ class _Rows:
 
     def __init__(self, x: Tensor) -> None:
         self.form = x.shape, x.dtype
-        self.first = x[0]
+        self.x = x.detach()
         self.digests = row_digests(x).cpu()
         self.hash = hash((self.form, *self.digests.tolist()))
         self.is_distinctive = x[0].numel() >= _DISTINCTIVE and bool((x != x.reshape(-1)[0]).any())
@@ -234,36 +309,61 @@ def _storages(tensors: Sequence[Tensor]) -> set[int]:
     return {x.untyped_storage().data_ptr() for x in tensors if _has_rows(x) and x.numel()}
 
 
-def _is_telling(row: Tensor) -> bool:
-    """Whether equal rows are hardly so by chance."""
-    return len(row.unique()) >= _DISTINCTIVE
+def _is_telling(x: Tensor) -> bool:
+    """Whether rows that are equal to it are hardly so by chance."""
+    return len(x.unique()) >= _DISTINCTIVE
+
+
+def _is_rich(x: Tensor) -> bool:
+    """Whether numbers are no few labels."""
+    return x.is_floating_point() and bool((x != x.round()).any()) or _is_telling(x)
+
+
+def _are_equal(rows: Tensor) -> bool:
+    return len(row_digests(rows).unique()) == 1
 
 
 def _has_rows(x: Tensor) -> bool:
-    return bool(x.ndim) and len(x) > 0 and x.layout == torch.strided
+    return bool(x.ndim) and x.layout == torch.strided and not x.is_nested and len(x) > 0
 
 
-def _rows_of(tensors: Sequence[Tensor], size: int) -> list[_Rows]:
-    """Digests of the tensors with one row for each of the `size` rows of the batch."""
-    batched = (x for x in tensors if x.ndim and len(x) == size and x.layout == torch.strided)
-    return [_Rows(x) for x in batched]
+def _with_rows(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+    """The tensors with one row for each of the `size` rows of the batch."""
+    return [x for x in tensors if _has_rows(x) and len(x) == size]
 
 
-def _misplaced(tensors: Sequence[_Rows], copies: Tensor) -> bool:
-    """Whether the samples `copies` `[B]`, all of one, differ while as many others are equal."""
-    if not tensors:
-        return False
-    # All tensors together, since single numbers and masks are often equal by chance.
-    digests = torch.stack([rows.digests for rows in tensors], 1).view(len(copies), -1)
-    if len(digests[copies].unique(dim=0)) == 1:
-        return False
-    _, counts = digests.unique(dim=0, return_counts=True)
-    return int(counts.max()) >= int(copies.sum())
+def _digests(tensors: Sequence[Tensor]) -> Tensor:
+    """`[B, tensors]`: all together, since single numbers and masks are often equal by chance."""
+    return torch.stack([row_digests(x).cpu() for x in tensors], 1)
 
 
-def _reordered(rows: _Rows, batch: Sequence[_Rows]) -> bool:
-    """Whether this is a tensor of the batch with its rows in another order."""
+def _flat(x: Tensor, samples: Tensor) -> Tensor:
+    return x.reshape(len(samples), -1)
+
+
+def _ranks(x: Tensor) -> Tensor:
+    """Of some columns of x `[B, n]`: the number of smaller values that are in the column."""
+    values, order = x[:, :: max(1, x.shape[1] // _COLUMNS)].sort(stable=True, dim=0)
+    steps = (values[1:] != values[:-1]).cumsum(0)
+    ranks = torch.cat([torch.zeros_like(steps[:1]), steps])
+    return torch.zeros_like(order).scatter_(0, order, ranks)
+
+
+def _reordered(rows: _Rows, batch: Sequence[_Rows], x: Tensor | None = None) -> bool:
+    """Whether this is a tensor of the batch with its rows in another order.
+
+    Args:
+        rows: of the tensor.
+        batch: of the batch's tensors.
+        x: the values; those of rows if None.
+    """
     alike = [own.digests for own in batch if own.form == rows.form]
     if any(torch.equal(rows.digests, own) for own in alike):
         return False
-    return any(torch.equal(rows.digests.sort().values, own.sort().values) for own in alike)
+    x = rows.x if x is None else x
+    return any(
+        torch.equal(rows.digests.sort().values, own.sort().values)
+        # Few labels that were changed at random may be as many of each as before.
+        and _is_rich(x[rows.digests != own])
+        for own in alike
+    )

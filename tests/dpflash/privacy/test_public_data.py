@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -491,6 +493,49 @@ def test_the_private_loaders_batch_is_refused_inside(rows, options):
         with engine.public_data():
             model(x).sum().backward()
     assert e.value.details["rows"] == ([5] if len(x) == 11 else [*range(len(x))])
+
+
+class Own:
+    def __init__(self, x):
+        self.x = x
+
+
+WITHOUT_TENSORS = {
+    "arrays": (lambda x: (x.numpy(), 0), lambda b: torch.from_numpy(b[0])),
+    "float64": (lambda x: {"x": x.double().numpy()}, lambda b: torch.tensor(b["x"]).float()),
+    "lists": (lambda x: [x.tolist()], lambda b: torch.tensor(b[0])),
+    "namespace": (lambda x: SimpleNamespace(x=x.numpy()), lambda b: torch.from_numpy(b.x)),
+    "own class": (lambda x: Own([x]), lambda b: b.x[0]),
+    "samples": (lambda x: [(row, "") for row in x], lambda b: torch.stack([r for r, _ in b])),
+}
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("kind", WITHOUT_TENSORS)
+def test_rows_of_batches_that_hold_no_tensors_are_refused_inside(kind, earlier):
+    packed, taken = WITHOUT_TENSORS[kind]
+    engine, model, _, loader = run(**ONE_PART)
+    x, _ = next(iter(loader))
+    loader.order.observe(packed(x), loader.tracker.current)
+    held = taken(packed(x))
+    if earlier:
+        loader.order.observe(packed(x + 1), loader.tracker.current)
+    with pytest.raises(dpflash.PrivateRefusal, match="rows of the private loader's batches"):
+        with engine.public_data():
+            model(torch.cat([PUBLIC[0], held[1:2]])).sum().backward()
+
+
+def test_batches_of_which_nothing_is_recognised_are_warned_of_once():
+    engine, model, _, loader = run(**ONE_PART)
+    next(iter(loader))
+    for batch in (["a text", "another one"], {"texts": [b""]}):
+        loader.order.observe(batch, loader.tracker.current)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            on_public(engine, model)
+            on_public(engine, model)
+        messages = [str(w.message) for w in found if w.category is dpflash.PrivateWarning]
+        assert len([m for m in messages if "would not be recognised" in m]) == ("a text" in batch)
 
 
 @pytest.mark.parametrize("options", [ONE_PART, {"poisson_sampling": False}])

@@ -432,19 +432,104 @@ def test_masks_of_other_batches_are_not_refused(private):
         optimizer.zero_grad()
 
 
-def test_a_sample_counts_once_whatever_a_collate_function_makes_of_the_order(private):
-    """Where it draws random numbers its order cannot be tried beforehand."""
+class Entries(Dataset):
+    """60 rows of which the first are equal, changed by `change` as they are read."""
 
-    def shuffling(batch):
-        return default_collate([batch[i] for i in torch.randperm(len(batch))])
+    def __init__(self, equal, change=None):
+        self.x = torch.randn(60, 9, generator=torch.Generator().manual_seed(1))
+        self.x[:equal] = torch.tensor([1.0] + [0.0] * 8)
+        self.change = change
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        return self.x[index] if self.change is None else self.change(self.x[index])
+
+
+class Sorted(Entries):
+    def __getitems__(self, indices):
+        return [self.x[index] for index in sorted(indices)]
+
+
+def train(dataset, collate, change=lambda x: x):
+    model, engine = nn.Linear(9, 2), dpflash.PrivacyEngine(seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(dataset, batch_size=30, collate_fn=collate),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for _ in range(3):
+        for x in loader:
+            engine.backward(model(change(x)).square().mean(1))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("equal", [0, 20])
+@pytest.mark.parametrize("where", ["collate_fn", "own generator", "sorted", "getitems", "loop"])
+def test_a_sample_counts_once_whatever_is_made_of_the_order(where, equal):
+    """Where it draws random numbers its order cannot be tried beforehand."""
+    own = torch.Generator().manual_seed(0)
+    order = {
+        "collate_fn": lambda x: torch.randperm(len(x)),
+        "own generator": lambda x: torch.randperm(len(x), generator=own),
+        # and draws
+        "sorted": lambda x: x[:, 1].argsort() + 0 * torch.randint(9, (1,)),
+    }.get(where, lambda x: torch.arange(len(x)))
+    dataset = (Sorted if where == "getitems" else Entries)(equal)
+
+    def collate(batch):
+        x = torch.stack(batch)
+        return x[order(x)]
+
+    def normalised(x):
+        return (x[x[:, 1].argsort()].double() + 1) / 3 if where == "loop" else x.double()
+
+    torch.manual_seed(0)
+    message = "the model got the rows" if where == "loop" else "puts? the rows"
+    with pytest.raises(dpflash.PrivateRefusal, match=message):
+        train(dataset, collate, lambda x: normalised(x).float())
+
+
+def emptied(x):
+    empty = torch.tensor([1.0] + [0.0] * 8)
+    return torch.where(torch.rand(*x.shape[:-1], 1) < 0.1, empty, x)
+
+
+@pytest.mark.parametrize("equal", [4, 20])
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x * torch.rand(*x.shape[:-1], 1), lambda x: F.dropout(x, 0.2), emptied],
+    ids=["gain", "dropout", "emptied"],
+)
+@pytest.mark.parametrize("where", ["getitem", "collate_fn", "loop"])
+def test_equal_entries_that_are_changed_at_random_are_in_order(where, change, equal):
+    """Whether training goes on would depend on how many are equal."""
+    torch.manual_seed(0)
+    dataset = Entries(equal, change if where == "getitem" else None)
+
+    def collate(batch):
+        return change(torch.stack(batch)) if where == "collate_fn" else torch.stack(batch)
+
+    train(dataset, collate, change if where == "loop" else lambda x: x)
+
+
+def test_few_labels_that_are_changed_at_random_are_in_order(private):
+    class Labelled(nn.Linear):
+        def forward(self, x, y):
+            return super().forward(x + y[:, None])
 
     torch.manual_seed(0)
     engine, model, optimizer, loader = private(
-        nn.Linear(9, 2), torch.randn(60, 9), batch_size=30, collate=shuffling
+        Labelled(9, 2), torch.randn(60, 9), torch.arange(60) % 2, batch_size=8
     )
-    with pytest.raises(RuntimeError, match="collate_fn put the rows of a batch in another order"):
-        for (x,) in loader:
-            engine.backward(model(x).square().mean(1))
+    for _ in range(5):
+        for x, y in loader:
+            flipped = torch.where(torch.rand(len(y)) < 0.3, 1 - y, y)
+            engine.backward(model(2 * x, flipped).square().mean(1))
             optimizer.step()
             optimizer.zero_grad()
 

@@ -1,0 +1,59 @@
+"""The tensors of a batch, and those that a loop makes of its arrays, lists and objects."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..verification.nested import parts_of
+
+_DEPTH = 8  # objects may hold each other
+_WIDE = {torch.float64: torch.float32, torch.int32: torch.int64, torch.int16: torch.int64}
+
+
+def batch_tensors(batch: Any, size: int) -> list[Tensor]:
+    """The tensors of a batch, and its arrays and lists of numbers as tensors.
+
+    Where each sample has a tensor of its own, they are stacked too; vectors are padded with zeros.
+
+    Args:
+        batch: of any nesting.
+        size: the number of its rows.
+    """
+    leaves = list(_leaves(batch))
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for x in leaves:
+        if x.ndim and not x.is_nested and x.layout == torch.strided:
+            groups[x.dtype, x.device, x.shape if x.ndim > 1 else None].append(x.detach())
+    stacked = [pad_sequence(own, True) for own in groups.values() if len(own) >= max(size, 2)]
+    return leaves + stacked
+
+
+def _leaves(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "biuf" and value.dtype.isnative:
+            yield from _widened(torch.as_tensor(np.ascontiguousarray(value)))
+    elif isinstance(value, list | tuple) and value and all(isinstance(x, Real) for x in value):
+        yield from _widened(torch.tensor(value))
+    elif depth < _DEPTH:
+        parts = [part for _, part in parts_of(value)]
+        if not parts and hasattr(value, "__dict__") and not isinstance(value, type):
+            parts = list(vars(value).values())
+        for part in parts:
+            yield from _leaves(part, depth + 1)
+
+
+def _widened(x: Tensor) -> Iterator[Tensor]:
+    """The tensor, and as the dtype that models take."""
+    yield x
+    if x.dtype in _WIDE:
+        yield x.to(_WIDE[x.dtype])
