@@ -396,7 +396,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
             self._trial = LossTrial(trained[0].device)
             loader.try_losses(self._trial)
         unchanged = Unchanged(module, trained, privacy.allow_buffers)
-        backward = self._new_backward(module, checked, step, unchanged, privacy, performance)
+        uncovered = Uncovered(module, trained)
+        backward = self._new_backward(
+            module, checked, step, unchanged, uncovered, privacy, performance
+        )
         attach(module, backward)
 
         def place() -> tuple[object, ...]:
@@ -407,7 +410,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         masks = SecretMasks(devices, lambda: keys.noise, place)
         optimization = checked.optimization
         self._wrapper = ForwardWrapper(
-            module, backward, optimization, unchanged, masks, loader.order
+            module, backward, optimization, unchanged, masks, loader.order, uncovered
         )
         self._wrapper.put()
         _log.info("%s", optimization.summary)
@@ -426,11 +429,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
         checked: CheckedArguments,
         step: PrivateStep,
         unchanged: Unchanged,
+        uncovered: Uncovered,
         privacy: PrivacyConfig,
         performance: PerformanceConfig,
     ) -> PrivateBackward:
         ranks, device = self._ranks, checked.trained[0].device
-        uncovered = Uncovered(module, checked.trained)
         proof = Proof(
             module.modules(),
             device=device,
@@ -458,10 +461,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
             gate_type=Gate if ranks.context is None else ContextGate,
             convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
             proof=proof,
-            refusal=lambda losses, batch, rows: (
+            refusal=lambda losses, batch, leading: (
                 checked.loader.order.refusal()
                 or unchanged.before_backward()
-                or uncovered.refusal(losses, batch, rows)
+                or uncovered.refusal(losses, batch, leading)
             ),
         )
 

@@ -19,7 +19,7 @@ from ..clipping.precision import (
 )
 from ..packing import PackedBatch
 from ..verification.nested import leaves_of, tensors_of
-from ..verification.uncovered import MAKE_PRIVATE, NOT_CLIPPED, described, leaves_past_gates
+from ..verification.uncovered import Hidden, described, leaves_past_gates
 from .batch import batch_size, mapped
 from .coupling import check_coupling
 from .first_dimensions import check_first_dimensions
@@ -166,12 +166,13 @@ def _check_leaves(trial: Trial, losses: Tensor, findings: Findings) -> None:
     findings.checked.append("whether the losses train anything outside of the model")
     known = {id(p) for p in trial.subject.trained.values()}
     known |= {id(t) for _, t in tensors_of(trial.batch)}
-    again = {id(x) for x in leaves_past_gates(trial.subject.losses(trial.batch).grad_fn)}
-    for leaf in leaves_past_gates(losses.grad_fn):
+    model, again = trial.subject.model, trial.subject.losses(trial.batch)
+    known_twice = {id(x) for x in leaves_past_gates(again.grad_fn, model)}
+    for leaf in leaves_past_gates(losses.grad_fn, model):
         # Inputs whose gradients the loss asks for are new tensors each time.
-        if id(leaf) not in known and (isinstance(leaf, nn.Parameter) or id(leaf) in again):
-            what = described(leaf, trial.subject.model)
-            findings.add("outside_use", LOSS_FN, f"{what} {NOT_CLIPPED}", MAKE_PRIVATE)
+        is_new = not isinstance(leaf, nn.Parameter | Hidden) and id(leaf) not in known_twice
+        if id(leaf) not in known and not is_new:
+            findings.add("outside_use", LOSS_FN, *described(leaf, model))
 
 
 def _losses_fit(trial: Trial, losses: Any, findings: Findings) -> bool:

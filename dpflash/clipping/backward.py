@@ -35,7 +35,7 @@ from .precision import coarse_products, coarse_use, refuse_coarse_mean, refuse_c
 from .statistics import ClipStatistics
 
 # See `Uncovered.refusal`.
-Refusal = Callable[[Tensor | None, object, int | None], str | None]
+Refusal = Callable[[Tensor | None, object, Sequence[int | None]], str | None]
 
 
 class PrivateBackward:
@@ -74,7 +74,7 @@ class PrivateBackward:
         gate_type: type[Gate] = Gate,
         convolves: bool = False,
         proof: Proof = OFF,
-        refusal: Refusal = lambda losses, batch, rows: None,
+        refusal: Refusal = lambda losses, batch, leading: None,
     ):
         self.groups = list(groups)
         self.step = step
@@ -213,9 +213,8 @@ class PrivateBackward:
         ranks, group = self.ranks, self.meeting
         with self.step.dropping():
             batch, units = self.step.tracker.place(), self.forward.units
-            are_rows = units is None or units.are_rows
-            size = self.forward.batch_size if are_rows else None
-            refusal = self._refusal(losses, batch or self.forward.number, size)
+            leading = (self.forward.batch_size,) if units is None else units.shape
+            refusal = self._refusal(losses, batch or self.forward.number, leading)
             refuse_together(refusal, group, "engine.backward")
         if group is None:
             return twice, proving

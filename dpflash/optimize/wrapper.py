@@ -45,6 +45,7 @@ from ..verification.random_state import RandomState
 from ..verification.second_order import refuse_transforms
 from ..verification.tracing import refuse_tracing
 from ..verification.unchanged import Unchanged
+from ..verification.uncovered import Uncovered
 from .levels import Optimization
 
 # Tests use a quicker one.
@@ -72,6 +73,7 @@ class ForwardWrapper:
         unchanged: Unchanged | None = None,
         masks: SecretMasks | None = None,
         order: RowOrder | None = None,
+        uncovered: Uncovered | None = None,
     ):
         self.optimization = optimization
         self.unchanged = unchanged
@@ -79,6 +81,7 @@ class ForwardWrapper:
         self._backward = backward
         self._masks = masks
         self._order = order
+        self._uncovered = uncovered
         self._original = type(module)
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
@@ -165,6 +168,8 @@ class ForwardWrapper:
                 self._order.check(tensors, is_released=tracker.current is None)
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
+            if self._uncovered is not None:
+                self._uncovered.note_call(tensors)
             units = self._backward.forward.units
             most = max(_first_dimensions(tensors), default=0) if units is None else units.size
             if self._backward.begin_proof(most):

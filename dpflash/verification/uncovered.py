@@ -2,28 +2,35 @@
 
 A head, an encoder, a temperature or a soft prompt outside of the private model, and parameters
 that entered it later, would get the gradient of private samples in clear. Inputs that ask for
-their gradients are new tensors in each batch, with the batch first, and stay allowed.
+their gradients stay allowed: they are new tensors in each batch, and have its first dimensions.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Collection, Iterable
+import inspect
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Where a scalar's backward has begun, all tensors of the process are looked at: in the first ones,
-# and then once in this many.
-_ALL_SEARCHED, _EVERY = 8, 61
-
 _LEAF = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
 _GATE = "_ClipGateBackward"
-_REENTRANT = "CheckpointFunctionBackward"
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """In place of the leaves of a function that makes its graph in the backward."""
+
+    name: str
 
 
 class Uncovered:
@@ -38,97 +45,160 @@ class Uncovered:
         self._module = module
         self._trained = {id(p) for p in trained}
         self._inputs = WeakIdKeyDictionary()
-        self._scalars = 0
+        self._given = WeakIdKeyDictionary()
+        self._given_shapes: set[torch.Size] = set()
+        self._is_called = False
 
-    def refusal(self, losses: Tensor | None, batch: object, rows: int | None) -> str | None:
+    def note_call(self, tensors: Sequence[Tensor]) -> None:
+        """Note the tensors that a call of the model got."""
+        if not self._is_called:
+            self._given.clear()
+            self._given_shapes.clear()
+        self._is_called = True
+        self._given_shapes |= {t.shape[:2] for t in tensors if t.ndim > 1}
+        for t in tensors:
+            if t.requires_grad:
+                self._given[t if t._base is None else t._base] = True
+
+    def refusal(
+        self, losses: Tensor | None, batch: object, leading: Sequence[int | None]
+    ) -> str | None:
         """A message that names a leaf which no gate covers; None if there is none.
 
         Args:
             losses: whose backward is about to begin; None inside the backward of a scalar.
             batch: equal for backwards of one batch alone.
-            rows: B; None where the first dimension of inputs is not the batch.
+            leading: the dimensions with which inputs begin.
         """
-        if losses is not None and losses.grad_fn is not None:
-            leaves = leaves_past_gates(losses.grad_fn)
-        else:
-            due = self._scalars < _ALL_SEARCHED or self._scalars % _EVERY == 0
-            self._scalars += 1
-            leaves = leaves_of_backward() if due else []
-        for leaf in leaves:
-            if id(leaf) in self._trained or self._is_input(leaf, batch, rows):
-                continue
-            # Inside the backward of a scalar it may have its gradient already.
-            leaf.grad, self._scalars = None, 0
-            what = described(leaf, self._module)
-            return f"{what} {NOT_CLIPPED}, so nothing was released: {MAKE_PRIVATE}. {_INPUTS}"
+        roots = [losses.grad_fn] if losses is not None else roots_of_backward()
+        if not roots:
+            return _UNSEEN
+        runs = _is_run if losses is None else _always
+        is_called, self._is_called = self._is_called, False
+        for leaf in (x for root in roots for x in leaves_past_gates(root, self._module, runs)):
+            if isinstance(leaf, Tensor):
+                if id(leaf) in self._trained or self._is_input(leaf, batch, leading, is_called):
+                    continue
+                # Inside the backward of a scalar it may have its gradient already.
+                leaf.grad = None
+            fault, remedy = described(leaf, self._module)
+            return f"{fault}, so nothing was released: {remedy}"
         return None
 
-    def _is_input(self, leaf: Tensor, batch: object, rows: int | None) -> bool:
-        if isinstance(leaf, nn.Parameter):
+    def _is_input(
+        self, leaf: Tensor, batch: object, leading: Sequence[int | None], is_called: bool
+    ) -> bool:
+        if isinstance(leaf, nn.Parameter) or leaf.shape[: len(leading)] != tuple(leading):
             return False
-        if rows and (not leaf.ndim or leaf.shape[0] % rows):
+        # Such as weights of as many classes as the batch has rows.
+        if is_called and leaf not in self._given and leaf.shape[:2] not in self._given_shapes:
             return False
         return bool(self._inputs.setdefault(leaf, batch) == batch)
 
 
-NOT_CLIPPED = "is trained by losses of private samples, and no private layer clips its gradient"
-MAKE_PRIVATE = (
+_MAKE_PRIVATE = (
     "put it into the model, and its parameters into the optimizer, before make_private "
     "(engine.detach(model) first); or freeze it with requires_grad_(False), .detach() what it "
     "computes, or train it on public data inside engine.public_data()"
 )
-_INPUTS = "An input whose gradient is wanted is a new tensor for each batch, with the batch first"
+_INPUTS = (
+    ". An input whose gradient is wanted is a new tensor for each batch, with the batch first: an "
+    "argument of the model, or of its first two dimensions"
+)
+_UNSEEN = (
+    "a scalar's backward was not begun by loss.backward() or torch.autograd, so what it trains "
+    "outside of the private model is unknown, and nothing was released: call loss.backward()"
+)
 
 
-def described(leaf: Tensor, model: nn.Module) -> str:
-    """Name of a leaf in the model, or its shape."""
+def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:
+    """What is wrong with a leaf, by its name in the model or its shape, and the way out."""
+    if isinstance(leaf, Hidden):
+        return (
+            f"'{leaf.name}' makes its graph in the backward, as reentrant checkpointing does, and "
+            "hides what losses of private samples train in it",
+            "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
+        )
+    what, remedy = "a tensor outside of the private model that requires grad", _MAKE_PRIVATE
+    if isinstance(leaf, nn.Parameter):
+        what = f"a parameter of shape {tuple(leaf.shape)} outside of the private model"
+    else:
+        remedy += _INPUTS
     for name, parameter in model.named_parameters():
         if parameter is leaf:
-            return f"'{name}', a parameter that is not private,"
-    if isinstance(leaf, nn.Parameter):
-        return f"a parameter of shape {tuple(leaf.shape)} outside of the private model"
-    return "a tensor outside of the private model that requires grad"
+            what = f"'{name}', a parameter that is not private,"
+    return (
+        f"{what} is trained by losses of private samples, and no private layer clips its gradient",
+        remedy,
+    )
 
 
-def leaves_past_gates(root: Any) -> list[Tensor]:
-    """The leaves that the backward from a node reaches, apart from those behind gates."""
+def _always(node: Any) -> bool:
+    return True
+
+
+def _is_run(node: Any) -> bool:
+    """Whether the backward under way runs a node that is not its root."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def leaves_past_gates(
+    root: Any, model: nn.Module, runs: Callable[[Any], bool] = _always
+) -> list[Tensor | Hidden]:
+    """The leaves that the backward from a node reaches, apart from those behind gates.
+
+    Args:
+        root: the node; None for no leaves.
+        model: whose modules may be checkpointed.
+        runs: whether the backward runs a node.
+    """
     seen, waiting = {root}, [root] if root is not None else []
-    found: dict[int, Tensor] = {}
+    found: dict[int, Tensor | Hidden] = {}
     while waiting:
         node = waiting.pop()
+        if _recomputes(node) and (node is root or runs(node)):
+            found |= {id(x): x for x in _recomputed(node, model)}
         for below, _ in node.next_functions:
             if type(below) is _LEAF:
-                if type(node).__name__ != _GATE:
+                if type(node).__name__ != _GATE and runs(below):
                     leaf: Tensor = below.variable  # type: ignore[attr-defined]
                     found[id(leaf)] = leaf
             elif below is not None and below not in seen:
                 seen.add(below)
                 waiting.append(below)
-                if type(below).__name__ == _REENTRANT:
-                    # Its graph is made in the backward.
-                    found |= {id(p): p for p in _parameters_in(below.run_function)}
     return list(found.values())
 
 
-def _parameters_in(function: Any) -> Iterable[nn.Parameter]:
-    """The trainable parameters of the modules that a checkpointed function refers to."""
-    waiting = [function]
-    for held in waiting:
-        if isinstance(held, nn.Module):
-            yield from (p for p in held.parameters() if p.requires_grad)
-        elif isinstance(held, nn.Parameter):
-            yield held
-        elif isinstance(held, functools.partial):
-            waiting += [held.func, *held.args, *held.keywords.values()]
-        elif len(waiting) < 100:
-            cells = getattr(held, "__closure__", None) or ()
-            waiting += [cell.cell_contents for cell in cells]
-            waiting += [held.__self__] if hasattr(held, "__self__") else []
+def _recomputes(node: Any) -> bool:
+    """Whether the node's backward makes a graph and runs a backward of its own."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    function = type(node)._forward_cls  # type: ignore[attr-defined]
+    if function.__module__.startswith("dpflash."):
+        return False
+    code = getattr(inspect.unwrap(function.backward), "__code__", None)
+    return code is not None and {"enable_grad", "backward"} <= set(code.co_names)
 
 
-def leaves_of_backward() -> list[Tensor]:
-    """The leaves of this process that the backward under way reaches."""
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
-    leaves = [x for x in tensors if type(x) in (Tensor, nn.Parameter) and x.requires_grad]
-    edges = [(x, get_gradient_edge(x).node) for x in leaves if x.is_leaf]
-    return [x for x, node in edges if torch._C._will_engine_execute_node(node)]
+def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:
+    """What a node trains where it checkpoints a module of the model; `Hidden` for others."""
+    function = getattr(node, "run_function", type(node)._forward_cls)
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    if any(owner is module for module in model.modules()):
+        return [p for p in owner.parameters() if p.requires_grad]
+    return [Hidden(getattr(function, "__qualname__", type(function).__name__))]
+
+
+def roots_of_backward() -> list[Any]:
+    """The nodes that the backwards of this process began at."""
+    roots: list[Any] = []
+    # The engine does not tell them, and runs the nodes of other devices in threads of its own.
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            if frame.f_code is _BACKWARD:
+                roots += frame.f_locals[_BACKWARD.co_varnames[0]]
+            frame = frame.f_back
+    return [getattr(x, "node", None) or x.grad_fn for x in roots]
