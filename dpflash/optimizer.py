@@ -258,7 +258,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             RuntimeError: a CUDA stream is capturing, or `.grad` is not what the private layers
                 made; nothing is released.
             PrivateRefusal: a microbatch of the logical batch had no backward, or the learning rate
-                or another option changed between its microbatches; nothing is released.
+                or another option changed since its first one; nothing is released.
         """
         refuse_capture(CAPTURED)
         refuse_lightning(closure)

@@ -629,19 +629,21 @@ class PrivateStep(ClippedSums):
             self._changed = next(n for n in both if options.get(n) != self._options.get(n))
 
     def refuse_changed_options(self) -> None:
-        """Refuse a step whose learning rate, or another option, changed inside its draw.
+        """Refuse a step whose learning rate, or another option, is not that of its first backward.
 
         Raises:
             PrivateRefusal: naming the option and the line to write.
         """
-        if self._changed is None:
-            return
+        if self._options is not None:
+            self.note_options()
         changed = self._changed
+        if changed is None:
+            return
         if isinstance(changed, tuple):
             changed = f"param_groups[{changed[0]}]['{changed[1]}']"
         raise PrivateRefusal(
-            f"optimizer.{changed} changed between the microbatches of a logical batch, so nothing "
-            "was released: a step is a release, and the number of its microbatches is private. "
+            f"optimizer.{changed} changed between the first backward of a logical batch and its "
+            "step(), so nothing was released: the number of microbatches between is private. "
             "Behind optimizer.step() write\n"
             "    if loader.is_last: scheduler.step()\n"
             "(of BatchMemoryManager `if not optimizer.step_was_skipped: scheduler.step()`), and "
@@ -750,14 +752,6 @@ class PrivateStep(ClippedSums):
             self._paid = (self.tracker.epochs, noise_multiplier)
         step = self.releases
         self.releases += 1
-        if self._planned is not None and step == self._planned[0]:
-            warnings.warn(
-                f"release {step + 1}: the noise was calibrated for {step} releases, so epsilon is "
-                f"above target_epsilon={self._planned[1]!r} from now on. Pass the epochs or steps "
-                "that you train for to make_private_with_epsilon; budget=PrivacyBudget(...) stops "
-                "training by itself",
-                stacklevel=4,
-            )
         return BatchNoise(
             noise_multiplier, bound, key=self._keys.noise, step=step, parameter_ids=self._ids
         )
@@ -855,6 +849,15 @@ class PrivateStep(ClippedSums):
         parameters = self.parameters
         if self.noise is None:
             self.noise = self._charge(signalled=self.tracker.signalled_now)
+        if self._planned is not None and self.releases > self._planned[0]:
+            (most, epsilon), self._planned = self._planned, None
+            warnings.warn(
+                f"release {self.releases}: the noise was calibrated for {most} releases, so "
+                f"epsilon is above target_epsilon={epsilon!r} from now on. Pass the epochs or "
+                "steps that you train for to make_private_with_epsilon; "
+                "budget=PrivacyBudget(...) stops training by itself",
+                stacklevel=3,
+            )
         # Ranks add in one dtype; a sum that has its noise is of this process alone.
         wide = self.ranks.data is not None
         divisor = self.expected_batch_size if self._divides else 1.0

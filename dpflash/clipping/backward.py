@@ -352,6 +352,20 @@ class PrivateBackward:
         self.statistics.begin_backward(losses)
         self.step.begin_backward()
 
+    def refuse_returned(self, leaves: Sequence[tuple[Any, int]]) -> None:
+        """Refuse a backward that returns gradients of private parameters, given their nodes."""
+        if self._in_backward:
+            return
+        for leaf, _ in leaves:
+            try:
+                torch._C._will_engine_execute_node(leaf)
+            except RuntimeError:  # raised in torch.autograd.grad, for its inputs alone
+                raise RuntimeError(
+                    "torch.autograd.grad was called for parameters of a private model: it would "
+                    "return their gradients without noise. Call engine.backward(losses), then "
+                    "optimizer.step()"
+                ) from None
+
     def check_gate(self, gate: Gate) -> None:
         """Check a gate whose backward runs, and refuse what would break the bound."""
         if not self._in_backward:

@@ -354,9 +354,11 @@ class PrivateForward:
     def prepare(self, batch_size: int) -> None:
         """Make the handles that a compiled model reads; an eager model makes its own."""
         self._number += 1
-        self._prepared = [
-            self._open_gate(group, batch_size, self._number).open() for group in self._groups
-        ]
+        # The loop may fetch a batch under no_grad and train on it all the same.
+        with torch.inference_mode(False):
+            self._prepared = [
+                self._open_gate(group, batch_size, self._number).open() for group in self._groups
+            ]
 
     @property
     def prepared_handles(self) -> list[tuple[Tensor, ...]]:

@@ -56,6 +56,7 @@ class _ClipGate(torch.autograd.Function):
         gate = ctx.gate
         gate.owner.refuse_coarse_products(gate.device.type)
         gate.owner.refuse_coarse_use(gate.group.parameters[0])
+        gate.owner.refuse_returned(ctx.next_functions)
         # The user may call `loss.backward()` inside an autocast region.
         with without_autocast(gate.device.type):
             sums = gate.finish(grads)

@@ -152,9 +152,10 @@ class LedgerFile:
             return
         if found.startswith(tail.last) and len(found) > len(tail.last):
             raise RuntimeError(
-                f"ledger {self.path}: another process or engine has added to it, so this engine's "
-                "record of the privacy spent is incomplete. Nothing was released. Give each "
-                "running engine a ledger of its own, or start again from this one"
+                f"ledger {self.path}: another process or engine has added to it (a fork of this "
+                "process is another one), so this engine's record of the privacy spent is "
+                "incomplete. Nothing was released. Give each running engine a ledger of its own, "
+                "or start again from this one"
             )
         self.refuse_changed()
 

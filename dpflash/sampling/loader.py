@@ -394,6 +394,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         # The samplers ask too, but DataLoader workers fetch batches ahead of the releases.
         if not self.tracker.may_begin(True):
             return
+        self.tracker.abandon()
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
         try:
             with self.order.iterated():

@@ -29,20 +29,22 @@ EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
     "twice for one charge; finish or leave an epoch before the next begins"
 )
+_ONLY_READ = (
+    "An epoch that only reads the loader, and trains on no batch, runs under torch.no_grad()"
+)
 _INCOMPLETE = (
     "the sum of a logical batch lacks a microbatch, so it is not released: each microbatch of the "
     "private loader needs its engine.backward(losses) before the next one, without an error, "
     "outside of engine.public_data(), an empty one too, and whatever its losses are. Samples "
     "whose gradient is not finite contribute zero by themselves: remove a guard such as "
-    "`if not torch.isfinite(loss): continue`. A loop that only reads the loader runs under "
-    "torch.no_grad()"
+    f"`if not torch.isfinite(loss): continue`. {_ONLY_READ}"
 )
 _UNRELEASED = (
     "a drawn batch was not released: optimizer.step() must follow each logical batch before the "
     "next one begins or the epoch ends, an empty one too, whatever its losses are, or the number "
     "of steps reveals the data. Call step() of the optimizer that make_private returned after "
     "each microbatch: it releases at the last one of a draw, so that larger batches need no "
-    "accumulation of your own"
+    f"accumulation of your own. {_ONLY_READ}"
 )
 
 
@@ -166,7 +168,9 @@ class BatchTracker:
         self._signals: deque[bool] = deque()
         self._seen = 0
         self._summed = 0
-        self._only_read = False
+        self._without_grad = False
+        # Of the epoch: whether a batch had a backward, or was left without one under no_grad.
+        self._is_trained = self._is_read = False
         self._still_to_come = 0
         # Stored after its release, since its rows may come back.
         self._last_yielded: BatchMark | None = None
@@ -236,8 +240,8 @@ class BatchTracker:
 
     # Epochs and microbatches of the private loader
 
-    def begin_epoch(self) -> None:
-        """Begin an epoch; drops a logical batch that was not released."""
+    def abandon(self) -> None:
+        """Drop a logical batch that the loop left before its release."""
         if self._is_open:
             warnings.warn(
                 "the loop left its last logical batch before optimizer.step() released it; its "
@@ -247,7 +251,12 @@ class BatchTracker:
             )
         if self._batch is not None:
             self._batch.abandon()
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch; drops a logical batch that was not released."""
+        self.abandon()
         self.current = self._last_yielded = None
+        self._is_trained = self._is_read = False
         self.dropped()
         self.emitted.clear()
         self.epochs += 1
@@ -321,7 +330,7 @@ class BatchTracker:
         self._leave_batch(ends_draw=begins_draw)
         self.current = self._last_yielded = mark
         self.backward_done = False
-        self._only_read = not torch.is_grad_enabled()
+        self._without_grad = not torch.is_grad_enabled()
         self.next_draw = mark.draw
         if self._batch is not None:
             self._batch.begin_batch(mark.size, mark.units, begins_draw=begins_draw)
@@ -334,7 +343,10 @@ class BatchTracker:
     def _leave_batch(self, *, ends_draw: bool) -> None:
         """Refuse to leave a microbatch that had no backward, or a draw that had no release."""
         mark = self.current
-        if self._batch is None or mark is None or mark is self._refused or self._only_read:
+        if self._batch is None or mark is None or mark is self._refused:
+            return
+        if self._without_grad and not self._is_trained:
+            self._is_read = True
             return
         self._require_backward()
         if ends_draw:
@@ -370,6 +382,9 @@ class BatchTracker:
             ) from None
         if mark is not None and self._summed < mark.microbatch:
             raise PrivateRefusal(_INCOMPLETE) from None
+        if mark is not None and self._is_read:
+            raise PrivateRefusal(_UNRELEASED) from None
+        self._is_trained = True
         signals = self.waiting_signals if mark is None else 0
         if mark is None and not signals and not self.foreign_batches:
             raise RuntimeError(FOREIGN)

@@ -6,6 +6,7 @@ import math
 import os
 import stat
 from dataclasses import FrozenInstanceError
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -495,6 +496,30 @@ def test_a_scalar_loss_is_refused_unless_its_reduction_is_declared(private):
         engine.backward(model(torch.randn(4, 3)).mean())
     engine, model, _, _ = private(nn.Linear(3, 2), loss_reduction="mean")
     engine.backward(model(torch.randn(4, 3)).mean())
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("before", [0, 9])
+def test_gradients_that_autograd_would_return_are_refused(before, clipping, private):
+    """In the first batches, whose leaves are all looked for, and in later ones."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    data = torch.randn(16, 3)
+    engine, model, optimizer, batches = private(
+        model, data, loss_reduction="mean", clipping=clipping, one_part=True
+    )
+    for number, (x,) in enumerate(chain.from_iterable([batches] * 3)):
+        x.requires_grad_()
+        if number == before:
+            break
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for asked in (list(model.parameters()), model[0].bias, [x, model[1].weight]):
+        with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad was called"):
+            torch.autograd.grad(model(x).square().mean(), asked)
+    torch.autograd.backward(model(x).square().mean(), inputs=list(model.parameters()))
+    optimizer.step()
+    assert optimizer.releases == before + 1
 
 
 @pytest.mark.parametrize("losses", [1.0, None, [1.0, 2.0]], ids=str)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash import PrivacyEngine
+from dpflash import PrivacyEngine, PrivateRefusal
 from dpflash import step as step_module
 from dpflash.kernels import NoiseStream, gaussian_noise_, grads, grid_of
 
@@ -364,14 +364,15 @@ def test_a_backward_after_an_interrupted_release_does_not_get_its_noise(private,
     assert all(torch.equal(grad, p.grad) for grad, p in pairs if p.grad is not None)
 
 
-def test_noise_multiplier_counts_as_it_was_in_the_backward(private):
+def test_noise_of_another_multiplier_than_the_backward_s_is_never_released(private):
     engine, model, optimizer, loader = private(
         build(), data(), noise_multiplier=1.0, one_part=True
     )
     for (x,) in loader:
         engine.backward(losses_of(model, x))
         optimizer.noise_multiplier = 0.0
-        optimizer.step()
+        with pytest.raises(PrivateRefusal, match="optimizer.noise_multiplier changed"):
+            optimizer.step()
         break
     assert engine.accountant.history == [(1.0, 1 / 6, 1)] and not engine._noiseless
 

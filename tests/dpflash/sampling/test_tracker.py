@@ -1,6 +1,7 @@
 """A draw is released whole or not at all, and whatever counts steps counts releases."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -175,10 +176,53 @@ def test_a_loop_that_breaks_or_only_reads_is_no_mistake(run):
     for (x,) in loader:
         engine.backward(losses_of(model, x))
         break
-    with pytest.warns(dpflash.PrivateWarning, match="left its last logical batch"):
+    with pytest.warns(dpflash.PrivateWarning, match="left its last logical batch") as caught:
         next(iter(loader))
-    trains(engine, model, optimizer, loader)
-    assert optimizer.releases == loader.releases == len(loader)
+    assert caught[0].filename == __file__
+    for _ in range(2):
+        trains(engine, model, optimizer, loader)
+        with torch.no_grad():
+            next(iter(loader))
+    assert optimizer.releases == loader.releases == 2 * len(loader)
+
+
+def fetched_without_gradients(loader, by):
+    """Its batches, fetched under no_grad; the loop over them runs with gradients."""
+    batches = iter(loader)
+    with ThreadPoolExecutor(1) as thread:
+        while True:
+            if by == "a thread":
+                batch = thread.submit(torch.no_grad()(next), batches, None).result()
+            else:
+                with torch.no_grad():
+                    batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+
+@pytest.mark.parametrize("by", ["the loop", "a thread"])
+def test_batches_may_be_fetched_under_no_grad(run, by):
+    engine, model, optimizer, loader = run()
+    for (x,) in fetched_without_gradients(loader, by):
+        engine.backward(losses_of(model, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.releases == len(loader) and engine.verified
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+@pytest.mark.parametrize("steps", [True, False], ids=["stepping", "not stepping"])
+def test_an_epoch_under_no_grad_is_trained_on_whole_or_only_read(run, trained, steps):
+    """Of three draws and the rest of the epoch, which are of one microbatch each, one is used."""
+    engine, model, optimizer, loader = run(rate=4, physical_batch_size=SIZE, max_batch_size=SIZE)
+    with pytest.raises(dpflash.PrivateRefusal, match="An epoch that only reads the loader"):
+        for number, (x,) in enumerate(fetched_without_gradients(loader, "the loop")):
+            if number == trained:
+                engine.backward(losses_of(model, x))
+                if steps:
+                    optimizer.step()
+    assert optimizer.releases == (trained == 0)  # the one that has begun included
 
 
 @pytest.mark.parametrize("at", ["the top", "the end"])
@@ -299,21 +343,29 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("at", ["the top", "behind step"])
+@pytest.mark.parametrize("at", ["the top", "behind step", "the release", "its closure"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_option_that_changes_inside_a_draw_is_refused(run, change, at):
     lr = torch.tensor(0.1) if change == "tensor" else 0.1
     engine, model, optimizer, loader = run(lr=lr)
-    step = CHANGES[change](optimizer)
+    change_it = CHANGES[change](optimizer)
+    before = model.weight.detach().clone()
+
+    def backward():
+        engine.backward(losses_of(model, x))
+        if loader.is_last and at in ("the release", "its closure"):
+            change_it()
+
     with pytest.raises(dpflash.PrivateRefusal, match=r"if loader\.is_last: scheduler\.step\(\)"):
-        for (x,) in loader:
+        for (x,) in loader:  # noqa: B007
             if at == "the top":
-                step()
-            engine.backward(losses_of(model, x))
-            optimizer.step()
+                change_it()
+            if at != "its closure":
+                backward()
+            optimizer.step(backward if at == "its closure" else None)
             if at == "behind step":
-                step()
-    assert optimizer.releases == 0
+                change_it()
+    assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -324,11 +376,9 @@ def test_an_option_may_change_with_each_release(run, change):
     for (x,) in loader:
         optimizer.param_groups[0]["dampening"] = 0.1 * loader.releases  # the same in a draw
         engine.backward(losses_of(model, x))
-        if loader.is_last and change == "lr":
-            step()  # a rate that is set for the step that follows
         optimizer.step()
         optimizer.zero_grad()
-        if loader.is_last and change != "lr":
+        if loader.is_last:
             step()
     for batch in LogicalBatches(loader):
         for (x,) in batch:
