@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpflash.bench.document import chart, columns, why_not, with_interval
+from dpflash.bench.document import chart, columns, with_interval
 
 ROW = {"name": "a", "config": {"tokens": 8, "batch": 2}, "median_ms": 1.5, "batch": 3}
 
@@ -25,12 +25,3 @@ def test_an_interval_stands_beside_its_figure():
     head, cell = with_interval("gain", "points", "+.1f")
     assert cell({"gain": 0.25, "gain_ci95": [-0.5, 1.0]}) == "+0.2 [-0.5, +1.0]"
     assert head == "points" and cell({}) is None
-
-
-def test_a_row_without_figures_names_the_reason():
-    assert why_not({"correct": None}) is None
-    assert why_not({"correct": None, "needs": "a GPU"}) == "needs: a GPU"
-    assert why_not({"correct": False, "failure": "a bug"}) == "FAILED: a bug"
-    assert why_not({"correct": False, "error": 0.5, "peer": True}) == (
-        "the peer is WRONG (error 5.0e-01)"
-    )

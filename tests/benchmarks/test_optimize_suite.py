@@ -5,7 +5,6 @@ import torch
 
 from dpflash.bench import private
 from dpflash.bench import private_step as optimize
-from dpflash.bench.document import LEGEND
 from dpflash.bench.output import row
 from dpflash.bench.private import clipped_sums
 from dpflash.bench.suite import Request
@@ -100,10 +99,3 @@ def test_gains_are_the_range_over_the_workloads_that_ran_as_the_level_has_it():
     (gain,) = [one for one in optimize.OPTIMIZE.derive(rows) if one["section"] == "gains"]
     assert gain["config"]["level"] == "balanced"
     assert (gain["least"], gain["most"], gain["workloads"]) == (1.5, 2.0, 2)
-
-
-def test_a_level_without_a_compiler_does_not_look_wrong_and_every_column_is_explained():
-    cells = dict(optimize.OPTIMIZE.tables[0].columns)
-    shown = [cells["compiled"]({"compiled": compiled}) for compiled in (True, False)]
-    assert shown == ["yes", "no"] and cells["compiled"]({}) is None
-    assert {"physical", "level", "clipping", "compiled", "fell back"} <= LEGEND.keys()

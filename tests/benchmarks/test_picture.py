@@ -29,13 +29,6 @@ def panel(rows, chart=CHART, **changes):
     return figure.axes[0]
 
 
-def words(labels, limits):
-    """Of the ticks that are seen."""
-    low, high = limits
-    seen = [label for label in labels if low <= label.get_position()[0] <= high]
-    return [label.get_text() for label in seen if label.get_text()]
-
-
 @pytest.mark.parametrize(
     ("span", "least"),
     [(1.0, 4321.0), (1.02, 0.0123), (1.5, 95.0), (9, 1.0), (11, 0.0123), (90, 95.0), (1e5, 1.0)],
@@ -53,12 +46,6 @@ def test_the_upright_axis_has_two_ticks_or_more_in_plain_numbers(span, least):
     assert len(seen) <= 12, seen
 
 
-def test_sizes_are_told_in_plain_numbers():
-    axis = panel([one(tokens, 1.0 + tokens) for tokens in (512, 4096, 16384)])
-    seen = words(axis.get_xticklabels(), axis.get_xlim())
-    assert {"512", "4,096"} <= set(seen) and not any("mathdefault" in text for text in seen)
-
-
 def test_thirty_series_all_look_different():
     axis = panel([one(tokens, 1.0 + n, f"who {n}") for n in range(30) for tokens in (8, 16)])
     looks = {(line.get_color(), line.get_marker()) for line in axis.lines if line.get_marker()}
@@ -70,23 +57,6 @@ def test_a_legend_covers_no_point():
     legend = axis.get_legend().get_window_extent()
     assert legend.x0 >= axis.get_window_extent().x1
     assert legend.x1 <= axis.figure.get_window_extent().x1
-
-
-def test_one_name_looks_the_same_in_all_panels():
-    rows = [one(8, 1.0, "a"), one(8, 2.0, "b")]
-    second = dataclasses.replace(CHART, section="t")
-    suite = Suite("toy", "A toy", "", lambda request: (), [], [CHART, second])
-    rows.append({**one(8, 2.0, "b"), "section": "t"})
-    figure = draw(suite, {"environment": HELD, "complete": True, "rows": rows})
-    left, right = figure.axes
-    colors = [line.get_color() for line in left.lines if line.get_marker() == "s"]
-    assert colors == [line.get_color() for line in right.lines if line.get_marker() == "s"] != []
-
-
-def test_a_title_says_the_shape_and_its_range():
-    axis = panel([one(8, 1.0), one(16, 2.0, batch=1)])
-    assert axis.get_title() == "A chart\nB 1 to 2, H 4"
-    assert (axis.get_xlabel(), axis.get_ylabel()) == ("T", "ms")
 
 
 SPEEDUPS = {"y": column("speedup", "speed-up"), "logarithmic": False}
@@ -103,23 +73,5 @@ def test_a_speed_up_has_its_interval():
     assert reach == [[0.75, 3.0], [1.5, 6.0]]
 
 
-def test_words_on_an_axis_do_not_overlap():
-    names = [f"a variant of attention {n}" for n in range(12)]
-    axis = panel(
-        [one(8, 1.0 + n, who) for n, name in enumerate(names) for who in ("a", "b")],
-        x=("variant", lambda r: names[int(r["median_ms"]) - 1]),
-    )
-    assert words(axis.get_xticklabels(), axis.get_xlim()) == names
-    assert {label.get_rotation() for label in axis.get_xticklabels()} == {30.0}
-
-
 def test_a_chart_without_rows_says_so():
     assert [text.get_text() for text in panel([]).texts] == ["nothing was measured"]
-
-
-def test_the_picture_says_where_and_when_it_was_measured():
-    suite = Suite("toy", "A toy", "", lambda request: (), [], [CHART])
-    held = {"environment": {**HELD, "quick": True}, "complete": False, "rows": []}
-    assert draw(suite, held).get_suptitle() == (
-        "A toy\nCPU of a test, 2026-11-22, a quick look, broken off"
-    )

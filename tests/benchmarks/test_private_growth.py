@@ -2,11 +2,10 @@
 
 import pytest
 
-from dpflash.bench.document import markdown, page
-from dpflash.bench.growth import BATCH, BATCH_TABLES, BATCHES, SEQUENCE, TOKENS, optimal_batch
+from dpflash.bench.growth import BATCH, BATCHES, SEQUENCE, TOKENS, optimal_batch
 from dpflash.bench.output import row
 from dpflash.bench.private import AUTO
-from dpflash.bench.suite import Request, Suite
+from dpflash.bench.suite import Request
 
 
 def batch_row(batch, tokens_per_s, *, provider=AUTO, curve="seq", **columns):
@@ -41,14 +40,6 @@ def test_the_plan_has_every_batch_of_every_configuration_of_the_report():
     assert all(item.baseline == item.measurements[0].name for item in plan)
     # Behind a size that is too slow the larger ones of its curve are not tried.
     assert len({item.curve for item in plan}) == 3
-
-
-def test_tokens_of_the_plan_are_evenly_spaced_in_their_logarithm():
-    steps = [large / small for small, large in zip(TOKENS, TOKENS[1:], strict=False)]
-    plan = steps_of(SEQUENCE, "private_sequence")
-    assert [item.measurements[0].config["tokens"] for item in plan] == [*TOKENS] * 3
-    assert TOKENS[0] == 128 and TOKENS[-1] == 2048
-    assert steps == pytest.approx([16 ** (1 / 5)] * 5, rel=0.005)
 
 
 def test_optimal_batch_is_the_smallest_within_five_percent_of_the_best():
@@ -105,14 +96,3 @@ def test_exponent_of_a_sequence_is_of_time_in_tokens():
     ]
     found = derived(rows, SEQUENCE.derive)
     assert found["private_sequence_exponent/b16"]["exponent"] == pytest.approx(1.5)
-
-
-def test_the_page_shows_the_insights_and_what_is_needed():
-    rows = [batch_row(1, 1.0), batch_row(3, None, needs="a faster device: so slow")]
-    rows += BATCH.derive(rows)
-    suite = Suite(name="batch", plan=lambda request: (), **page("batch", BATCH_TABLES))
-    roofs = {"flops": {"float32": 1e9}, "bandwidth": 1e9}
-    found = {"environment": {"quick": False, "roofs": roofs}, "complete": True, "rows": rows}
-    text = markdown(suite, found)
-    assert "The optimal batch is 1.0 on average" in text
-    assert "needs: a faster device: so slow" in text

@@ -52,14 +52,13 @@ def test_patterns_that_see_the_same_learn_the_same(monkeypatch):
     assert abs(rows["all blocks"]["difference"]) < 1e-4 < abs(rows["seed"]["difference"])
 
 
-def test_wrong_attention_has_no_loss(monkeypatch):
-    monkeypatch.setattr(quality, "check", lambda *_, **__: {"o": 0.0, "dq": 2e-4})
-    row = rows_of(monkeypatch, Contestant("dense", DENSE, baseline=None))["dense"]
-    assert row["correct"] is False and "held_out_loss" not in row
+WRONG_ATTENTION = ("check", lambda *_, **__: {"o": 0.0, "dq": 2e-4})
+NO_LEARNING = ("_train", lambda *_: None)
 
 
-def test_a_model_that_learns_nothing_has_no_loss(monkeypatch):
-    monkeypatch.setattr(quality, "_train", lambda *_: None)
+@pytest.mark.parametrize(("name", "broken"), [WRONG_ATTENTION, NO_LEARNING])
+def test_wrong_attention_and_a_model_that_learns_nothing_have_no_loss(name, broken, monkeypatch):
+    monkeypatch.setattr(quality, name, broken)
     row = rows_of(monkeypatch, Contestant("dense", DENSE, baseline=None))["dense"]
     assert row["correct"] is False and "held_out_loss" not in row
 

@@ -14,7 +14,7 @@ import pytest
 from dpflash.bench import output
 from dpflash.bench.attention import DIRECTIONS
 from dpflash.bench.max_length import SEARCHED
-from dpflash.bench.published import Answer, Figure, Reported, read_reports, reported_rows
+from dpflash.bench.published import Answer, read_reports, reported_rows
 from dpflash.bench.quality import contestants
 from dpflash.bench.ranks import (
     CONTEXT,
@@ -96,14 +96,6 @@ def test_every_row_is_answered_in_one_way() -> None:
         assert ways == 1, (table, row.named)
 
 
-def test_the_reports_and_their_tables_stand_in_order() -> None:
-    assert [report.id for report in REPORTS] == ["S0", "S1", "S2", "S3", "S4"]
-    for report in REPORTS:
-        firsts = [int(re.match(rf"{report.id}\.(\d+)", table.id)[1]) for table in report.tables]
-        assert firsts == sorted(firsts), report.id
-        assert all((report.repository, report.file, report.commit))
-
-
 @pytest.mark.parametrize(
     "command", sorted({answer.command for _, row in ROWS for answer in row.answers})
 )
@@ -117,23 +109,6 @@ def _help(names: list[str]) -> str:
     with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
         main([*names, "--help"])
     return said.getvalue()
-
-
-def test_every_table_of_the_reports_is_there() -> None:
-    text = " ".join(f"{table.id} {' '.join(row.named for row in table.rows)}" for table in TABLES)
-    found = set()
-    for first, last in re.findall(r"(S\d\.\d+)(?:-(S\d\.\d+))?", text):
-        house, begin = first.split(".")
-        end = last.split(".")[1] if last else begin
-        found |= {f"{house}.{number}" for number in range(int(begin), int(end) + 1)}
-    asked = {
-        *(f"S0.{n}" for n in range(1, 9)),
-        *(f"S1.{n}" for n in range(1, 11)),
-        *(f"S2.{n}" for n in (1, 2, 9, 10, 13, 14, 15, 16)),
-        *(f"S3.{n}" for n in range(1, 6)),
-        *(f"S4.{n}" for n in range(1, 14)),
-    }
-    assert found == asked
 
 
 def test_what_is_wrong_is_said_of_every_table_or_of_each_of_its_rows() -> None:
@@ -201,10 +176,3 @@ def test_an_answer_fits_by_section_and_values_of_config_and_columns() -> None:
     assert not answer.fits({**row, "config": {}})
     assert not answer.fits({**row, "curve": "b"})
     assert not answer.fits({**row, "section": "other"})
-
-
-def test_the_figures_of_the_quick_table_are_those_of_the_report() -> None:
-    (table,) = (table for table in TABLES if table.id == "S1.1")
-    row: Reported = table.rows[-1]
-    assert row.named == "B 1, N 16384, H 8, D 64, [4096, 8192] / [1, 2]"
-    assert row.figures == (Figure(1967.3, "ms"), Figure(156, "MB"), Figure(8327, "tokens/s"))

@@ -38,16 +38,8 @@ def _row(name: str, heads: int, section: str = "heads", **columns: Any) -> dict[
     return bench_results.row(name, config, **{**figures, "section": section, **columns})
 
 
-def _write(
-    results: Path,
-    name: str,
-    rows: list[dict],
-    place: str = "cpu",
-    config: dict[str, Any] | None = None,
-    runs: list[dict] | None = None,
-    **environment: Any,
-):
-    folder = results / place
+def _write(results: Path, name: str, rows: list[dict], **environment: Any):
+    folder = results / "cpu"
     folder.mkdir(parents=True, exist_ok=True)
     told = {
         "device": "CPU of a test",
@@ -60,7 +52,6 @@ def _write(
         **environment,
     }
     held = {"environment": told, "complete": True, "rows": rows, "reported": []}
-    held |= {"config": config, "runs": runs} if runs else {}
     bench_results.write_json(folder / f"{name}.json", held)
 
 
@@ -101,28 +92,6 @@ def test_their_figures_and_ours_stand_in_one_line(results: Path) -> None:
     )
 
 
-def test_each_of_our_rows_has_a_line_and_theirs_are_told_once(results: Path) -> None:
-    both = Reported("H", answers=[Answer("heads", "heads")])
-    page = _page(results, both)
-    assert page.count("cpu: heads/H") == 2
-    assert _line(page, "H").count("heads/H2") == 1
-    assert "\n|  | cpu: heads/H4" in page
-
-
-def test_each_device_has_a_line_and_a_summary(results: Path) -> None:
-    _write(results, "heads", [_row("heads/H2", 2)], "h200", device="NVIDIA H200", commit="1234567")
-    page = _page(results, TWO_HEADS)
-    assert "cpu: heads/H2" in page and "h200: heads/H2" in page
-    assert "| [heads.json](results/h200/heads.json) | NVIDIA H200 | 1 | 2026-11-22 |" in page
-    assert "1234567" in page
-
-
-def test_what_could_not_be_measured_says_what_it_needs(results: Path) -> None:
-    row = bench_results.row("heads/H2", {"heads": 2}, section="heads", needs="a faster device")
-    _write(results, "heads", [row])
-    assert "| needs: a faster device |" in _line(_page(results, TWO_HEADS), "H 2")
-
-
 def test_a_wrong_row_is_marked_and_counted(results: Path) -> None:
     wrong = _row("heads/H2", 2, correct=False, error=0.5, median_ms=None, peak_memory_mb=None)
     _write(results, "heads", [wrong])
@@ -138,23 +107,6 @@ def test_a_quick_look_answers_nothing(results: Path) -> None:
     assert "a quick look: no figures to quote" in page
 
 
-BATCH = Reported("B 1", answers=[Answer("batch", "dilated_batch", {"batch": 1})])
-
-
-def test_a_row_without_figures_says_which_command_measures_it(results: Path) -> None:
-    told = "| - | not measured yet: `dpflash bench batch --threads 1 --out DIR` | - |"
-    assert told in _line(_page(results, TWO_HEADS, BATCH), "B 1")
-
-
-def test_a_report_is_linked_at_its_commit_and_its_columns_are_explained(results: Path) -> None:
-    page = _page(results, TWO_HEADS)
-    assert (
-        "[docs/a.md](https://github.com/owner/name/blob/abc1234/docs/a.md) of [owner/name]" in page
-    )
-    told = page.partition("## What the columns say")[2].partition("## S9")[0]
-    assert all(f"*{header}*" in told for header in ("right", "more", "ms"))
-
-
 def test_a_full_run_without_the_row_is_an_error(results: Path) -> None:
     row = Reported("H 8", answers=[Answer("heads", "heads", {"heads": 8})])
     with pytest.raises(ValueError, match=r"heads.json: no row of section 'heads' with .*8"):
@@ -162,13 +114,6 @@ def test_a_full_run_without_the_row_is_an_error(results: Path) -> None:
     may = Reported("H 8", answers=[Answer("heads", "heads", {"heads": 8}, "eight heads")])
     told = "not measured yet: with eight heads `dpflash bench heads --threads 1 --out DIR`"
     assert told in _line(_page(results, TWO_HEADS, may), "H 8")
-
-
-def test_features_and_needs_stand_in_the_place_of_figures(results: Path) -> None:
-    rows = Reported("A tool", features=["dpflash.attention"]), Reported("A plan", needs="code")
-    page = _page(results, *rows)
-    assert "| `dpflash.attention` |" in _line(page, "A tool")
-    assert "| needs: code |" in _line(page, "A plan")
 
 
 def test_check_fails_until_the_files_are_what_the_json_gives(
@@ -191,29 +136,3 @@ def test_the_committed_page_and_recommendations_are_what_the_committed_json_give
     if not device_names(ROOT / "benchmarks" / "results"):
         pytest.skip("no results are committed")
     assert _make_results().main(["--check"]) == 0
-
-
-def test_the_page_begins_with_time_and_loss_beside_opacus(results: Path) -> None:
-    times = {
-        "nonprivate": None,
-        "dpflash-flat-auto": 0.8,
-        "opacus-hooks": 0.5,
-        "opacus-ghost": 0.4,
-    }
-    losses = (("dpflash", 2), ("dpflash", 4), ("opacus", 5), ("nonprivate", 1))
-    runs = [{"provider": name, "held_out_loss": loss} for name, loss in losses]
-    _write(results, "private-loss", [], config={"target_epsilon": 8.0}, runs=runs)
-    rows = []
-    for shape in ("B16-T256", "B4-T2048"):
-        # One shape is not enough for the picture.
-        assert "times as fast" not in _page(results, TWO_HEADS)
-        rows += [
-            _row(f"step/{shape}/{name}", 1, speedup=up, speedup_ci95=up and [up, up])
-            for name, up in times.items()
-        ]
-        _write(results, "private-step", rows)
-    page = _page(results, TWO_HEADS)
-    for shape in ("B=16, T=256", "B=4, T=2048"):
-        assert f"At {shape} a private step takes 1.25 times as long" in page
-    assert "with Opacus (hooks) 2.00 times: dpflash is 1.60 times as fast" in page
-    assert "At epsilon 8 the held-out loss of a small model is 3.000 nats a byte, 5.000" in page

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from dpflash.bench import suite as suite_module
 from dpflash.bench.compare import compare
 from dpflash.bench.document import (
     FIGURES,
-    LEGEND,
     SPEEDUP,
     Chart,
     Table,
@@ -165,21 +163,6 @@ def test_a_row_that_is_wrong_or_cannot_run_has_no_figures_and_says_why(found):
 
 def test_warnings_of_what_is_measured_are_not_printed(found):
     assert "all is lost" not in found[2]
-
-
-def test_progress_counts_the_rows_and_names_them(found):
-    assert "toy" in found[2] and "9/9" in found[2] and "alone" in found[2]
-
-
-def test_the_page_explains_its_columns_and_no_others(found):
-    page = (found[1] / "toy.md").read_text()
-    legend = page.partition("## What the columns say")[2]
-    assert "fewer than 6 trials have no such interval" in legend
-    assert "`peak_memory_mb`" in legend and "*speed-up*" in legend
-    assert "*efficiency*" not in legend and "*exponent" not in legend
-    assert "order of what is compared may be the reverse" in " ".join(page.split())
-    headers = {head for name in SUITES for t in suite_named(name).tables for head, _ in t.columns}
-    assert set(LEGEND) <= headers
 
 
 def test_a_slow_row_is_timed_with_fewer_calls_and_is_not_compared(tmp_path, monkeypatch):
@@ -374,34 +357,9 @@ def test_the_environment_names_the_device_and_its_threads():
     assert found["threads"] == 3 and found["cores"] >= 1 and found["device"].startswith("CPU")
 
 
-def test_insights_are_those_of_the_suite_and_the_numbers_of_its_rows():
-    one = row("a/b", {}, median_ms=1.0)
-    own = row("i", {}, section="insights", text="All is well.")
-    lacking = needs("n", {}, "a friend")
-    assert key_insights([one, own, lacking]) == [
-        "All is well.",
-        "Rows: 1 timed (0 with few calls, since they are slow), 1 that need what is not here, "
-        "0 wrong or failed.",
-    ]
-
-
 def test_milliseconds_mark_high_variance():
     entry = row("x", {}, median_ms=2.0, ci95_ms=[1.0, 3.0], cv=0.5, high_variance=True)
     assert milliseconds(entry) == "2 [1, 3] (high variance, CV 50%)"
-
-
-@pytest.mark.cases(0)
-def test_a_script_without_a_guard_learns_what_it_lacks(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from dpflash.bench.isolated import run_isolated\n"
-        "def one():\n    return 1\n"
-        "print(run_isolated(one))\n"
-    )
-    done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "Failed: its process ended with exit code 1" in done.stderr
-    assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
 
 
 def test_nothing_sleeps_where_something_is_measured():

@@ -61,10 +61,6 @@ def test_a_missing_heading_or_value_raises(text):
         page("speed", {})
 
 
-def test_a_glossary_has_each_term(text):
-    assert document.glossary("words") == {"one": "the first word", "two": "a: b"}
-
-
 def test_every_heading_is_a_suite_or_one_of_its_tables():
     tables = {f"{name}/{table.section}" for name in SUITES for table in suite_named(name).tables}
     assert set(document.texts()) - {

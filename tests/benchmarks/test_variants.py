@@ -8,7 +8,7 @@ import pytest
 from dpflash.bench import attention, growth, variants
 from dpflash.bench.suite import Comparison, Request, Unsupported
 from dpflash.bench.variants import VARIANTS, sparse_pattern, variant_subject
-from dpflash.patterns import Adaptive, Dense, Dilated
+from dpflash.patterns import Dense, Dilated
 
 SMALL = {"tokens": 192, "batch": 2, "heads": 2, "head_dim": 16, "dtype": "float32"}
 SUITES = (attention.SUITE, variants.SUITE, growth.HEADS, growth.BATCH, growth.SEQUENCE)
@@ -87,10 +87,6 @@ def test_a_sequence_too_short_for_its_sparsity_is_refused_with_the_one_that_is_n
             pattern(tokens, causal)
     found = pattern(least, causal)
     assert found.random_blocks + found.local_blocks == 1
-
-
-def test_adaptive_keeps_a_tenth_of_the_blocks():
-    assert VARIANTS["BlockSparseAdaptive"].pattern(2048, False) == Adaptive(keep=3)
 
 
 def test_an_unknown_variant_or_direction_is_refused():

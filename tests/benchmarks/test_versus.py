@@ -119,53 +119,41 @@ def test_packages_that_are_not_dpflash_end_with_their_folder_and_the_way_out(tmp
         run_versus(stub, ROOT, out=tmp_path / "out", **FEW)
 
 
-@pytest.mark.parametrize("key", ["launches", "rounds"])
-def test_no_launch_or_round_is_refused(key, tmp_path):
-    with pytest.raises(ValueError, match=f"{key}=0"):
-        run_versus(ROOT, ROOT, out=tmp_path, **{**FEW, key: 0})
+@pytest.mark.parametrize(
+    ("launches", "rounds", "message"),
+    [(0, 2, "launches=0"), (2, 0, "rounds=0"), (1, 1, "launches=1, rounds=1: one trial shows")],
+)
+def test_too_few_trials_are_refused_before_anything_is_measured(
+    launches, rounds, message, tmp_path
+):
+    with pytest.raises(ValueError, match=message):
+        run_versus(ROOT, ROOT, out=tmp_path, launches=launches, rounds=rounds)
 
 
-def test_one_trial_is_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(ValueError, match="launches=1, rounds=1: one trial shows no spread"):
-        run_versus(ROOT, ROOT, out=tmp_path, launches=1, rounds=1)
-
-
-def test_checkouts_take_turns_and_swap_who_begins(tmp_path):
-    asked = []
+def test_checkouts_take_turns_on_one_cpu_and_swap_who_begins(monkeypatch, tmp_path):
+    timed, cpus = [], []
 
     class Recorder:
         def __init__(self, side):
             self.side = side
 
-        def ask(self, **command):
-            asked.append((self.side, command["do"]))
+        def ask(self, do, cpu=None, **command):
+            if do == "launch":
+                cpus.append(cpu)
+            if do == "time":
+                timed.append(self.side)
             built = {"tolerance": 1.0, "peak_memory_mb": 1.0}
-            return {"build": built, "time": {"seconds": 0.01}}.get(command["do"], {})
-
-    workers = {side: Recorder(side) for side in ("OLD", "NEW")}
-    rows = {side: {} for side in workers}
-    save_results(tmp_path, [0.0], [0.0])
-    versus._launch(workers, QUICK_ONES[:1], 3, 0, rows, tmp_path)
-    timed = [side for side, do in asked if do == "time"]
-    assert timed == ["OLD", "NEW", "NEW", "OLD", "OLD", "NEW"]
-    assert rows["OLD"][QUICK_ONES[0]]["samples_ms"] == [10.0] * 3
-
-
-def test_both_run_on_one_cpu_and_on_the_next_in_the_next_launch(monkeypatch, tmp_path):
-    asked = []
-
-    class Recorder:
-        def ask(self, **command):
-            asked.append(command)
-            return {"tolerance": 1.0, "peak_memory_mb": 1.0, "seconds": 0.01}
+            return {"build": built, "time": {"seconds": 0.01}}.get(do, {})
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {7, 2}, raising=False)
-    workers = {side: Recorder() for side in ("OLD", "NEW")}
+    workers = {side: Recorder(side) for side in ("OLD", "NEW")}
     save_results(tmp_path, [1.0], [1.0])
+    rows = {side: {} for side in workers}
     for launch in range(3):
-        rows = {side: {} for side in workers}
-        versus._launch(workers, QUICK_ONES[:1], 1, launch, rows, tmp_path)
-    cpus = [command["cpu"] for command in asked if command["do"] == "launch"]
+        versus._launch(workers, QUICK_ONES[:1], 3, launch, rows, tmp_path)
+    assert timed[:6] == ["OLD", "NEW", "NEW", "OLD", "OLD", "NEW"]
+    assert rows["OLD"][QUICK_ONES[0]]["samples_ms"] == [10.0] * 9
+    # The next launch is on the next one.
     assert cpus == [2, 2, 7, 7, 2, 2]
 
 
