@@ -464,6 +464,7 @@ def test_a_bad_phase_is_refused_by_name(kind: type[Accountant], phase: tuple, na
         empty = of(kind=kind)
         with pytest.raises(ValueError, match=f"^{name}="):
             empty.step(noise_multiplier=phase[0], sample_rate=phase[1])
+        assert empty.history == []
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.mechanism())

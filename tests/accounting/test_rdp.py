@@ -259,24 +259,6 @@ def test_no_history_gives_nan_or_a_negative_value(
     assert 0 <= accountant.get_delta(epsilon) <= 1
 
 
-@pytest.mark.parametrize(
-    ("phase", "epsilon", "delta_at_one"),
-    [
-        ((0.0, 0.01, 10), math.inf, 1.0),
-        ((0.0, 0.01, 0), 0.0, 0.0),
-        ((1.0, 0.0, 10), 0.0, 0.0),
-        ((0.0, 0.0, 10), 0.0, 0.0),
-        ((math.inf, 1.0, 10), 0.0, 0.0),
-    ],
-    ids=["no-noise", "no-steps", "no-sampling", "no-noise-no-sampling", "all-noise"],
-)
-def test_epsilon_at_the_edges(phase: tuple, epsilon: float, delta_at_one: float) -> None:
-    accountant = RDPAccountant()
-    accountant.history = [phase]
-    assert accountant.get_epsilon(1e-5) == epsilon
-    assert accountant.get_delta(1.0) == delta_at_one
-
-
 def test_an_empty_history_costs_nothing() -> None:
     assert RDPAccountant().get_epsilon(1e-300) == 0.0
     assert RDPAccountant().get_delta(0.0) == 0.0
@@ -301,18 +283,6 @@ def test_a_repeated_query_computes_no_order_anew(monkeypatch: pytest.MonkeyPatch
     assert accountant.get_epsilon(1e-6) > first
     accountant.history = [(1.0 + k / 10, 0.01, 200 + k) for k in range(8)]
     assert accountant.get_epsilon(1e-5) > first
-
-
-@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan, "1e-5", True])
-def test_a_delta_outside_its_range_is_refused(delta: float) -> None:
-    with pytest.raises(ValueError, match="^delta="):
-        RDPAccountant().get_epsilon(delta)
-
-
-@pytest.mark.parametrize("epsilon", [-0.1, math.inf, math.nan, "1"])
-def test_an_epsilon_outside_its_range_is_refused(epsilon: float) -> None:
-    with pytest.raises(ValueError, match="^epsilon="):
-        RDPAccountant().get_delta(epsilon)
 
 
 @pytest.mark.parametrize("order", [1.0, 0.5, -2, math.inf, math.nan])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import warnings
 
 import pytest
@@ -209,12 +208,6 @@ def test_an_empty_ledger_is_drawn_as_chance(tmp_path, figures):
     assert list(betas) == [1 - alpha for alpha in alphas]
 
 
-def test_an_empty_ledger_has_a_table(tmp_path, capsys):
-    (tmp_path / "l").touch()
-    assert main(["budget", str(tmp_path / "l"), *RDP]) == 0
-    assert "noise multiplier" in capsys.readouterr().out
-
-
 def test_gdp_is_called_no_bound(ledger, capsys):
     words = ["budget", str(ledger), "--delta", "1e-5", "--accountant", "gdp"]
     with warnings.catch_warnings():
@@ -222,14 +215,6 @@ def test_gdp_is_called_no_bound(ledger, capsys):
         assert main(words) == 0
     shown = capsys.readouterr().out
     assert "gdp, no bound (approximation)" in shown and "upper bound" not in shown
-
-
-def test_without_matplotlib_the_plot_is_refused_with_the_way_out(
-    ledger, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["budget", str(ledger), *RDP, "--plot", str(tmp_path / "p.png")]) == 2
-    assert "pip install 'dpflash[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -403,25 +403,6 @@ def test_a_bad_argument_is_one_line_with_its_name_value_and_way_out(words, capsy
     assert any(word in found for word in way_out)
 
 
-@pytest.mark.parametrize("words", [[*NOISY, *RUN[:4]], ["epsilon", *RUN], ["calibrate", *RUN]])
-def test_a_missing_required_argument_ends_with_2(words, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2
-    assert "required" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["epsilon", "calibrate"])
-def test_help_names_the_assumptions(command, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
-    assert stopped.value.code == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert "Poisson sampling" in words
-    assert "one added or removed sample" in words
-    assert "only with --sampler shuffled" in words
-
-
 # pictures
 
 
@@ -470,14 +451,6 @@ def test_a_plot_of_gdp_calls_it_no_bound(figures, tmp_path):
     assert main([*NOISY, *RUN, "--accountant", "gdp", "--plot", str(tmp_path / "p.png")]) == 0
     for axes in figures[0].axes:
         assert "gdp, no bound (approximation)" in lines_of(axes)
-
-
-def test_a_run_without_noise_is_drawn_as_no_privacy(figures, tmp_path):
-    words = ["epsilon", "--noise-multiplier", "0", *RUN, "--plot", str(tmp_path / "p.png")]
-    assert main(words) == 0
-    left, right = figures[0].axes
-    assert [text.get_text() for text in left.texts] == ["no finite epsilon"]
-    assert set(lines_of(right)["contour"].get_ydata()) == {0.0}
 
 
 @pytest.mark.cases(2)
