@@ -5,17 +5,13 @@ import pickle
 
 import pytest
 import torch
+from kinds import KINDS, every_kind
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpflash.nn import MultiheadAttention
 from dpflash.patterns import Adaptive, Dilated, SlidingWindow
 
-KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
-KINDS.append({"clipping": "per_layer"})
-every_kind = pytest.mark.parametrize(
-    "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
-)
 WINDOW = SlidingWindow(window=3, causal=True)
 CASES = {
     "plain": {},

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from kinds import KINDS, every_kind
 from torch import nn
 
 from dpflash.grad_rules.experts import ExpertsUse, Routing, is_experts
@@ -58,13 +59,6 @@ CONFIGS = {
     "deepseek_v2": ("DeepseekV2", LATENT | {"topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", LATENT),
 }
-KINDS = (
-    {"grad_sample_mode": "instantiate"},
-    {"grad_sample_mode": "book_keeping"},
-    {"grad_sample_mode": "ghost"},
-    {"clipping": "per_layer"},
-)
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind.values())))
 # Their routers multiply in float32 whatever the model's dtype is.
 ROUTES_IN_FP32 = ("deepseek_v2", "deepseek_v3")
 
@@ -110,7 +104,7 @@ def test_gradients_are_those_of_a_loop_over_samples(
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("name", list(CONFIGS))
-@pytest.mark.parametrize("kind", KINDS[:4], ids=lambda kind: next(iter(kind.values())))
+@every_kind
 def test_clipped_sums_are_those_of_a_loop_over_samples(
     name, kind, private, oracle, losses, sums, distance
 ):

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from kinds import KINDS, every_kind, loss_of, scrambled
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -14,11 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import dpflash
 from dpflash.grad_rules import recurrent
 
-KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
-KINDS.append({"clipping": "per_layer"})
-every_kind = pytest.mark.parametrize(
-    "kind", KINDS, ids=[k.get("grad_sample_mode", k.get("clipping")) for k in KINDS]
-)
 every_order = pytest.mark.parametrize("batch_first", [True, False], ids=["batch", "steps"])
 B, T, IN, H = 5, 6, 3, 4
 LENGTHS = torch.tensor([4, 6, 1, 6, 3])
@@ -88,41 +84,6 @@ def samples(batch=B, steps=T):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(batch, steps, IN, generator=generator)
     return x * torch.tensor([1.0, 3.0, 0.2, 0.5, 2.0])[torch.arange(batch) % 5].view(-1, 1, 1)
-
-
-def scrambled(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model.double()
-
-
-def loss_of(model, *batch):
-    return 5 * model(*batch).square().flatten(1).mean(1)
-
-
-def middle(norms):
-    ordered = sorted(norms)
-    return 0.5 * (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2])
-
-
-@pytest.fixture
-def agree(oracle, private, sums, distance):
-    """agree(plain, batch, kind): the sum without a bound, and the clipped one, are the loop's."""
-
-    def check(plain, batch, kind):
-        batch = [t.double() if t.is_floating_point() else t for t in batch]
-        expected, reference = plain(*batch), oracle(plain, loss_of, *batch)
-        clipping = kind.get("clipping", "flat")
-        runs = [(math.inf, "flat", 1e-10), (middle(reference.norms()), clipping, 1e-6)]
-        for bound, clipping, tolerance in runs:
-            engine, model, _, _ = private(copy.deepcopy(plain), max_grad_norm=bound, **kind)
-            torch.testing.assert_close(model(*batch), expected, rtol=1e-10, atol=1e-10)
-            engine.backward(loss_of(model, *batch))
-            wanted = reference.clipped_sum(bound, clipping)
-            assert distance(sums(engine, model), wanted) <= tolerance
-
-    return check
 
 
 @pytest.mark.cases(8)
