@@ -96,7 +96,9 @@ def _storages(tensor: Tensor) -> set[int]:
     """Addresses of the storages of a tensor; none where it has none."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return {place for name in names for place in _storages(getattr(tensor, name))}
+        # Of newer torch a DTensor's mesh is among them.
+        parts = [getattr(tensor, name) for name in names]
+        return {place for part in parts if isinstance(part, Tensor) for place in _storages(part)}
     try:
         return {tensor.untyped_storage()._cdata}
     except (NotImplementedError, RuntimeError):
