@@ -158,9 +158,9 @@ def test_the_sum_is_over_pairs_of_their_clipped_gradients(kind, checkpointing, t
     with torch.no_grad():  # A new adapter changes nothing, and a given one equals its copy.
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.0
     plain, rows = copy.deepcopy(model), []
     for microbatch in next(iter(made.get_train_dataloader())):
+        made.optimizer.original_optimizer.param_groups[0]["lr"] = 0.0
         made.engine.backward(made.compute_loss(model, microbatch))
         real = made._private_loader.is_real
         tokens, masks = microbatch["input_ids"][real], microbatch["completion_mask"][real]
