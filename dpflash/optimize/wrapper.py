@@ -302,7 +302,9 @@ class ForwardWrapper:
 
     def _watched(self, *, again: bool = False) -> AbstractContextManager[None]:
         """Note the trained parameters that a forward rewrites."""
-        return nullcontext() if self.unchanged is None else self.unchanged.forward(again=again)
+        if self.unchanged is None or torch.jit.is_tracing():
+            return nullcontext()
+        return self.unchanged.forward(again=again)
 
     def _called(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         dtype = self._autocast_dtype()

@@ -57,8 +57,7 @@ class Uncovered:
         self._is_called = True
         self._given_shapes |= {t.shape[:2] for t in tensors if t.ndim > 1}
         for t in tensors:
-            if t.requires_grad:
-                self._given[t if t._base is None else t._base] = True
+            self._given[_whole(t)] = True
 
     def refusal(
         self, losses: Tensor | None, batch: object, leading: Sequence[int | None]
@@ -91,9 +90,15 @@ class Uncovered:
         if isinstance(leaf, nn.Parameter) or leaf.shape[: len(leading)] != tuple(leading):
             return False
         # Such as weights of as many classes as the batch has rows.
-        if is_called and leaf not in self._given and leaf.shape[:2] not in self._given_shapes:
+        is_given = _whole(leaf) in self._given or leaf.shape[:2] in self._given_shapes
+        if is_called and not is_given:
             return False
         return bool(self._inputs.setdefault(leaf, batch) == batch)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """The tensor of which it is a view, or itself."""
+    return x if x._base is None else x._base
 
 
 _MAKE_PRIVATE = (

@@ -543,6 +543,7 @@ def test_losses_that_reach_no_private_layer_are_refused(private):
     x = torch.randn(4, 3)
     with pytest.raises(RuntimeError, match="outside of the private model"):
         engine.backward(nn.Linear(3, 2)(x).sum(1))
+    model(x)
     with pytest.raises(RuntimeError, match="did not reach any private layer"):
         engine.backward(x.clone().requires_grad_().sum(1))
     with pytest.raises(RuntimeError, match="do not require grad"):
