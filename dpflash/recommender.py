@@ -346,7 +346,7 @@ def _brief(pattern: Pattern) -> str:
 
 
 def _losses(run: _Row) -> Iterator[tuple[Pattern, Quality]]:
-    """Losses of models beside that of the dense one with the same seed and training."""
+    """(pattern, loss of a model with it minus that of the dense model)."""
     # A quick run trains too briefly. Private models have other baselines, whose noise drowns
     # the differences.
     rows = [] if run["environment"].get("quick") else run["rows"]

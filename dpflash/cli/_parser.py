@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-# The type of an option's value, by the word that stands for it in the help; others are text.
+# The metavar of an option -> the type of its value. Values of other metavars are text.
 _TYPES: dict[str, type] = {
     **dict.fromkeys(("B", "K", "M", "N"), int),
     **dict.fromkeys(("C", "D", "E", "F", "P", "Q", "R", "S", "SECONDS", "T", "X"), float),

@@ -14,7 +14,7 @@ from dpflash.accounting import Accountant
 from ._parser import add_options
 
 _OPTIONS = {
-    "--json": "print one JSON object instead; null stands for a value that is not finite, unknown "
+    "--json": "print one JSON object instead; null is a value that is not finite, unknown "
     "or does not apply to the run",
     "--plot FILE.png": "plot epsilon over the steps and the trade-off curve; needs matplotlib",
 }

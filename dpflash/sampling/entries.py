@@ -162,14 +162,13 @@ class FittingCollate:
         """Refuse a batch whose rows are in another order than its entries, of these indices."""
 
         def again(index: int) -> Any:
-            anew = [self._dataset[index] for _ in range(_REPEATS)]
-            more = [anew[i % _REPEATS] for i in range(len(entries) + 1)]
-            found = self._tried_copies(*more, *entries)
+            with random_state_kept(_CPU):
+                anew = [self._dataset[index] for _ in range(_REPEATS)]
+                more = [anew[i % _REPEATS] for i in range(len(entries) + 1)]
+                found = self._tried_copies(*more, *entries)
             return None if found is _FAILED else found
 
-        with random_state_kept(_CPU):
-            is_moved = bool(indices) and self._order.is_moved(batch, indices, again)
-        if is_moved:
+        if indices and self._order.is_moved(batch, indices, again):
             raise PrivateRefusal(
                 "collate_fn put the rows of a batch in another order than the entries that it was "
                 f"given, or the dataset's __getitems__ returned them in another one, {SORTING}"

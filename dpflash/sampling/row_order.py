@@ -56,12 +56,14 @@ class CollatedOrder:
         Args:
             batch: of the entries `indices`.
             indices: of the dataset, some more than once.
-            again: of an index, returns a batch of these entries with more rows of that one entry,
-                fetched anew, than there are others.
+            again: takes an index; returns a batch of these entries and B + 1 more rows of the
+                entry with that index, which is fetched again.
         """
         size, (index, count) = len(indices), Counter(indices).most_common(1)[0]
+        if count == 1 or not self._left:
+            return False
         tensors = _with_rows(batch_tensors(batch, size), size)
-        if count == 1 or not tensors or not self._left:
+        if not tensors:
             return False
         repeats = torch.tensor([own == index for own in indices])
         if any(x.device.type != "cpu" for x in tensors):
@@ -218,7 +220,8 @@ class RowOrder:
     def _moves(self, x: Tensor) -> bool:
         """Whether these are rows of the batch in another order, with changed values.
 
-        What increases all numbers of a column alike leaves their order as it was.
+        The order of the numbers in a column stays the same under any increasing function, such as
+        a positive scale.
         """
         if self._copies is None or x.is_complex():
             return False

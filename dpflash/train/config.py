@@ -35,7 +35,7 @@ _EXAMPLES_PER_UNIT = 4
 class TrainingConfig:
     """The configuration of a training job: the options that `dpflash train --help` explains.
 
-    None stands for the default that is named there. With `pack` a document that is longer than a
+    None takes the default that the help names. With `pack` a document that is longer than a
     row is cut into windows, of which the gradients are added before they are clipped; of one that
     is longer than a microbatch, each step trains on a window of a microbatch's tokens.
 

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 import dpflash
 from dpflash import PrivateRefusal
+from dpflash.kernels import native
 from dpflash.packing import PackTo
 from dpflash.sampling import PadTo
 from dpflash.sampling.entries import FittingCollate, ReadableEntries
@@ -114,6 +115,7 @@ def train(
 
 @pytest.fixture(autouse=True)
 def _quiet():
+    native.library()  # It says when it compiles.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "noise_multiplier=0")
         yield
