@@ -171,8 +171,9 @@ class Unchanged:
                 f"{_listed(changed)} changed since make_private: buffers and frozen parameters "
                 "get no noise, so data that a forward writes there is released with the weights "
                 "and affects later batches. Keep nothing of a batch in the model. Set weights "
-                "before make_private, or by model.load_state_dict; if its contents are public, "
-                f"pass allow_buffers=[{changed[0]!r}]"
+                "before make_private, or by model.load_state_dict; merge adapters in a copy, "
+                "copy.deepcopy(model); if its contents are public, pass "
+                f"allow_buffers=[{changed[0]!r}]"
             )
         if rewritten := self._rewritten.names(wait=wait):
             return (

@@ -335,3 +335,16 @@ def test_the_state_and_the_outputs_of_an_adapted_model_stay_as_they_were(private
         engine.detach(made)
         assert type(made) is getattr(peft, type(made).__name__)
         assert torch.allclose(made(batch).logits, expected, rtol=0, atol=1e-12)
+
+
+def test_adapters_that_were_merged_and_unmerged_are_refused_with_the_way_out(private):
+    engine, model, *_ = private(adapted(CONFIGS["rslora"]))
+    before = copy.deepcopy(model)
+    copy.deepcopy(model).merge_adapter()
+    engine.backward(losses(model, tokens()))
+    model.merge_adapter()
+    model.unmerge_adapter()
+    with pytest.raises(dpflash.PrivateRefusal, match=r"base_layer.weight'.*merge.*deepcopy"):
+        model.state_dict()
+    model.load_state_dict(before.state_dict())
+    model.state_dict()
