@@ -156,8 +156,8 @@ class PrivateBackward:
         try:
             self.refuse_coarse_use(losses)
             self._begin(losses if losses.ndim else None)
-            gates = list(self.forward.gates.values())
-            twice = len(self.groups) == 1 and bool(gates) and self._is_ghost(gates[0])
+            gates = list(self.forward.state.gates.values())
+            twice = len(self.groups) == 1 and any(g.shapes and g.plan().is_ghost for g in gates)
             twice, proving = self._meet(losses, twice, self._wants_proof(self._expected_size))
             seed = torch.ones_like(losses)
             if losses.ndim:  # The gradient of such a loss may be finite in some groups.
@@ -213,7 +213,7 @@ class PrivateBackward:
         ranks, group = self.ranks, self.meeting
         with self.step.dropping():
             batch, units = self.step.tracker.place(), self.forward.units
-            leading = (self.forward.batch_size,) if units is None else units.shape
+            leading = (self.forward.state.batch_size,) if units is None else units.shape
             refusal = self._refusal(losses, batch or self.forward.number, leading)
             refuse_together(refusal, group, "engine.backward")
         if group is None:
@@ -223,9 +223,9 @@ class PrivateBackward:
         same = {
             "(draw, part) of the batch": self.step.tracker.place(),
             "max_grad_norm": self.step.bound,
-            "modules that ran, and how often": list(self.forward.used.items()),
+            "modules that ran, and how often": list(self.forward.state.used.items()),
         }
-        samples = {"number of samples": self.forward.batch_size}
+        samples = {"number of samples": self.forward.state.batch_size}
         if group is ranks.context:
             same |= samples
         rows = agree(operation, same, group, extra=[int(twice), int(proving)])
@@ -233,16 +233,13 @@ class PrivateBackward:
             agree(operation, samples, ranks.context)
         return any(row[0] for row in rows), any(row[1] for row in rows)
 
-    def _is_ghost(self, gate: Gate) -> bool:
-        return bool(gate.shapes) and gate.plan().is_ghost
-
     def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
         # Both backwards are the same computation, and the gate applies the factors in the second.
         # Weighted losses would round differently at every layer, beyond the bound.
         first = FirstBackward(gate.device)
         self.watches = (*self.watches, first)
         self.mode = "norms"
-        (handles,) = self.forward.handles.values()
+        (handles,) = self.forward.state.handles.values()
         grads = grad_before_backward([losses], handles, [seed])
         self.compare(gate, grads)
         squares = gate.finish_norms(grads)
@@ -271,7 +268,7 @@ class PrivateBackward:
         mark = self.step.tracker.current
         if mark is not None and mark.is_trial:
             return False
-        return self.proof.begin_forward(size, new_pass=self.forward.is_over)
+        return self.proof.begin_forward(size, new_pass=self.forward.state.is_over)
 
     def expect_scalar(self, outputs: Any, size: int) -> Any:
         """The model's outputs, wrapped for the proof where the loss may be a scalar."""
@@ -280,7 +277,7 @@ class PrivateBackward:
         return self.proof.cross(outputs, size, self)
 
     def _wants_proof(self, size: int | None) -> bool:
-        return self.proof.wants_backward(self.forward.used, size)
+        return self.proof.wants_backward(self.forward.state.used, size)
 
     def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
         """Run a backward that is only compared with the ordinary one that follows."""
@@ -321,8 +318,8 @@ class PrivateBackward:
 
     def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
         """See `dpflash.verification.proof.ProvableBackward`."""
-        for index, gate in self.forward.gates.items():
-            for position, handle in enumerate(self.forward.handles[index]):
+        for index, gate in self.forward.state.gates.items():
+            for position, handle in enumerate(self.forward.state.handles[index]):
                 yield (index, position), gate.layer_of(position), gate.is_dense(position), handle
         for index, handles in enumerate(self.forward.prepared_handles):
             for position, handle in enumerate(handles):
@@ -342,7 +339,7 @@ class PrivateBackward:
             yield
         finally:
             self.mode, self.watches = held
-            for gate in self.forward.gates.values():
+            for gate in self.forward.state.gates.values():
                 gate.reset()
 
     def _begin(self, losses: Tensor | None = None) -> None:

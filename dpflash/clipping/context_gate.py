@@ -31,10 +31,6 @@ class ContextGate(Gate):
         super().__init__(*args)
         assert self.owner.ranks.context is not None
         self._group = self.owner.ranks.context
-        self._slices: dict[int, Tensor] = {}
-        self._taken: set[int] = set()
-        self._mixed: list[Tensor] = []
-        self._is_settled = False
 
     def take_linear(
         self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
@@ -71,9 +67,9 @@ class ContextGate(Gate):
 
     def reset(self) -> None:
         super().reset()
-        self._slices = {}
-        self._taken = set()
-        self._mixed = []
+        self._slices: dict[int, Tensor] = {}
+        self._taken: set[int] = set()
+        self._mixed: list[Tensor] = []
         self._is_settled = False
 
     def _take(self, position: int, grad: Tensor) -> None:

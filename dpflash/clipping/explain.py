@@ -155,40 +155,31 @@ def describe_groups(
 
 def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan:
     """See `PrivacyEngine.plan`."""
-    if not backward.forward.shapes:
+    if not backward.forward.state.shapes:
         raise ValueError(
             "plan() before the private model has run: call the model on a batch first"
         )
-    uses = []
-    for group, shapes in backward.forward.shapes.items():
-        planned = backward.planner.plan(shapes)
-        for (position, of_parameter), mode in zip(shapes.items(), planned.modes, strict=True):
-            name = backward.names[backward.groups[group].parameters[position]]
-            asked = backward.planner.mode != "auto"
-            use = _explain(name, of_parameter, mode, planned.ceilings, asked)
-            uses.append(replace(use, exact=backward.step.exact and mode == "instantiate"))
+    planner, ceilings, uses = backward.planner, backward.planner.ceilings, []
+    for group, shapes in backward.forward.state.shapes.items():
+        modes = planner.plan(shapes).modes
+        for (position, of_parameter), mode in zip(shapes.items(), modes, strict=True):
+            found = cost(of_parameter, mode, ceilings)
+            asked = planner.mode != "auto"
+            use = PlannedUse(
+                parameter=backward.names[backward.groups[group].parameters[position]],
+                grad_sample_mode=mode,
+                flops=found.flops,
+                moved_bytes=found.moved,
+                memory_bytes=found.kept,
+                seconds=found.seconds,
+                share=0.0,
+                why="you asked for it" if asked else _why(of_parameter, mode, ceilings),
+                exact=backward.step.exact and mode == "instantiate",
+            )
+            uses.append(use)
     total = sum(use.seconds for use in uses)
-    return ClippingPlan(
-        tuple(replace(use, share=use.seconds / total if total else 0.0) for use in uses),
-        planned.ceilings,
-        public,
-    )
-
-
-def _explain(
-    name: str, shapes: list[LinearShape], mode: str, ceilings: Ceilings, asked: bool
-) -> PlannedUse:
-    found = cost(shapes, mode, ceilings)
-    return PlannedUse(
-        parameter=name,
-        grad_sample_mode=mode,
-        flops=found.flops,
-        moved_bytes=found.moved,
-        memory_bytes=found.kept,
-        seconds=found.seconds,
-        share=0.0,
-        why="you asked for it" if asked else _why(shapes, mode, ceilings),
-    )
+    shared = (replace(use, share=use.seconds / total if total else 0.0) for use in uses)
+    return ClippingPlan(tuple(shared), ceilings, public)
 
 
 def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:

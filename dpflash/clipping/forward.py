@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -48,7 +48,7 @@ class _Call:
 
 
 @dataclass
-class _State:
+class ForwardState:
     """One forward, from its first private operation on.
 
     Attributes:
@@ -125,6 +125,9 @@ class PrivateForward:
         rows: records the inputs of the layers; None where nothing is recorded.
         is_compiled: whether the model runs through this library's own torch.compile.
         misfit: names the first layer of the last call whose input had another first dimension.
+        state: the current forward; the last one after its end.
+        number: of the current forward.
+        prepared_handles: for a compiled model, by group; empty where none were prepared.
     """
 
     def __init__(self, groups: Sequence[Group], open_gate: Callable[[Group, int, int], Gate]):
@@ -135,54 +138,14 @@ class PrivateForward:
         self.misfit = ""
         self._groups = groups
         self._open_gate = open_gate
-        self._state = _State()
+        self.state = ForwardState()
         self._call: _Call | None = None
-        self._prepared: list[tuple[Tensor, ...]] = []
-        self._number = 0
-
-    @property
-    def gates(self) -> dict[int, Gate]:
-        """The gates of the current forward, by number of the group."""
-        return self._state.gates
-
-    @property
-    def handles(self) -> dict[int, tuple[Tensor, ...]]:
-        """The handles of `gates`."""
-        return self._state.handles
-
-    @property
-    def used(self) -> dict[str, int]:
-        """How often each module ran in the current forward."""
-        return self._state.used
-
-    @property
-    def layers(self) -> Collection[str]:
-        """Names of the modules that ran in the current forward."""
-        return self._state.used.keys()
-
-    @property
-    def shapes(self) -> dict[int, dict[int, list[LinearShape]]]:
-        """Uses of matrix parameters in the last forward, by group and position."""
-        return self._state.shapes
-
-    @property
-    def batch_size(self) -> int | None:
-        """Rows of the current forward."""
-        return self._state.batch_size
-
-    @property
-    def number(self) -> int:
-        """Number of the current forward."""
-        return self._number
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the next private operation begins another forward."""
-        return self._state.is_over
+        self.prepared_handles: list[tuple[Tensor, ...]] = []
+        self.number = 0
 
     def finish(self) -> None:
         """Have the next private operation begin another forward."""
-        self._state.is_over = True
+        self.state.is_over = True
 
     # Calls of the model
 
@@ -210,19 +173,19 @@ class PrivateForward:
         finally:
             # A call under no_grad does not end the forward before it.
             if torch.is_grad_enabled():
-                self._state.flattened = self._call.flattened
+                self.state.flattened = self._call.flattened
             self._call = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """A forward apart from the current one, which it leaves as it is."""
-        held = self._state, self._call
-        self._state, self._call = _State(), None
+        held = self.state, self._call
+        self.state, self._call = ForwardState(), None
         try:
             yield
         finally:
             self._close_gates()
-            self._state, self._call = held
+            self.state, self._call = held
 
     def record(self, rows: ForwardRows | None) -> None:
         """Record the inputs of the layers in `rows` from now on; None for nowhere."""
@@ -241,7 +204,7 @@ class PrivateForward:
         Raises:
             ValueError: x may be one sample as well.
         """
-        leading, call, state = x.shape[0], self._call, self._state
+        leading, call, state = x.shape[0], self._call, self.state
         if is_recomputing():
             known = state.batch_size
             shared = leading == 1 and name in state.shared and known is not None
@@ -251,7 +214,8 @@ class PrivateForward:
         if call is None:
             return leading
         if call.batch_size is None:
-            call.batch_size = self._first_batch_size(x, call)
+            given = [] if leading in call.sizes else [n for n in call.sizes if is_flattened(x, n)]
+            call.batch_size = given[0] if len(given) == 1 else leading
         size = call.batch_size
         if leading != size and is_flattened(x, size):
             call.flattened.add(name)
@@ -278,20 +242,12 @@ class PrivateForward:
             f"is the batch; what does not depend on the data, as x.expand({size}, ...)"
         )
 
-    def _first_batch_size(self, x: Tensor, call: _Call) -> int:
-        """B, where x is the input of a call's first layer."""
-        leading = x.shape[0]
-        if leading in call.sizes:
-            return leading
-        given = [n for n in call.sizes if is_flattened(x, n)]
-        return given[0] if len(given) == 1 else leading
-
     def known_batch_size(self) -> int | None:
         """B where an operation of this call has determined it, or the compiler needs it."""
         if torch.compiler.is_compiling():
             return self.batch_hint
         if is_recomputing():
-            return self._state.batch_size
+            return self.state.batch_size
         return None if self._call is None else self._call.batch_size
 
     def has_samples_in(self, x: Tensor) -> bool:
@@ -319,28 +275,28 @@ class PrivateForward:
         if self.units is not None:
             batch_size, samples = self.units.shape[0], self.units.size
         if recomputing:
-            if name not in self._state.used:
+            if name not in self.state.used:
                 raise RuntimeError(
                     f"module '{name}' ran its first differentiable forward inside a backward, as "
                     "reentrant activation checkpointing does; clipping would then see a part of "
                     "the gradient. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
-        elif self._state.is_over or batch_size != self._state.batch_size:
+        elif self.state.is_over or batch_size != self.state.batch_size:
             self._close_gates()
-            self._number += 1
-            self._state = _State(batch_size, is_over=False)
-        state = self._state
+            self.number += 1
+            self.state = ForwardState(batch_size, is_over=False)
+        state = self.state
         if not recomputing:
             state.used[name] = state.used.get(name, 0) + 1
         gate = state.gates.get(group)
         if gate is None:
-            gate = self._open_gate(self._groups[group], samples, self._number)
+            gate = self._open_gate(self._groups[group], samples, self.number)
             state.gates[group], state.handles[group] = gate, gate.open()
         return gate
 
     def note_shapes(self, group: int, shapes: dict[int, list[LinearShape]]) -> None:
         """Keep the uses of a group's matrix parameters, for the planner."""
-        self._state.shapes[group] = shapes
+        self.state.shapes[group] = shapes
 
     # Handles for torch.compile
 
@@ -353,26 +309,21 @@ class PrivateForward:
 
     def prepare(self, batch_size: int) -> None:
         """Make the handles that a compiled model reads; an eager model makes its own."""
-        self._number += 1
+        self.number += 1
         # The loop may fetch a batch under no_grad and train on it all the same.
         with torch.inference_mode(False):
-            self._prepared = [
-                self._open_gate(group, batch_size, self._number).open() for group in self._groups
+            self.prepared_handles = [
+                self._open_gate(group, batch_size, self.number).open() for group in self._groups
             ]
-
-    @property
-    def prepared_handles(self) -> list[tuple[Tensor, ...]]:
-        """Handles for a compiled model, by group; empty where none were prepared."""
-        return self._prepared
 
     def prepared(self, group: int) -> tuple[Tensor, ...]:
         """Handles of one group for a compiled model."""
-        if not self._prepared:
+        if not self.prepared_handles:
             raise RuntimeError(
                 "a compiled private model needs its gradient handles before the call: iterate "
                 "over the loader that make_private returned, or call engine.prepare(batch_size)"
             )
-        return self._prepared[group]
+        return self.prepared_handles[group]
 
     def end_batch(self, *, released: bool) -> None:
         """The logical batch was released, and parameters are about to change, or was dropped."""
@@ -382,9 +333,9 @@ class PrivateForward:
             self.batch_hint = None
             self.units = None
             # They are views of the parameters as they were.
-            self._prepared = []
+            self.prepared_handles = []
 
     def _close_gates(self) -> None:
-        for gate in self._state.gates.values():
+        for gate in self.state.gates.values():
             gate.reset()
-        self._state.gates, self._state.handles = {}, {}
+        self.state.gates, self.state.handles = {}, {}

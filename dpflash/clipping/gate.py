@@ -95,10 +95,8 @@ class Gate:
         self._read: dict[int, int] = {}
         self._plan: dict[int, str] | None = None
         self._task = -1
-        self._kept: dict[int, DeferredGradients] = {}
-        self._sums: dict[int, Tensor] = {}
-        self.squares: Tensor | None = None
         self.device = group.parameters[0].device
+        self.reset()
         owner.refuse_coarse_products(self.device.type)
 
     def open(self) -> tuple[Tensor, ...]:
@@ -243,9 +241,6 @@ class Gate:
             self._plan = dict(zip(self.shapes, self.plan().modes, strict=True))
         return self._plan[position]
 
-    def _rows(self, position: int) -> int:
-        return self.group.parameters[position].shape[0]
-
     def _deferred(
         self,
         position: int,
@@ -254,8 +249,9 @@ class Gate:
         embedding: tuple[tuple[Tensor, Tensor], ...] = (),
         tiled: tuple[TiledUse, ...] = (),
     ) -> DeferredGradients:
+        rows = self.group.parameters[position].shape[0]
         return DeferredGradients(
-            self._rows(position), list(linear), list(embedding), list(tiled), units=self.units
+            rows, list(linear), list(embedding), list(tiled), units=self.units
         )
 
     def _keep(self, position: int) -> DeferredGradients:
@@ -292,11 +288,8 @@ class Gate:
         self.owner.check_gate(self)
         self.owner.compare(self, grads)
         factors = self._factors(grads)
-        results: list[Tensor | None] = []
-        for position, (parameter, grad) in enumerate(
-            zip(self.group.parameters, grads, strict=True)
-        ):
-            results.append(self._clipped(position, parameter, grad, factors))
+        pairs = enumerate(zip(self.group.parameters, grads, strict=True))
+        results = [self._clipped(position, *pair, factors) for position, pair in pairs]
         self.reset()
         return results
 
@@ -332,6 +325,6 @@ class Gate:
         return step.add(parameter, total, is_exact=False)
 
     def reset(self) -> None:
-        self._kept = {}
-        self._sums = {}
-        self.squares = None
+        self._kept: dict[int, DeferredGradients] = {}
+        self._sums: dict[int, Tensor] = {}
+        self.squares: Tensor | None = None

@@ -268,10 +268,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen mode of each parameter, in the order asked for, and the ceilings that chose."""
+    """The chosen mode of each parameter, in the order asked for."""
 
     modes: tuple[str, ...]
-    ceilings: Ceilings
 
     @property
     def is_ghost(self) -> bool:
@@ -411,7 +410,7 @@ class Planner:
         "ghost" is chosen for all parameters or none. Equal arguments give equal plans.
         """
         if self.mode != "auto":
-            return Plan((self.mode,) * len(uses), self.ceilings)
+            return Plan((self.mode,) * len(uses))
         choices = GRAD_SAMPLE_MODES[:2] if self.book_keeping_allowed else ("instantiate",)
         singles = [tuple(replace(s, batch=1) for s in shapes) for shapes in uses.values()]
         # Models repeat few shapes, and this runs in every step.
@@ -425,7 +424,7 @@ class Planner:
                 "ghost" if self.ghost_allowed else _least({m: _kept(single, m) for m in choices})
                 for single in singles
             )
-        return Plan(modes, self.ceilings)
+        return Plan(modes)
 
     def avoid_ghost(self) -> None:
         """Do not choose "ghost" any more: two backwards of this model differ."""

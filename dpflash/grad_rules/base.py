@@ -183,7 +183,7 @@ class Handles:
         if self.compiling:
             return self._context.backward.forward.prepared(group)[position]
         self._gate(group)
-        handle = self._context.backward.forward.handles[group][position]
+        handle = self._context.backward.forward.state.handles[group][position]
         return handle if self._units is None else of_units(handle, self._units)
 
     def dense(self, name: str) -> Tensor | None:

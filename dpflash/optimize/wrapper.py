@@ -264,7 +264,7 @@ class ForwardWrapper:
         tensors = _tensors((args, kwargs))
         with self._backward.call(_first_dimensions(tensors)), self._watched(again=True):
             self._noted(rows, lambda: self._again(module, tensors, args, kwargs))
-            rows.set_call(self._size_of_call(tensors), self._backward.forward.layers)
+            rows.set_call(self._size_of_call(tensors), self._backward.forward.state.used)
         return rows
 
     def _attributes(self) -> OwnAttributes:

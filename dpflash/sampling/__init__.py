@@ -28,17 +28,11 @@ __all__ = [
 # The module of each name. It is imported on first use: a model needs only `slots` and `tracker`,
 # not the accounting and scipy that `loader` and `samplers` import.
 _MODULES = {
-    "SAMPLINGS": "loader",
-    "BatchMark": "tracker",
-    "BatchTracker": "tracker",
-    "FixedSizeBatchSampler": "samplers",
-    "LogicalBatch": "logical",
-    "LogicalBatches": "logical",
+    **dict.fromkeys(("SAMPLINGS", "PrivateDataLoader", "check_loader"), "loader"),
+    **dict.fromkeys(("FixedSizeBatchSampler", "PoissonBatchSampler", "PublicSize"), "samplers"),
+    **dict.fromkeys(("LogicalBatch", "LogicalBatches"), "logical"),
+    **dict.fromkeys(("BatchMark", "BatchTracker"), "tracker"),
     "PadTo": "lengths",
-    "PoissonBatchSampler": "samplers",
-    "PrivateDataLoader": "loader",
-    "PublicSize": "samplers",
-    "check_loader": "loader",
 }
 
 __getattr__ = lazy(__name__, _MODULES)

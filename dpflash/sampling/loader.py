@@ -285,7 +285,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         if self._draws is not None:
             assert self.slots is not None
             units = groups if groups is not None and groups.are_drawn else None
-            self._rows: SlotSampler | UnitSlots | PackedSampler
+            self._rows: SlotSampler
             if isinstance(collate, PackTo):
                 self.slots = collate.max_documents
                 self._rows = PackedSampler(self._draws, readable, collate, units)

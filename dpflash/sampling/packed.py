@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from ..packing import PackTo
+from ..packing import PackTo, Units
 from ..refusal import PrivateRefusal
 from .entries import Collated
-from .slots import Draws
-from .tracker import BatchMark
+from .slots import Draws, SlotSampler
 from .unit_groups import UnitGroups
 
 _FIRST = 7  # entries that are looked at before the first batch
@@ -44,8 +43,8 @@ class PackedCollate:
         return Collated(self.pack.packed(read), [i for i, parts in enumerate(read) if not parts])
 
 
-class PackedSampler:
-    """Yields the samples of each microbatch as indices of the dataset, and stores their marks.
+class PackedSampler(SlotSampler):
+    """A `SlotSampler` of documents, whose slots are those of packed rows.
 
     `PackTo.microbatches` places them; all ranks get the same number of microbatches.
 
@@ -56,16 +55,12 @@ class PackedSampler:
         collate: packs the samples of a microbatch.
         groups: the documents of each unit, where units are drawn. The sampler then yields tuples
             of indices; documents for which a microbatch has no room are left out of a unit.
-
-    Attributes:
-        marks: of the microbatches that were yielded and not taken yet, in order.
     """
 
     def __init__(
         self, draws: Draws, dataset: Any, collate: PackTo, groups: UnitGroups | None
     ) -> None:
-        self.marks: deque[BatchMark] = deque()
-        self._draws = draws
+        super().__init__(draws, collate.max_documents)
         self._dataset = dataset
         self._collate = collate
         self._groups = groups
@@ -79,18 +74,11 @@ class PackedSampler:
                 "lists of token ids, or mappings with these as 'input_ids' (and 'labels' of the "
                 "same length); convert them in the dataset"
             ) from None
-        # One queue for each epoch: an older epoch that is still open keeps its own marks.
-        marks = None
-        for draw, drawn in self._draws.logical_batches():
-            if marks is None:
-                marks = self.marks = deque()
-            microbatches = self._placed(self._samples(draw, drawn))
-            for part, samples in enumerate(microbatches):
-                size = self._collate.max_documents
-                real = torch.arange(size) < len(samples)
-                last = part + 1 == len(microbatches)
-                marks.append(BatchMark(draw, size, last, part, real))
-                yield samples if self._groups is not None else [index for (index,) in samples]
+        yield from super().__iter__()
+
+    def _rows(self, placed: Any, draw: int) -> tuple[list[Any], Tensor, Units | None]:
+        rows = placed if self._groups is not None else [index for (index,) in placed]
+        return rows, torch.arange(self.slots) < len(placed), None
 
     def _samples(self, draw: int, drawn: list[int]) -> list[tuple[int, ...]]:
         """The documents of each drawn sample."""
@@ -107,8 +95,9 @@ class PackedSampler:
             samples.append(tuple(fitting))
         return samples
 
-    def _placed(self, samples: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    def placed(self, draw: int, drawn: list[int]) -> Any:
         """The samples of each microbatch of this rank."""
+        samples = self._samples(draw, drawn)
         rank, ranks = self._draws.rank_part
         lengths = [sum(map(self._length, sample)) for sample in samples]
         filled = [[samples[i] for i in own] for own in self._collate.microbatches(lengths)]

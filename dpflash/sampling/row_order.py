@@ -225,13 +225,13 @@ class RowOrder:
         """
         if self._copies is None or x.is_complex():
             return False
-        rows = _flat(x, self._copies)
+        rows = x.reshape(len(x), -1)
         if _are_equal(rows[self._copies]):
             return False
         for own in _with_rows(self._tensors, len(x)):
             if own.is_complex() or own[0].numel() != x[0].numel():
                 continue
-            kept = _flat(own.to(x.dtype) if x.is_floating_point() else own, self._copies)
+            kept = (own.to(x.dtype) if x.is_floating_point() else own).reshape(len(x), -1)
             ranks = [_Rows(_ranks(part).cpu()) for part in (rows, kept)]
             if _reordered(ranks[0], ranks[1:], rows):
                 return True
@@ -338,10 +338,6 @@ def _with_rows(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
 def _digests(tensors: Sequence[Tensor]) -> Tensor:
     """`[B, tensors]`: all together, since single numbers and masks are often equal by chance."""
     return torch.stack([row_digests(x).cpu() for x in tensors], 1)
-
-
-def _flat(x: Tensor, samples: Tensor) -> Tensor:
-    return x.reshape(len(samples), -1)
 
 
 def _ranks(x: Tensor) -> Tensor:

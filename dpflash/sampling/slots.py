@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dpflash.kernels import exact_slots, grid_of
 
+from ..packing import Units
 from ..privacy.keys import derive_key, uniform_words
 from .tracker import BatchMark
 
@@ -133,23 +134,27 @@ class SlotSampler:
         self.marks: deque[BatchMark] = deque()
         self._draws = draws
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         # One queue for each epoch: an older epoch that is still open keeps its own marks.
-        batches = self._draws.logical_batches()
         marks = None
-        for draw, drawn in batches:
+        for draw, drawn in self._draws.logical_batches():
             if marks is None:
                 marks = self.marks = deque()
             rounds = self.placed(draw, drawn)
-            for part, rows in enumerate(rounds):
-                real = rows >= 0
-                # Padding repeats a sample of the same batch, which adds no other length.
-                filler = int(rows[real.argmax()]) if real.any() else 0
+            for part, placed in enumerate(rounds):
+                rows, real, units = self._rows(placed, draw)
                 last = part + 1 == len(rounds)
-                marks.append(BatchMark(draw, self.slots, last, part, torch.from_numpy(real)))
-                yield [int(row) if row >= 0 else filler for row in rows]
+                marks.append(BatchMark(draw, self.slots, last, part, real, units))
+                yield rows
 
-    def placed(self, draw: int, drawn: list[int]) -> np.ndarray:
+    def _rows(self, placed: Any, draw: int) -> tuple[list[Any], Tensor, Units | None]:
+        """The rows of a microbatch, which of its slots hold samples, and its units."""
+        real = placed >= 0
+        # Padding repeats a sample of the same batch, which adds no other length.
+        filler = int(placed[real.argmax()]) if real.any() else 0
+        return [int(x) if x >= 0 else filler for x in placed], torch.from_numpy(real), None
+
+    def placed(self, draw: int, drawn: list[int]) -> Any:
         """`[microbatches, slots]` of this rank: indices of samples, -1 for padding rows."""
         rank, ranks = self._draws.rank_part
         rounds = max(1, -(-len(drawn) // (self.slots * ranks)))

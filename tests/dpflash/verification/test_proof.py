@@ -993,7 +993,7 @@ def test_forwards_without_a_gradient_are_not_repeated(private):
 def test_the_repeat_leaves_no_trace_in_what_the_engine_plans(private):
     engine, model, *_ = private(Between())
     model(data())
-    shapes = copy.deepcopy(engine._backward.forward.shapes)
+    shapes = copy.deepcopy(engine._backward.forward.state.shapes)
     assert [len(uses) for uses in shapes[0].values()] == [1, 1, 1]
     assert engine._backward.forward.rows is None
 
