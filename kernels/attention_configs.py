@@ -70,3 +70,8 @@ def architecture(device: torch.device) -> str:
         return "gfx942"
     major, _ = torch.cuda.get_device_capability(device)
     return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
+
+
+def precision(hip: bool) -> str:
+    """How float32 products are taken: exactly, or with three TF32 products, which is as good."""
+    return "ieee" if hip else "tf32x3"

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from . import attention_triton as kernels
-from .attention_configs import INTERPRETED, Config, Kernel, architecture, config
+from .attention_configs import INTERPRETED, Config, Kernel, architecture, config, precision
 from .attention_reference import AttentionGrads, AttentionInputs, sinks_grad, squared_norms
 from .layout import is_aligned, new_like, on_device
 from .tile_graph import Side
@@ -326,7 +326,7 @@ def _config(kernel: Kernel, inputs: AttentionInputs) -> Config:
 
 def _options(q: Tensor, sizes: Config) -> dict[str, object]:
     """Constexprs and launch options that follow from dtype, device and config."""
-    options: dict[str, object] = {
+    return {
         "BLOCK_M": sizes.block_m,
         "BLOCK_N": sizes.block_n,
         "UPCAST": _INTERPRETED,
@@ -335,12 +335,6 @@ def _options(q: Tensor, sizes: Config) -> dict[str, object]:
         "num_stages": sizes.num_stages,
         "enable_fp_fusion": True,
     }
-    return options
-
-
-def precision(hip: bool) -> str:
-    """How float32 products are taken: exactly, or with three TF32 products, which is as good."""
-    return "ieee" if hip else "tf32x3"
 
 
 def _vector(x: Tensor | None) -> Tensor | None:

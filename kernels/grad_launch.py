@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from . import grad_triton as kernels
-from .attention_configs import architecture
+from .attention_configs import architecture, precision
 from .grad_configs import INTERPRETED, GradConfig, Kernel, entry, table
 from .layout import is_aligned, on_device
 from .noise import NoiseStream
@@ -256,11 +256,6 @@ def rms_norm_backward(
     dx = rstd * (dnormed - normed * (dnormed * normed).mean(last, keepdim=True))
     dweight, _ = _norm_sums(dy, x, None, rstd, shape, spans)
     return dx.to(x.dtype), dweight.view(_samples(x, spans), *shape)
-
-
-def precision(hip: bool) -> str:
-    """How float32 products are taken: exactly, or with three TF32 products, which is as good."""
-    return "ieee" if hip else "tf32x3"
 
 
 def _launch_per_sample(

@@ -1,6 +1,6 @@
 """Per-sample gradient operations on the CPU: products by torch, norms and sums by grads_cpu.cpp.
 
-Other operations come from `reference.py`. The kernels need `native.library`.
+Other operations are those of `reference.py`. The kernels need `native.library`.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
 """
@@ -8,6 +8,7 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,38 +16,16 @@ from torch import Tensor
 from . import noise_cpu, reference
 from .noise import NoiseStream
 from .noise_cpu import call, write_noised, written
-from .reference import (
-    clipped_grad,
-    embedding_clipped_grad,
-    embedding_grad_norm,
-    embedding_per_sample_grad,
-    layer_norm_backward,
-    per_sample_bias_grad,
-    rms_norm_backward,
-    span_sum,
-    upper_bound,
-)
 from .spans import Spans
-
-__all__ = [
-    "clip_reduce",
-    "clipped_grad",
-    "embedding_clipped_grad",
-    "embedding_grad_norm",
-    "embedding_per_sample_grad",
-    "grad_norm",
-    "layer_norm_backward",
-    "per_sample_bias_grad",
-    "per_sample_grad",
-    "rms_norm_backward",
-    "span_sum",
-    "squared_norm",
-]
 
 # Elements of per-sample gradients per thread.
 _WORK_OF_A_THREAD = 1 << 19
 # grads_cpu.cpp's kSquaresBlock, and the additions that a square goes through in a block.
 _SQUARES_BLOCK, _SQUARES_ADDITIONS = 4096, 132
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(reference, name)
 
 
 def squared_norm(grads: Tensor) -> Tensor:
@@ -57,7 +36,7 @@ def squared_norm(grads: Tensor) -> Tensor:
     sizes = grads.stride(0), batch, elements, _threads(grads)
     call("squared_norms", grads.dtype, grads, *sizes, squares)
     blocks = -(-elements // _SQUARES_BLOCK)
-    return upper_bound(squares, min(elements, _SQUARES_ADDITIONS + blocks))
+    return reference.upper_bound(squares, min(elements, _SQUARES_ADDITIONS + blocks))
 
 
 def per_sample_grad(

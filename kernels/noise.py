@@ -196,15 +196,42 @@ class NoiseStream:
     unsettled: list[OpenList] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_stream(
-            self.std,
-            self.grid,
-            self.key,
-            self.step,
-            self.parameter_id,
-            self.offset,
-            self.generator,
-        )
+        """Raise for anything but an address of a stream; no message has the key's bytes."""
+        std, grid, key, offset = self.std, self.grid, self.key, self.offset
+        number = isinstance(std, Real) and not isinstance(std, bool)
+        if not number or not 0 <= std < math.inf:
+            remedy = "0 or a greater finite number" if number else "a plain float"
+            raise ValueError(f"std={std!r}: expected a finite number >= 0; pass {remedy}")
+        check_grid(grid)
+        if std / grid >= MAX_SCALE:
+            raise ValueError(
+                f"std={std!r} with grid={grid!r}: expected std / grid below 2^45, so that noise "
+                "is exact in float64; pass a greater grid"
+            )
+        if not isinstance(key, bytes):
+            raise ValueError(f"key: expected bytes, got {type(key).__name__}; pass bytes(key)")
+        if len(key) != KEY_BYTES:
+            raise ValueError(
+                f"key: expected {KEY_BYTES} bytes, got {len(key)}; take them from os.urandom"
+            )
+        for name, value, bits in (
+            ("step", self.step, 64),
+            ("parameter_id", self.parameter_id, 32),
+        ):
+            if not _is_integer(value) or not 0 <= value < 1 << bits:
+                raise ValueError(
+                    f"{name}={value!r}: expected an integer in [0, 2^{bits}); count from 0"
+                )
+        if not isinstance(self.generator, str) or self.generator not in _ELEMENTS:
+            raise ValueError(
+                f"generator={self.generator!r}: expected one of {', '.join(_ELEMENTS)}; take "
+                "chacha20 for a release"
+            )
+        if not _is_integer(offset) or offset < 0:
+            raise ValueError(
+                f"offset={offset!r}: expected an integer >= 0; pass the element at which out "
+                "begins"
+            )
         # Numbers of other libraries, for instance numpy's, would overflow.
         for name in ("std", "grid"):
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -221,7 +248,12 @@ class NoiseStream:
 
         RuntimeError where a CUDA graph would capture the noise.
         """
-        _check_use(elements, self.offset, self.generator)
+        refuse_capture("each replay would add the same noise")
+        if self.offset + elements > _ELEMENTS[self.generator]:
+            raise ValueError(
+                f"offset={self.offset!r}: with {elements} elements of out it leaves the stream's "
+                f"{_ELEMENTS[self.generator]}; split the parameter over several parameter_ids"
+            )
 
     def add_to_(self, out: Tensor) -> Tensor:
         """`gaussian_noise_` with this address."""
@@ -340,58 +372,6 @@ def _check_out(out: Tensor) -> None:
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("out.requires_grad=True: expected no gradient; use torch.no_grad()")
-
-
-def _check_stream(
-    std: float,
-    grid: float,
-    key: bytes,
-    step: int,
-    parameter_id: int,
-    offset: int,
-    generator: str,
-) -> None:
-    """Raise for anything but an address of a stream; no message has the key's bytes."""
-    number = isinstance(std, Real) and not isinstance(std, bool)
-    if not number or not 0 <= std < math.inf:
-        remedy = "0 or a greater finite number" if number else "a plain float"
-        raise ValueError(f"std={std!r}: expected a finite number >= 0; pass {remedy}")
-    check_grid(grid)
-    if std / grid >= MAX_SCALE:
-        raise ValueError(
-            f"std={std!r} with grid={grid!r}: expected std / grid below 2^45, so that noise is "
-            "exact in float64; pass a greater grid"
-        )
-    if not isinstance(key, bytes):
-        raise ValueError(f"key: expected bytes, got {type(key).__name__}; pass bytes(key)")
-    if len(key) != KEY_BYTES:
-        raise ValueError(
-            f"key: expected {KEY_BYTES} bytes, got {len(key)}; take them from os.urandom"
-        )
-    for name, value, bits in (("step", step, 64), ("parameter_id", parameter_id, 32)):
-        if not _is_integer(value) or not 0 <= value < 1 << bits:
-            raise ValueError(
-                f"{name}={value!r}: expected an integer in [0, 2^{bits}); count from 0"
-            )
-    if not isinstance(generator, str) or generator not in _ELEMENTS:
-        raise ValueError(
-            f"generator={generator!r}: expected one of {', '.join(_ELEMENTS)}; take chacha20 "
-            "for a release"
-        )
-    if not _is_integer(offset) or offset < 0:
-        raise ValueError(
-            f"offset={offset!r}: expected an integer >= 0; pass the element at which out begins"
-        )
-
-
-def _check_use(elements: int, offset: int, generator: str) -> None:
-    """The checks before noise is drawn, in any way."""
-    refuse_capture("each replay would add the same noise")
-    if offset + elements > _ELEMENTS[generator]:
-        raise ValueError(
-            f"offset={offset!r}: with {elements} elements of out it leaves the stream's "
-            f"{_ELEMENTS[generator]}; split the parameter over several parameter_ids"
-        )
 
 
 def _is_integer(value: object) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -91,14 +91,11 @@ class Side:
         if self.runtime:
             return not self.partial
         if num_rows not in self._complete:
-            self._complete[num_rows] = self._covers(num_rows)
+            with real_cpu_tensors():
+                lengths = self.groups[:, 2].long().cpu().cumsum(0)
+                totals = torch.cat((lengths.new_zeros(1), lengths))[self.variants.long().cpu()]
+                self._complete[num_rows] = bool((totals.diff() == num_rows).all())
         return self._complete[num_rows]
-
-    def _covers(self, num_rows: int) -> bool:
-        with real_cpu_tensors():
-            lengths = self.groups[:, 2].long().cpu().cumsum(0)
-            totals = torch.cat((lengths.new_zeros(1), lengths))[self.variants.long().cpu()].diff()
-            return bool((totals == num_rows).all())
 
     def has_fully_masked_rows(self, num_rows: int) -> bool:
         """Whether some row may see no column at all; False only if that is certain."""
@@ -160,16 +157,9 @@ class Side:
 
     def to(self, device: torch.device) -> Side:
         """The side with its tables on `device`."""
-        return Side(
-            self.groups.to(device),
-            self.runs.to(device),
-            self.log_multiplicity.to(device),
-            self.variants.to(device),
-            self.max_groups,
-            self.max_length,
-            self.runtime,
-            self.partial,
-        )
+        names = ("groups", "runs", "log_multiplicity", "variants")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, **moved, _tiles={})
 
     @property
     def nbytes(self) -> int:
@@ -252,17 +242,9 @@ class TileGraph:
 
     def to(self, device: torch.device) -> TileGraph:
         """The graph with its tables on `device`."""
-        rows, cols = self.rows.to(device), self.cols.to(device)
-        variants = self.row_variants.to(device), self.col_variants.to(device)
-        return TileGraph(
-            self.num_queries,
-            self.num_keys,
-            rows,
-            cols,
-            *variants,
-            self.causal,
-            self.distance_shift,
-        )
+        names = ("rows", "cols", "row_variants", "col_variants")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, **moved, plans={})
 
 
 def side_matrix(side: Side, variant: int, num_rows: int, num_columns: int) -> Tensor:

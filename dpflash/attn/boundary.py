@@ -162,21 +162,17 @@ def release_of(
     boundary: Boundary,
 ) -> Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]:
     """A function that clips and noises gradients, given their joint squared norms."""
-    _refuse_compiling()
-    off = _switch.off
-    if off is not None:
-        off.crossed = True
-        off.silenced |= boundary.noise_multiplier > 0
-    return functools.partial(_release, boundary, off)
-
-
-def _refuse_compiling() -> None:
     if torch.compiler.is_compiling():
         # A compiled graph would keep the number of its release, and so repeat its noise.
         raise RuntimeError(
             "private_boundary inside of a compiled function: its noise would be compiled in; "
             "compile the code before and after it separately"
         )
+    off = _switch.off
+    if off is not None:
+        off.crossed = True
+        off.silenced |= boundary.noise_multiplier > 0
+    return functools.partial(_release, boundary, off)
 
 
 class _Boundary(torch.autograd.Function):

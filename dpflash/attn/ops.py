@@ -52,22 +52,8 @@ class Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
-        padding: Tensor | None,
-        blocks: Tensor | None,
-        gates: Tensor | None,
-        bias: Tensor | None,
-        pattern: str,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        tensors = (q, k, v, sinks, slopes, padding, blocks, gates, bias)
-        return _FORWARD(*tensors, pattern, scale, softcap)
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        return _FORWARD(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -91,20 +77,11 @@ class Attention(torch.autograd.Function):
         else:
             grads = _AttentionBackward.apply(*arguments)
         dq, dk, dv, dsinks, dslopes, dgates, dbias, _ = grads
-        return (
-            dq,
-            dk,
-            dv,
-            None if sinks is None else dsinks,
-            None if slopes is None else dslopes,
-            None,
-            None,
-            None if gates is None else dgates,
-            dbias if bias_grad else None,
-            None,
-            None,
-            None,
-        )
+        dsinks = None if sinks is None else dsinks
+        dslopes = None if slopes is None else dslopes
+        dgates = None if gates is None else dgates
+        dbias = dbias if bias_grad else None
+        return (dq, dk, dv, dsinks, dslopes, None, None, dgates, dbias, None, None, None)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -242,7 +219,7 @@ def key_range_of(padding: Tensor | None) -> Tensor | None:
     return torch.stack((begin, end), dim=1).int()
 
 
-def _forward(
+def _inputs_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -255,38 +232,23 @@ def _forward(
     pattern: str,
     scale: float,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> AttentionInputs:
+    """The kernels' inputs, of an operator's inputs and options."""
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
     key_range = key_range_of(padding)
-    o, lse = kernels.attention_forward(
-        AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range, softcap, bias)
-    )
-    return _laid_out(o, q), lse.contiguous()
+    return AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range, softcap, bias)
+
+
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    o, lse = kernels.attention_forward(_inputs_of(*given))
+    return _laid_out(o, given[0]), lse.contiguous()
 
 
 def _backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    padding: Tensor | None,
-    blocks: Tensor | None,
-    gates: Tensor | None,
-    bias: Tensor | None,
-    pattern: str,
-    scale: float,
-    softcap: float | None = None,
-    bias_grad: bool = False,
-    squares: bool = False,
+    do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *given: Any
 ) -> tuple[Tensor, ...]:
-    graph = graph_of(q, k, from_key(pattern), blocks, gates)
-    key_range = key_range_of(padding)
-    inputs = AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range, softcap, bias)
+    inputs, (bias_grad, squares) = _inputs_of(*given[:12]), _asked(given)
+    q, k, v, sinks, slopes, _, _, gates, bias = given[:9]
     if needs_wide_o(q, sinks, slopes):
         o, _ = kernels.attention_forward(inputs, wide=True)
     grads = kernels.attention_backward(
@@ -328,26 +290,15 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
     return o, q.new_empty(q.shape[:3], dtype=dtype)
 
 
-def _fake_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    padding: Tensor | None,
-    blocks: Tensor | None,
-    gates: Tensor | None,
-    bias: Tensor | None,
-    pattern: str,
-    scale: float,
-    softcap: float | None = None,
-    bias_grad: bool = False,
-    squares: bool = False,
-) -> tuple[Tensor, ...]:
+def _asked(given: Sequence[Any]) -> tuple[bool, bool]:
+    """bias_grad and squares of a backward, which torch leaves out at the end where False."""
+    bias_grad, squares = (*given[12:], False, False)[:2]
+    return bias_grad, squares
+
+
+def _fake_backward(*given: Any) -> tuple[Tensor, ...]:
+    q, k, v, sinks, slopes, _, _, gates, bias = given[4:13]
+    bias_grad, squares = _asked(given[4:])
     optional = (sinks, slopes, gates, bias if bias_grad else None)
     grads = (_like(None if x is None else x.new_empty(x.shape), x, q) for x in optional)
     of_samples = q.new_empty(q.shape[0], dtype=torch.float64) if squares else _like(None, None, q)

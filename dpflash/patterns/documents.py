@@ -13,11 +13,11 @@ from dpflash.kernels.tile_graph import UNBOUNDED, TileGraph
 
 from . import _arguments, _builder
 from .base import Pattern
-from .within_documents import WithinDocuments
+from .within_documents import OfDocuments, WithinDocuments
 
 
 @dataclass(frozen=True, kw_only=True)
-class Documents(Pattern):
+class Documents(OfDocuments):
     """Query i sees key j where both are of one document.
 
     The borders hold for every sample of a batch: documents of several samples are packed into one
@@ -58,16 +58,6 @@ class Documents(Pattern):
         _arguments.store(self, cu_seqlens=borders)
         _arguments.flag("causal", self.causal)
         self._fix_key()
-
-    def _check_size(self, num_tokens: int, num_heads: int) -> None:
-        super()._check_size(num_tokens, num_heads)
-        if num_tokens != self.cu_seqlens[-1]:
-            raise _arguments.refusal(
-                "num_tokens",
-                num_tokens,
-                "the last border of cu_seqlens",
-                "let the last document end with the sequence",
-            )
 
     def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
         self._check_size(num_tokens, num_heads)

@@ -16,8 +16,24 @@ from . import _arguments
 from .base import Pattern
 
 
+class OfDocuments(Pattern):
+    """A pattern of sequences that end with the last document."""
+
+    cu_seqlens: Sequence[int]
+
+    def _check_size(self, num_tokens: int, num_heads: int) -> None:
+        super()._check_size(num_tokens, num_heads)
+        if num_tokens != self.cu_seqlens[-1]:
+            raise _arguments.refusal(
+                "num_tokens",
+                num_tokens,
+                "the last border of cu_seqlens",
+                "let the last document end with the sequence",
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
-class WithinDocuments(Pattern):
+class WithinDocuments(OfDocuments):
     """Each document is seen as by a pattern on that document alone, none sees another.
 
     ``Documents(cu_seqlens=borders) & pattern`` makes one: segments, offsets, blocks and global
@@ -42,16 +58,6 @@ class WithinDocuments(Pattern):
         borders = _arguments.integers("cu_seqlens", self.cu_seqlens, 0)
         _arguments.store(self, cu_seqlens=borders, causal=self.inner.causal)
         self._fix_key(inner=self.inner.key)
-
-    def _check_size(self, num_tokens: int, num_heads: int) -> None:
-        super()._check_size(num_tokens, num_heads)
-        if num_tokens != self.cu_seqlens[-1]:
-            raise _arguments.refusal(
-                "num_tokens",
-                num_tokens,
-                "the last border of cu_seqlens",
-                "let the last document end with the sequence",
-            )
 
     def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
         self._check_size(num_tokens, num_heads)

@@ -334,7 +334,6 @@ def test_every_operation_on_the_cpu_has_the_signature_of_the_reference_implement
     for name in OPERATIONS:
         own, wanted = (inspect.signature(getattr(m, name)) for m in (grads_cpu, reference))
         assert own == wanted, name
-    assert set(OPERATIONS) == set(grads_cpu.__all__)
 
 
 def test_every_name_of_the_dispatch_is_public():
