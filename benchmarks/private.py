@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash.clipping.groups import Group
 from dpflash.engine import PrivacyEngine
 from dpflash.grad_rules.convert import make_groups
 
@@ -198,7 +197,7 @@ def clipped_sums(
     for i, grads in enumerate(_sample_gradients(task, model)):
         for group in groups:
             members = [grads[index[parameter]] for parameter in group.parameters]
-            _clip_(members, group, raised[i] if raised else 1.0)
+            _scale_(members, MAX_GRAD_NORM * group.share / (raised[i] if raised else 1.0))
         for total, grad in zip(sums, grads, strict=True):
             total.add_(grad)
     return sums
@@ -210,12 +209,8 @@ def _sample_gradients(task: Task, model: nn.Module) -> Iterator[list[Tensor]]:
         yield list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def _clip_(grads: Sequence[Tensor], group: Group, raised: float) -> None:
-    """Scales one sample's gradients of a group, in place."""
-    _scale_(grads, MAX_GRAD_NORM * group.share / raised)
-
-
 def _scale_(grads: Sequence[Tensor], bound: float) -> None:
+    """Clips one sample's gradients of a group, in place."""
     norm = _norm(grads)
     if norm > bound:
         for grad in grads:

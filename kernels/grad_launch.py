@@ -111,8 +111,20 @@ def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tens
 def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None = None) -> Tensor:
     """See `reference.clipped_grad`; factors are applied to each sample's fp32 product."""
     x, dy = _operands(x, dy)
+    tokens, inputs, outputs = *x.shape[1:], dy.shape[2]
     sizes = _config("clipped_grad", x, dy)
-    return _launch_clipped(x, dy, factors.float().contiguous(), sizes, spans)
+    out = torch.empty((outputs, inputs), dtype=torch.float32, device=x.device)
+    tiles_i = _blocks(inputs, sizes.block_n)
+    num_tiles = _blocks(outputs, sizes.block_m) * tiles_i
+    if num_tiles:
+        with on_device(x):
+            kernels._clipped_grad_kernel[(num_tiles,)](
+                x, dy, places(spans, x.device), factors.float().contiguous(), out,
+                *x.stride()[:2], *dy.stride()[:2],
+                _samples(x, spans), tokens, inputs, outputs, tiles_i,
+                BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
+            )  # fmt: skip
+    return out
 
 
 def clip_reduce(
@@ -176,9 +188,8 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = No
     if spans is None:
         total = squares.sum((1, 2))
     else:
-        total = span_sum(squares[0], in_sequence(tuple(end - start for start, end in spans))).sum(
-            1
-        )
+        lengths = tuple(end - start for start, end in spans)
+        total = span_sum(squares[0], in_sequence(lengths)).sum(1)
     return upper_bound(total, tokens * width + 4)
 
 
@@ -216,7 +227,7 @@ def span_sum(x: Tensor, spans: Spans) -> Tensor:
 
 def per_sample_bias_grad(dy: Tensor) -> Tensor:
     """See `reference.per_sample_bias_grad`."""
-    return _row_sums(dy, sums=True)[1]
+    return _token_sums(dy, None, None, None, None, True)[1].sum(1)
 
 
 def layer_norm_backward(
@@ -329,29 +340,6 @@ def _gram_rounding(width: int, run: int, dtype: torch.dtype) -> float:
     return (chains * min(width, run) * 5 / 4 + _blocks(width, run) + 8) * _ROUNDING
 
 
-def _launch_clipped(
-    x: Tensor,
-    dy: Tensor,
-    factors: Tensor,
-    sizes: GradConfig,
-    spans: Spans | None,
-) -> Tensor:
-    """sum_i c_i G_i by tiles, none of which leaves the chip."""
-    tokens, inputs, outputs = *x.shape[1:], dy.shape[2]
-    out = torch.empty((outputs, inputs), dtype=torch.float32, device=x.device)
-    tiles_i = _blocks(inputs, sizes.block_n)
-    num_tiles = _blocks(outputs, sizes.block_m) * tiles_i
-    if num_tiles:
-        with on_device(x):
-            kernels._clipped_grad_kernel[(num_tiles,)](
-                x, dy, places(spans, x.device), factors, out,
-                *x.stride()[:2], *dy.stride()[:2],
-                _samples(x, spans), tokens, inputs, outputs, tiles_i,
-                BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
-            )  # fmt: skip
-    return out
-
-
 def _launch_reduce(
     grads: Tensor,
     factors: Tensor,
@@ -402,23 +390,11 @@ def _norm_sums(
     """Sums of dy (x - mean) rstd and of dy over all but samples and the normalised shape."""
     operands = _rows(dy, shape), _rows(x, shape), mean, rstd
     if spans is None:
-        return _row_sums(*operands, sums=sums)
+        products, totals = _token_sums(*operands, None, sums)
+        return products.sum(1), totals.sum(1)
     each = operands[0].shape[1] // max(1, x.shape[1])  # rows of a token
     own = tuple((start * each, end * each) for start, end in spans)
     return _span_sums(operands[0], own, *operands[1:], sums=sums)
-
-
-def _row_sums(
-    dy: Tensor,
-    x: Tensor | None = None,
-    mean: Tensor | None = None,
-    rstd: Tensor | None = None,
-    *,
-    sums: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`_token_sums` of rows, [B, E]; its chunks are added here."""
-    products, totals = _token_sums(dy, x, mean, rstd, None, sums)
-    return products.sum(1), totals.sum(1)
 
 
 def _span_sums(

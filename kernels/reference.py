@@ -236,16 +236,12 @@ def grad_norm(
         if x.shape[1] == 1:
             return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
         form = cheaper_norm(x.shape[1], x, dy)
-    if form == "gram":
-        return torch.cat(
-            [
-                grad_inner(x[i : i + 1], dy[i : i + 1], x[i : i + 1], dy[i : i + 1])
-                for i in range(x.shape[0])
-            ]
-            or [x.new_zeros(0, dtype=torch.float64)]
-        ).clamp(min=0)
     squares = x.new_zeros(x.shape[0], dtype=torch.float64)
     for i in range(x.shape[0]):
+        if form == "gram":
+            own = x[i : i + 1], dy[i : i + 1]
+            squares[i] = grad_inner(*own, *own)[0].clamp(min=0)
+            continue
         squares[i] = squared_norm(torch.mm(_wide(dy[i]).t(), _wide(x[i])).unsqueeze(0))[0]
     return squares
 

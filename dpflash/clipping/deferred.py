@@ -316,17 +316,11 @@ def _inner(embedding: Use, linear: Use) -> Tensor:
     if embedding.spans is None or linear.spans is None:
         return embedding_grad_inner(embedding.first, embedding.dy, linear.first, linear.dy)
     places = zip(embedding.spans, linear.spans, strict=True)
-    return torch.cat(
-        [
-            embedding_grad_inner(
-                embedding.first[:, a:b],
-                embedding.dy[:, a:b],
-                linear.first[:, c:d],
-                linear.dy[:, c:d],
-            )
-            for (a, b), (c, d) in places
-        ]
+    own = (
+        (*(x[:, a:b] for x in embedding[:2]), *(x[:, c:d] for x in linear[:2]))
+        for (a, b), (c, d) in places
     )
+    return torch.cat([embedding_grad_inner(*parts) for parts in own])
 
 
 def _magnitudes_of_tokens(x: Tensor | None, dy: Tensor) -> Tensor:

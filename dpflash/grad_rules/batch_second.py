@@ -33,18 +33,15 @@ def batch_second(model: nn.Module) -> set[int]:
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and not module.batch_first:
             found.add(id(module))
-        elif isinstance(module, (*_LAYERS, *_STACKS)) and _is_batch_second(module):
-            found |= {id(layer) for layer in _token_layers(module)}
-        elif name_of_forward(module) in _TURNING:
+        elif _is_batch_second(module) or name_of_forward(module) in _TURNING:
             found |= {id(layer) for layer in _token_layers(module)}
     return found
 
 
 def _is_batch_second(module: nn.Module) -> bool:
-    layer = module
-    if isinstance(module, _STACKS):
-        layer = next(iter(module.layers), module)
-    return not getattr(getattr(layer, "self_attn", None), "batch_first", True)
+    layer = next(iter(module.layers), module) if isinstance(module, _STACKS) else module
+    is_known = isinstance(module, (*_LAYERS, *_STACKS))
+    return is_known and not getattr(getattr(layer, "self_attn", None), "batch_first", True)
 
 
 def _token_layers(module: nn.Module) -> Iterator[nn.Module]:

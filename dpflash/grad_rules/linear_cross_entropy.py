@@ -420,37 +420,15 @@ def _fake_statistics(
     return x.new_empty(targets.shape, dtype=wide), x.new_empty(targets.shape, dtype=wide)
 
 
-def _gradients(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    chunk_tokens: int,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
-    per_sample: bool,
-) -> tuple[Tensor, ...]:
-    head = Head(x, weight, bias, targets, lse, scale, chunk_tokens)
+def _gradients(*given: Any) -> tuple[Tensor, ...]:
+    *inputs, need_x, need_weight, need_bias, per_sample = given
+    head, lse = Head(*inputs), inputs[4]
     grads = head.gradients(x=need_x, weight=need_weight, bias=need_bias, per_sample=per_sample)
     return tuple(lse.new_empty(0) if grad is None else grad for grad in grads)
 
 
-def _fake_gradients(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    chunk_tokens: int,
-    need_x: bool,
-    need_weight: bool,
-    need_bias: bool,
-    per_sample: bool,
-) -> tuple[Tensor, ...]:
+def _fake_gradients(*given: Any) -> tuple[Tensor, ...]:
+    x, weight, _, _, lse, _, _, need_x, need_weight, need_bias, per_sample = given
     leading = (x.shape[0],) if per_sample else ()
     return (
         torch.empty_like(x) if need_x else lse.new_empty(0),

@@ -40,16 +40,8 @@ class _LayerNorm(torch.autograd.Function):
         x, mean, rstd, weight = ctx.saved_tensors
         needs, spans = ctx.needs_input_grad, _spans(ctx.units, x)
         dx, dweight, dbias = layer_norm_backward(dy, x, mean, rstd, weight, ctx.ndim, spans=spans)
-        return (
-            dx,
-            None,
-            None,
-            dweight if needs[3] else None,
-            dbias if needs[4] else None,
-            None,
-            None,
-            None,
-        )
+        of_handles = dweight if needs[3] else None, dbias if needs[4] else None
+        return dx, None, None, *of_handles, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -270,30 +270,19 @@ class Replacement:
 
     def applied(self, arguments: Any, units: Units | None = None) -> tuple[Any, bool]:
         """(arguments with replaced contents, whether any of them changed)."""
-        if units is not None:
-            return self._applied_to_units(arguments, units)
-        size = len(self.source)
-        chosen = {id(t) for t in _of_samples(arguments, size)}
-        changed = False
+        of_samples = () if units is not None else _of_samples(arguments, len(self.source))
+        chosen, changed = {id(t) for t in of_samples}, False
 
         def replaced(t: Tensor) -> Tensor:
             nonlocal changed
-            if id(t) not in chosen:
+            if units is None:
+                if id(t) not in chosen:
+                    return t
+                values = t.detach()[self.source.to(t.device)]
+            elif tuple(t.shape[: len(units.shape)]) != units.shape or units.describes(t):
                 return t
-            rows = t.detach()[self.source.to(t.device)]
-            changed = changed or not torch.equal(rows, t.detach())
-            return _with_layout_of(t, rows)
-
-        return map_tensors(replaced, arguments), changed
-
-    def _applied_to_units(self, arguments: Any, units: Units) -> tuple[Any, bool]:
-        dims, changed = len(units.shape), False
-
-        def replaced(t: Tensor) -> Tensor:
-            nonlocal changed
-            if tuple(t.shape[:dims]) != units.shape or units.describes(t):
-                return t
-            values = units.exchanged(t.detach(), self.source)
+            else:
+                values = units.exchanged(t.detach(), self.source)
             changed = changed or not torch.equal(values, t.detach())
             return _with_layout_of(t, values)
 
