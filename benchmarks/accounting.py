@@ -74,7 +74,8 @@ def query(*, device: str, seed: int, provider: str, noise: float, steps: int) ->
 
     The accountant is a new one in each call, and the noise is shifted, so that no cache helps.
     """
-    value, truth = epsilon(provider, noise, steps), lower_end(_judge_of(provider), noise, steps)
+    judge = "pld" if provider == "contour" else "contour"  # never its own
+    value, truth = epsilon(provider, noise, steps), lower_end(judge, noise, steps)
     above = value / truth - 1 if truth else None
     calls = itertools.count(1)
     return Subject(
@@ -83,11 +84,6 @@ def query(*, device: str, seed: int, provider: str, noise: float, steps: int) ->
         _ROUNDING,
         figures={"epsilon": value, "lower_end": truth, "above": above},
     )
-
-
-def _judge_of(provider: str) -> str:
-    """The accountant whose lower end judges a provider: never its own."""
-    return "pld" if provider == "contour" else "contour"
 
 
 def _shortfall(value: float, truth: float) -> float:

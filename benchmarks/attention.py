@@ -210,18 +210,11 @@ def _plan(request: Request) -> Iterator[Comparison]:
         ]
         size = tokens, max(1, batch_tokens // tokens), width // head_dim
         given = shape(request, direction, *size, head_dim=head_dim, causal=causal)
-        yield _comparison(pattern, peers, given)
-
-
-def _comparison(pattern: str, peers: Sequence[str], given: Mapping[str, Any]) -> Comparison:
-    reach = "causal" if given["causal"] else "full"
-    place = f"{pattern}/{reach}/D{given['head_dim']}/T{given['tokens']}/{given['direction']}"
-    operators, baseline = ("dpflash", *peers), peers[0] if peers else None
-    own = {"pattern": pattern, **given}
-    section = "attention"
-    return compared(
-        place, pattern_subject, "operator", operators, own, section, baseline, peers=PEERS
-    )
+        reach = "causal" if causal else "full"
+        place = f"{pattern}/{reach}/D{head_dim}/T{tokens}/{direction}"
+        operators, baseline = ("dpflash", *peers), peers[0] if peers else None
+        own = (operators, {"pattern": pattern, **given}, "attention", baseline)
+        yield compared(place, pattern_subject, "operator", *own, peers=PEERS)
 
 
 SHAPE = columns("tokens: T | batch: B | heads: H | head_dim: D | dtype")

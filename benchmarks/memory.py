@@ -40,7 +40,9 @@ class PeakMemory:
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            self.cpu_mb = max(0.0, _peak() - self._before)
+            found = re.search(r"VmHWM:\s+(\d+) kB", (_PROCESS / "status").read_text())
+            assert found is not None
+            self.cpu_mb = max(0.0, int(found.group(1)) / 2**10 - self._before)
         if self._held is not None:
             torch.cuda.synchronize()
             self.gpu_mb = (torch.cuda.max_memory_allocated() - self._held) / _MIB
@@ -76,9 +78,3 @@ def _begin_resident() -> float | None:
         return pages * os.sysconf("SC_PAGE_SIZE") / _MIB
     except OSError:
         return None
-
-
-def _peak() -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", (_PROCESS / "status").read_text())
-    assert found is not None
-    return int(found.group(1)) / 2**10

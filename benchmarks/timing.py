@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,14 +70,8 @@ class Statistics:
 
     def as_row(self) -> dict[str, Any]:
         """The columns of a benchmark's row."""
-        return {
-            "median_ms": self.median_ms,
-            "ci95_ms": list(self.ci95_ms),
-            "cv": self.cv,
-            "trials": self.trials,
-            "outliers": self.outliers,
-            "high_variance": self.high_variance,
-        }
+        own = {**asdict(self), "ci95_ms": list(self.ci95_ms)}
+        return {**own, "high_variance": self.high_variance}
 
 
 def within_fences(values: Sequence[float]) -> list[float]:

@@ -229,6 +229,15 @@ def private_steps(
     return model, steps(), engine
 
 
+def hits(model: nn.Module, data: Recall) -> Tensor:
+    """Which documents have the right answer."""
+    found = []
+    with torch.no_grad():
+        for x, y in DataLoader(data, batch_size=max(1, 16 * 2048 // data.tokens)):
+            found.append(model(x)[:, -1].argmax(-1) == y[:, -1])
+    return torch.cat(found)
+
+
 def recall_run(tokens: int, pattern: str, epsilon: float, seed: int, folder: Path) -> Row:
     """Accuracy on held-out documents after private training."""
     noise = get_noise_multiplier(
@@ -245,12 +254,7 @@ def recall_run(tokens: int, pattern: str, epsilon: float, seed: int, folder: Pat
         next(steps)
     trained = time.perf_counter() - begin
     held_out = Recall(500 + seed, HELD_OUT, LENGTH, tokens, private_code(seed))
-    hits = []
-    plain = engine.detach(model)
-    with torch.no_grad():
-        for x, y in DataLoader(held_out, batch_size=max(1, 16 * 2048 // tokens)):
-            hits.append(plain(x)[:, -1].argmax(-1) == y[:, -1])
-    right = torch.cat(hits)
+    right = hits(engine.detach(model), held_out)
     distances = torch.tensor([held_out.distance(i) for i in range(HELD_OUT)])
     within = {}
     for low, high in itertools.pairwise((0, *TOKENS)):
@@ -270,11 +274,7 @@ def public_run(tokens: int, seed: int, folder: Path) -> Row:
     model = recall_model(attention_of("dense", tokens))
     model.load_state_dict(public_weights(seed, folder))
     data = Recall(900 + seed, HELD_OUT // 2, tokens, tokens, torch.arange(VALUES))
-    hits = []
-    with torch.no_grad():
-        for x, y in DataLoader(data, batch_size=max(1, 16 * 2048 // tokens)):
-            hits.append(model(x)[:, -1].argmax(-1) == y[:, -1])
-    return {"accuracy": float(torch.cat(hits).float().mean())}
+    return {"accuracy": float(hits(model, data).float().mean())}
 
 
 def speeds(seed: int, folder: Path) -> list[Row]:

@@ -212,7 +212,11 @@ class PrivateExperts(PrivateModule):
         if not torch.is_grad_enabled():
             return super().forward(hidden_states, top_k_index, top_k_weights)
         self.is_private_call()
-        self._check_whole()
+        if getattr(self, "_is_expert_parallel", False):
+            raise ValueError(
+                f"module '{self._dpflash.name}' is spread over ranks (expert parallelism), which "
+                "has no rule for private training; load the model with all experts on each rank"
+            )
         context = self._dpflash
         batch = context.samples_of(context.check_batch(hidden_states))
         tokens = hidden_states.flatten(0, -2)
@@ -255,13 +259,6 @@ class PrivateExperts(PrivateModule):
             routing,
             self.is_transposed,
         )
-
-    def _check_whole(self) -> None:
-        if getattr(self, "_is_expert_parallel", False):
-            raise ValueError(
-                f"module '{self._dpflash.name}' is spread over ranks (expert parallelism), which "
-                "has no rule for private training; load the model with all experts on each rank"
-            )
 
 
 def is_experts(module: nn.Module) -> bool:

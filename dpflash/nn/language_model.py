@@ -244,19 +244,15 @@ class LongContextLM(nn.Module):
                 )
             length = packed.longest
         if length > self.max_seq_len:
-            together = (
-                ""
-                if self.context_parallel is None
-                else " of all ranks together (cut them by model.context_parallel.shard)"
-            )
+            shared = " of all ranks together (cut them by model.context_parallel.shard)"
+            together = shared * (self.context_parallel is not None)
             raise PrivateRefusal(
                 f"tokens have more positions{together} than max_seq_len={self.max_seq_len}; "
                 "shorten them or build the model for longer ones",
                 length=length,
             ) from None
-        cu_seqlens: tuple[int, ...] | None = None
-        if packed is not None:
-            cu_seqlens = tuple(packed.cu_seqlens.tolist())
+        cu_seqlens = None if packed is None else tuple(packed.cu_seqlens.tolist())
+        units = None if packed is None else packed.units
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             # [1, T], not [T]: dimension 0 of every layer's input is the batch.
@@ -275,7 +271,7 @@ class LongContextLM(nn.Module):
         if targets is None:
             return self.lm_head(x)
         if isinstance(self.lm_head, LinearCrossEntropy):
-            sample_losses = self.lm_head(x, targets, None if packed is None else packed.units)
+            sample_losses = self.lm_head(x, targets, units)
         elif packed is None:
             sample_losses = losses.cross_entropy(self.lm_head(x), targets)
         else:
@@ -287,5 +283,4 @@ class LongContextLM(nn.Module):
             )
         if self.context_parallel is None:
             return sample_losses
-        units = None if packed is None else packed.units
         return sample_losses * loss_weights(targets, self.context_parallel.group, units=units)

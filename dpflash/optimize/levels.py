@@ -173,7 +173,8 @@ def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[
         "numerics: the model's forward multiplies in bfloat16 (about 3 digits), its backward too; "
         "outputs are float32, so losses are. In an autocast region of your own, yours counts"
     )
-    if device.type == "cpu" and not _has_bfloat16():
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    if device.type == "cpu" and not fast:
         text += ". This CPU is not known to have bfloat16 instructions, so it may be slower"
     memory = "memory: activations that the backward needs take about half"
     return True, (text, _OF_16_BIT, memory)
@@ -182,10 +183,6 @@ def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[
 def _of_narrow(trained: Sequence[nn.Parameter]) -> tuple[str, ...]:
     narrow = any(p.is_floating_point() and p.dtype.itemsize < 4 for p in trained)
     return (_OF_16_BIT,) if narrow else ()
-
-
-def _has_bfloat16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _of_compiler(size: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from ..verification.proof import allow_second_backwards
 from ..verification.random_state import RandomState
 from ..verification.second_order import refuse_transforms
 from ..verification.tracing import refuse_tracing
-from ..verification.unchanged import Unchanged
+from ..verification.unchanged import Contents, Unchanged
 from ..verification.uncovered import Uncovered
 from .levels import Optimization
 
@@ -272,10 +272,8 @@ class ForwardWrapper:
 
     def _state(self) -> _State:
         """State that a forward may change; a repeated one must find and leave it as it was."""
-        parts: list[_Restorable] = [RandomState(self._parameter_device)]
-        if self.unchanged is not None:
-            parts.append(self.unchanged.allowed_contents())
-        return _State(parts, self._attributes())
+        contents = Contents(()) if self.unchanged is None else self.unchanged.allowed_contents()
+        return _State(RandomState(self._parameter_device), contents, self._attributes())
 
     def _noted(self, rows: ForwardRows, call: Callable[[], Any]) -> Any:
         """Run a call and record the inputs of its layers and its outputs."""
@@ -429,19 +427,15 @@ class ForwardWrapper:
         return _widened(outputs) if self.optimization.autocast else outputs
 
 
-class _Restorable(Protocol):
-    def restore(self) -> None: ...
-
-
-class _State:
+class _State(NamedTuple):
     """Several states that are restored together."""
 
-    def __init__(self, parts: list[_Restorable], attributes: OwnAttributes) -> None:
-        self.attributes = attributes
-        self._parts = [*parts, attributes]
+    random: RandomState
+    contents: Contents
+    attributes: OwnAttributes
 
     def restore(self) -> None:
-        for part in self._parts:
+        for part in self:
             part.restore()
 
 

@@ -352,11 +352,7 @@ def _equal(x: Any, y: Any) -> bool | None:
     if parts.keys() != others.keys():
         return None
     # Without parts it is of an unknown class, and the other parts of the row decide.
-    return _all_equal([(part, others[place]) for place, part in parts.items()])
-
-
-def _all_equal(pairs: list[tuple[Any, Any]]) -> bool | None:
-    found = [_equal(x, y) for x, y in pairs]
+    found = [_equal(part, others[place]) for place, part in parts.items()]
     return None if None in found else all(found)
 
 

@@ -352,12 +352,10 @@ def _buffers_of(module: nn.Module) -> Iterator[tuple[str, _Place]]:
 
 def _places_of(module: nn.Module, trained: Collection[nn.Parameter]) -> dict[str, _Place]:
     ids = {id(p) for p in trained}
-    return {**dict(_buffers_of(module)), **dict(_frozen_of(module, ids))}
-
-
-def _frozen_of(module: nn.Module, trained: Collection[int]) -> Iterator[tuple[str, _Place]]:
+    places = dict(_buffers_of(module))
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for key, parameter in owner._parameters.items():
-            if parameter is not None and id(parameter) not in trained:
+            if parameter is not None and id(parameter) not in ids:
                 part = parameter if is_sharded(parameter) else None
-                yield f"{prefix}.{key}" if prefix else key, _Place(owner, key, False, part)
+                places[f"{prefix}.{key}" if prefix else key] = _Place(owner, key, False, part)
+    return places
