@@ -105,8 +105,16 @@ def _step(
     device = next(model.parameters()).device
     optimizer = optimize(list(model.parameters()))
     packing = PackTo(tokens=2 * longest, max_documents=max(4, len(documents) // 3))
+
+    def nonprivate_step() -> None:
+        for own in packing.microbatches([len(d) for d in documents]):
+            batch = packing([documents[i] for i in own])
+            (_losses(model, batch.to(device)).sum() / len(documents)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     if provider == NONPRIVATE:
-        return _nonprivate_step(model, optimizer, documents, packing, device)
+        return nonprivate_step
     is_packed = provider == PACKED
     dataset = documents if is_packed else [{"x": d, "y": _targets(d)} for d in documents]
     loader: DataLoader[Any] = DataLoader(
@@ -135,25 +143,6 @@ def _step(
             if private_loader.is_last:
                 private_optimizer.step()
                 private_optimizer.zero_grad()
-
-    return step
-
-
-def _nonprivate_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    documents: Sequence[Tensor],
-    packing: PackTo,
-    device: torch.device,
-) -> Step:
-    """A step on the same packed microbatches, by torch alone."""
-
-    def step() -> None:
-        for own in packing.microbatches([len(d) for d in documents]):
-            batch = packing([documents[i] for i in own])
-            (_losses(model, batch.to(device)).sum() / len(documents)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     return step
 
