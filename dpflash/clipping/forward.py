@@ -214,8 +214,7 @@ class PrivateForward:
         if call is None:
             return leading
         if call.batch_size is None:
-            given = [] if leading in call.sizes else [n for n in call.sizes if is_flattened(x, n)]
-            call.batch_size = given[0] if len(given) == 1 else leading
+            call.batch_size = self._first_batch_size(x, call)
         size = call.batch_size
         if leading != size and is_flattened(x, size):
             call.flattened.add(name)
@@ -241,6 +240,14 @@ class PrivateForward:
             f"entries in the first dimension, {why}. Give each layer inputs whose first dimension "
             f"is the batch; what does not depend on the data, as x.expand({size}, ...)"
         )
+
+    def _first_batch_size(self, x: Tensor, call: _Call) -> int:
+        """B, where x is the input of a call's first layer."""
+        leading = x.shape[0]
+        if leading in call.sizes:
+            return leading
+        given = [n for n in call.sizes if is_flattened(x, n)]
+        return given[0] if len(given) == 1 else leading
 
     def known_batch_size(self) -> int | None:
         """B where an operation of this call has determined it, or the compiler needs it."""

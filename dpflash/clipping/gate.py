@@ -84,6 +84,8 @@ class Gate:
         units: the positions of the samples in the batch, where they are no rows.
     """
 
+    squares: Tensor | None
+
     def __init__(self, owner: PrivateBackward, group: Group, batch_size: int, generation: int):
         self._owner = weakref.ref(owner)
         self.units = owner.forward.units
@@ -327,4 +329,4 @@ class Gate:
     def reset(self) -> None:
         self._kept: dict[int, DeferredGradients] = {}
         self._sums: dict[int, Tensor] = {}
-        self.squares: Tensor | None = None
+        self.squares = None
