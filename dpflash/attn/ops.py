@@ -52,8 +52,22 @@ class Attention(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
-        return _FORWARD(*inputs)
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        padding: Tensor | None,
+        blocks: Tensor | None,
+        gates: Tensor | None,
+        bias: Tensor | None,
+        pattern: str,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        tensors = (q, k, v, sinks, slopes, padding, blocks, gates, bias)
+        return _FORWARD(*tensors, pattern, scale, softcap)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
