@@ -195,6 +195,10 @@ class BatchTracker:
         """How many releases have begun so far."""
         return 0 if self._batch is None else self._batch.releases
 
+    @property
+    def _is_open(self) -> bool:
+        return self._batch is not None and self._batch.is_open
+
     # Signals of another loader: Opacus' BatchMemoryManager
 
     def signal(self, do_skip: bool) -> None:
@@ -238,16 +242,15 @@ class BatchTracker:
 
     def abandon(self) -> None:
         """Drop a logical batch that the loop left before its release."""
-        if self._batch is None:
-            return
-        if self._batch.is_open:
+        if self._is_open:
             warnings.warn(
                 "the loop left its last logical batch before optimizer.step() released it; its "
                 "gradients are dropped",
                 PrivateWarning,
                 stacklevel=3,
             )
-        self._batch.abandon()
+        if self._batch is not None:
+            self._batch.abandon()
 
     def begin_epoch(self) -> None:
         """Begin an epoch; drops a logical batch that was not released."""
