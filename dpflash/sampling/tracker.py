@@ -88,6 +88,8 @@ class BatchMark:
 
     def without(self, bad: Sequence[int]) -> BatchMark:
         """The mark where these entries of the batch are padding; a unit that has one is none."""
+        if not bad and self.real is not None:
+            return self
         real = torch.ones(self.size, dtype=torch.bool) if self.real is None else self.real.clone()
         units = self.units
         index = torch.arange(self.size) if units is None else units.index
