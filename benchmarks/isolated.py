@@ -63,20 +63,19 @@ def run_isolated(
     *,
     memory_limit: int | None = None,
     timeout: float | None = None,
-    threads: int | None = None,
     **arguments: Any,
 ) -> Any:
     """Returns ``function(**arguments)`` of a fresh process, to which they travel by pickle.
 
-    The limits are bytes of private memory (Linux) and seconds; `threads` of torch are those of
-    this process by default.
+    The limits are bytes of private memory (Linux) and seconds; torch has the threads of this
+    process.
 
     Raises:
         OutOfMemory, OutOfTime: it needed more than a limit.
         Failed: its process died, or raised what does not travel by pickle.
         Exception: whatever else the function raised.
     """
-    threads = threads or torch.get_num_threads()
+    threads = torch.get_num_threads()
     for _, result in _results([(function, arguments)], threads, timeout, memory_limit):
         if isinstance(result, Exception):
             raise result

@@ -360,13 +360,16 @@ def _launch_reduce(
         out = torch.empty(shape, dtype=dtype, device=grads.device)
     found = None if noise is None or noise.std == 0 else open_list(out, noise)
     before = 0 if found is None else int(found.stream.offset) % 8
+    address: tuple[int, ...] = (bits_of(1.0 if grid is None else float(grid)), *(0,) * 13)
+    if found is not None:
+        address = address_of(found.stream)
     if out.numel():
         with on_device(grads):
             kernels._clip_reduce_kernel[(_blocks(before + out.numel(), REDUCE_BLOCK),)](
                 grads, factors, out,
                 None if found is None else found.entries, 0 if found is None else found.capacity,
                 out.numel(), grads.shape[0], out.numel(),
-                *_address(grid, found), BLOCK=REDUCE_BLOCK,
+                *address, BLOCK=REDUCE_BLOCK,
                 EXACT=grid is not None, INTO=into is not None, **_noise_options(found),
             )  # fmt: skip
     if into is not None:
@@ -511,13 +514,6 @@ def _options(sizes: GradConfig) -> dict[str, object]:
         "num_stages": sizes.num_stages,
         "enable_fp_fusion": True,
     }
-
-
-def _address(grid: float | None, found: OpenList | None) -> tuple[int, ...]:
-    """The kernels' `ADDRESS` arguments."""
-    if found is not None:
-        return address_of(found.stream)
-    return (bits_of(1.0 if grid is None else float(grid)), *(0,) * 13)
 
 
 def _noise_options(found: OpenList | None) -> dict[str, object]:

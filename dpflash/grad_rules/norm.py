@@ -125,20 +125,17 @@ class PrivateRMSNorm(PrivateModule):
         given, x = x, _checked(self, x)
         handles = self.private_handles(self._dpflash.samples_of(x))
         weight = self._parameters["weight"]
+        # torch's default is that of the dtype in which it computes, not that of x.
+        wide = torch.promote_types(x.dtype, torch.float32)
         y = _RMSNorm.apply(
             x,
             None if weight is None else weight.detach(),
             handles.dense("weight"),
             tuple(self.normalized_shape),
-            self._eps_for(x.dtype),
+            torch.finfo(wide).eps if self.eps is None else self.eps,
             self._dpflash.units,
         )
         return self._dpflash.as_given(y, given)
-
-    def _eps_for(self, dtype: torch.dtype) -> float:
-        # torch's default is that of the dtype in which it computes, not that of x.
-        wide = torch.promote_types(dtype, torch.float32)
-        return torch.finfo(wide).eps if self.eps is None else self.eps
 
 
 def _spans(units: Units | None, x: Tensor) -> tuple[tuple[int, int], ...] | None:

@@ -245,25 +245,14 @@ class PoissonBatchSampler(DrawSampler):
 
     def event(self, noise_multiplier: float) -> Event:
         """Cost of releasing one logical batch with this noise."""
+        given: dict[str, Any] = {"relation": self.relation, "sample_rate": self.sample_rate}
+        given["noise_multiplier"] = noise_multiplier
         if self.examples_per_unit is not None:
-            return UnitPoissonGaussian(
-                relation=self.relation,
-                noise_multiplier=noise_multiplier,
-                sample_rate=self.sample_rate,
-                examples_per_unit=self.examples_per_unit,
-            )
+            return UnitPoissonGaussian(**given, examples_per_unit=self.examples_per_unit)
         if self.max_batch_size is None:
-            return PoissonGaussian(
-                relation=self.relation,
-                noise_multiplier=noise_multiplier,
-                sample_rate=self.sample_rate,
-            )
+            return PoissonGaussian(**given)
         return TruncatedPoissonGaussian(
-            relation=self.relation,
-            noise_multiplier=noise_multiplier,
-            sample_rate=self.sample_rate,
-            max_batch_size=self.max_batch_size,
-            num_samples=self.accounted_size,
+            **given, max_batch_size=self.max_batch_size, num_samples=self.accounted_size
         )
 
 
