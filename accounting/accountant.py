@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from . import _validate
 from .events import ADD_REMOVE, RELATIONS, Event, PoissonGaussian, event_from_dict
@@ -22,16 +22,6 @@ class Interval(NamedTuple):
 
     lower: float | None
     upper: float
-
-
-class _NoisyOptimizer(Protocol):
-    """The attributes that the optimizer hook reads."""
-
-    @property
-    def noise_multiplier(self) -> float: ...
-
-    @property
-    def accumulated_iterations(self) -> int: ...
 
 
 class Accountant(ABC):
@@ -58,6 +48,7 @@ class Accountant(ABC):
     """
 
     is_bound = True
+    _name: ClassVar[str]
 
     def __init__(self, *, neighboring_relation: str = ADD_REMOVE) -> None:
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
@@ -212,7 +203,7 @@ class Accountant(ABC):
 
     def _epsilon_interval(self, delta: float) -> Interval:
         pairs, failure = self._pairs(), self._failure()
-        if _has_noiseless_release(pairs):
+        if any(pair.noise == 0 for pair, _ in pairs):
             return Interval(math.inf, math.inf)
         if failure:
             return with_failure(
@@ -222,7 +213,7 @@ class Accountant(ABC):
 
     def _delta_interval(self, epsilon: float) -> Interval:
         pairs, failure = self._pairs(), self._failure()
-        if _has_noiseless_release(pairs):
+        if any(pair.noise == 0 for pair, _ in pairs):
             return Interval(1.0, 1.0)
         found = self._delta_without_failure(epsilon)
         if not failure:
@@ -241,15 +232,15 @@ class Accountant(ABC):
         return self._delta(pairs, epsilon) if pairs else Interval(0.0, 0.0)
 
     @classmethod
-    @abstractmethod
     def mechanism(cls) -> str:
         """The name of this kind of accountant, in `create_accountant` and in saved states."""
+        return cls._name
 
     def __len__(self) -> int:
         """Number of phases, as in Opacus; the steps are their third entries."""
         return len(self.history)
 
-    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[_NoisyOptimizer], None]:
+    def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
         """A function for an optimizer's step hook that records each step.
 
         Args:
@@ -259,7 +250,7 @@ class Accountant(ABC):
             A function of an optimizer with `noise_multiplier` and `accumulated_iterations`.
         """
 
-        def hook_fn(optim: _NoisyOptimizer) -> None:
+        def hook_fn(optim: Any) -> None:
             self.step(
                 noise_multiplier=optim.noise_multiplier,
                 sample_rate=sample_rate * optim.accumulated_iterations,
@@ -345,24 +336,25 @@ class Accountant(ABC):
 
     def _pairs(self) -> Pairs:
         """The whole history as dominating pairs, without those that reveal nothing."""
-        pairs = []
-        for noise_multiplier, sample_rate, steps in self._phases():
-            step = PoissonGaussian(
-                relation=self.neighboring_relation,
-                noise_multiplier=noise_multiplier,
-                sample_rate=sample_rate,
-            )
-            pairs += [(pair, count * steps) for pair, count in step.pairs()]
-        for event, times in self.events:
-            pairs += [(pair, count * times) for pair, count in event.pairs()]
-        return canonical((pair, n) for pair, n in pairs if pair.noise < math.inf)
+        return canonical(
+            (pair, count * times)
+            for event, times in self._releases()
+            for pair, count in event.pairs()
+            if pair.noise < math.inf
+        )
 
     def _failure(self) -> float:
         return math.fsum(event.failure() * count for event, count in self.events)
 
-    def _phases(self) -> list[Phase]:
-        """The checked history, without phases of 0 steps."""
-        return [phase for phase in self._checked(self.history) if phase[2] > 0]
+    def _releases(self) -> list[tuple[Event, int]]:
+        """(event, count) of all: the checked history, without phases of 0 steps, and events."""
+        relation = self.neighboring_relation
+        steps: list[tuple[Event, int]] = [
+            (PoissonGaussian(relation=relation, noise_multiplier=noise, sample_rate=rate), count)
+            for noise, rate, count in self._checked(self.history)
+            if count > 0
+        ]
+        return steps + self.events
 
     @staticmethod
     def _checked(history: list[Phase] | tuple[Phase, ...]) -> list[Phase]:
@@ -381,11 +373,6 @@ def _load_event(entry: Any) -> tuple[Event, int]:
         )
     _validate.whole(0, count=entry["count"])
     return event_from_dict(entry["event"]), entry["count"]
-
-
-def _has_noiseless_release(pairs: Pairs) -> bool:
-    """Whether there was a release without noise."""
-    return any(pair.noise == 0 for pair, _ in pairs)
 
 
 def _maximum(beta: Callable[[float], float], high: float) -> float:

@@ -1,6 +1,5 @@
 """Calibration: the noise, sample rate or steps for a privacy target."""
 
-import copy
 import math
 from collections.abc import Callable
 
@@ -8,7 +7,7 @@ from . import _validate
 from ._search import smallest_passing
 from .accountant import Accountant, Phase
 from .events import ADD_REMOVE, Event, PoissonGaussian, UnitPoissonGaussian
-from .registry import as_accountant, as_phase
+from .registry import as_accountant, as_phase, copied
 
 _RELATIVE_TOLERANCE = 1e-4
 _SMALLEST_NOISE_MULTIPLIER = 0.01
@@ -118,7 +117,7 @@ def noise_multiplier_for(
             events.
     """
     _validate.whole(1, count=count)
-    trial = _empty_accountant(accountant)
+    trial = copied(as_accountant(accountant))
 
     def passes(noise_multiplier: float) -> bool:
         _replace_history(trial, event(noise_multiplier), count)
@@ -172,7 +171,7 @@ def get_sample_rate(
     _validate.positive(target_epsilon=target_epsilon, noise_multiplier=noise_multiplier)
     _validate.probability(target_delta=target_delta)
     _validate.whole(1, steps=steps)
-    trial = _empty_accountant(accountant)
+    trial = copied(as_accountant(accountant))
     relation = _relation_of(trial)
 
     def passes(inverse: float) -> bool:
@@ -218,7 +217,10 @@ def get_steps(
         ValueError: an argument is out of its range.
     """
     _validate.positive(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
-    trial = _empty_accountant(accountant)
+    trial = copied(as_accountant(accountant))
+    trial.history = []
+    if isinstance(trial, Accountant):
+        trial.events = []
     return remaining_steps(
         trial,
         _step(noise_multiplier, sample_rate, examples_per_unit, _relation_of(trial)),
@@ -253,10 +255,8 @@ def remaining_steps(
     _validate.probability(target_delta=target_delta)
 
     def passes(count: int) -> bool:
-        trial = copy.copy(accountant)
-        trial.history = list(accountant.history)
+        trial = copied(accountant)
         if isinstance(accountant, Accountant):
-            trial.events = list(accountant.events)
             trial.compose(event, count)
         else:
             _append(trial.history, *as_phase(trial, event), count)
@@ -313,15 +313,6 @@ def _append(history: list[Phase], noise_multiplier: float, rate: float, count: i
     if history and tuple(history[-1][:2]) == (noise_multiplier, rate):
         count += history.pop()[2]
     history.append((noise_multiplier, rate, count))
-
-
-def _empty_accountant(accountant: str | Accountant) -> Accountant:
-    """A new, empty accountant of this kind."""
-    trial = copy.copy(as_accountant(accountant))
-    trial.history = []
-    if isinstance(accountant, Accountant):
-        trial.events = []
-    return trial
 
 
 def _number_of_steps(steps: int | None, epochs: float | None, sample_rate: float) -> int:

@@ -73,10 +73,7 @@ class ContourAccountant(Accountant):
         See the module. Both directions, "remove" and "add", are evaluated; the greater one counts.
     """
 
-    @classmethod
-    def mechanism(cls) -> str:
-        """The name `"contour"`."""
-        return "contour"
+    _name = "contour"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
         whole = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs))

@@ -32,12 +32,12 @@ _Complex = NDArray[np.complex128]
 _ROUNDING = 2.0**-52
 _DIGITS = 38.0  # nats: e^-38 is 3e-17
 _REAL_LINE_DIGITS = 33.0
-_RAY_DIGITS = 34.0
 _NEGLIGIBLE = 70.0  # nats below the largest value of an integrand
 _FARTHEST = 60.0  # standard deviations within which an integrand is searched for
 _LARGEST_ANGLE = 0.6  # of a ray; the Gaussian falls on it below pi / 4
 _ANGLE_STEP = 0.15
 _MARGIN = 0.22  # between a ray and the angle at which |e^(a l)| is constant
+_RAY_STEP = 2 * math.pi * _MARGIN / 34.0  # of nodes, for 34 nats
 _SPLIT = 1e-14  # error of M above which fewer orders are evaluated together
 _TOGETHER = 32  # orders of one evaluation
 _MOST_NODES = 6_000
@@ -143,7 +143,7 @@ def _excess(
     """M - 1, and its rounding error."""
     if window.error == math.inf:
         return np.full(orders.shape, np.nan + 0j), np.full(orders.shape, np.nan)
-    step = _ray_step() if window.angle else _line_step(pair, orders, window.high, digits)
+    step = _RAY_STEP if window.angle else _line_step(pair, orders, window.high, digits)
     if pair.symmetric:
         total, rounding = _symmetric_excess(pair, orders, window.angle, window.high, step)
         return total, rounding + window.lost
@@ -248,10 +248,6 @@ def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _C
     if pair.symmetric:
         y = y[y > 0]
     return y, *_path(pair, y, angle)
-
-
-def _ray_step() -> float:
-    return 2 * math.pi * _MARGIN / _RAY_DIGITS
 
 
 def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:

@@ -68,17 +68,12 @@ def to_dp_event(
         _validate.one_of(noise_relative_to=(noise_relative_to, _READINGS))
     writer = _Writer(theirs, noise_relative_to, shuffled_as_gaussian)
     if isinstance(source, Accountant):
-        parts = []
-        for noise_multiplier, sample_rate, steps in source._phases():
-            step = PoissonGaussian(
-                relation=source.neighboring_relation,
-                noise_multiplier=noise_multiplier,
-                sample_rate=sample_rate,
-            )
-            parts.append(theirs.SelfComposedDpEvent(writer.write(step), steps))
-        for event, count in source.events:
-            parts.append(theirs.SelfComposedDpEvent(writer.write(event), count))
-        return theirs.ComposedDpEvent(parts)
+        return theirs.ComposedDpEvent(
+            [
+                theirs.SelfComposedDpEvent(writer.write(event), count)
+                for event, count in source._releases()
+            ]
+        )
     if not isinstance(source, Event):
         raise ValueError(
             f"source={source!r}: expected an event or an accountant of dpflash.accounting; "

@@ -1,6 +1,7 @@
 """Closed form of the Gaussian mechanism without subsampling, the reference of all accountants."""
 
 import math
+from collections.abc import Callable
 
 from scipy.special import erfcx, ndtr
 
@@ -82,12 +83,7 @@ def gaussian_epsilon(*, delta: float, noise_multiplier: float, steps: int = 1) -
         found = gaussian_delta(epsilon=epsilon, noise_multiplier=noise_multiplier, steps=steps)
         return found <= delta
 
-    if passes(0.0):
-        return 0.0
-    high = 1.0
-    while not passes(high):
-        high *= 2
-    return smallest_passing(passes, high=high, relative_tolerance=1e-12)
+    return _least(passes)
 
 
 def one_step_delta(pair: Pair, epsilon: float) -> float:
@@ -116,10 +112,11 @@ def one_step_delta(pair: Pair, epsilon: float) -> float:
 
 def one_step_epsilon(pair: Pair, delta: float) -> float:
     """The least epsilon >= 0 with `one_step_delta` at most delta, to 1e-12 relative."""
+    return _least(lambda epsilon: one_step_delta(pair, epsilon) <= delta)
 
-    def passes(epsilon: float) -> bool:
-        return one_step_delta(pair, epsilon) <= delta
 
+def _least(passes: Callable[[float], bool]) -> float:
+    """The least epsilon >= 0 that passes, to 1e-12 relative."""
     if passes(0.0):
         return 0.0
     high = 1.0
@@ -138,10 +135,7 @@ class GaussianAccountant(Accountant):
         Balle and Wang 2018, Theorem 8.
     """
 
-    @classmethod
-    def mechanism(cls) -> str:
-        """The name `"gaussian"`."""
-        return "gaussian"
+    _name = "gaussian"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
         exact = gaussian_epsilon(delta=delta, noise_multiplier=_noise(pairs))

@@ -28,30 +28,16 @@ class GDPAccountant(Accountant):
     """
 
     is_bound = False
+    _name = "gdp"
     _has_warned = False
-
-    @classmethod
-    def mechanism(cls) -> str:
-        """The name `"gdp"`."""
-        return "gdp"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
         self._warn()
-        mu = _mean(pairs)
-        if mu == math.inf:
-            return Interval(None, math.inf)
-        if mu == 0:
-            return Interval(None, 0.0)
-        return Interval(None, gaussian_epsilon(delta=delta, noise_multiplier=1 / mu))
+        return Interval(None, gaussian_epsilon(delta=delta, noise_multiplier=_noise(pairs)))
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
         self._warn()
-        mu = _mean(pairs)
-        if mu == math.inf:
-            return Interval(None, 1.0)
-        if mu == 0:
-            return Interval(None, 0.0)
-        return Interval(None, gaussian_delta(epsilon=epsilon, noise_multiplier=1 / mu))
+        return Interval(None, gaussian_delta(epsilon=epsilon, noise_multiplier=_noise(pairs)))
 
     def _warn(self) -> None:
         if not self._has_warned:
@@ -64,14 +50,15 @@ class GDPAccountant(Accountant):
             )
 
 
-def _mean(pairs: Pairs) -> float:
-    """The mu of the composition; inf if it is out of float64's range."""
+def _noise(pairs: Pairs) -> float:
+    """The noise of the closed form, 1 / mu; 0 if mu is out of float64's range."""
     try:
         mu = math.sqrt(math.fsum(count * _squared_mean(pair) for pair, count in pairs))
     except OverflowError:
-        return math.inf
-    # 1 / mu is the noise of the closed form.
-    return mu if mu < 1e150 else math.inf
+        return 0.0
+    if not mu < 1e150:
+        return 0.0
+    return 1 / mu if mu else math.inf
 
 
 def _squared_mean(pair: Pair) -> float:

@@ -46,10 +46,7 @@ class PLDAccountant(Accountant):
         Koskela, Jaelkoe, Prediger, Honkela 2021 compose without it.
     """
 
-    @classmethod
-    def mechanism(cls) -> str:
-        """The name `"pld"`."""
-        return "pld"
+    _name = "pld"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
         return pld_epsilon(pairs, delta)

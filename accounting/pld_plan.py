@@ -35,7 +35,6 @@ class Plan:
     """The tilt theta, the window [low, high] and each pair's range of losses."""
 
     epsilon: float
-    log_delta: float
     theta: float
     low: float
     high: float
@@ -153,7 +152,6 @@ def plan_of(pairs: Pairs, sign: int, query: Query, near: float | None = None) ->
         ranges.append((float(losses[max(first - 1, 0)]), float(losses[-1])))
     return Plan(
         epsilon=epsilon,
-        log_delta=log_delta,
         theta=theta,
         low=float(lows[down]),
         high=float(highs[up]),

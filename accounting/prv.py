@@ -25,10 +25,7 @@ class PRVAccountant(Accountant):
         Gopi, Lee, Wutschitz 2021, Numerical Composition of Differential Privacy.
     """
 
-    @classmethod
-    def mechanism(cls) -> str:
-        """The name `"prv"`."""
-        return "prv"
+    _name = "prv"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
         _check_examples(pairs)

@@ -22,17 +22,17 @@ from .pairs import Pair, Pairs
 _Array = NDArray[np.float64]
 
 
-def _default_orders() -> tuple[float, ...]:
-    """Dense near 1 (large epsilon), then tenths, integers, and 5% steps (tiny epsilon)."""
-    near_one = 1 + np.geomspace(0.01, 0.99, 48)
-    tenths = [1 + x / 10 for x in range(1, 100)]
-    large = np.geomspace(64, 10_000, 104).round()
-    return tuple(
-        sorted({*near_one.tolist(), *tenths, *map(float, range(11, 65)), *large.tolist()})
+# Dense near 1 (large epsilon), then tenths, integers, and 5% steps (tiny epsilon).
+_ORDERS: tuple[float, ...] = tuple(
+    sorted(
+        {
+            *(1 + np.geomspace(0.01, 0.99, 48)).tolist(),
+            *(1 + x / 10 for x in range(1, 100)),
+            *map(float, range(11, 65)),
+            *np.geomspace(64, 10_000, 104).round().tolist(),
+        }
     )
-
-
-_ORDERS = _default_orders()
+)
 _DIGITS = 42.0  # nats of accuracy of the quadrature: e^-42 is far below float64's rounding
 _REACH = 11.0  # standard deviations of the integrand that are covered on each side
 _SMALLEST_QUADRATURE_SIGMA = 0.05  # below, the number of nodes grows like 1 / sigma^2
@@ -53,10 +53,7 @@ class RDPAccountant(Accountant):
         Proposition 12; Balle et al. 2020, Theorem 21.
     """
 
-    @classmethod
-    def mechanism(cls) -> str:
-        """The name `"rdp"`."""
-        return "rdp"
+    _name = "rdp"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
         orders, rdp = np.array(_ORDERS), _composed(pairs)

@@ -1,5 +1,6 @@
 """The accountants by name, and which events each of them knows."""
 
+import copy
 from typing import cast
 
 from .accountant import Accountant
@@ -61,6 +62,15 @@ def as_accountant(accountant: object) -> Accountant:
             f"one, or a name: {', '.join(map(repr, ACCOUNTANTS))}"
         )
     return cast(Accountant, accountant)
+
+
+def copied(accountant: Accountant) -> Accountant:
+    """A copy with a history of its own, to spend on trial; also of an accountant of Opacus."""
+    trial = copy.copy(accountant)
+    trial.history = list(accountant.history)
+    if isinstance(accountant, Accountant):
+        trial.events = list(accountant.events)
+    return trial
 
 
 def as_phase(accountant: object, event: Event) -> tuple[float, float]:

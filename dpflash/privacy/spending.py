@@ -6,7 +6,6 @@ mechanism, and have no neighboring relations.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from dpflash.accounting import (
     remaining_steps,
 )
 from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE, ZERO_OUT
-from dpflash.accounting.registry import as_accountant, as_phase
+from dpflash.accounting.registry import as_accountant, as_phase, copied
 
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
@@ -171,7 +170,7 @@ class Spending:
             raise BudgetSpent(self._refusal(event))
         if not self.is_ours and not _is_noiseless(event):
             # An accountant of Opacus loses its history if it refuses a step.
-            self._compose(self._copied_accountant(), event, 1)
+            self._compose(copied(self.accountant), event, 1)
 
     def charge(
         self, event: Event | None, *, run: str, branch: str = "", is_foreign: bool = False
@@ -192,12 +191,10 @@ class Spending:
             )
         if event is None:
             return
-        left = self._remaining
-        known = left is not None and left.event == event and left.state == self._state()
+        left = self._known(event)
         self.add(event)
         self._last = event
-        if known:
-            assert left is not None
+        if left is not None:
             left.count -= 1
             left.state = self._state()
 
@@ -222,12 +219,9 @@ class Spending:
         if self.budget is None or event is None:
             return True
         event = convert_event(event, self._relation_with(event))
-        left = self._remaining
         # Computing all remaining steps is slow. For another event than the last one only one more
         # step is checked, since a noise scheduler may change it in each step.
-        if event != self._last and not (
-            left is not None and left.event == event and left.state == self._state()
-        ):
+        if event != self._last and self._known(event) is None:
             return self._after(event, self.budget.delta) <= self.budget.epsilon
         return self.remaining(event) > 0
 
@@ -237,11 +231,9 @@ class Spending:
         if _is_noiseless(event) or self.noiseless:
             return 0
         event = convert_event(event, self._relation_with(event))
-        if self._remaining is None or (self._remaining.event, self._remaining.state) != (
-            event,
-            self._state(),
-        ):
-            trial = self._copied_accountant()
+        left = self._known(event)
+        if left is None:
+            trial = copied(self.accountant)
             if self.is_ours:
                 _convert_all(trial, event.relation)
             count = remaining_steps(
@@ -250,8 +242,14 @@ class Spending:
                 target_epsilon=self.budget.epsilon,
                 target_delta=self.budget.delta,
             )
-            self._remaining = _Remaining(event, count, self._state())
-        return self._remaining.count
+            self._remaining = left = _Remaining(event, count, self._state())
+        return left.count
+
+    def _known(self, event: Event) -> _Remaining | None:
+        """What is known of this event's remaining steps, if no other release was made since."""
+        left = self._remaining
+        is_known = left is not None and (left.event, left.state) == (event, self._state())
+        return left if is_known else None
 
     def _check_unit(self, unit: str) -> None:
         """Refuse a privacy unit that the releases so far do not have: no epsilon covers both."""
@@ -348,11 +346,12 @@ class Spending:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the spending of a checkpoint. With a ledger, its events are used instead."""
         if self.ledger is None and self.is_ours:
-            loaded = self._copied_accountant()
+            loaded = copied(self.accountant)
             loaded.load_state_dict(state["accountant"])
-            _convert_all(
-                loaded, self.asked or self._relation_with_history(loaded, state["relation"])
-            )
+            relation = self.relation
+            if loaded.history or loaded.events:
+                relation = common_relation((state["relation"], relation))
+            _convert_all(loaded, self.asked or relation)
             self.accountant.load_state_dict(loaded.state_dict())
         elif self.ledger is None:
             self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
@@ -403,12 +402,6 @@ class Spending:
                 "or pass the accountant with that history"
             )
 
-    def _relation_with_history(self, loaded: Accountant, relation: str) -> str:
-        """The common relation of a loaded history and of this engine's future releases."""
-        if not (loaded.history or loaded.events):
-            return self.relation
-        return common_relation((relation, self.relation))
-
     def _relation_with(self, event: Event) -> str:
         if self.asked is not None:
             return self.asked
@@ -429,14 +422,6 @@ class Spending:
             *(len(events), events[-1] if events else None),
             *(self.relation, self.budget),
         )
-
-    def _copied_accountant(self) -> Accountant:
-        """A copy of the accountant, for trials."""
-        trial = copy.copy(self.accountant)
-        trial.history = list(self.accountant.history)
-        if self.is_ours:
-            trial.events = list(self.accountant.events)
-        return trial
 
     def _compose(self, accountant: Accountant, event: Event, count: int) -> None:
         if not self.is_ours:
@@ -461,7 +446,7 @@ class Spending:
         """Epsilon after one more event."""
         if _is_noiseless(event) or self.noiseless:
             return math.inf
-        trial = self._copied_accountant()
+        trial = copied(self.accountant)
         if self.is_ours:
             _convert_all(trial, event.relation)
         self._compose(trial, event, 1)
