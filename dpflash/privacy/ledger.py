@@ -124,36 +124,25 @@ class Ledger:
             RuntimeError: another process has added to the file or changed it.
             OSError: the line could not be written; the file is unchanged.
         """
-        record = {
-            "run": run,
-            "event": None if event is None else event.as_dict(),
-            "epsilon": epsilon,
-            "delta": delta,
-            "accountant": accountant,
-            "unit": unit,
+        self._write(
+            count,
+            run=run,
+            event=None if event is None else event.as_dict(),
+            epsilon=epsilon,
+            delta=delta,
+            accountant=accountant,
+            unit=unit,
             **({"branch": branch} if branch else {}),
-        }
-        self._write(record, count)
+        )
         self._released = self._running
 
     def note(self, note: str, *, run: str, accountant: str, unit: str) -> None:
         """Write a line without a step, once between two steps; raises as `append` does."""
-        if self._last_note == note:
-            return
-        self._write(
-            {
-                "run": run,
-                "event": None,
-                "epsilon": None,
-                "delta": None,
-                "accountant": accountant,
-                "unit": unit,
-                "note": note,
-            },
-            0,
-        )
+        if self._last_note != note:
+            nothing = dict.fromkeys(("event", "epsilon", "delta"))
+            self._write(0, run=run, **nothing, accountant=accountant, unit=unit, note=note)
 
-    def _write(self, values: dict[str, Any], count: int) -> None:
+    def _write(self, count: int, **values: Any) -> None:
         record = {"steps": [self.releases + 1, self.releases + count], **values}
         line = _with_digest(json.dumps(record, allow_nan=False).encode(), self._running)
         # Refuses a line that the next reader would refuse.
