@@ -18,6 +18,7 @@ from dpflash.attn.functional import attention, per_head, require_fitting, resolv
 from dpflash.distributed.collectives import world_size
 from dpflash.patterns import Pattern
 
+from ..verification.second_order import differentiable_once
 from .agreement import (
     MODES,
     Context,
@@ -27,11 +28,11 @@ from .agreement import (
     resolve_group,
     unpadded_length,
 )
-from .all_gather import AllGatherCall, GatheredAttention
-from .blockwise import BlockChoice
+from .all_gather import AllGatherCall
+from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward
 from .exchange_plan import ShardedPattern
 from .layout import SHARDINGS
-from .ring import Ring, RingAttention
+from .ring import Ring
 from .traffic import cheapest_mode, require_enough_heads
 from .ulysses import ulysses_attention
 
@@ -267,12 +268,47 @@ def _attend(
     if mode == "ulysses":
         return ulysses_attention(q, k, v, sinks, slopes, sharded, group, scale)
     choice = BlockChoice.of(q, k, sharded, group, scale)
-    by_chunk = slopes is not None
-    if mode == "ring":
-        ring = Ring(sharded, group, scale, by_chunk)
-        return RingAttention.apply(q, k, v, sinks, slopes, *choice, ring)
-    call = AllGatherCall(sharded, group, scale, by_chunk)
-    return GatheredAttention.apply(q, k, v, sinks, slopes, *choice, call)
+    call = (Ring if mode == "ring" else AllGatherCall)(sharded, group, scale, slopes is not None)
+    return _ShardedAttention.apply(q, k, v, sinks, slopes, *choice, call)
+
+
+class _ShardedAttention(torch.autograd.Function):
+    """``(o, lse)`` of this rank's queries over the keys of all ranks.
+
+    Saves q, k, v, o and lse of this rank only; the backward gets keys and values again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        blocks: Tensor | None,
+        gates: Tensor | None,
+        call: Ring | AllGatherCall,
+    ) -> tuple[Tensor, Tensor]:
+        forward = BlockwiseForward(q, sinks, slopes, call.scale)
+        call.forward(forward, k, v, BlockChoice.graph_of(blocks, gates, call.sharded))
+        o, lse = forward.o, forward.lse
+        ctx.save_for_backward(q, k, v, forward.o_to_save(o), lse, sinks, slopes, blocks, gates)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        call: Ring | AllGatherCall = ctx.call
+        # Read only once: activation checkpointing returns saved tensors a single time.
+        saved = ctx.saved_tensors
+        _, k, v, *_, blocks, gates = saved
+        backward = BlockwiseBackward(saved, do, dlse, call.scale)
+        runtime = BlockChoice.graph_of(blocks, gates, call.sharded)
+        own = call.backward(backward, k, v, runtime, any(ctx.needs_input_grad[1:3]))
+        return *backward.results(own, k, v), None
 
 
 def _need_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:

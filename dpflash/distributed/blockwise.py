@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,28 @@ class BlockChoice(NamedTuple):
             return None
         assert isinstance(sharded.pattern, Adaptive)
         return runtime_graph(blocks, gates, sharded.pattern, sharded.length)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedCall:
+    """One call of attention on this rank, and how it gets the keys and values of other ranks.
+
+    Attributes:
+        sharded: the pattern over the sharded sequence.
+        group: the ranks that share the sequence.
+        scale: softmax scale.
+        by_chunk: compute each pair of chunks separately, because distances matter (ALiBi).
+    """
+
+    sharded: ShardedPattern
+    group: ProcessGroup
+    scale: float
+    by_chunk: bool
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank in the group."""
+        return rank_in(self.group)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -181,7 +204,7 @@ class BlockwiseBackward:
         dlse: Tensor | None,
         scale: float,
     ) -> None:
-        q, _, _, o, lse, self._sinks, self._slopes, self._blocks, self._gates = saved
+        q, _, _, o, lse, self._sinks, self._slopes, _, self._gates = saved
         assert q is not None and o is not None and lse is not None
         self._q, self._o, self._lse, self._scale = q, o, lse, scale
         self._do = torch.zeros_like(o, dtype=q.dtype) if do is None else do
@@ -189,10 +212,6 @@ class BlockwiseBackward:
         self._dq: Tensor | None = None
         self._dslopes = torch.zeros_like(lse)  # [B, H, T]
         self._druns = lse.new_zeros(0 if self._gates is None else self._gates.numel())
-
-    def runtime_graph(self, sharded: ShardedPattern) -> TileGraph | None:
-        """The tile graph of an `Adaptive` pattern over the whole sequence; else None."""
-        return BlockChoice.graph_of(self._blocks, self._gates, sharded)
 
     def add(self, pieces: Iterable[Piece], k: Tensor, v: Tensor) -> list[Tensor]:
         """Accumulate the queries' gradient over the pieces of a shard.

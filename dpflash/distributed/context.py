@@ -415,11 +415,7 @@ class _Unshard(torch.autograd.Function):
         padded = tokens.new_zeros((longest, *tokens.shape[1:]))
         padded[: tokens.shape[0]] = tokens
         shards = all_gather(padded, group, "shards of a sequence", "forward")
-        chunks = [
-            shards[rank, chunk.local : chunk.local + chunk.length]
-            for rank, chunk in layout.in_order(length)
-        ]
-        return torch.cat(chunks).movedim(0, dim).contiguous()
+        return layout.joined(shards, 0, length).movedim(0, dim).contiguous()
 
     @staticmethod
     @differentiable_once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,11 @@ class Layout:
             (rank, chunk) for rank in range(self.world_size) for chunk in self.chunks(rank, length)
         ]
         return sorted(owned, key=lambda pair: pair[1].start)
+
+    def joined(self, shards: Tensor | Sequence[Tensor], dim: int, length: int) -> Tensor:
+        """The tokens along `dim` of the shards of all ranks, in the order of the sequence."""
+        chunks = [shards[r].narrow(dim, c.local, c.length) for r, c in self.in_order(length)]
+        return torch.cat(chunks, dim)
 
 
 @functools.lru_cache(maxsize=4096)

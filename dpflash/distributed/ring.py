@@ -11,23 +11,17 @@ Shapes: B samples, H query heads, G key/value heads, T, S tokens of a rank, P ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.tile_graph import TileGraph
 
-from ..verification.second_order import differentiable_once
-from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward
+from .blockwise import BlockwiseBackward, BlockwiseForward, ShardedCall
 from .exchange import PendingExchange, connect, send_and_receive
 from .exchange_plan import (
     NeededRows,
     Piece,
-    ShardedPattern,
     add_packed_,
     needed_rows,
     pack,
@@ -37,26 +31,46 @@ from .exchange_plan import (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Ring:
-    """The steps of one call on this rank.
+class Ring(ShardedCall):
+    """The steps of one call on this rank."""
 
-    Attributes:
-        sharded: the pattern over the sharded sequence.
-        group: the ranks that share the sequence.
-        scale: softmax scale.
-        by_chunk: compute each pair of chunks separately, because distances matter (ALiBi).
-    """
+    def forward(
+        self, forward: BlockwiseForward, k: Tensor, v: Tensor, runtime: TileGraph | None
+    ) -> None:
+        connect(self.group, k.device)
+        pending: PendingExchange | None = None
+        for step in range(self.size):
+            upcoming = self.fetch(step + 1, k, v, "forward")
+            kv = (k, v) if step == 0 else self.receive(step, pending)
+            if kv is not None:
+                forward.add(self.pieces(step, k.device, runtime), *kv)
+            pending, kv = upcoming, None
 
-    sharded: ShardedPattern
-    group: ProcessGroup
-    scale: float
-    by_chunk: bool
-
-    @property
-    def rank(self) -> int:
-        """Index of this rank in the group."""
-        return rank_in(self.group)
+    def backward(
+        self,
+        backward: BlockwiseBackward,
+        k: Tensor,
+        v: Tensor,
+        runtime: TileGraph | None,
+        needs_dkv: bool,
+    ) -> Sequence[Tensor]:
+        pending = self.fetch(1, k, v, "backward")
+        own = backward.add(self.pieces(0, k.device, runtime), k, v)
+        returned: PendingExchange | None = None
+        for step in range(1, self.size):
+            upcoming = self.fetch(step + 1, k, v, "backward")
+            kv = self.receive(step, pending)
+            dkv = None
+            if kv is not None:
+                dkv = backward.add(self.pieces(step, k.device, runtime), *kv)
+            pending, kv = upcoming, None
+            if needs_dkv:
+                # Returned gradients are added in the order of steps, which makes runs repeatable.
+                sent = self.return_gradients(step, dkv, own)
+                self.add_returned(step - 1, returned, own)
+                returned = sent
+        self.add_returned(self.size - 1, returned, own)
+        return own
 
     @property
     def size(self) -> int:
@@ -135,66 +149,3 @@ class Ring:
             given = self.given(step, own[0].device)
             for whole, packed in zip(own, received, strict=True):
                 add_packed_(whole, packed, given)
-
-
-class RingAttention(torch.autograd.Function):
-    """``(o, lse)`` of this rank's queries over the keys of all ranks.
-
-    Saves q, k, v, o and lse of this rank only.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
-        blocks: Tensor | None,
-        gates: Tensor | None,
-        ring: Ring,
-    ) -> tuple[Tensor, Tensor]:
-        connect(ring.group, q.device)
-        runtime = BlockChoice.graph_of(blocks, gates, ring.sharded)
-        forward = BlockwiseForward(q, sinks, slopes, ring.scale)
-        pending: PendingExchange | None = None
-        for step in range(ring.size):
-            upcoming = ring.fetch(step + 1, k, v, "forward")
-            kv = (k, v) if step == 0 else ring.receive(step, pending)
-            if kv is not None:
-                forward.add(ring.pieces(step, q.device, runtime), *kv)
-            pending, kv = upcoming, None
-        o, lse = forward.o, forward.lse
-        ctx.save_for_backward(q, k, v, forward.o_to_save(o), lse, sinks, slopes, blocks, gates)
-        ctx.ring = ring
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        ring: Ring = ctx.ring
-        # Read only once: activation checkpointing returns saved tensors a single time.
-        saved = ctx.saved_tensors
-        _, k, v, *_ = saved
-        backward = BlockwiseBackward(saved, do, dlse, ring.scale)
-        runtime = backward.runtime_graph(ring.sharded)
-        pending = ring.fetch(1, k, v, "backward")
-        own = backward.add(ring.pieces(0, k.device, runtime), k, v)
-        needs_dkv = any(ctx.needs_input_grad[1:3])
-        returned: PendingExchange | None = None
-        for step in range(1, ring.size):
-            upcoming = ring.fetch(step + 1, k, v, "backward")
-            kv = ring.receive(step, pending)
-            dkv = None
-            if kv is not None:
-                dkv = backward.add(ring.pieces(step, k.device, runtime), *kv)
-            pending, kv = upcoming, None
-            if needs_dkv:
-                # Returned gradients are added in the order of steps, which makes runs repeatable.
-                sent = ring.return_gradients(step, dkv, own)
-                ring.add_returned(step - 1, returned, own)
-                returned = sent
-        ring.add_returned(ring.size - 1, returned, own)
-        return *backward.results(own, k, v), None

@@ -58,11 +58,7 @@ class HeadExchange:
         shards = all_to_all(
             [x[:, heads] for heads in self.heads], shapes, self.group, operation, phase
         )
-        chunks = [
-            shards[rank][:, :, chunk.local : chunk.local + chunk.length]
-            for rank, chunk in self.sharded.layout.in_order(self.sharded.length)
-        ]
-        return torch.cat(chunks, dim=2)
+        return self.sharded.layout.joined(shards, 2, self.sharded.length)
 
     def to_tokens(self, x: Tensor, operation: str, phase: str) -> Tensor:
         """`[B, h, T, ...]` to `[B, H, T_p, ...]`; the inverse of `to_heads`."""
