@@ -84,26 +84,19 @@ def unregister() -> None:
     """Undo `register`. Entries that other code has registered since then stay."""
     if not _norm_samplers_before and not _accountants_before:
         return
-    from opacus.accountants import register_accountant, registry
-    from opacus.grad_sample import register_norm_sampler
+    from opacus.accountants import registry
 
-    samplers = _norm_sampler_registry()
-    for layer, sampler in _norm_samplers_before.items():
-        if samplers.get(layer) is not _NORM_SAMPLERS[layer]:
-            continue
-        if sampler is None:
-            del samplers[layer]
-        else:
-            register_norm_sampler(layer)(sampler)
-    for name, accountant in _accountants_before.items():
-        if registry._ACCOUNTANTS.get(name) is not _accountants_of_ours[name]:
-            continue
-        if accountant is None:
-            del registry._ACCOUNTANTS[name]
-        else:
-            register_accountant(name, accountant, force=True)
-    _norm_samplers_before.clear()
-    _accountants_before.clear()
+    both: tuple[tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]], ...] = (
+        (_norm_sampler_registry(), _NORM_SAMPLERS, _norm_samplers_before),
+        (registry._ACCOUNTANTS, _accountants_of_ours, _accountants_before),
+    )
+    for entries, ours, before in both:
+        for name, entry in before.items():
+            if entries.get(name) is ours[name]:
+                del entries[name]
+                if entry is not None:
+                    entries[name] = entry
+        before.clear()
     _accountants_of_ours.clear()
 
 

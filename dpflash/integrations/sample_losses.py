@@ -251,7 +251,10 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
     ours = losses_of(model, inputs, loss)[0]
     if not bool(ours.isfinite().all()):  # The model's own would raise for a label out of range.
         return False
-    outputs = model(**_arguments(inputs))
+    given = inputs
+    if isinstance(inputs, PackedBatch):
+        given = {name: inputs[name] for name in ("input_ids", "position_ids", "labels")}
+    outputs = model(**given)
     own = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
     if own is None or not bool(own.isfinite().all()):
         return False
@@ -264,13 +267,6 @@ def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleL
             f"other targets; turn these off in the model's config, or {_PASS_YOUR_OWN}"
         ) from None
     return True
-
-
-def _arguments(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a model takes of a batch."""
-    if not isinstance(inputs, PackedBatch):
-        return inputs
-    return {name: inputs[name] for name in ("input_ids", "position_ids", "labels")}
 
 
 def rounding_of(model: nn.Module) -> float:

@@ -185,8 +185,9 @@ class DPTrainer(Trainer):
         same engine, arguments and losses.
     """
 
-    # Whether a path may be passed as the model.
+    # Whether a path may be passed as the model, and which arguments are refused besides.
     _loads_models = False
+    _refused: _Refused = {}
 
     def __init__(
         self,
@@ -252,7 +253,10 @@ class DPTrainer(Trainer):
     # Checks
 
     def _check_arguments(self, args: TrainingArguments) -> None:
-        self._refuse(args, _REFUSED_ARGUMENTS)
+        for name, (allowed, remedy) in {**_REFUSED_ARGUMENTS, **self._refused}.items():
+            value = getattr(args, name, allowed[0])
+            if value not in allowed:
+                raise ValueError(f"args.{name}={value!r} with {type(self).__name__}: {remedy}")
         optimizer = str(getattr(args.optim, "value", args.optim))
         if "lomo" in optimizer or "layerwise" in optimizer:
             raise ValueError(
@@ -265,12 +269,6 @@ class DPTrainer(Trainer):
                 f"args.hub_strategy={strategy!r}: checkpoints without their secret part cannot be "
                 "resumed; use 'end' or 'every_save'"
             )
-
-    def _refuse(self, args: TrainingArguments, refused: _Refused) -> None:
-        for name, (allowed, remedy) in refused.items():
-            value = getattr(args, name, allowed[0])
-            if value not in allowed:
-                raise ValueError(f"args.{name}={value!r} with {type(self).__name__}: {remedy}")
 
     def _check_model(self) -> None:
         config = getattr(self.model, "config", None)
@@ -307,10 +305,6 @@ class DPTrainer(Trainer):
         if self._private_loader is None:
             self._private_loader = self._make_private()
         return LogicalBatches(self._private_loader)
-
-    @property
-    def _releases(self) -> int:
-        return 0 if self._private_optimizer is None else self._private_optimizer.releases
 
     def _make_private(self) -> PrivateDataLoader:
         loader = self._plain_loader()
@@ -470,11 +464,15 @@ class DPTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """One loss for each sample, `[B]`, while the model trains."""
+        """One loss for each sample or pair, `[B]`, while the model trains."""
         if not model.training:
-            return super().compute_loss(model, inputs, return_outputs=return_outputs)
+            return self._evaluated(model, inputs, return_outputs)
         losses, outputs = self._losses_of(model, inputs)
         return (losses, outputs) if return_outputs else losses
+
+    def _evaluated(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """What an evaluation reports: the loss, with the outputs if they are asked for."""
+        return super().compute_loss(model, inputs, return_outputs=return_outputs)
 
     def _losses_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """(losses `[B]`, outputs)."""

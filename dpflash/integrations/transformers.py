@@ -123,19 +123,15 @@ def register() -> str:
         ) from error
     if "q_length" not in inspect.signature(sdpa_mask).parameters:
         raise ImportError("dpflash.integrations.transformers needs transformers>=5: upgrade it")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     for name in (NAME, NEUTRAL_NAME):
         AttentionInterface.register(name, _attention)
         AttentionMaskInterface.register(name, _mask)
     _is_not_flash_attention()
     _refuse_models_with_their_own_attention()
-    _register_experts()
-    return NAME
-
-
-def _register_experts() -> None:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
+    return NAME
 
 
 def _experts(

@@ -25,18 +25,9 @@ from ..packing import PackTo, Pairs
 from .sample_losses import SampleLoss, plain_model
 from .trainer import DPTrainer
 
-_PER_SAMPLE = "it is not a mean over each sample's own tokens; leave it out"
 # Documents of fewer tokens, on average, leave space in a microbatch.
 _TOKENS_OF_DOCUMENT = 64
 _NO_OFFLOADING = ((False,), "use gradient_checkpointing=True")
-_REFUSED_ARGUMENTS = {
-    "loss_type": (("nll",), _PER_SAMPLE),
-    "activation_offloading": _NO_OFFLOADING,
-}
-_REFUSED_OF_DPO = {
-    "activation_offloading": _NO_OFFLOADING,
-    "padding_free": ((False,), "the pairs of a batch would share a row; leave it out"),
-}
 # Those of which a pair's loss depends on that pair alone.
 _LOSSES_OF_PAIRS = (
     "sigmoid",
@@ -59,7 +50,29 @@ _NOT_OF_MODEL = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 _NO_LABEL = -100
 
 
-class DPSFTTrainer(DPTrainer, SFTTrainer):
+class _TRLTrainer(DPTrainer):
+    """What TRL's trainers have in common."""
+
+    _loads_models = True
+
+    def _check_model(self) -> None:
+        trainer: Any = self
+        if trainer.aux_loss_enabled:
+            raise ValueError(
+                f"args.router_aux_loss_coef={trainer.router_aux_loss_coef!r}: the router's loss "
+                "balances the experts over the batch, so it is not a sum over samples; pass "
+                f"{type(self.args).__name__}(router_aux_loss_coef=0.0)"
+            )
+        super()._check_model()
+        # Give the model the forward of its class, which SFTTrainer has replaced in the object.
+        model = plain_model(self._module())
+        forward = vars(model).get("forward")
+        code = getattr(getattr(forward, "__func__", None), "__code__", None)
+        if code is not None and code.co_name == "_fused_forward":
+            del model.forward
+
+
+class DPSFTTrainer(_TRLTrainer, SFTTrainer):
     """`trl.SFTTrainer` with differential privacy.
 
     It prepares data as SFTTrainer does, and trains as `DPTrainer`. The loss is that of the logits,
@@ -85,7 +98,10 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
         Those of `DPTrainer`.
     """
 
-    _loads_models = True
+    _refused = {
+        "loss_type": (("nll",), "it is not a mean over each sample's own tokens; leave it out"),
+        "activation_offloading": _NO_OFFLOADING,
+    }
 
     def __init__(
         self,
@@ -103,30 +119,12 @@ class DPSFTTrainer(DPTrainer, SFTTrainer):
             args = _unpacked(args)
         super().__init__(model, args, performance=performance, **options)
 
-    def _check_arguments(self, args: TrainingArguments) -> None:
-        super()._check_arguments(args)
-        self._refuse(args, _REFUSED_ARGUMENTS)
-
-    def _check_model(self) -> None:
-        _refuse_router_losses(self)
-        super()._check_model()
-        _remove_fused_head(plain_model(self._module()))
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """One loss for each sample, `[B]`; their mean in an evaluation."""
+    def _evaluated(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         losses, outputs = self._losses_of(model, inputs)
-        if not model.training:
-            losses = losses.mean()
-        return (losses, outputs) if return_outputs else losses
+        return (losses.mean(), outputs) if return_outputs else losses.mean()
 
 
-class DPDPOTrainer(DPTrainer, DPOTrainer):
+class DPDPOTrainer(_TRLTrainer, DPOTrainer):
     """`trl.DPOTrainer` with differential privacy. A preference pair is one sample.
 
     It prepares data as DPOTrainer does, and trains as `DPTrainer`: an entry of train_dataset is a
@@ -158,11 +156,13 @@ class DPDPOTrainer(DPTrainer, DPOTrainer):
     _metrics: dict[str, Any]
     _total_train_tokens: int
 
-    _loads_models = True
+    _refused = {
+        "activation_offloading": _NO_OFFLOADING,
+        "padding_free": ((False,), "the pairs of a batch would share a row; leave it out"),
+    }
 
     def _check_arguments(self, args: TrainingArguments) -> None:
         super()._check_arguments(args)
-        self._refuse(args, _REFUSED_OF_DPO)
         for kind in getattr(args, "loss_type", ()):
             if kind not in _LOSSES_OF_PAIRS:
                 raise ValueError(
@@ -178,9 +178,7 @@ class DPDPOTrainer(DPTrainer, DPOTrainer):
                 "train_dataset has images, whose tensors do not say which pair a row is of: "
                 "train on texts, or with a loop of your own (dpflash.packing.Pairs)"
             )
-        _refuse_router_losses(self)
         super()._check_model()
-        _remove_fused_head(plain_model(self._module()))
         if self.ref_model is not None:
             self.ref_model.eval()
 
@@ -190,17 +188,7 @@ class DPDPOTrainer(DPTrainer, DPOTrainer):
     def _training_collate(self, collate: Any) -> Any:
         return Pairs(collate)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """One loss for each pair, `[B]`, while the model trains; DPOTrainer's in an evaluation."""
-        if model.training:
-            losses, outputs = self._losses_of(model, inputs)
-            return (losses, outputs) if return_outputs else losses
+    def _evaluated(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         inputs = {**inputs, **self._reference(inputs)}
         with self._trl_state(is_logged=True):
             return self._compute_loss(_with_scores(model), inputs, return_outputs)
@@ -303,15 +291,6 @@ def _require_known_dpo() -> None:
         )
 
 
-def _refuse_router_losses(trainer: Any) -> None:
-    if trainer.aux_loss_enabled:
-        raise ValueError(
-            f"args.router_aux_loss_coef={trainer.router_aux_loss_coef!r}: the router's loss "
-            "balances the experts over the batch, so it is not a sum over samples; pass "
-            f"{type(trainer.args).__name__}(router_aux_loss_coef=0.0)"
-        )
-
-
 def _unpacked(args: Any) -> Any:
     """A copy of SFTConfig that leaves packing to the collate function."""
     copied = copy.copy(args)
@@ -347,11 +326,3 @@ def _pack_of(args: Any, performance: PerformanceConfig, options: Mapping[str, An
     rows = performance.physical_batch_size or 1
     tokens = rows * args.max_length
     return PackTo(tokens=tokens, rows=rows, max_documents=max(rows, tokens // _TOKENS_OF_DOCUMENT))
-
-
-def _remove_fused_head(model: nn.Module) -> None:
-    """Give the model the forward of its class, which SFTTrainer has replaced in the object."""
-    forward = vars(model).get("forward")
-    code = getattr(getattr(forward, "__func__", None), "__code__", None)
-    if code is not None and code.co_name == "_fused_forward":
-        del model.forward
