@@ -6,6 +6,8 @@ the data. The score is how much training has lowered a document's loss.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from dpflash.accounting import Accountant
 from ..nn import LongContextLM
 from .ranks import Audited
 from .releases import quietly
+from .scores import numbers_of
 
 _VOCAB, _TOKENS, _WIDTH, _LEARNING_RATE = 256, 8, 32, 0.03
 
@@ -47,14 +50,13 @@ def train_on_documents(
     documents = torch.from_numpy(rng.integers(0, _VOCAB, (canaries, _TOKENS + 1))).to(device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(rng.integers(2**31)))
-        model = LongContextLM(_VOCAB, _WIDTH, 1, 2, max_seq_len=_TOKENS).to(device)
+        model: Any = LongContextLM(_VOCAB, _WIDTH, 1, 2, max_seq_len=_TOKENS).to(device)
     before = _losses(model, documents)
     inside = documents[torch.from_numpy(included).to(device)]
     # A dataset has an entry: where no canary is in the data, one that is no canary.
     dataset = TensorDataset(inside if len(inside) else torch.zeros_like(documents[:1]))
     privacy = audited.privacy
-    rate, steps = privacy.sample_rate, privacy.steps_per_epoch
-    assert rate is not None and steps is not None
+    rate, _, steps = numbers_of(privacy)
     engine = audited.new_engine()
     with quietly():
         model, optimizer, loader = engine.make_private(

@@ -248,7 +248,8 @@ def assess(
         refuted = _broken_cut(broken[0]) if broken else ""
     else:
         value = one_run_p_value(**counts, epsilon=claim.epsilon, delta=claim.delta)
-        refuted = _too_many(counts, value) if value <= false_alarm_rate else ""
+        right = f"{correct} of {counts['guesses']} guesses are right (p {value:.2g})"
+        refuted = right if value <= false_alarm_rate else ""
     return Assessment(
         cuts=cuts,
         epsilon_lower=one_run_epsilon(**counts, delta=claim.delta, confidence=confidence),
@@ -266,10 +267,6 @@ def _broken_cut(cut: Cut) -> str:
         f"and false negatives at most {cut.most_false_negatives:.3g}; the claim allows no less "
         f"than {cut.claimed_false_negatives:.3g}"
     )
-
-
-def _too_many(counts: dict[str, int], value: float) -> str:
-    return f"{counts['correct']} of {counts['guesses']} guesses are right (p {value:.2g})"
 
 
 def _cut(

@@ -33,6 +33,4 @@ class LayersCanaryModel(nn.Module):
 class LayersRun(Run):
     """A run on such layers, with the arguments and attributes of `Run`."""
 
-    def _new_model(self, *, background: bool, scale: float) -> nn.Module:
-        assert not background
-        return LayersCanaryModel(self.canaries, scale=scale)
+    _model_type = LayersCanaryModel

@@ -56,9 +56,7 @@ class PackedRun(Run):
     Canary 0 is that of padding, and is not in the data.
     """
 
-    def _new_model(self, *, background: bool, scale: float) -> nn.Module:
-        assert not background
-        return PackedCanaryModel(self.canaries, scale=scale)
+    _model_type = PackedCanaryModel
 
     def _new_loader(self, batch_size: int) -> DataLoader[Any]:
         numbers = self.dataset.numbers

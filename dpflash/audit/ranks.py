@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,7 +28,10 @@ from torch.distributed.fsdp import fully_shard
 from ..config import PerformanceConfig, PrivacyConfig
 from ..distributed import ContextParallel
 from .probes import Contributions, Prober
-from .releases import Engine, Run, as_it_is
+from .releases import Run, as_it_is
+
+if TYPE_CHECKING:
+    from ..engine import PrivacyEngine
 
 RANKS = 2
 _CANARIES, _RATE, _SHARD_RELEASES = 16, 1 / 4, 16
@@ -52,9 +54,9 @@ class Audited:
     privacy: PrivacyConfig
     performance: PerformanceConfig
 
-    def new_engine(self, **more: Any) -> Engine:
+    def new_engine(self, **more: Any) -> PrivacyEngine:
         """An engine of that kind."""
-        engine: Engine = self.engine_type(**self.arguments, **more)
+        engine: PrivacyEngine = self.engine_type(**self.arguments, **more)
         return engine
 
 
@@ -138,12 +140,7 @@ class RankProbes:
     def __enter__(self) -> RankProbes:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
             process.communicate()

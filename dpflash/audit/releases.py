@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,49 +24,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
-from dpflash.accounting import Accountant
-
 from ..config import PerformanceConfig, PrivacyConfig
+
+if TYPE_CHECKING:
+    from ..engine import PrivacyEngine
 
 # A canary's gradient before clipping, over max_grad_norm.
 EXCESS = 4.0
 _Batch = tuple[Tensor, Tensor]
 
 
-class Engine(Protocol):
-    """What the audit uses of a `dpflash.PrivacyEngine`."""
-
-    def make_private(self, **arguments: Any) -> tuple[Any, Any, Any]:
-        """Make a model, its optimizer and its data loader private."""
-
-    def backward(self, losses: Tensor) -> None:
-        """Add clipped gradients to the logical batch's sum."""
-
-    def detach(self, model: Any) -> Any:
-        """Return the plain model."""
-
-    def groups(self) -> Any:
-        """The clipping groups."""
-
-    def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far."""
-
-    @property
-    def accountant(self) -> Accountant:
-        """Has counted the releases."""
-
-    @property
-    def rounded_sums(self) -> tuple[str, ...]:
-        """Parameters whose sums were rounded in float32."""
-
-
-NewEngine = Callable[..., Engine]
+NewEngine = Callable[..., "PrivacyEngine"]
 
 
 class CanaryModel(nn.Module):
     """Losses [B] that are linear in two layers: each canary has a number of its own in each."""
 
-    def __init__(self, canaries: int, *, background: bool, scale: float):
+    def __init__(self, canaries: int, *, scale: float, background: bool = False):
         super().__init__()
         self.tables = nn.ModuleList(
             nn.Embedding(canaries, 1) for _ in range(1 if background else 2)
@@ -158,9 +132,11 @@ class Run:
         bounds: `[parameters]`: what a canary contributes to its number in each.
     """
 
+    _model_type: type[nn.Module] = CanaryModel
+
     def __init__(
         self,
-        engine: Engine,
+        engine: PrivacyEngine,
         privacy: PrivacyConfig,
         performance: PerformanceConfig,
         *,
@@ -175,19 +151,21 @@ class Run:
         self.dataset = Canaries(everyone)
         # Equal parts in both layers, so that every kind of clipping can use its whole bound.
         scale = EXCESS * privacy.bound / math.sqrt(2)
-        model = self._new_model(background=background, scale=scale)
+        options = {"background": True} if background else {}
+        model = self._model_type(canaries, scale=scale, **options)
         model = model.to(device=device, dtype=torch.float64)
         prepare(model)
         rate = privacy.sample_rate
         assert rate is not None
         with quietly():
-            self.model, self.optimizer, self.loader = engine.make_private(
+            made: tuple[Any, Any, Any] = engine.make_private(
                 module=model,
                 optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
                 data_loader=self._new_loader(max(1, round(rate * len(np.unique(everyone))))),
                 privacy=privacy,
                 performance=performance,
             )
+        self.model, self.optimizer, self.loader = made
         parts = {
             name: group.bound / math.sqrt(len(group.parameters))
             for group in engine.groups()
@@ -209,9 +187,6 @@ class Run:
                     yield self._read(drawn)
                     drawn = np.zeros_like(drawn)
                 self.optimizer.zero_grad()
-
-    def _new_model(self, *, background: bool, scale: float) -> nn.Module:
-        return CanaryModel(self.canaries, background=background, scale=scale)
 
     def _new_loader(self, batch_size: int) -> DataLoader[Any]:
         return DataLoader(self.dataset, batch_size=batch_size, collate_fn=collate)

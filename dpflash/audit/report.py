@@ -105,10 +105,6 @@ class AuditReport:
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
-    @property
-    def _mode(self) -> str:
-        return self.mode.replace("_", " ")
-
     def _verdict(self) -> str:
         failed = [check.name for check in self.checks if not check.ok]
         if self.ok:
@@ -149,7 +145,7 @@ class AuditReport:
         axes.set_ylim(0, 1)
         axes.set_xlabel("false positive rate: out of the data, guessed in")
         axes.set_ylabel("false negative rate: in the data, guessed out")
-        axes.set_title(f"{self._mode}, {self.scores} scores", fontsize=10)
+        axes.set_title(f"{self.mode.replace('_', ' ')}, {self.scores} scores", fontsize=10)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
         return figure

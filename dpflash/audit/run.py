@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ from .checks import (
 from .probes import Prober, Probes
 from .ranks import Audited, RankFindings, RankProbes
 from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
-from .scores import plan_for, score
+from .scores import numbers_of, plan_for, score
 from .strength import Strength
 
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
@@ -135,10 +136,7 @@ def run_audit(
     probability(delta=delta, confidence=confidence)
     _refuse_slow(str(audited.arguments.get("accountant")))
     privacy, performance = audited.privacy, audited.performance
-    steps, rate, noise = (
-        privacy.steps_per_epoch, privacy.sample_rate, privacy.noise_multiplier
-    )  # fmt: skip
-    assert steps is not None and rate is not None and noise is not None
+    rate, noise, steps = numbers_of(privacy)
     releases = steps * (1 + Strength(noise, rate).further_runs(canaries, steps))
     rng = np.random.default_rng(seed)
     with (
@@ -161,7 +159,7 @@ def run_audit(
     )  # fmt: skip
     assessment = replace(assessment, epsilon_lower_gaussian=scored.epsilon_lower)
     return _report(
-        scored.claim, assessment, tuple(checks),
+        scored.claim, assessment, checks=tuple(checks),
         confidence=confidence, canaries=canaries, steps=steps, mode=WHITE_BOX,
         seeded=seed is not None, privacy_unit=privacy_unit,
     )  # fmt: skip
@@ -222,7 +220,7 @@ def audit_losses(
         confidence=confidence, false_alarm_rate=SCORE_FALSE_ALARMS, independent=False,
     )  # fmt: skip
     return _report(
-        claim, assessment, (),
+        claim, assessment, checks=(),
         confidence=confidence, canaries=len(scores), steps=steps, mode=BLACK_BOX,
         seeded=seed is not None, privacy_unit=privacy_unit,
     )  # fmt: skip
@@ -283,32 +281,15 @@ def rank_checks(found: RankFindings) -> list[Check]:
     ]
 
 
-def _report(
-    claim: Claim,
-    assessment: Assessment,
-    checks: tuple[Check, ...],
-    *,
-    confidence: float,
-    canaries: int,
-    steps: int,
-    mode: str,
-    seeded: bool,
-    privacy_unit: str,
-) -> AuditReport:
+def _report(claim: Claim, assessment: Assessment, **settings: Any) -> AuditReport:
     return AuditReport(
         claimed_epsilon=claim.epsilon,
         delta=claim.delta,
         claim=claim.mechanism,
         epsilon_lower=assessment.epsilon_lower,
         epsilon_lower_gaussian=assessment.epsilon_lower_gaussian,
-        confidence=confidence,
-        canaries=canaries,
-        steps=steps,
         scores=assessment.scores,
-        mode=mode,
-        checks=checks,
         assessment=assessment,
         curve=tuple((float(x), claim.least_false_negatives(float(x))) for x in _CURVE),
-        seeded=seeded,
-        privacy_unit=privacy_unit,
+        **settings,
     )

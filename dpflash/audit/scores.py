@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,11 @@ from dpflash.accounting import Accountant, Event, create_accountant
 
 from ..config import PerformanceConfig, PrivacyConfig
 from .bounds import Claim, Plan
-from .releases import Engine, NewEngine, Run
+from .releases import NewEngine, Run
 from .strength import Strength, log_likelihood_ratio
+
+if TYPE_CHECKING:
+    from ..engine import PrivacyEngine
 
 # Canaries, and releases of all of them, that are simulated to choose the cuts.
 _SIMULATED, _SIMULATED_RELEASES = 200_000, 8_000_000
@@ -86,7 +90,7 @@ def score(
         device: of the model.
         progress: called after each release.
     """
-    rate, noise, steps = _numbers_of(privacy)
+    rate, noise, steps = numbers_of(privacy)
     anew = rate == 1
     coins = rng.random(canaries) < 0.5
     # An engine needs an entry: where no canary is in, the first one, with loss 0.
@@ -134,7 +138,7 @@ def _products(run: Run, bound: float) -> Iterator[NDArray[np.float64]]:
         yield direction @ release.sums
 
 
-def _numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
+def numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
     """(sample rate, noise multiplier, number of releases)."""
     rate, noise = privacy.sample_rate, privacy.noise_multiplier
     steps = privacy.steps_per_epoch
@@ -142,16 +146,16 @@ def _numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
     return rate, noise, steps
 
 
-def _composed(engine: Engine, event: Event, count: int) -> Accountant:
+def _composed(engine: PrivacyEngine, event: Event, count: int) -> Accountant:
     """An accountant of the engine's kind that has composed `count` events."""
-    accountant = create_accountant(type(engine.accountant).mechanism())
-    accountant.convert(event.relation)
+    name = type(engine.accountant).mechanism()
+    accountant = create_accountant(name, neighboring_relation=event.relation)
     accountant.compose(event, count)
     return accountant
 
 
 def _in_words(privacy: PrivacyConfig) -> str:
-    rate, noise, steps = _numbers_of(privacy)
+    rate, noise, steps = numbers_of(privacy)
     if rate == 1:
         return f"one release, noise multiplier {noise:g}, no subsampling"
     return f"{steps} releases, noise multiplier {noise:g}, Poisson sampling at rate {rate:g}"
@@ -166,7 +170,7 @@ def plan_for(
     rng: np.random.Generator,
 ) -> Plan:
     """The plan for scores of the claimed mechanism, by simulating it."""
-    rate, noise, steps = _numbers_of(privacy)
+    rate, noise, steps = numbers_of(privacy)
     releases = 1 if rate == 1 else steps
     count = min(_SIMULATED, max(2_000, _SIMULATED_RELEASES // releases))
     included = rng.random(count) < 0.5
