@@ -13,9 +13,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ..grad_rules.convert import check_module, parts_of_layers
+from ..grad_rules.convert import check_module
 from ..optimizer import trained_parameters
 from ..sampling.loader import check_loader
+from .layers import refused_modules
 from .report import ITSELF
 
 _MOST_GROUPS = 32
@@ -84,7 +85,17 @@ def validate(
     Raises:
         ValueError: naming each problem and the way out, one a line.
     """
-    problems = _problems(module, optimizer, data_loader)
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
+    problems = [str(error) for _, error in refused_modules(module)]
+    for check in (
+        lambda: optimizer is None or trained_parameters(module, optimizer),
+        lambda: data_loader is None or check_loader(data_loader, sampling="poisson"),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -96,30 +107,11 @@ def is_compatible(
     data_loader: DataLoader | None = None,
 ) -> bool:
     """Whether `validate` accepts model, optimizer and data loader."""
-    return not _problems(module, optimizer, data_loader)
-
-
-def _problems(
-    module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader | None
-) -> list[str]:
-    if not isinstance(module, nn.Module):
-        return [f"module={type(module).__name__}: expected a torch.nn.Module"]
-    problems = []
-    inside = parts_of_layers(module)
-    for name, part in module.named_modules():
-        try:
-            check_module(name or ITSELF, part, is_inside=part in inside)
-        except ValueError as error:
-            problems.append(str(error))
-    for check in (
-        lambda: optimizer is None or trained_parameters(module, optimizer),
-        lambda: data_loader is None or check_loader(data_loader, sampling="poisson"),
-    ):
-        try:
-            check()
-        except ValueError as error:
-            problems.append(str(error))
-    return problems
+    try:
+        validate(module=module, optimizer=optimizer, data_loader=data_loader)
+    except ValueError:
+        return False
+    return True
 
 
 def _replacement(module: nn.Module) -> tuple[nn.Module, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -15,12 +17,18 @@ from .subject import LossAndGrads, Trial
 def check_modules(model: nn.Module, findings: Findings) -> None:
     """Report every module that make_private would refuse."""
     findings.checked.append("every module against the rules of make_private")
+    for name, error in refused_modules(model):
+        findings.add("unsupported", name, *message_and_remedy(error))
+
+
+def refused_modules(model: nn.Module) -> Iterator[tuple[str, ValueError]]:
+    """(name, error) of every module that make_private would refuse."""
     inside = parts_of_layers(model)
     for name, module in model.named_modules():
         try:
             check_module(name or ITSELF, module, is_inside=module in inside)
         except ValueError as error:
-            findings.add("unsupported", name or ITSELF, *message_and_remedy(error))
+            yield name or ITSELF, error
 
 
 def check_reach(trial: Trial, samples: list[LossAndGrads], findings: Findings) -> None:
