@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -124,9 +123,14 @@ def load(
     name = ranks.run_on_first(call, lambda: _find(path)).decode()
 
     def read() -> dict[str, Any]:
+        # By its name, since the pointer may have changed meanwhile.
+        state = _read_engine(path, name)
+        check(state)
         if name:
-            return _read_folder(path, name, model, optimizer, ranks, check)
-        return _read_file(path, model, optimizer, check)
+            _read_tensors(path, name, state, model, optimizer, ranks)
+        else:
+            _take_parts(state, model, optimizer)
+        return state
 
     state = ranks.run_on_all(call, read)
     ranks.agree(call, place_of(state))
@@ -140,8 +144,7 @@ def read_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileNotFoundError, ValueError: for a missing or damaged checkpoint.
     """
     path = Path(path)
-    name = _find(path).decode()
-    return checkpoint.read(path / name / ENGINE, format=FORMAT) if name else checkpoint.read(path)
+    return _read_engine(path, _find(path).decode())
 
 
 def put(model: nn.Module, tensors: Mapping[str, Any]) -> None:
@@ -211,18 +214,10 @@ def _fill(
 
 def _point_to(path: Path, name: str) -> bytes:
     """Make a complete sub-folder the current checkpoint."""
-    handle, temporary = tempfile.mkstemp(dir=path, prefix=POINTER, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(name + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # The sub-folder's entries must be on the disk before the pointer.
-        flush_folder(path)
-        os.replace(temporary, path / POINTER)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    # The sub-folder's entries must be on the disk before the pointer.
+    flush_folder(path)
+    with checkpoint.replaced(path / POINTER) as file:
+        file.write(f"{name}\n".encode())
     flush_folder(path)
     return b""
 
@@ -311,14 +306,13 @@ def _current(path: Path) -> str | None:
         return None
 
 
-def _read_file(
-    path: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    check: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    state = checkpoint.read(path)
-    check(state)
+def _read_engine(path: Path, name: str) -> dict[str, Any]:
+    """The file of a checkpoint, or that in its sub-folder of this name."""
+    return checkpoint.read(path / name / ENGINE, format=FORMAT) if name else checkpoint.read(path)
+
+
+def _take_parts(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Replace the full tensors of a file by this rank's parts."""
     own = _inner(model).state_dict()
     state["module"] = {k: _part(v, own[k]) for k, v in state["module"].items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -326,21 +320,18 @@ def _read_file(
         i: {k: _part(v, parameters[i]) for k, v in values.items()}
         for i, values in state["optimizer"]["state"].items()
     }
-    return state
 
 
-def _read_folder(
+def _read_tensors(
     path: Path,
     name: str,
+    state: dict[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
-    check: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
+) -> None:
+    """Put the tensors of a folder in place of the structure that holds them."""
     folder = path / name
-    # By its name, since the pointer may have changed meanwhile.
-    state = checkpoint.read(folder / ENGINE, format=FORMAT)
-    check(state)
     saved, names = state["optimizer"], _names(model, optimizer)
     if names != saved["names"]:
         raise ValueError(
@@ -382,7 +373,6 @@ def _read_folder(
             if n in saved["values"]
         },
     }
-    return state
 
 
 def _target(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -10,9 +10,10 @@ import pickle
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -32,11 +33,17 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = 
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # mkstemp makes files that only the owner can read.
+    with replaced(path) as file:
+        torch.save({"format": format, **state}, file)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that only its owner can read, and which replaces `path` behind the block."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            torch.save({"format": format, **state}, file)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -226,13 +233,10 @@ def _check_shares(
 
 def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
     """Shapes of tensors, given as tensors or as shapes; None for other values."""
-    return {k: _shape(v) for k, v in values.items()}
-
-
-def _shape(value: object) -> tuple[int, ...] | None:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
-    return value if isinstance(value, tuple) else None
+    return {
+        k: tuple(v.shape) if isinstance(v, torch.Tensor) else v if isinstance(v, tuple) else None
+        for k, v in values.items()
+    }
 
 
 def warn_of_changes(
