@@ -72,8 +72,7 @@ def epsilon_curve(
     steps = sorted({count * i * i // _MAX_POINTS**2 for i in range(_MAX_POINTS + 1)})
     epsilons = []
     for step in steps:
-        meter = create_accountant(accountant)
-        meter.convert(event.relation)
+        meter = create_accountant(accountant, neighboring_relation=event.relation)
         meter.compose(event, step)
         epsilon = meter.get_epsilon(delta)
         epsilons.append(epsilon if math.isfinite(epsilon) else math.nan)

@@ -7,7 +7,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from dpflash._validate import large_delta, one_of, positive_int, probability
 from dpflash.accounting import (
@@ -36,11 +37,11 @@ _USES = {
     SHUFFLED: ("epochs",),
     TRUNCATED_POISSON: ("sample_rate", "batch_size", "num_samples", "max_batch_size", "steps"),
 }
-_RELATIONS = {
-    POISSON: PoissonGaussian.relation,
-    FIXED_SIZE: FixedSizeGaussian.relation,
-    SHUFFLED: ShuffledGaussian.relation,
-    TRUNCATED_POISSON: TruncatedPoissonGaussian.relation,
+_EVENTS: dict[str, Any] = {
+    POISSON: PoissonGaussian,
+    FIXED_SIZE: FixedSizeGaussian,
+    SHUFFLED: ShuffledGaussian,
+    TRUNCATED_POISSON: TruncatedPoissonGaussian,
 }
 _COUNTS = ("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "steps", "epochs")
 
@@ -102,34 +103,10 @@ class Run:
 
     def event(self, noise_multiplier: float) -> Event:
         """The event of one step, or of one epoch of a shuffled loader, with this noise."""
-        return convert_event(self._event(noise_multiplier), self.neighboring_relation)
-
-    def _event(self, noise_multiplier: float) -> Event:
-        if self.sampler == SHUFFLED:
-            return ShuffledGaussian(noise_multiplier=noise_multiplier)
-        if self.sampler == FIXED_SIZE:
-            assert self.batch_size is not None and self.num_samples is not None
-            return FixedSizeGaussian(
-                noise_multiplier=noise_multiplier,
-                batch_size=self.batch_size,
-                num_samples=self.num_samples,
-            )
-        assert self.sample_rate is not None
-        if self.sampler == POISSON and self.examples_per_unit:
-            return UnitPoissonGaussian(
-                noise_multiplier=noise_multiplier,
-                sample_rate=self.sample_rate,
-                examples_per_unit=self.examples_per_unit,
-            )
-        if self.sampler == POISSON:
-            return PoissonGaussian(noise_multiplier=noise_multiplier, sample_rate=self.sample_rate)
-        assert self.max_batch_size is not None and self.num_samples is not None
-        return TruncatedPoissonGaussian(
-            noise_multiplier=noise_multiplier,
-            sample_rate=self.sample_rate,
-            max_batch_size=self.max_batch_size,
-            num_samples=self.num_samples,
-        )
+        kind = UnitPoissonGaussian if self.examples_per_unit else _EVENTS[self.sampler]
+        own = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
+        event = kind(noise_multiplier=noise_multiplier, **own)
+        return convert_event(event, self.neighboring_relation)
 
     def spills(self, delta: float) -> bool:
         """Whether batches are truncated too often for any finite epsilon at delta."""
@@ -144,9 +121,7 @@ class Run:
 
     def accountant(self, name: str) -> Accountant:
         """An empty accountant under the run's relation."""
-        accountant = create_accountant(name)
-        accountant.convert(self.neighboring_relation)
-        return accountant
+        return create_accountant(name, neighboring_relation=self.neighboring_relation)
 
     def spent(self, name: str, noise_multiplier: float, count: int | None = None) -> Accountant:
         """An accountant of the whole run, or of `count` of its events."""
@@ -183,7 +158,7 @@ def run_of(args: argparse.Namespace) -> Run:
     _refuse_unused(args)
     run = Run(
         sampler=args.sampler,
-        neighboring_relation=args.neighboring_relation or _RELATIONS[args.sampler],
+        neighboring_relation=args.neighboring_relation or _EVENTS[args.sampler].relation,
         count=args.epochs if args.sampler == SHUFFLED else args.steps,
         sample_rate=_sample_rate(args),
         batch_size=args.batch_size,

@@ -115,15 +115,10 @@ def _check_one_unknown(args: argparse.Namespace, run: Run) -> None:
         return
     words = ", ".join(f"{name}={value!r}" for name, value in known.items())
     options = ", ".join(f"--{name.replace('_', '-')}" for name in unknown or known)
-    if not unknown:
-        raise ValueError(
-            f"{words}: expected all but one of them, which is then computed; drop one of "
-            f"{options}, or use dpflash epsilon"
-        )
-    raise ValueError(
-        f"{words}: expected all but one of them, which is then computed; pass all but one of "
-        f"{options}"
-    )
+    remedy = f"drop one of {options}, or use dpflash epsilon"
+    if unknown:
+        remedy = f"pass all but one of {options}"
+    raise ValueError(f"{words}: expected all but one of them, which is then computed; {remedy}")
 
 
 def _count_name(run: Run) -> str:
@@ -255,17 +250,14 @@ def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str
         ("delta", report["delta"]),
         ("target epsilon", report.get("target_epsilon")),
     ]
-    for key, label, shown in (
-        ("epsilon", upper_end("epsilon", accountant), rounded_up),
-        ("epsilon_lower", "epsilon (lower bound)", rounded_down),
-        ("advantage", upper_end("membership inference advantage", accountant), rounded_up),
-        (
-            "epsilon_one_more_epoch",
-            upper_end("epsilon after one more epoch", accountant),
-            rounded_up,
-        ),
-    ):
+    for key, label in {
+        "epsilon": upper_end("epsilon", accountant),
+        "epsilon_lower": "epsilon (lower bound)",
+        "advantage": upper_end("membership inference advantage", accountant),
+        "epsilon_one_more_epoch": upper_end("epsilon after one more epoch", accountant),
+    }.items():
         if report.get(key) is not None:
+            shown = rounded_down if key == "epsilon_lower" else rounded_up
             rows.append((label, shown(report[key])))
     return [(label, str(value)) for label, value in rows if value is not None]
 

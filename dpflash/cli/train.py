@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -175,7 +175,7 @@ def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:
     from dpflash.train.run import Interrupted
 
     job = _job(args, given, launch)
-    show = print if job.is_first else _print_nothing
+    show: Callable[[str], None] = print if job.is_first else lambda _: None
     if job.state.finished:
         why = "finished" if job.state.stopped is None else job.state.stopped
         show(f"The run in {job.folder} is {why}; nothing is left to do.")
@@ -210,10 +210,6 @@ def _rank() -> int:
     is_single = os.environ.get("WORLD_SIZE", "1") == "1"
     rank = os.environ.get("RANK", "")
     return int(rank) if not is_single and rank.isascii() and rank.isdigit() else 0
-
-
-def _print_nothing(*_: str) -> None:
-    """Used instead of `print` on all ranks but rank 0."""
 
 
 def _print_error(rank: int, error: object) -> None:
@@ -336,6 +332,8 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
     epsilon = shown("epsilon", missing="none (no noise)")
     if report["epsilon"] is not None:
         epsilon = rounded_up(report["epsilon"])
+    public = report["public"]
+    declared = "declared" if public["dataset_size_declared"] else "treated as public"
     folder = job.folder
     plot = folder / PLOT
     rows = [
@@ -346,7 +344,7 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         ),
         ("neighboring relation", report["neighboring_relation"]),
         ("privacy unit", report["privacy_unit"]),
-        ("dataset size", _dataset_size(report["public"], _noun(job.config))),
+        ("dataset size", f"{counted(public['dataset_size'], _noun(job.config))}, {declared}"),
         ("sampler", report["sampler"]),
         ("accountant", report["accountant"]),
         ("tokens per second", f"{shown('tokens_per_second', ',.0f')} (without padding)"),
@@ -377,12 +375,6 @@ def _losses(report: dict[str, Any], token: str) -> list[tuple[str, str]]:
         for name, bits in found.items()
         if bits is not None
     ]
-
-
-def _dataset_size(public: dict[str, Any], noun: str) -> str:
-    """The data set size from which the sample rate is computed."""
-    declared = "declared" if public["dataset_size_declared"] else "treated as public"
-    return f"{counted(public['dataset_size'], noun)}, {declared}"
 
 
 @contextmanager
