@@ -1,6 +1,6 @@
 """A trained model with its tokens: evaluates documents and continues text, for both kinds.
 
-Letters: B windows, T tokens, V vocabulary.
+Letters: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class TextModel:
             raise ValueError(
                 f"seq_len={seq_len}: the model takes {self.max_tokens} tokens; pass at most that"
             )
-        documents = self._encode(contents)
+        documents: Sequence[Tokens] = contents
+        if self._tokenizer is not None:
+            documents = encode_texts(self._tokenizer, contents, self._model)
         targets_of = [num_targets(document) for document in documents]
         fitting = min(max(max(targets_of, default=0), 1), seq_len or self.max_tokens or 2**62)
         total = sum(-(-count // fitting) for count in targets_of)
@@ -127,7 +129,11 @@ class TextModel:
             ) as bar,
         ):
             for inputs, targets in batches:
-                nats += summed_loss(self._logits(inputs), targets)
+                if self._tokenizer is None:
+                    logits = self._model(inputs)
+                else:
+                    logits = self._model(input_ids=inputs, use_cache=False).logits
+                nats += summed_loss(logits, targets)
                 count += int((targets != IGNORE_INDEX).sum())
                 bar.update(len(inputs))
         if not count:
@@ -175,19 +181,6 @@ class TextModel:
             if self._tokenizer is None:
                 return self._generate_bytes(prompt, max_new_tokens, temperature, top_k)
             return self._generate_tokens(prompt, max_new_tokens, temperature, top_k)
-
-    def _encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
-        if self._tokenizer is None:
-            return contents
-        return encode_texts(self._tokenizer, contents, self._model)
-
-    def _logits(self, inputs: Tensor) -> Tensor:
-        """Of inputs `[B, T]` the logits `[B, T, V]`."""
-        if self._tokenizer is None:
-            logits: Tensor = self._model(inputs)
-        else:
-            logits = self._model(input_ids=inputs, use_cache=False).logits
-        return logits
 
     def _generate_bytes(
         self, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None

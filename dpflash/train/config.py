@@ -97,9 +97,6 @@ class TrainingConfig:
             raise ValueError(
                 f"epochs={self.epochs!r} conflicts with steps={self.steps!r}; pass one of them"
             )
-        else:
-            _validate.positive(epochs=self.epochs)
-            _validate.finite(epochs=self.epochs)
         _validate.positive_int(
             max_total_bytes=self.max_total_bytes,
             seq_len=self.seq_len,
@@ -120,27 +117,25 @@ class TrainingConfig:
         _validate.probability(delta=self.delta)
         _validate.positive(learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)
         _validate.finite(learning_rate=self.learning_rate)
+        for name in ("epochs", "target_epsilon", "noise_multiplier", "max_epsilon"):
+            if (value := getattr(self, name)) is not None:
+                check = _validate.positive
+                if name == "noise_multiplier":
+                    check = _validate.non_negative
+                check(**{name: value})
+                _validate.finite(**{name: value})
         if self.target_epsilon is not None and self.noise_multiplier is not None:
             raise ValueError(
                 f"noise_multiplier={self.noise_multiplier!r} conflicts with target_epsilon="
                 f"{self.target_epsilon!r}, which determines the noise; pass one of them"
             )
-        if self.target_epsilon is not None:
-            _validate.positive(target_epsilon=self.target_epsilon)
-            _validate.finite(target_epsilon=self.target_epsilon)
-        elif self.noise_multiplier is not None:
-            _validate.non_negative(noise_multiplier=self.noise_multiplier)
-            _validate.finite(noise_multiplier=self.noise_multiplier)
-        else:
+        if self.target_epsilon is None and self.noise_multiplier is None:
             raise ValueError("target_epsilon=None: pass target_epsilon or noise_multiplier")
-        if self.max_epsilon is not None:
-            _validate.positive(max_epsilon=self.max_epsilon)
-            _validate.finite(max_epsilon=self.max_epsilon)
-            if self.noise_multiplier == 0:
-                raise ValueError(
-                    f"max_epsilon={self.max_epsilon!r} with noise_multiplier=0: a run without "
-                    "noise has no epsilon; pass one of them"
-                )
+        if self.max_epsilon is not None and self.noise_multiplier == 0:
+            raise ValueError(
+                f"max_epsilon={self.max_epsilon!r} with noise_multiplier=0: a run without noise "
+                "has no epsilon; pass one of them"
+            )
         _validate.one_of(device=(self.device, ("cpu", "cuda")), optimize=(self.optimize, LEVELS))
         clipping = clipping_for(self.optimize, self.clipping, self.grad_sample_mode)
         self._set(clipping=clipping)

@@ -363,24 +363,20 @@ class _Reader:
         return text.encode(errors="replace"), str(owner)
 
     def _add(self, name: str, content: bytes, owner: str) -> None:
-        """Keep a document, or count why it is left out."""
+        """Keep a document, or count why it is left out; raise if all exceed the limit."""
         if not content:
             self.skipped["empty"] += 1
         elif (owner, content) in self.documents:
             self.skipped["duplicate"] += 1
         else:
-            self._keep(name, content, owner)
-
-    def _keep(self, name: str, content: bytes, owner: str) -> None:
-        """Add a document; raise if the documents exceed the limit."""
-        self.total_bytes += len(content)
+            self.documents[owner, content] = name
+            self.total_bytes += len(content)
         if self.total_bytes > self.max_total_bytes:
             raise PrivateRefusal(
                 f"max_total_bytes={self.max_total_bytes}: exceeded by the documents of "
                 f"{self.root}; raise it, or pass a smaller folder or fewer suffixes",
                 place=name,
             ) from None
-        self.documents[owner, content] = name
 
 
 class TrainWindows(Dataset[tuple[Tensor, Tensor]]):

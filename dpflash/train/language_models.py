@@ -1,4 +1,4 @@
-"""The two kinds of language models that `dpflash train` trains, behind one interface.
+"""The two kinds of language models that `dpflash train` trains, with the same methods.
 
 Letters: B documents, T tokens, V vocabulary.
 """
@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -40,38 +40,7 @@ ARCHITECTURE = "config.json"
 FORMAT = "dpflash-model-1"
 
 
-class LanguageModel(Protocol):
-    """How a job reads documents, and builds, calls and writes its model.
-
-    Attributes:
-        token: "byte" or "token": what losses are per.
-        padding: the token that fills windows.
-        max_tokens: the greatest T; None for any.
-        released: name of what `save` writes, in the job's folder.
-    """
-
-    token: str
-    padding: int
-    max_tokens: int | None
-    released: str
-
-    def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
-        """The tokens of each document."""
-
-    def build(self) -> nn.Module:
-        """The model before its first step; random weights come from torch's generator."""
-
-    def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of each document's window, `[B]`, in nats."""
-
-    def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
-        """The mean loss of each packed document, `[max_documents]`, in nats."""
-
-    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Of inputs `[B, T]` the logits `[B, T, V]`."""
-
-    def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write what may be released into the job's folder."""
+LanguageModel: TypeAlias = "ByteModel | PretrainedModel"
 
 
 def language_model(config: TrainingConfig) -> LanguageModel:
@@ -80,7 +49,14 @@ def language_model(config: TrainingConfig) -> LanguageModel:
 
 
 class ByteModel:
-    """A new `LongContextLM` on bytes."""
+    """How a job reads documents, and builds, calls and writes a new `LongContextLM` on bytes.
+
+    Attributes:
+        token: "byte" or "token": what losses are per.
+        padding: the token that fills windows.
+        max_tokens: the greatest T; None for any.
+        released: name of what `save` writes, in the job's folder.
+    """
 
     token = "byte"
     padding = DOCUMENT_START
@@ -91,11 +67,11 @@ class ByteModel:
         self._config = config
 
     def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
-        """The documents as they are."""
+        """The tokens of each document: its bytes."""
         return contents
 
     def build(self) -> LongContextLM:
-        """A model of the configured size."""
+        """The model before its first step; random weights come from torch's generator."""
         config = self._config
         assert config.embed_dim and config.layers and config.heads
         return LongContextLM(
@@ -108,29 +84,29 @@ class ByteModel:
         )
 
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `LanguageModel`."""
+        """The mean loss of each document's window, `[B]`, in nats."""
         sample_losses: Tensor = model(inputs, targets)
         return sample_losses
 
     def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
-        """See `LanguageModel`."""
+        """The mean loss of each packed document, `[max_documents]`, in nats."""
         document_losses: Tensor = model(batch.input_ids, batch.targets, packed=batch)
         return document_losses
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """See `LanguageModel`."""
+        """Of inputs `[B, T]` the logits `[B, T, V]`."""
         logits: Tensor = model(inputs)
         return logits
 
     def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the weights, and beside them the architecture that they belong to."""
+        """Write what may be released: the weights, and the architecture that they belong to."""
         assert isinstance(model, LongContextLM)
         write_architecture(model, folder)
         write_atomically(folder / WEIGHTS, lambda path: torch.save(weights, path))
 
 
 class PretrainedModel:
-    """A causal language model of transformers, all of it or LoRA adapters.
+    """As `ByteModel`, a causal language model of transformers, all of it or LoRA adapters.
 
     Raises:
         ValueError: a folder or a library is missing.
@@ -187,11 +163,11 @@ class PretrainedModel:
         return adapted
 
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `LanguageModel`."""
+        """See `ByteModel`."""
         return losses.cross_entropy(self.logits(model, inputs), targets)
 
     def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
-        """See `LanguageModel`."""
+        """See `ByteModel`."""
         outputs: Any = model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
         )
@@ -203,7 +179,7 @@ class PretrainedModel:
         )
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """See `LanguageModel`. Padding follows the tokens, so that no token attends to it."""
+        """See `ByteModel`. Padding follows the tokens, so that no token attends to it."""
         logits: Tensor = model(input_ids=inputs, use_cache=False).logits
         return logits
 

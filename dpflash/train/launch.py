@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -50,7 +49,7 @@ class Launch:
             ValueError: a variable is missing or wrong, or `parallel` does not fit the number of
                 ranks.
         """
-        world_size = _number(environment, "WORLD_SIZE", least=1, missing=1)
+        world_size = _number({"WORLD_SIZE": "1", **environment}, "WORLD_SIZE", least=1)
         if world_size == 1:
             launch = cls(parallel)
         else:
@@ -115,12 +114,7 @@ class Launch:
     def __enter__(self) -> Launch:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # After an error other ranks may be gone, and the barrier could wait forever.
         if error is None and self.world_size > 1 and dist.is_initialized():
             # A rank that exits early can make gloo abort the other ranks when they exit.
@@ -155,16 +149,9 @@ def _mesh(launch: Launch, device: str, timeout: timedelta) -> DeviceMesh:
 
 
 def _number(
-    environment: Mapping[str, str],
-    name: str,
-    *,
-    least: int = 0,
-    below: int | None = None,
-    missing: int | None = None,
+    environment: Mapping[str, str], name: str, *, least: int = 0, below: int | None = None
 ) -> int:
-    """A whole number from an environment variable; `missing` if it is not set."""
-    if name not in environment and missing is not None:
-        return missing
+    """A whole number from an environment variable."""
     text = environment[name]
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise ValueError(

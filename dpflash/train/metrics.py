@@ -10,8 +10,16 @@ from .._json import finite
 METRICS = "metrics.jsonl"
 
 
-class Metrics:
-    """Appends the figures of steps to a file.
+def append_metrics(
+    folder: Path,
+    *,
+    step: int,
+    epsilon: float | None,
+    delta: float,
+    loss: float | None,
+    tokens_per_second: float | None,
+) -> None:
+    """Append the figures of a step to the file in a job's folder.
 
     A line is a JSON object: ``step`` and ``epsilon`` (upper end, lost steps included; null without
     noise, and between some steps for accountants that take long) at ``delta`` are covered by the
@@ -22,22 +30,8 @@ class Metrics:
     A resumed run appends: where steps were lost in a crash, a step has several lines, of which the
     last one counts.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / METRICS
-
-    def append(
-        self,
-        *,
-        step: int,
-        epsilon: float | None,
-        delta: float,
-        loss: float | None,
-        tokens_per_second: float | None,
-    ) -> None:
-        """Write the line of a step."""
-        public = {"step": step, "epsilon": finite(epsilon), "delta": delta}
-        private = {"loss": finite(loss), "tokens_per_second": finite(tokens_per_second)}
-        line = json.dumps({**public, "private": private}, allow_nan=False)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    public = {"step": step, "epsilon": finite(epsilon), "delta": delta}
+    private = {"loss": finite(loss), "tokens_per_second": finite(tokens_per_second)}
+    line = json.dumps({**public, "private": private}, allow_nan=False)
+    with (folder / METRICS).open("a", encoding="utf-8") as file:
+        file.write(line + "\n")

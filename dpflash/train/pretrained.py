@@ -59,7 +59,11 @@ def load_model(folder: str | Path, *, merge: bool = False) -> nn.Module:
     is_adapter = (folder / ADAPTER).is_file()
     transformers = require_transformers(folder)
     if not is_adapter:
-        _require_file(folder)
+        if not (folder / CONFIG).is_file():
+            raise ValueError(
+                f"model={str(folder)!r}: the folder has no {CONFIG}; pass the folder of a causal "
+                "language model of transformers"
+            )
         with quiet(transformers):
             model = _from_pretrained(
                 transformers.AutoModelForCausalLM, folder, "model", dtype=torch.float32
@@ -152,14 +156,6 @@ def _require_folder(folder: str | Path, name: str) -> Path:
             f"of a {name} that save_pretrained wrote"
         )
     return path
-
-
-def _require_file(folder: Path) -> None:
-    if not (folder / CONFIG).is_file():
-        raise ValueError(
-            f"model={str(folder)!r}: the folder has no {CONFIG}; pass the folder of a causal "
-            "language model of transformers"
-        )
 
 
 def _from_pretrained(kind: Any, folder: Path, name: str, **options: Any) -> Any:

@@ -14,7 +14,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from .config import Corpus, TrainingConfig, TrainingState, noise_for
 from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, num_targets
 from .language_models import PRETRAINED, WEIGHTS, language_model
 from .launch import Launch
-from .metrics import Metrics
+from .metrics import append_metrics
 from .packed import WholeDocuments, pack_of
 from .ranks import Team
 from .report import make_report, peak_memory_mb, write_report
@@ -118,7 +118,6 @@ class TrainingRun:
         if self.pack is not None:
             kind, length = WholeDocuments, self.pack.tokens - 1
         self._windows = kind(documents, length, key=state.window_key, padding=self._lm.padding)
-        self._metrics = Metrics(folder)
         model = team.shard_parameters(self._initial_model())
         self._engine = PrivacyEngine(
             accountant=config.accountant,
@@ -484,18 +483,9 @@ class TrainingRun:
     def _entry(self, figures: _Figures) -> dict[str, Any]:
         """The history entry of a step; its loss is None if no document was sampled."""
         state = self.state
-        seconds = figures.seconds if self.is_first else 0.0
-        bits, documents, tokens, clipped, seen, seconds = self._team.total(
-            [
-                figures.bits,
-                figures.documents,
-                figures.tokens,
-                figures.clipped,
-                figures.seen,
-                seconds,
-            ],
-            "the figures of a step",
-        )
+        own = astuple(figures if self.is_first else replace(figures, seconds=0.0))
+        total = self._team.total(own, "the figures of a step")
+        bits, documents, tokens, clipped, seen, seconds = total
         state.tokens += int(tokens)
         state.clipped_samples += int(clipped)
         state.seen_samples += int(seen)
@@ -506,18 +496,15 @@ class TrainingRun:
         epsilon = self.epsilon if is_point or is_fast else None
         loss = bits / documents if documents else None
         if self.is_first:
-            self._metrics.append(
+            append_metrics(
+                self.folder,
                 step=self.step,
                 epsilon=epsilon,
                 delta=self.config.delta,
                 loss=loss,
                 tokens_per_second=tokens / seconds if seconds else None,
             )
-        return {
-            "step": self.step,
-            "loss": loss,
-            "epsilon": epsilon if is_point else None,
-        }
+        return {"step": self.step, "loss": loss, "epsilon": epsilon if is_point else None}
 
     def _own_tokens(self, x: Tensor) -> Tensor:
         return self._team.own_tokens(x).to(self.config.device)
@@ -715,5 +702,4 @@ def _bar(name: str, done: int, total: int, progress: bool) -> Any:
 
 def _postfix(entry: Mapping[str, Any]) -> dict[str, str]:
     """The figures that a progress bar shows for a step."""
-    names = (("loss", "loss"), ("epsilon", "epsilon"))
-    return {label: f"{entry[key]:.3f}" for key, label in names if entry.get(key) is not None}
+    return {k: f"{entry[k]:.3f}" for k in ("loss", "epsilon") if entry.get(k) is not None}
