@@ -97,6 +97,10 @@ _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 # What the optimizer lets callers set between releases.
 _OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 _OF_ENGINE = ("accountant", "seed", "ledger", "mesh", "neighboring_relation")
+_NOT_PRIVATE = (
+    "this engine has no private model: none was made, or it was detached or made private by "
+    "another engine since. Call engine.make_private first"
+)
 _FIELDS = {f.name for kind in (PrivacyConfig, PerformanceConfig) for f in fields(kind)}
 
 
@@ -892,7 +896,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             ValueError: no model is private.
         """
         if self._wrapper is None:
-            raise ValueError("optimization before make_private: there is no private model yet")
+            raise ValueError(f"optimization: {_NOT_PRIVATE}")
         return self._wrapper.optimization
 
     @property
@@ -972,7 +976,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     def _require_private(self, method: str) -> tuple[PrivateBackward, PrivateOptimizer]:
         if self._backward is None or self._optimizer is None:
-            raise ValueError(f"{method}() before make_private: there is no private model yet")
+            raise ValueError(f"{method}: {_NOT_PRIVATE}")
         return self._backward, self._optimizer
 
     def prepare(self, batch: int | PackedBatch) -> None:
@@ -1265,10 +1269,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     def _attached(self) -> PrivateBackward:
         if self._backward is None:
-            raise RuntimeError(
-                "this engine has no private model: none was made, or it was detached or made "
-                "private by another engine since. Call engine.make_private first"
-            )
+            raise RuntimeError(_NOT_PRIVATE)
         assert self._step is not None
         self._step.public.refuse_inside("a call of the engine")
         return self._backward

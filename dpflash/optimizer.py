@@ -337,10 +337,10 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
                 )
             if stale:
                 raise RuntimeError(
-                    "optimizer.zero_grad() was not called after the last step, or step() was "
-                    "called twice: .grad still held what was released then, for instance of "
-                    f"parameter '{name}', so nothing was released. Call zero_grad() once after "
-                    "each step(); the batch is dropped"
+                    "optimizer.zero_grad() was not called after the last step, but before it or "
+                    "not at all, or step() was called twice: .grad still held what was released "
+                    f"then, for instance of parameter '{name}', so nothing was released. Call "
+                    "zero_grad() once after each step(); the batch is dropped"
                 )
             raise RuntimeError(
                 f"the gradient of parameter '{name}' is not the clipped sum that its private "

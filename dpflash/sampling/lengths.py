@@ -125,4 +125,5 @@ class Lengths:
                 "own loss, the bound holds up to the rounding of other lengths (pad with "
                 "dpflash.sampling.PadTo to have it exactly)"
             )
-        return "no batch seen yet" if self._seen is None else "the same in all batches so far"
+        none = "none of a batch of the private loader itself yet"
+        return none if self._seen is None else "the same in all batches so far"

@@ -387,7 +387,12 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
 
     def _current_mark(self) -> BatchMark:
         if self._mark is None:
-            raise RuntimeError("there is no current batch: iterate over this loader first")
+            raise RuntimeError(
+                "there is no current batch of this loader: iterate over it first. Batches of "
+                "BatchMemoryManager are its own: in place of `if loader.is_last:` write `if not "
+                "optimizer.step_was_skipped:` behind optimizer.step(), and all its rows are "
+                "samples"
+            )
         return self._mark
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

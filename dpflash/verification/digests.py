@@ -31,7 +31,7 @@ def row_digests(x: Tensor) -> Tensor:
     """
     if not x.numel():
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
-    words, table = _as_words(x.detach()), _table(x.device)
+    words, table = as_words(x.detach()), _table(x.device)
     sums = _chunk_sums(words, table[0])
     for level in range(1, _LEVELS):
         if sums.shape[1] == 1:
@@ -98,7 +98,7 @@ def _signs(count: int, generator: torch.Generator) -> Tensor:
     return 2.0 * bits.double() - 1.0
 
 
-def _as_words(x: Tensor) -> Tensor:
+def as_words(x: Tensor) -> Tensor:
     """The bits of x as integers `[B, n]`, of 32 bits where the size of a row allows."""
     if x.layout != torch.strided:
         x = x.to_dense()

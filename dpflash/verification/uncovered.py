@@ -103,8 +103,13 @@ def _whole(x: Tensor) -> Tensor:
 
 _MAKE_PRIVATE = (
     "put it into the model, and its parameters into the optimizer, before make_private "
-    "(engine.detach(model) first); or freeze it with requires_grad_(False), .detach() what it "
-    "computes, or train it on public data inside engine.public_data()"
+    "(engine.detach(model) first); or leave it untrained, with requires_grad_(False) or .detach() "
+    "of what it computes; or train it on public data inside engine.public_data(). A backward of "
+    "its own on private samples would train it without noise"
+)
+_LATER = (
+    "to train it later, let it require grad at make_private, freeze it then, and unfreeze it when "
+    "its turn comes; otherwise "
 )
 _INPUTS = (
     ". An input whose gradient is wanted is a new tensor for each batch, with the batch first: an "
@@ -131,7 +136,8 @@ def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:
         remedy += _INPUTS
     for name, parameter in model.named_parameters():
         if parameter is leaf:
-            what = f"'{name}', a parameter that is not private,"
+            what = f"'{name}', which was frozen or no parameter of the model at make_private,"
+            remedy = _LATER + remedy
     return (
         f"{what} is trained by losses of private samples, and no private layer clips its gradient",
         remedy,

@@ -80,5 +80,5 @@ def test_groups_tell_their_bounds_and_the_sensitivity(private):
 def test_ways_to_clip_that_cannot_be_are_refused(options, message, private):
     with pytest.raises(ValueError, match=message):
         private(Model(), **options)
-    with pytest.raises(ValueError, match="before make_private"):
+    with pytest.raises(ValueError, match="no private model"):
         dpflash.PrivacyEngine().groups()

@@ -415,7 +415,7 @@ def test_detach_gives_the_model_back_as_it_was(level, root, private, quick):
     assert engine.detach(model) is plain
     assert type(plain) is kind and not any(isinstance(m, PrivateModule) for m in plain.modules())
     assert same(plain(x), expected)
-    with pytest.raises(ValueError, match="optimization before make_private"):
+    with pytest.raises(ValueError, match="optimization: this engine has no private model"):
         _ = engine.optimization
     again, *_ = private(plain, optimize="conservative")
     assert again.optimization.level == "conservative"

@@ -279,6 +279,18 @@ def test_a_resumed_run_under_signals_draws_other_batches(run, tmp_path):
     assert not sums[0] & sums[1]
 
 
+def test_a_managed_loop_is_told_where_its_releases_are_seen(run):
+    engine, model, optimizer, loader = run(physical_batch_size=None)
+    with (
+        managed(loader, optimizer) as parts,
+        pytest.raises(RuntimeError, match="step_was_skipped"),
+    ):
+        for (x,) in parts:
+            engine.backward(model(x).square().sum(1))
+            optimizer.step()
+            assert optimizer.step_was_skipped or loader.is_last
+
+
 def test_a_batch_that_a_managed_loop_skips_is_noticed(run):
     engine, model, optimizer, loader = run(physical_batch_size=None)
     with (

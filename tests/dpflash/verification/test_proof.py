@@ -1041,7 +1041,7 @@ def test_the_proof_is_on_by_default_and_both_ways_of_making_private_take_it(meth
         "max_grad_norm": 1.0,
         **budget,
     }
-    with pytest.raises(ValueError, match="verified.. before make_private"):
+    with pytest.raises(ValueError, match="verified: this engine has no private model"):
         engine.verified  # noqa: B018
     with pytest.raises(ValueError, match="verify_first_batch='no': expected one of True, False"):
         getattr(engine, method)(**arguments, verify_first_batch="no")

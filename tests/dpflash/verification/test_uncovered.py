@@ -167,11 +167,23 @@ def test_no_backward_of_a_scalar_goes_unseen(private):
         gc.unfreeze()
 
 
-def test_a_frozen_layer_that_is_trained_later_is_refused_by_name(private):
-    engine, model, *_ = private(Body())
-    model.public.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="^'public.(weight|bias)'"):
+def test_a_frozen_layer_that_is_trained_later_is_refused_with_the_way_out(private):
+    body = Body()
+    body.first.requires_grad_(False)
+    engine, model, *_ = private(body)
+    model.first.requires_grad_(True)
+    with pytest.raises(
+        RuntimeError, match="^'first.(weight|bias)', which was frozen.*unfreeze it"
+    ):
         engine.backward(model(torch.randn(20, 4)).square().sum(1))
+
+    engine, model, optimizer, _ = private(Body())
+    for is_trained in (False, True):
+        model.first.requires_grad_(is_trained)
+        engine.backward(model(torch.randn(20, 4)).square().sum(1))
+        assert (model.first.weight in engine._step.sums) == is_trained
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_inputs_may_ask_for_gradients_and_kept_tensors_may_not(private):
