@@ -84,13 +84,9 @@ class Candidate:
         if self.quality is not None:
             loss = f"{self.quality.relative_difference:+.2%}"
         fits = "yes" if self.fits else "NO"
-        return self.variant, _digits(self.expected_ms), mib, fits, self._pairs, loss
-
-    @property
-    def _pairs(self) -> str:
         # Almost all pairs must not read as 100%.
-        share = self.pair_share
-        return f"{share if share >= 1 else min(share, 0.999):.1%}"
+        share = self.pair_share if self.pair_share >= 1 else min(self.pair_share, 0.999)
+        return self.variant, _digits(self.expected_ms), mib, fits, f"{share:.1%}", loss
 
 
 def _digits(value: float) -> str:

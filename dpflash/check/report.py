@@ -96,8 +96,7 @@ class Findings:
         return any(problem.severity == "error" for problem in self.problems)
 
     def report(self) -> CheckReport:
-        order = {"error": 0, "warning": 1}
-        problems = sorted(self.problems, key=lambda problem: order[problem.severity])
+        problems = sorted(self.problems, key=lambda problem: problem.severity != "error")
         return CheckReport(problems, self.checked, self.not_checked)
 
 

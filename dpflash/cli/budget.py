@@ -173,11 +173,10 @@ def _tables(report: dict[str, Any], accountant: Accountant) -> str:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    short = f"{value:g}" if isinstance(value, float) else str(value)
     # Use the short form only if it is exact.
-    return short if not isinstance(value, float) or float(short) == value else str(value)
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return "-" if value is None else str(value)
 
 
 def _figure(spending: Spending, lines: list[LedgerLine], args: argparse.Namespace) -> Any:

@@ -39,6 +39,8 @@ def machine_report() -> dict[str, Any]:
         `paths` (the kernels that will run), `optional` (version or None per package) and
         `warnings`.
     """
+    affine = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
     report: dict[str, Any] = {
         "dpflash": __version__,
         "system": platform.platform(),
@@ -47,7 +49,7 @@ def machine_report() -> dict[str, Any]:
             "implementation": platform.python_implementation(),
             "executable": sys.executable,
         },
-        "cpu": {"model": cpu_model(), "usable_cores": _usable_cores()},
+        "cpu": {"model": cpu_model(), "usable_cores": cores},
         "memory": _memory(),
         "torch": _torch_build(),
         "devices": _devices(),
@@ -64,12 +66,6 @@ def _run(args: argparse.Namespace) -> int:
     report = machine_report()
     print(json.dumps(report, indent=2) if args.json else _as_text(report))
     return 0
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _memory() -> dict[str, int | None]:
@@ -144,12 +140,11 @@ def _cryptography() -> dict[str, Any]:
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+    chacha20 = True
     try:
         Cipher(algorithms.ChaCha20(bytes(32), bytes(16)), mode=None).encryptor()
     except UnsupportedAlgorithm:
         chacha20 = False
-    else:
-        chacha20 = True
     return {"version": version("cryptography"), "chacha20": chacha20}
 
 

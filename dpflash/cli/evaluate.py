@@ -38,6 +38,8 @@ def _run_evaluate(args: argparse.Namespace) -> int:
     from dpflash.release.text_model import TextModel
     from dpflash.train.data import ByteDocuments
 
+    from ._tables import table
+
     model = TextModel(args.folder)
     documents = ByteDocuments.read(
         args.data, unit=args.unit, field=args.field, suffixes=args.suffixes
@@ -62,6 +64,5 @@ def _run_evaluate(args: argparse.Namespace) -> int:
     }
     if found.bits_per_byte is not None:  # with --max-windows that of a token is not that of bytes
         rows["bits per byte"] = f"{found.bits_per_byte:.4f}"
-    width = max(map(len, rows))
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows.items()))
+    print(table(list(rows.items())))
     return 0

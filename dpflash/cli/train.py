@@ -337,7 +337,11 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
     folder = job.folder
     plot = folder / PLOT
     rows = [
-        *_losses(report, job.token),
+        *(
+            (f"bits per {job.token}, {name}", shown(f"bits_per_{job.token}_{key}"))
+            for name, key in _MEASURED
+            if report[f"bits_per_{job.token}_{key}"] is not None
+        ),
         (
             f"epsilon at delta {report['delta']:g}",
             f"{epsilon} after {counted(report['steps'], 'step')}",
@@ -364,16 +368,6 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         *(f"{label:<{width}}  {value}" for label, value in rows),
         *(f"note: {note}" for note in report["notes"]),
         f"next: dpflash generate {folder} --prompt TEXT, or dpflash export {folder} --out DIR",
-    ]
-
-
-def _losses(report: dict[str, Any], token: str) -> list[tuple[str, str]]:
-    """The rows of the held-out losses that were measured."""
-    found = {name: report[f"bits_per_{token}_{key}"] for name, key in _MEASURED}
-    return [
-        (f"bits per {token}, {name}", f"{bits:.3f}")
-        for name, bits in found.items()
-        if bits is not None
     ]
 
 

@@ -60,11 +60,10 @@ class Layout:
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """`[T_p]`, int64: the position in the sequence of each token of a rank."""
-        ranges = [
-            torch.arange(chunk.start, chunk.start + chunk.length, device=device)
-            for chunk in self.chunks(rank)
-        ]
-        return torch.cat(ranges)
+        chunks = self.chunks(rank)
+        return torch.cat(
+            [torch.arange(c.start, c.start + c.length, device=device) for c in chunks]
+        )
 
     def in_order(self, length: int | None = None) -> list[tuple[int, Chunk]]:
         """(rank, chunk) of all ranks, in the order of the sequence."""

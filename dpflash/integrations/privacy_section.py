@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ..config import PrivacyConfig
 from ..engine import PrivacyEngine
@@ -15,13 +15,7 @@ from ..sampling.loader import PrivateDataLoader
 _TITLE = "## Differential privacy"
 
 
-def write_privacy_section(
-    path: str,
-    engine: PrivacyEngine,
-    loader: PrivateDataLoader,
-    optimizer: PrivateOptimizer,
-    privacy: PrivacyConfig,
-) -> None:
+def write_privacy_section(path: str, lines: Iterable[str]) -> None:
     """Add the section to the end of a card, or replace it; without a card begin one."""
     before, after = "# Model card\n", ""
     if os.path.exists(path):
@@ -29,17 +23,18 @@ def write_privacy_section(
             before, _, old = card.read().partition(f"\n{_TITLE}\n")
         _, next_title, after = old.partition("\n## ")
         after = next_title + after
-    section = "\n".join(_lines(engine, loader, optimizer, privacy))
+    section = "\n".join(lines)
     with open(path, "w", encoding="utf-8") as card:
         card.write(f"{before}\n{_TITLE}\n\n{section}\n{after}")
 
 
-def _lines(
+def privacy_lines(
     engine: PrivacyEngine,
     loader: PrivateDataLoader,
     optimizer: PrivateOptimizer,
     privacy: PrivacyConfig,
 ) -> Iterator[str]:
+    """The lines of the section."""
     assert privacy.target_delta is not None
     epsilon = engine.get_epsilon(privacy.target_delta)
     if math.isinf(epsilon):

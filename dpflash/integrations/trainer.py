@@ -32,7 +32,7 @@ from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
 from ..sampling.unit_groups import units_of
 from ..verification.nested import tensors_of
-from .privacy_section import write_privacy_section
+from .privacy_section import privacy_lines, write_privacy_section
 from .sample_losses import (
     PACKED_COUPLED,
     SampleLoss,
@@ -553,9 +553,8 @@ class DPTrainer(Trainer):
     def _write_card(self, path: str) -> None:
         """Add the section on privacy to a card, or replace it."""
         if self._private_loader is not None and self._private_optimizer is not None:
-            write_privacy_section(
-                path, self.engine, self._private_loader, self._private_optimizer, self._privacy
-            )
+            made = self._private_loader, self._private_optimizer
+            write_privacy_section(path, privacy_lines(self.engine, *made, self._privacy))
 
     # Checkpoints
 

@@ -116,7 +116,9 @@ class DPSFTTrainer(_TRLTrainer, SFTTrainer):
             if not isinstance(options.get("data_collator"), PackTo):
                 options["data_collator"] = _pack_of(args, performance, options)
                 performance = replace(performance, physical_batch_size=None)
-            args = _unpacked(args)
+            # A copy, of which the constructor would read the environment and the device again.
+            args = copy.copy(args)
+            args.__dict__.update(packing=False, padding_free=False, eval_packing=None)
         super().__init__(model, args, performance=performance, **options)
 
     def _evaluated(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
@@ -289,14 +291,6 @@ def _require_known_dpo() -> None:
             f"trl {__version__}: DPDPOTrainer needs the DPOTrainer of trl 1.15 or newer; install "
             "trl 1.16, with which it was tested"
         )
-
-
-def _unpacked(args: Any) -> Any:
-    """A copy of SFTConfig that leaves packing to the collate function."""
-    copied = copy.copy(args)
-    # Its constructor would read the environment and the device again.
-    copied.__dict__.update(packing=False, padding_free=False, eval_packing=None)
-    return copied
 
 
 def _pack_of(args: Any, performance: PerformanceConfig, options: Mapping[str, Any]) -> PackTo:

@@ -144,23 +144,14 @@ class PretrainedModel:
         """The model as it is in its folder, with fresh adapters if there are to be some."""
         model = self._initial if self._initial is not None else load_model(self._folder)
         self._initial = None  # the next call builds another one
-        if self._config.lora_rank is not None:
-            model = self._with_adapters(model)
-        return model.train()
-
-    def _with_adapters(self, model: nn.Module) -> nn.Module:
         rank = self._config.lora_rank
-        assert rank is not None
-        peft = require_peft(f"lora_rank={rank}")
-        config = peft.LoraConfig(
-            r=rank,
-            lora_alpha=2 * rank,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
-        with quiet_peft():
-            adapted: nn.Module = peft.get_peft_model(model, config)
-        return adapted
+        if rank is not None:
+            peft = require_peft(f"lora_rank={rank}")
+            options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+            config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **options)
+            with quiet_peft():
+                model = peft.get_peft_model(model, config)
+        return model.train()
 
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """See `ByteModel`."""

@@ -28,10 +28,8 @@ class Team:
         is_first: whether this is rank 0, which writes files and prints.
     """
 
-    def __init__(
-        self, parallel: Parallelism | None = None, mesh: DeviceMesh | None = None
-    ) -> None:
-        self.parallel = Parallelism() if parallel is None else parallel
+    def __init__(self, parallel: Parallelism, mesh: DeviceMesh | None = None) -> None:
+        self.parallel = parallel
         self.mesh = mesh
         self.ranks = Ranks.of(mesh)
         self.is_first = self.ranks.is_first

@@ -397,7 +397,9 @@ class TrainingRun:
             state.peak_memory_mb = max(state.peak_memory_mb, peak)
             state.bits_after = self._evaluate(self.model)
             self._release()
-        if self._has_baseline and state.bits_nonprivate is None:
+        # The non-private run does not support sharded parameters.
+        has_baseline = self.config.baseline and not self._team.parallel.shard_parameters
+        if has_baseline and state.bits_nonprivate is None:
             self._stop_if(should_stop)
             self._train_baseline(should_stop, progress)
         report = self._written_report()
@@ -508,11 +510,6 @@ class TrainingRun:
 
     def _own_tokens(self, x: Tensor) -> Tensor:
         return self._team.own_tokens(x).to(self.config.device)
-
-    @property
-    def _has_baseline(self) -> bool:
-        """Whether a non-private run follows; it does not support sharded parameters."""
-        return bool(self.config.baseline) and not self._team.parallel.shard_parameters
 
     def _train_baseline(self, should_stop: Callable[[], bool], progress: bool) -> None:
         """Train without privacy: same initial weights, number of steps and batch size."""
