@@ -79,12 +79,8 @@ def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Genera
     }
     worst = min(values, key=lambda key: values[key])
     value = min(1.0, 4 * values[worst])
-    return Check(
-        name,
-        value > RATE,
-        RATE,
-        f"{counts.sum()} of {draws * units * rate:.0f} expected; p {value:.2g} ({worst})",
-    )
+    found = f"{counts.sum()} of {draws * units * rate:.0f} expected; p {value:.2g} ({worst})"
+    return Check(name, value > RATE, RATE, found)
 
 
 def _continuous(
@@ -144,12 +140,8 @@ def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
     pairs = np.abs(cosines[np.triu_indices(count, 1)])
     half = (width - 1) / 2
     value = 2 * pairs.size * float(beta(half, half).sf(min(1.0, (1 + pairs.max()) / 2)))
-    return Check(
-        name,
-        value > RATE,
-        RATE,
-        f"largest of {pairs.size} correlations {pairs.max():.3g}; p {min(1.0, value):.2g}",
-    )
+    found = f"largest of {pairs.size} correlations {pairs.max():.3g}; p {min(1.0, value):.2g}"
+    return Check(name, value > RATE, RATE, found)
 
 
 def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
@@ -164,9 +156,8 @@ def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
     repeats = int((runs * (runs - 1) // 2).sum())
     mean = steps.size**2 / (2 * np.pi**0.5 * std_in_steps)
     value = float(poisson(mean).sf(repeats - 1))
-    return Check(
-        "noise drawn once", value > RATE, RATE, f"{repeats} equal pairs, {mean:.3g} expected"
-    )
+    found = f"{repeats} equal pairs, {mean:.3g} expected"
+    return Check("noise drawn once", value > RATE, RATE, found)
 
 
 def check_lattice(multiples: NDArray[np.float64], std_in_steps: float) -> Check:
@@ -198,9 +189,5 @@ def check_same(name: str, first: NDArray[np.float64], second: NDArray[np.float64
 
 def check_charges(charged: float, due: float) -> Check:
     """Has the accountant been charged for every release of the scored run?"""
-    return Check(
-        "charges",
-        charged >= due * (1 - 1e-9),
-        0.0,
-        f"epsilon {charged:.6g} charged, {due:.6g} due",
-    )
+    found = f"epsilon {charged:.6g} charged, {due:.6g} due"
+    return Check("charges", charged >= due * (1 - 1e-9), 0.0, found)

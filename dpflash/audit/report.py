@@ -79,14 +79,12 @@ class AuditReport:
         return found
 
     def __str__(self) -> str:
+        mode = self.mode.replace("_", " ")
         rows = [
             ("claim", self.claim),
             ("privacy unit", self.privacy_unit),
             ("claimed epsilon", f"{self.claimed_epsilon:.4g} at delta {self.delta:g}"),
-            (
-                "scores",
-                f"{self.scores} of {self.canaries} canaries, {self.mode.replace('_', ' ')}",
-            ),
+            ("scores", f"{self.scores} of {self.canaries} canaries, {mode}"),
             (
                 "epsilon, assumes Gaussian",
                 f"at least {self.epsilon_lower_gaussian:.4g}, confidence {self.confidence:.0%}",

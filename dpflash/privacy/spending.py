@@ -142,19 +142,17 @@ class Spending:
             ValueError: the accountant does not support such events, or there is no guarantee
                 under the requested relation. Nothing is changed then.
         """
-        relation = self._relation_with(event)
-        event = convert_event(event, relation)
-        if not self.is_ours:
-            as_phase(self.accountant, event)
-        if relation != self.relation:
-            self._convert(relation)
+        event = self.check(event)
+        if event.relation != self.relation:
+            self._convert(event.relation)
         return event
 
-    def check(self, event: Event) -> None:
-        """Refuse the events that `adopt` would refuse, without changing anything."""
+    def check(self, event: Event) -> Event:
+        """What `adopt` would return or refuse, without changing anything."""
         event = convert_event(event, self._relation_with(event))
         if not self.is_ours:
             as_phase(self.accountant, event)
+        return event
 
     def admit(self, event: Event | None) -> None:
         """Refuse an event that must not happen, without changing anything.
