@@ -27,7 +27,6 @@ _INDICES_REMEDY = (
     "requires_grad_(False)"
 )
 
-
 _POSITIONS = (
     "its indices have one dimension, and training takes them for positions that all samples "
     "share. It refuses them where its first batch has as many samples as there are positions"

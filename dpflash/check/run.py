@@ -38,7 +38,6 @@ _EMPTY_REMEDY = (
     "the private loader needs nothing, because its batches are never empty; with "
     "BatchMemoryManager skip the forward and backward with `if len(x):`, never optimizer.step()"
 )
-
 _DATA = (
     "the data set and its collate_fn: each row must depend on its own entry alone (no mixup, no "
     "statistics or weights over the batch)"

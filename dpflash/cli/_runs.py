@@ -43,7 +43,7 @@ _EVENTS: dict[str, Any] = {
     SHUFFLED: ShuffledGaussian,
     TRUNCATED_POISSON: TruncatedPoissonGaussian,
 }
-_COUNTS = ("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "steps", "epochs")
+COUNTS = ("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "steps", "epochs")
 
 DELTA = "delta of the guarantee, well below 1 / data set size, e.g. 1e-6"
 _OPTIONS = {
@@ -152,7 +152,7 @@ def run_of(args: argparse.Namespace) -> Run:
     one_of(neighboring_relation=(args.neighboring_relation, (None, *RELATIONS)))
     probability(delta=args.delta)
     create_accountant(args.accountant)
-    for name in _COUNTS:
+    for name in COUNTS:
         if getattr(args, name) is not None:
             positive_int(**{name: getattr(args, name)})
     _refuse_unused(args)
@@ -161,10 +161,7 @@ def run_of(args: argparse.Namespace) -> Run:
         neighboring_relation=args.neighboring_relation or _EVENTS[args.sampler].relation,
         count=args.epochs if args.sampler == SHUFFLED else args.steps,
         sample_rate=_sample_rate(args),
-        batch_size=args.batch_size,
-        num_samples=args.num_samples,
-        max_batch_size=args.max_batch_size,
-        examples_per_unit=args.examples_per_unit,
+        **{name: getattr(args, name) for name in COUNTS[:4]},
     )
     if run.lacks_rate and run.sampler != POISSON:
         raise ValueError(
@@ -180,7 +177,7 @@ def run_of(args: argparse.Namespace) -> Run:
 
 
 def _refuse_unused(args: argparse.Namespace) -> None:
-    for name in ("sample_rate", *_COUNTS):
+    for name in ("sample_rate", *COUNTS):
         value = getattr(args, name)
         if value is None or name in _USES[args.sampler]:
             continue

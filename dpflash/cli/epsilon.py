@@ -18,7 +18,7 @@ from dpflash.accounting import (
 
 from ._figures import check_plot, draw, epsilon_curve, save, tradeoff_of
 from ._parser import add_options
-from ._runs import POISSON, Run, accounting, add_run_arguments, run_of
+from ._runs import COUNTS, POISSON, Run, accounting, add_run_arguments, run_of
 from ._tables import (
     add_output_arguments,
     as_json,
@@ -214,11 +214,7 @@ def _report(
         "delta": args.delta,
         "advantage": None if is_slow else accountant.get_advantage(),
         "noise_multiplier": noise_multiplier,
-        "sample_rate": run.sample_rate,
-        "batch_size": run.batch_size,
-        "num_samples": run.num_samples,
-        "max_batch_size": run.max_batch_size,
-        "examples_per_unit": run.examples_per_unit,
+        **{name: getattr(run, name) for name in ("sample_rate", *COUNTS[:4])},
         "steps": None if run.is_shuffled else run.count,
         "epochs": run.count if run.is_shuffled else None,
         "accountant": accountant.mechanism(),

@@ -60,10 +60,8 @@ class Layout:
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """`[T_p]`, int64: the position in the sequence of each token of a rank."""
-        chunks = self.chunks(rank)
-        return torch.cat(
-            [torch.arange(c.start, c.start + c.length, device=device) for c in chunks]
-        )
+        ranges = [(c.start, c.start + c.length) for c in self.chunks(rank)]
+        return torch.cat([torch.arange(*ends, device=device) for ends in ranges])
 
     def in_order(self, length: int | None = None) -> list[tuple[int, Chunk]]:
         """(rank, chunk) of all ranks, in the order of the sequence."""

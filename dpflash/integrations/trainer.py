@@ -90,7 +90,6 @@ _KNOWN_PRIVATE = (
     "num_tokens",
 )
 
-
 _ONE_DEVICE = "one process trains on one device; docs/ranks.md shows several"
 # Argument -> (the values that are allowed, what to do).
 _Refused = Mapping[str, tuple[tuple[Any, ...], str]]

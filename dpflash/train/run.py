@@ -519,7 +519,6 @@ class TrainingRun:
         if state.baseline is not None:
             model.load_state_dict(state.baseline["model"])
             optimizer.load_state_dict(state.baseline["optimizer"])
-
         total = self.step
         with _bar("non-private", len(state.baseline_losses), total, progress) as bar:
             for step in range(len(state.baseline_losses), total):
