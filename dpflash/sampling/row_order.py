@@ -7,6 +7,7 @@ would a loop that fetches the next batch before it trains on this one.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections import Counter, OrderedDict
@@ -28,6 +29,7 @@ _REMEMBERED = 1 << 16
 # Rows of fewer numbers may occur in another batch, or in another row, by chance.
 _DISTINCTIVE = 8
 _COLUMNS = 64  # so many numbers of a row are ranked
+_RARE = math.log(1e-9)
 SORTING = (
     "so padding rows could not be distinguished from samples and nothing was released: keep the "
     "loader's order, and sort inside of the model where a layer needs it (pack_padded_sequence "
@@ -97,7 +99,8 @@ class RowOrder:
     """Compares the model's inputs with the loader's batches.
 
     Rows that were changed at random (masked tokens, augmented images) show nothing. Rows that
-    were changed otherwise are known by the order of the numbers in each of their columns. Only
+    were changed otherwise are known by the order of the numbers in each of their columns, where
+    there are so many that random ones are hardly ever in such an order. Only
     tensors with one row for each row of the batch are compared; targets that reach the loss alone
     are not seen.
     """
@@ -225,15 +228,17 @@ class RowOrder:
         """
         if self._copies is None or x.is_complex():
             return False
-        rows = x.reshape(len(x), -1)
+        size = len(self._copies)
+        rows = x.reshape(size, -1)
         if _are_equal(rows[self._copies]):
             return False
         for own in _with_rows(self._tensors, len(x)):
             if own.is_complex() or own[0].numel() != x[0].numel():
                 continue
-            kept = (own.to(x.dtype) if x.is_floating_point() else own).reshape(len(x), -1)
-            ranks = [_Rows(_ranks(part).cpu()) for part in (rows, kept)]
-            if _reordered(ranks[0], ranks[1:], rows):
+            kept = (own.to(x.dtype) if x.is_floating_point() else own).reshape(size, -1)
+            step = max(1, rows.shape[1] // _COLUMNS)
+            ranks = [_Rows(_ranks(part[:, ::step]).cpu()) for part in (rows, kept)]
+            if _reordered(ranks[0], ranks[1:], rows[:, ::step]):
                 return True
         return False
 
@@ -318,8 +323,36 @@ def _is_telling(x: Tensor) -> bool:
 
 
 def _is_rich(x: Tensor) -> bool:
-    """Whether numbers are no few labels."""
-    return x.is_floating_point() and bool((x != x.round()).any()) or _is_telling(x)
+    """Whether unchanged rows are hardly in another order by chance."""
+    is_fractional = x.is_floating_point() and bool((x != x.round()).any())
+    width = x[0].numel()
+    if width > 1 if is_fractional else width > 2 and _is_telling(x):
+        return True
+    return _is_no_chance(x.reshape(len(x), -1), lambda n: n.xlogy(n))
+
+
+def _log_factorial(n: Tensor) -> Tensor:
+    return (n + 1).lgamma()
+
+
+def _is_no_chance(x: Tensor, weight: Callable[[Tensor], Tensor] = _log_factorial) -> bool:
+    """Whether random columns have the rows of x `[B, n]` in some order with a chance below 1e-9.
+
+    Columns that are equal to each other count once.
+
+    Args:
+        x: the rows.
+        weight: of a number of equal entries: `log n!` for columns of the same entries in a random
+            order; `n log n` for entries that are drawn at random, of the likeliest distribution.
+    """
+    columns = (_log_orders(column, weight) for column in x.unique(dim=1).T)
+    return _log_orders(x) - sum(columns) < _RARE
+
+
+def _log_orders(x: Tensor, weight: Callable[[Tensor], Tensor] = _log_factorial) -> float:
+    """Logarithm of the number of different orders of its rows."""
+    counts = x.unique(dim=0, return_counts=True)[1].double()
+    return float(weight(counts.sum()) - weight(counts).sum())
 
 
 def _are_equal(rows: Tensor) -> bool:
@@ -342,8 +375,8 @@ def _digests(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _ranks(x: Tensor) -> Tensor:
-    """Of some columns of x `[B, n]`: the number of smaller values that are in the column."""
-    values, order = x[:, :: max(1, x.shape[1] // _COLUMNS)].sort(stable=True, dim=0)
+    """Of each number in x `[B, n]`: the number of smaller values that are in its column."""
+    values, order = x.sort(stable=True, dim=0)
     steps = (values[1:] != values[:-1]).cumsum(0)
     ranks = torch.cat([torch.zeros_like(steps[:1]), steps])
     return torch.zeros_like(order).scatter_(0, order, ranks)
@@ -355,15 +388,15 @@ def _reordered(rows: _Rows, batch: Sequence[_Rows], x: Tensor | None = None) -> 
     Args:
         rows: of the tensor.
         batch: of the batch's tensors.
-        x: the values; those of rows if None.
+        x: the values `[B, n]` where rows are their ranks.
     """
     alike = [own.digests for own in batch if own.form == rows.form]
     if any(torch.equal(rows.digests, own) for own in alike):
         return False
-    x = rows.x if x is None else x
-    return any(
-        torch.equal(rows.digests.sort().values, own.sort().values)
-        # Few labels that were changed at random may be as many of each as before.
-        and _is_rich(x[rows.digests != own])
-        for own in alike
-    )
+    for own in alike:
+        if torch.equal(rows.digests.sort().values, own.sort().values):
+            # Few labels that were changed at random may be as many of each as before.
+            moved = rows.digests != own
+            if _is_rich(rows.x[moved]) if x is None else _is_no_chance(x[moved]):
+                return True
+    return False

@@ -17,6 +17,7 @@ from dpflash.check.rows import check_rows
 from dpflash.check.subject import Subject, Trial
 from dpflash.privacy.keys import uniform_words
 from dpflash.sampling import BatchMark, PoissonBatchSampler, PrivateDataLoader
+from dpflash.sampling.row_order import RowOrder
 from dpflash.sampling.slots import MOST_PADDING, SlotSampler, slots_of_draws, slots_of_size
 
 KEY = bytes(range(32))
@@ -335,9 +336,9 @@ def test_losses_must_be_of_all_rows_in_the_loaders_order(private):
 @pytest.mark.parametrize("number", [0, 1], ids=["floats", "tokens"])
 def test_rows_in_another_order_than_the_loaders_are_refused(number, private):
     torch.manual_seed(0)
-    data = torch.randn(60, 1, 3), torch.randint(11, (60, 5))
+    data = torch.randn(60, 1, 16), torch.randint(11, (60, 5))
     engine, model, optimizer, loader = private(
-        [nn.Linear(3, 2), Mixed()][number], data[number], batch_size=30
+        [nn.Linear(16, 2), Mixed()][number], data[number], batch_size=30
     )
     refused = 0
     for (x,) in loader:
@@ -532,6 +533,60 @@ def test_few_labels_that_are_changed_at_random_are_in_order(private):
             engine.backward(model(2 * x, flipped).square().mean(1))
             optimizer.step()
             optimizer.zero_grad()
+
+
+def orders(size, width, values, change):
+    """Whether `change(x, real)` is taken for another order of 40 random batches x."""
+    g = torch.Generator().manual_seed(0)
+    for padding in torch.randint(1, 3, (40,), generator=g).tolist():
+        x, real = values((size, *width), g), torch.arange(size) >= padding
+        x[~real] = x[padding].clone()
+        order = RowOrder()
+        order.observe((x,), BatchMark(0, size, True, real=real))
+        try:
+            order.check([change(x, g)], is_released=False)
+        except dpflash.PrivateRefusal:
+            yield True
+        else:
+            yield False
+
+
+def levels(number, shape, g):
+    return torch.randint(number, shape, generator=g)
+
+
+def normal(shape, g):
+    return torch.randn(shape, generator=g)
+
+
+@pytest.mark.parametrize("size", [4, 16, 64])
+@pytest.mark.parametrize("number", [10, 1000])
+def test_random_numbers_for_each_row_are_not_taken_for_another_order(number, size):
+    """Noise levels and their pairs, timesteps, negative items."""
+    ids, fewer = (lambda shape, g, n=n: levels(n, shape, g) for n in (number, 8))
+    drawn = lambda x, g: levels(number, x.shape, g)  # noqa: E731
+    pairs = lambda x, g: levels(number, x.shape[:1], g)[:, None] * torch.tensor([1, -1])  # noqa: E731
+    for width, values, change in [
+        *[((), v, c) for v in (ids, fewer, normal) for c in (drawn, lambda x, g: drawn(x, g) / 7)],
+        ((1,), normal, drawn),
+        ((2,), normal, pairs),
+        ((2,), ids, drawn),
+    ]:
+        assert not any(orders(size, width, values, change))
+
+
+@pytest.mark.parametrize(
+    "size, width, values, change",
+    [
+        (64, (), lambda shape, g: levels(1000, shape, g), lambda x: x.sort().values),
+        (32, (2,), normal, lambda x: 2 * x[x[:, 0].argsort()] + 1),
+        (6, (16,), normal, lambda x: x[x[:, 0].argsort()] * 3),
+        (4, (3,), normal, lambda x: x[x[:, 0].argsort()]),
+        (4, (4,), lambda shape, g: levels(99, shape, g), lambda x: x[x[:, 0].argsort()]),
+    ],
+)
+def test_sorted_rows_are_refused_in_narrow_batches_and_small_ones(size, width, values, change):
+    assert sum(orders(size, width, values, lambda x, g: change(x))) > 15
 
 
 def test_masked_tokens_and_augmented_rows_are_not_taken_for_another_order(private):
