@@ -601,9 +601,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 make_private got loss_reduction.
 
         Raises:
-            ValueError: for another shape, or a number of losses that is not the batch's.
-            RuntimeError: for losses that reached no private layer, or a second call on a batch; or
-                the loss of a packed document changed with the tokens of others.
+            PrivateRefusal: for another shape, a number of losses that is not the batch's, or
+                losses that reached no private layer; or the loss of a packed document changed
+                with the tokens of others.
+            RuntimeError: for a second call on a batch.
 
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
@@ -611,20 +612,30 @@ class PrivacyEngine(Uncopied, OnlySettable):
             batches without public slots this holds up to rounding, see `make_private`.
         """
         backward = self._attached()
-        if not isinstance(losses, Tensor):
-            raise ValueError(f"losses={type(losses).__name__}: expected a tensor [B]")
-        scalar_allowed = backward.loss_reduction is not None
-        if losses.ndim != 1 and not (scalar_allowed and losses.ndim == 0):
-            scalar = (
-                "; a scalar is taken only where it is a reduction over samples, declared by "
+        with backward.step.noting_refusals():
+            losses = self._losses_of_samples(backward, losses)
+            if losses.ndim == 1:
+                backward.step.tracker.before_backward(losses.shape[0])
+                if losses.shape[0] == 0 and self._ranks.everyone is None:
+                    return  # With other ranks an empty batch takes part in the exchanges.
+            if self._trial is not None and self._is_tried(losses, self._trial):
+                return
+            with without_autocast(losses.device.type):
+                backward.backward(losses)
+
+    def _losses_of_samples(self, backward: PrivateBackward, losses: Tensor) -> Tensor:
+        """Losses [B] of samples, or a scalar where loss_reduction is declared."""
+        is_tensor = isinstance(losses, Tensor)
+        dims = (1,) if backward.loss_reduction is None else (0, 1)
+        if not is_tensor or losses.ndim not in dims:
+            raise PrivateRefusal(
+                "losses is not one loss per sample: expected a tensor [B] in each batch. Use "
+                "dpflash.losses, or reduction='none' and a mean over each sample's own elements; "
+                "a scalar is taken only where it is a reduction over samples, declared by "
                 "make_private(loss_reduction='mean' or 'sum'), as a classifier's is; that of a "
-                "language model of Hugging Face, over tokens, is not"
-            )
-            raise ValueError(
-                f"losses has shape {tuple(losses.shape)}: expected one loss per sample, [B]. Use "
-                "dpflash.losses, or reduction='none' and a mean over each sample's own elements"
-                + ("" if losses.ndim else scalar)
-            )
+                "language model of Hugging Face, over tokens, is not",
+                losses=tuple(losses.shape) if is_tensor else type(losses).__name__,
+            ) from None
         units = backward.forward.units
         if units is not None and units.are_rows and losses.ndim == 1:
             assert self._loader is not None
@@ -639,22 +650,13 @@ class PrivacyEngine(Uncopied, OnlySettable):
                     losses=losses.shape[0],
                     rows=units.positions,
                 ) from None
-        if losses.ndim == 1 and losses.shape[0] == 0 and self._ranks.everyone is None:
-            # With other ranks an empty batch takes part in the exchanges.
-            backward.step.tracker.before_backward(0)
-            return
-        if not losses.requires_grad:
-            raise RuntimeError(
+        if not losses.requires_grad and (losses.numel() or self._ranks.everyone is not None):
+            raise PrivateRefusal(
                 "losses do not require grad, so they reach no private layer: compute them from "
-                "the model's output outside of torch.no_grad() and without detach()"
-            )
-        with backward.step.noting_refusals():
-            if losses.ndim == 1:
-                backward.step.tracker.before_backward(losses.shape[0])
-            if self._trial is not None and self._is_tried(losses, self._trial):
-                return
-            with without_autocast(losses.device.type):
-                backward.backward(losses)
+                "the model's output outside of torch.no_grad() and without detach(), also in a "
+                "batch none of whose rows counts: give those the weight 0"
+            ) from None
+        return losses
 
     def _is_tried(self, losses: Tensor, trial: LossTrial) -> bool:
         """Whether losses are of a trial, which has no backward; compares those that follow it."""

@@ -14,6 +14,7 @@ from dpflash.kernels import refuse_capture
 
 from .distributed.fsdp import is_sharded
 from .privacy.keys import Uncopied
+from .refusal import PrivateRefusal
 from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
 from .step import CAPTURED, PrivateStep
 from .verification.settable import OnlySettable
@@ -255,10 +256,10 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             What closure returned, else None.
 
         Raises:
-            RuntimeError: a CUDA stream is capturing, or `.grad` is not what the private layers
-                made; nothing is released.
-            PrivateRefusal: a microbatch of the logical batch had no backward, or the learning rate
-                or another option changed since its first one; nothing is released.
+            RuntimeError: a CUDA stream is capturing; nothing is released.
+            PrivateRefusal: a microbatch of the logical batch had no backward, the learning rate or
+                another option changed since its first one, or `.grad` is not what the private
+                layers made; nothing is released.
         """
         refuse_capture(CAPTURED)
         refuse_lightning(closure)
@@ -298,11 +299,11 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
                 elif not self._step.is_trained(parameter) and parameter.grad is not None:
                     name = self._step.names.get(parameter, "(added later)")
                     parameter.grad = None
-                    raise RuntimeError(
+                    raise PrivateRefusal(
                         f"parameter '{name}' was frozen when the model was made private and has a "
                         "gradient now, so nothing was released; call engine.detach(model), then "
                         "make_private again"
-                    )
+                    ) from None
 
     def _written_by_others(self) -> list[nn.Parameter]:
         """Parameters whose `.grad` is not their clipped sum. Waits for a device once."""
@@ -329,30 +330,30 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             scale = None if total is None or is_sharded(parameter) else _scale(grad, total)
             self._step.discard()
             if scale is not None:
-                raise RuntimeError(
+                raise PrivateRefusal(
                     f"the gradient of parameter '{name}' is a fraction of its clipped sum, as a "
                     "GradScaler leaves it, so nothing was released: losses that are "
                     "scaled are clipped at that scale. Call engine.backward(losses) and "
                     "optimizer.step() without the scaler; bfloat16 needs none"
-                )
+                ) from None
             if stale:
-                raise RuntimeError(
+                raise PrivateRefusal(
                     "optimizer.zero_grad() was not called after the last step, but before it or "
                     "not at all, or step() was called twice: .grad still held what was released "
                     f"then, for instance of parameter '{name}', so nothing was released. Call "
                     "zero_grad() once after each step(); the batch is dropped"
-                )
-            raise RuntimeError(
+                ) from None
+            raise PrivateRefusal(
                 f"the gradient of parameter '{name}' is not the clipped sum that its private "
                 "layer made, so nothing was released. Either the parameter is used outside of its "
                 "own module (tie modules instead: lm_head.weight = embedding.weight; in place of "
                 "a penalty on weights use weight_decay, or run its backward inside "
                 "engine.public_data()), or .grad was changed between backward and step: by "
-                "clip_grad_norm_ (leave it out, samples are clipped already), by a "
-                "DistributedDataParallel that was put around the model after make_private (wrap "
-                "it before), or by the backward of a public loss (run it inside "
-                "engine.public_data() too)"
-            )
+                "clip_grad_norm_ (leave it out, samples are clipped already), by a hook of the "
+                "parameter (remove it), by a DistributedDataParallel that was put around the "
+                "model after make_private (wrap it before), or by the backward of a public loss "
+                "(run it inside engine.public_data() too)"
+            ) from None
 
 
 def _scale(grad: Tensor, total: Tensor) -> float | None:
@@ -416,10 +417,10 @@ def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> l
             "own; use a first-order optimizer such as AdamW"
         )
     for parameter in trained:
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"parameter '{own[id(parameter)]}' has a post-accumulate-grad hook, which would "
-                "see its gradient before the noise; remove the hook"
+                f"parameter '{own[id(parameter)]}' has a hook on its gradient, which would see or "
+                "change it before the noise; remove the hook"
             )
         if not parameter.is_floating_point():
             raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")

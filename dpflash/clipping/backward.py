@@ -16,6 +16,7 @@ from dpflash.kernels import clip_factors
 from ..distributed.collectives import agree, gather_rows, rank_in, world_size
 from ..distributed.layout import Layout
 from ..packing.units import Units
+from ..refusal import PrivateRefusal
 from ..sampling.tracker import STEP_OF_ANOTHER
 from ..step import ClippedSums
 from ..verification.declared_reduction import refuse_weights
@@ -27,7 +28,7 @@ from ..verification.two_backwards import (
     grad_before_backward,
 )
 from ..verification.watch import Watch, refuse_together
-from .forward import SHARED, PrivateForward, refuse_for_memory
+from .forward import ALL_ROWS, SHARED, PrivateForward, refuse_anomaly_mode, refuse_for_memory
 from .gate import Gate
 from .groups import Group
 from .planner import Planner
@@ -122,6 +123,8 @@ class PrivateBackward:
     @contextmanager
     def call(self, sizes: frozenset[int]) -> Iterator[bool]:
         """See `PrivateForward.call`."""
+        if torch.is_grad_enabled():
+            refuse_anomaly_mode()
         with self.step.noting_refusals(), self.forward.call(sizes) as is_outermost:
             if is_outermost:
                 self.watches = self.proof.resting
@@ -171,10 +174,10 @@ class PrivateBackward:
             else:
                 torch.autograd.backward(losses, seed)
             if not self._arrived:
-                raise RuntimeError(
+                raise PrivateRefusal(
                     "losses did not reach any private layer: no parameter got a gradient. Compute "
                     "losses from the output of the model given to make_private, with gradients on"
-                )
+                ) from None
         except BaseException as error:
             self.discard()
             if isinstance(error, RuntimeError):
@@ -343,6 +346,7 @@ class PrivateBackward:
                 gate.reset()
 
     def _begin(self, losses: Tensor | None = None) -> None:
+        refuse_anomaly_mode()
         self._arrived = set()
         self._arrived_generation = None
         self._task = -1
@@ -378,8 +382,7 @@ class PrivateBackward:
                 self._begin()
                 self._meet(None)
                 self._task = task
-                with self.step.noting_refusals():
-                    self.step.tracker.before_backward(gate.batch_size)
+                self.step.tracker.before_backward(gate.batch_size)
         elif self._expected_size is None and not self._arrived:
             self.step.tracker.before_backward(gate.batch_size)
         if self._expected_size is not None and gate.batch_size != self._expected_size:
@@ -391,23 +394,24 @@ class PrivateBackward:
             )
         mixed = self._arrived_generation not in (None, gate.generation)
         if mixed or (self.mode == "sum" and gate is not self._summing):
-            raise RuntimeError(
+            raise PrivateRefusal(
                 "losses come from more than one forward, or from an earlier one; call "
-                "engine.backward after each forward, and give every layer inputs "
-                f"whose first dimension is the batch. {SHARED}{self.forward.misfit}"
-            )
+                "engine.backward after each forward, and give every layer inputs whose first "
+                f"dimension is the batch. {ALL_ROWS}. {SHARED}{self.forward.misfit}"
+            ) from None
         self.step.refuse_inexact(gate.batch_size)
         self._arrived.add(id(gate))
         self._arrived_generation = gate.generation
         self.forward.finish()
 
     def refuse_size(self, gate_size: int, loss_size: int) -> None:
-        raise ValueError(
-            f"losses has {loss_size} entries but the model saw a batch of {gate_size}: give one "
-            "loss per sample of the forward, batch first"
-            + (f". {SHARED}" if gate_size == 1 else "")
-            + self.forward.misfit
-        )
+        raise PrivateRefusal(
+            "losses has another number of entries than the batch that the model saw: give one "
+            "loss per sample of the forward, batch first. "
+            f"{ALL_ROWS}. {SHARED}{self.forward.misfit}",
+            losses=loss_size,
+            batch_size=gate_size,
+        ) from None
 
     def discard(self) -> None:
         """Drop the logical batch; see `ClippedSums.discard`."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..packing.units import Units
+from ..refusal import PrivateRefusal
 from ..verification.forward_rows import ForwardRows
 from .groups import Group
 from .planner import LinearShape
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 SHARED = (
     "[1, ...] is taken for what all samples share only in a call of the model itself, after a "
     "layer that got the batch; elsewhere expand it"
+)
+ALL_ROWS = (
+    "Where rows are filtered (h[y >= 0]) or routed, keep all rows and give the others weight 0; "
+    "where pairs are stacked into the batch (torch.cat([a, b])), stack them in dimension 1, or "
+    "call the model twice"
 )
 
 
@@ -88,6 +94,20 @@ def _refuse_expanded(error: RuntimeError, call: _Call) -> None:
         "sample; code that expects [1, ...] fails on it. Freeze the module that it fails on with "
         "requires_grad_(False), or leave it out of LoRA's target_modules"
     ) from error
+
+
+def refuse_anomaly_mode() -> None:
+    """Refuse autograd's anomaly mode, which fails on a gradient of NaN.
+
+    Raises:
+        RuntimeError: it is on, and checks for NaN.
+    """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise RuntimeError(
+            "torch.autograd.set_detect_anomaly(True): one sample with a NaN gradient would end "
+            "training; here it contributes zero. Leave it out (Lightning: detect_anomaly=False), "
+            "or pass set_detect_anomaly(True, check_nan=False)"
+        )
 
 
 def refuse_for_memory(error: RuntimeError, rows: int | None) -> None:
@@ -202,7 +222,7 @@ class PrivateForward:
         tokens of all samples in order, see `is_flattened`.
 
         Raises:
-            ValueError: x may be one sample as well.
+            PrivateRefusal: x may be one sample as well.
         """
         leading, call, state = x.shape[0], self._call, self.state
         if is_recomputing():
@@ -221,25 +241,25 @@ class PrivateForward:
             return size
         if leading != size and (leading != 1 or size == 1):
             self.misfit = self.misfit or (
-                f". Module '{name}' got {tuple(x.shape)} in a batch of {size}; rows for tokens "
-                f"are taken only where autograd's graph shows them to be [{size}, ...] flattened, "
-                "samples first"
+                f". Module '{name}' got another first dimension than layers before it; rows for "
+                "tokens are taken only where autograd's graph shows them to be [B, ...] "
+                "flattened, samples first"
             )
         if leading != 1 or size == 1:
             return leading
-        if x.requires_grad:
-            why = "and depends on layers that are trained: one sample, or a sum over samples"
-        elif size not in call.sizes:
-            why = f"no tensor that the model got has {size} of them: it may be one sample"
-        else:
+        if not x.requires_grad and size in call.sizes:
             state.shared.add(name)
             call.shared[name] = None
             return size
-        raise ValueError(
-            f"input of module '{name}' has shape {tuple(x.shape)} after others with {size} "
-            f"entries in the first dimension, {why}. Give each layer inputs whose first dimension "
-            f"is the batch; what does not depend on the data, as x.expand({size}, ...)"
-        )
+        raise PrivateRefusal(
+            f"input of module '{name}' is [1, ...] after others with more entries in the first "
+            "dimension, and may be one sample or a sum over samples: it depends on layers that "
+            "are trained, or no tensor that the model got has as many entries. Give each layer "
+            f"inputs whose first dimension is the batch. {ALL_ROWS}. What does not depend on the "
+            "data, pass as x.expand(B, ...)",
+            shape=tuple(x.shape),
+            batch_size=size,
+        ) from None
 
     def _first_batch_size(self, x: Tensor, call: _Call) -> int:
         """B, where x is the input of a call's first layer."""

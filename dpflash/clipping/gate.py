@@ -287,7 +287,8 @@ class Gate:
         """Run the backward of the gate: per-sample gradients in, clipped sums out."""
         self._enter()
         self._refuse_written()
-        self.owner.check_gate(self)
+        with self.owner.step.noting_refusals():
+            self.owner.check_gate(self)
         self.owner.compare(self, grads)
         factors = self._factors(grads)
         pairs = enumerate(zip(self.group.parameters, grads, strict=True))

@@ -15,6 +15,7 @@ from ..clipping.gate import Gate
 from ..clipping.planner import LinearShape
 from ..distributed.fsdp import is_sharded
 from ..packing.units import Units
+from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once, refuse_transforms
 from ..verification.tracing import refuse_recording, refuse_tracing
 
@@ -93,9 +94,9 @@ class ModuleContext:
         Where `units` are the samples, it becomes `[1, n, ...]`, with the entries of all of them.
         """
         if x.ndim == 0:
-            raise ValueError(
+            raise PrivateRefusal(
                 f"input of module '{self.name}' is a scalar; its first dimension must be the batch"
-            )
+            ) from None
         if torch.compiler.is_compiling():
             return x
         forward = self.backward.forward

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ..clipping.forward import ALL_ROWS
+from ..refusal import PrivateRefusal
 from .base import ModuleContext, name_of_forward, plain_forward
 
 # Layers below these get tokens as they do; attention turns its inputs by itself.
@@ -58,25 +60,25 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
     """Turn x [T, B, ...] into [B, T, ...].
 
     Raises:
-        ValueError: B is not the batch of the model: layers before this one had another first
+        PrivateRefusal: B is not the batch of the model: layers before this one had another first
             dimension, or no tensor that the model was given has B entries in its first one.
     """
     forward = context.backward.forward
     size, known = x.shape[1], forward.known_batch_size()
     if torch.compiler.is_compiling():
         return x.transpose(0, 1)
-    if known is not None and known != size:
-        why = f"layers before it got inputs with {known} entries in the first dimension"
-    elif forward.call_sizes is not None and size not in forward.call_sizes:
-        why = f"no tensor that the model got has {size} entries in its first dimension"
-    else:
+    sizes = forward.call_sizes
+    if known in (None, size) and (sizes is None or size in sizes):
         return x.transpose(0, 1)
-    raise ValueError(
-        f"module '{context.name}' has batch_first=False and got an input of shape "
-        f"{tuple(x.shape)}, a batch of {size}, but {why}. Build it with batch_first=True; or give "
-        "the model, and all other layers, inputs whose first dimension is the batch, and "
-        "transpose those of this module"
-    )
+    raise PrivateRefusal(
+        f"module '{context.name}' has batch_first=False, so the second dimension of its input is "
+        "the batch, but layers before it had another one, or no tensor that the model got has as "
+        "many entries in its first dimension. Build it with batch_first=True; or give the model, "
+        "and all other layers, inputs whose first dimension is the batch, and transpose those of "
+        f"this module. {ALL_ROWS}",
+        shape=tuple(x.shape),
+        known=known,
+    ) from None
 
 
 class BatchSecond(nn.Module):

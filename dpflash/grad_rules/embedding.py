@@ -18,6 +18,7 @@ from dpflash.kernels import embedding_per_sample_grad
 
 from ..clipping.forward import PrivateForward
 from ..clipping.planner import EmbeddingShape
+from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
 from .base import PrivateModule, Slot
 
@@ -168,8 +169,9 @@ class PrivateEmbedding(PrivateModule):
             return indices
         if context.has_positions:
             return indices.unsqueeze(0)
-        raise ValueError(
-            f"indices of embedding '{self._dpflash.name}' have shape ({length},), which may be "
+        raise PrivateRefusal(
+            f"indices of embedding '{self._dpflash.name}' have one dimension, which may be "
             "one index for each sample or positions shared by all. Pass indices[:, None] for the "
-            "former, indices[None, :] for the latter"
-        )
+            "former, indices[None, :] for the latter",
+            length=length,
+        ) from None

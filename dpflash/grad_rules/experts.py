@@ -22,6 +22,7 @@ from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import ExpertsShape
 from ..packing import Units
+from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
 from .base import Handles, PrivateModule, Slot, autocast_dtype, plain_forward
 
@@ -223,11 +224,12 @@ class PrivateExperts(PrivateModule):
         chosen, weights = (t.flatten(0, -2) for t in (top_k_index, top_k_weights))
         of_rows = 1 if context.units is not None else max(1, batch)
         if len(tokens) // of_rows * of_rows != len(chosen) or weights.shape != chosen.shape:
-            raise ValueError(
-                f"module '{self._dpflash.name}' got hidden states {tuple(hidden_states.shape)}, "
-                f"experts {tuple(top_k_index.shape)} and weights {tuple(top_k_weights.shape)} in "
-                f"a batch of {batch}: expected [B T, I], [B T, K] and [B T, K]"
-            )
+            raise PrivateRefusal(
+                f"module '{self._dpflash.name}' got hidden states, experts and weights of which "
+                "some lack tokens of the batch: expected [B T, I], [B T, K] and [B T, K]",
+                shapes=[tuple(x.shape) for x in (hidden_states, top_k_index, top_k_weights)],
+                batch_size=batch,
+            ) from None
         routing = Routing.of(chosen, self.down_proj.shape[0], batch, context.units)
         handles = self.private_handles(batch)
         copies = tokens.unsqueeze(1).expand(-1, chosen.shape[1], -1).flatten(0, 1)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves
 
+from ..clipping.forward import ALL_ROWS
 from ..packing import Units
+from ..refusal import PrivateRefusal
 from .base import PrivateModule, plain_class, plain_copy
 from .by_document import by_document
 from .functions import PerSampleFunctions
@@ -45,10 +47,11 @@ class PrivateLeaf(PrivateModule):
                 "the batch cannot be told; it has no rule for private training"
             )
         if isinstance(self, nn.modules.conv._ConvNd) and tensors[0].ndim != self.weight.ndim:
-            raise ValueError(
-                f"input of module '{context.name}' has shape {tuple(tensors[0].shape)}; a private "
-                "convolution needs batch and channels first: [B, channels, ...]"
-            )
+            raise PrivateRefusal(
+                f"input of module '{context.name}' has no batch; a private convolution needs "
+                "batch and channels first: [B, channels, ...]",
+                shape=tuple(tensors[0].shape),
+            ) from None
         if isinstance(self, nn.modules.conv._ConvNd) and args and args[0].is_contiguous():
             # The stride of a dimension of 1 may be anything; of some, torch's backward under vmap
             # fails in 16 bit on CPUs without such arithmetic ("grad_weight must be contiguous").
@@ -66,19 +69,16 @@ class PrivateLeaf(PrivateModule):
             k: context.check_batch(a) if isinstance(a, Tensor) else a for k, a in kwargs.items()
         }
         sizes = {a.shape[0] for a in (*args, *kwargs.values()) if isinstance(a, Tensor)}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"tensor arguments of module '{context.name}' ({type(self).__name__}) have first "
-                f"dimensions {sorted(sizes)}; the generic rule needs the batch first in each"
-            )
-        batch_size = sizes.pop()
+        batch_size = next(iter(sizes))
         is_flattened = not rows <= {1, batch_size}
-        if is_flattened and len(rows) > 1:
-            raise ValueError(
-                f"tensor arguments of module '{context.name}' ({type(self).__name__}) have first "
-                f"dimensions {sorted(rows)}, of which some are samples and others tokens; the "
-                "generic rule needs the same in each"
-            )
+        if len(sizes) > 1 or is_flattened and len(rows) > 1:
+            raise PrivateRefusal(
+                f"tensor arguments of module '{context.name}' ({type(self).__name__}) have "
+                "different first dimensions, or samples in some and tokens in others; the generic "
+                f"rule needs the batch first in each. {ALL_ROWS}",
+                rows=rows,
+                sizes=sizes,
+            ) from None
         copied, shared, per_sample = self._copies(batch_size)
         if batch_size == 0:
             # Empty gradients, but with other ranks the gate takes part in their exchange.
@@ -113,13 +113,18 @@ class PrivateLeaf(PrivateModule):
                 run = vmap(one, in_dims=in_dims, randomness="different")
                 outputs = run(per_sample, args, kwargs)
             except RuntimeError as error:
-                misfit = context.backward.forward.misfit
-                if not (misfit or "vmap" in str(error) or "functorch" in str(error)):
+                if misfit := context.backward.forward.misfit:
+                    raise PrivateRefusal(
+                        f"module '{context.name}' ({plain_class(self).__name__}) has no rule of "
+                        f"its own, and fails in a batch{misfit}. {ALL_ROWS}",
+                        error=str(error),
+                    ) from None
+                if not ("vmap" in str(error) or "functorch" in str(error)):
                     raise
                 raise RuntimeError(
                     f"module '{context.name}' ({plain_class(self).__name__}) has no rule of its "
                     f"own, and torch.func.vmap, which runs it for each sample, fails. "
-                    f"Freeze it with requires_grad_(False), or use another layer{misfit}"
+                    "Freeze it with requires_grad_(False), or use another layer"
                 ) from error
             return shape.of_batch(outputs, args, kwargs)
 

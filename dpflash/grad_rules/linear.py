@@ -12,6 +12,7 @@ from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import LinearShape
 from ..packing.units import Units
+from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
 from .base import PrivateModule, Slot, autocast_dtype
 
@@ -76,10 +77,10 @@ class PrivateLinear(PrivateModule):
             return super().forward(input)
         x = self._dpflash.check_batch(input)
         if x.ndim == 1:
-            raise ValueError(
-                f"input of module '{self._dpflash.name}' has shape {tuple(x.shape)}; a private "
-                "linear layer needs the batch first: [B, ..., features]"
-            )
+            raise PrivateRefusal(
+                f"input of module '{self._dpflash.name}' has no batch; a private linear layer "
+                "needs it first: [B, ..., features]"
+            ) from None
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         dtype = autocast_dtype(x)

@@ -10,6 +10,7 @@ from torch import Tensor
 from dpflash.kernels import layer_norm_backward, rms_norm_backward
 
 from ..packing.units import Units
+from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
 from .base import PrivateModule, autocast_dtype
 
@@ -147,8 +148,9 @@ def _checked(module: Any, x: Tensor) -> Tensor:
     x = module._dpflash.check_batch(x)
     shape = tuple(module.normalized_shape)
     if x.ndim <= len(shape):
-        raise ValueError(
-            f"input of module '{module._dpflash.name}' has shape {tuple(x.shape)}; a private norm "
-            f"over {shape} needs the batch first: [B, ..., {', '.join(map(str, shape))}]"
-        )
+        raise PrivateRefusal(
+            f"input of module '{module._dpflash.name}' has no batch; a private norm needs it "
+            "first: [B, ..., *normalized_shape]",
+            dimensions=x.ndim,
+        ) from None
     return x.float() if autocast_dtype(x) is not None else x

@@ -23,7 +23,7 @@ from torch.func import vmap
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from ..clipping.forward import is_recomputing
+from ..clipping.forward import ALL_ROWS, is_recomputing
 from ..distributed.fsdp import is_sharded
 from ..refusal import PrivateRefusal
 from ..verification.attributes import OF_TORCH, OwnAttributes, copied, identity
@@ -279,17 +279,21 @@ class PrivateOwner(PrivateModule):
             return 0
         if place is not None:
             if len(leaf) > 1 and places.setdefault(place, "positions") == "batch":
-                raise ValueError(
-                    f"{self._described} got a tensor of shape {tuple(leaf.shape)} in a batch of "
-                    f"{batch_size}, as an argument that had one entry for each sample before; "
-                    "pass one for each sample, or positions as [1, T]"
-                )
+                raise PrivateRefusal(
+                    f"{self._described} got a tensor with another first dimension than the batch, "
+                    "as an argument that had one entry for each sample before; pass one for each "
+                    f"sample, or positions as [1, T]. {ALL_ROWS}",
+                    shape=tuple(leaf.shape),
+                    batch_size=batch_size,
+                ) from None
         elif leaf.requires_grad or (leaf.ndim and len(leaf) != 1):
-            raise ValueError(
-                f"{self._described} got a tensor of shape {tuple(leaf.shape)} in a batch of "
-                f"{batch_size}; its first dimension must be the batch, or 1 where it does not "
-                "depend on layers that are trained"
-            )
+            raise PrivateRefusal(
+                f"{self._described} got a tensor whose first dimension is not the batch: it must "
+                "be, or be 1 where the tensor does not depend on layers that are trained. "
+                f"{ALL_ROWS}",
+                shape=tuple(leaf.shape),
+                batch_size=batch_size,
+            ) from None
         return None
 
 
@@ -524,11 +528,11 @@ class _Outside:
         if is_bare and not (
             isinstance(module, PrivateEmbedding) or plain_class(module).forward in _POINTWISE
         ):
-            raise ValueError(
-                f"layer {plain_class(module).__name__} below {self.owner} got tensors of shapes "
-                f"{[tuple(x.shape) for x in tensors]} that do not depend on the batch; give them "
-                "a first dimension of 1"
-            )
+            raise PrivateRefusal(
+                f"layer {plain_class(module).__name__} below {self.owner} got tensors that do not "
+                "depend on the batch; give them a first dimension of 1",
+                shapes=[tuple(x.shape) for x in tensors],
+            ) from None
         first = 0 if is_bare else 1
         return [
             x.expand(self.batch_size, *x.shape[first:]) if isinstance(x, Tensor) and x.ndim else x
@@ -553,12 +557,13 @@ class _Outside:
             return self._mapped(x.unsqueeze(1))
         if x.ndim and x.shape[0] == 1 and not x.requires_grad:
             return x  # as rotary tables
-        raise ValueError(
-            f"layer {plain_class(module).__name__} below {self.owner} returned a "
-            f"tensor of shape {tuple(x.shape)} in a batch of {self.batch_size}; its first "
-            "dimension must be the batch. Call it in a module of its own that returns such "
-            "tensors alone"
-        )
+        raise PrivateRefusal(
+            f"layer {plain_class(module).__name__} below {self.owner} returned a tensor whose "
+            "first dimension must be the batch, and is not. Call it in a module of its own that "
+            "returns such tensors alone",
+            shape=tuple(x.shape),
+            batch_size=self.batch_size,
+        ) from None
 
 
 class _Parameters(dict[str, Any]):

@@ -16,6 +16,7 @@ from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
 from ..clipping.planner import LinearShape
 from ..clipping.precision import without_autocast
+from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
 from .base import Handles, PrivateModule, Slot, autocast_dtype
 from .batch_second import samples_first
@@ -265,13 +266,13 @@ class PrivateRecurrent(PrivateModule):
             padded, lengths = pad_packed_sequence(given, batch_first=True, total_length=length)
             return context.check_batch(padded), lengths
         if given.is_nested or given.ndim != 3:
-            what = "is a nested tensor" if given.is_nested else f"has shape {tuple(given.shape)}"
             expected = "[B, T, I]" if self.batch_first else "[T, B, I] (batch_first=False)"
-            raise ValueError(
-                f"input of module '{context.name}' ({self.mode}) {what}; a private recurrent "
-                f"layer needs a batch, {expected} or a PackedSequence: give single samples one "
-                "with unsqueeze"
-            )
+            raise PrivateRefusal(
+                f"input of module '{context.name}' ({self.mode}) is nested, or has no batch; a "
+                f"private recurrent layer needs one, {expected} or a PackedSequence: give single "
+                "samples one with unsqueeze",
+                dimensions=given.ndim,
+            ) from None
         return context.check_batch(
             given if self.batch_first else samples_first(context, given)
         ), None
@@ -287,10 +288,12 @@ class PrivateRecurrent(PrivateModule):
         found = [tuple(h.shape) for h in states]
         expected = [(count, batch, width) for width in widths]
         if found != expected:
-            raise ValueError(
-                f"hx of module '{self._dpflash.name}' ({self.mode}) has shapes {found}: expected "
-                f"{expected}, layers first and batch second"
-            )
+            raise PrivateRefusal(
+                f"hx of module '{self._dpflash.name}' ({self.mode}) does not fit: expected layers "
+                "first and the input's batch second",
+                shapes=found,
+                expected=expected,
+            ) from None
         h, c = states[0], states[1] if is_lstm else [None] * count
         return list(zip(h, c, strict=True))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..refusal import PrivateRefusal
 from .base import PrivateModule
 from .recurrent import recurrence, refuse_compiler
 
@@ -26,10 +27,11 @@ class PrivateRecurrentCell(PrivateModule):
         name, mode = self._dpflash.name, self._mode()
         refuse_compiler(name, mode)
         if input.ndim != 2:
-            raise ValueError(
-                f"input of module '{name}' ({mode}) has shape {tuple(input.shape)}; a private "
-                "cell needs a batch, [B, I]: give a single sample one with unsqueeze(0)"
-            )
+            raise PrivateRefusal(
+                f"input of module '{name}' ({mode}) has no batch; a private cell needs one, "
+                "[B, I]: give a single sample one with unsqueeze(0)",
+                shape=tuple(input.shape),
+            ) from None
         x = self._dpflash.check_batch(input)
         expected = (x.shape[0], self.hidden_size)
         if hx is None:
@@ -38,9 +40,12 @@ class PrivateRecurrentCell(PrivateModule):
         states = tuple(hx) if mode == "LSTM" else (hx, None)
         found = [tuple(h.shape) for h in states if h is not None]
         if any(shape != expected for shape in found):
-            raise ValueError(
-                f"hx of module '{name}' ({mode}) has shapes {found}: expected {expected} each"
-            )
+            raise PrivateRefusal(
+                f"hx of module '{name}' ({mode}) does not fit: expected [B, H] each, of the "
+                "input's batch",
+                shapes=found,
+                expected=expected,
+            ) from None
         handles = self.private_handles(x.shape[0])
         _, h, *c = recurrence(self, handles, mode, "", x.unsqueeze(1), states)
         return (h, c[0]) if c else h

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from dpflash.kernels import per_sample_bias_grad, per_sample_grad
 
+from ..clipping.forward import ALL_ROWS
 from ..clipping.planner import LinearShape
+from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
 from .base import Handles, PrivateModule, Slot, autocast_dtype
 from .batch_second import samples_first
@@ -144,22 +146,23 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         context, found = self._dpflash, {}
         for x in inputs:
             if x.is_nested or x.ndim != 3:
-                what = "is a nested tensor" if x.is_nested else f"has shape {tuple(x.shape)}"
                 expected = "[B, T, E]" if self.batch_first else "[T, B, E] (batch_first=False)"
-                raise ValueError(
-                    f"an input of module '{context.name}' (MultiheadAttention) {what}; private "
-                    f"attention needs a batch, {expected}: pad to one length, and give single "
-                    "samples a batch dimension with unsqueeze"
-                )
+                raise PrivateRefusal(
+                    f"an input of module '{context.name}' (MultiheadAttention) is nested, or has "
+                    f"no batch; private attention needs one, {expected}: pad to one length, and "
+                    "give single samples a batch dimension with unsqueeze",
+                    dimensions=x.ndim,
+                ) from None
             if id(x) not in found:
                 first = x if self.batch_first else samples_first(context, x)
                 found[id(x)] = context.check_batch(first)
         sizes = {x.shape[0] for x in found.values()}
         if len(sizes) > 1:
-            raise ValueError(
-                f"query, key and value of module '{context.name}' are batches of {sorted(sizes)}; "
-                "expected one number of samples"
-            )
+            raise PrivateRefusal(
+                f"query, key and value of module '{context.name}' have different numbers of "
+                f"samples; expected one. {ALL_ROWS}",
+                sizes=sizes,
+            ) from None
         return [found[id(x)] for x in inputs]
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -248,11 +251,12 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         if tuple(mask.shape) not in shapes or not (
             mask.dtype == torch.bool or mask.is_floating_point()
         ):
-            expected = " or ".join(str(shape) for shape in shapes)
-            raise ValueError(
-                f"{name} of module '{self._dpflash.name}' has shape {tuple(mask.shape)} and dtype "
-                f"{mask.dtype}: expected {expected}, boolean (True: ignored) or floating point"
-            )
+            raise PrivateRefusal(
+                f"{name} of module '{self._dpflash.name}' has {mask.dtype} or does not fit: "
+                "expected torch's shape, boolean (True: ignored) or floating point",
+                shape=tuple(mask.shape),
+                expected=shapes,
+            ) from None
         if mask.dtype != torch.bool:
             return mask.to(dtype)
         zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)

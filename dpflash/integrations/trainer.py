@@ -116,6 +116,7 @@ _REFUSED_ARGUMENTS: _Refused = {
         "the bound of a sample is PrivacyConfig(max_grad_norm=...), and the sum is not clipped "
         "again; leave it out here",
     ),
+    "debug": (("", []), "it prints private activations and gradients; leave it out"),
     "fp16": ((False,), "clipped sums must not be scaled; use bf16=True"),
     "torch_compile": ((False,), "pass PerformanceConfig(optimize='aggressive')"),
     "use_liger_kernel": ((False,), "its layers have no per-sample gradients; leave it out"),

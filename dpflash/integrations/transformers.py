@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..attn.functional import attention
 from ..patterns import Documents, Pattern, SlidingWindow
+from ..refusal import PrivateRefusal
 
 if TYPE_CHECKING:
     from .trainer import DPTrainer
@@ -93,7 +94,7 @@ def register() -> str:
     that restart, or one row with `cu_seq_lens_q` and `cu_seq_lens_k`), and decoding from a
     cache that grows or is preallocated, any number of tokens at a time. Compiled models work too,
     except for packed documents and several tokens on a filled or preallocated cache. Unsupported
-    features raise ValueError when the model runs: attention dropout, head_mask,
+    features raise when the model runs: attention dropout, head_mask,
     output_attentions, masks of more than two dimensions, and masks with holes. At padded queries
     the hidden states differ from those of ``"sdpa"``; they are finite, and no other token sees
     them.
@@ -221,6 +222,12 @@ def _refuse(cause: str, why: str, remedy: str) -> NoReturn:
     raise ValueError(f'{cause} with attn_implementation="{NAME}": {why}; {remedy}')
 
 
+def _refuse_data(cause: str, why: str, remedy: str, **found: Any) -> NoReturn:
+    raise PrivateRefusal(
+        f'{cause} with attn_implementation="{NAME}": {why}; {remedy}', **found
+    ) from None
+
+
 def _mask(
     *,
     batch_size: int,
@@ -274,11 +281,13 @@ def _mask(
     known = kv_length
     if _CAUSAL in names and q_length != kv_length:
         if compiling or _PACKED in names:
-            _refuse(
-                f"past_key_values with {q_length} new tokens and {kv_length} keys",
+            _refuse_data(
+                "past_key_values with several new tokens",
                 "expected one new token, or an empty cache that grows, while compiling and with "
                 "packed documents",
                 _UNCACHED,
+                tokens=q_length,
+                keys=kv_length,
             )
         # The queries are the last of the keys that are known by now.
         known = int(q_offset) + q_length - int(kv_offset)
@@ -320,10 +329,12 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
 def _padding(mask: Tensor, batch_size: int, known: int, keys: int) -> Tensor | None:
     """The padding of `known` keys; None if there is none, and no key that is not yet known."""
     if tuple(mask.shape) != (batch_size, known):
-        _refuse(
-            f"attention_mask of shape {list(mask.shape)}",
-            f"expected [B, S]={[batch_size, known]}, nonzero where a key is attended to",
+        _refuse_data(
+            "attention_mask of another shape",
+            "expected [B, S], nonzero where a key is attended to",
             f"pass the tokenizer's mask, or {_ELSEWHERE}",
+            shape=tuple(mask.shape),
+            expected=(batch_size, known),
         )
     mask = mask.bool()
     if known == keys and not torch.compiler.is_compiling() and bool(mask.all()):
@@ -401,10 +412,11 @@ def _attention(
     if borders is not None and query.shape[0] > 1:
         query, key, value = map(_in_one_row, (query, key, value))
         if position_bias is not None:
-            _refuse(
-                f"position_bias with documents packed into {shape[0]} rows",
+            _refuse_data(
+                "position_bias with documents packed into several rows",
                 "expected one row",
                 _ELSEWHERE,
+                rows=shape[0],
             )
     pattern = _pattern(query.shape[2], key.shape[2], causal, sliding_window, borders, padding)
     o = attention(
@@ -434,9 +446,8 @@ def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[st
             continue
         if name == "output_attentions" and not value:
             continue
-        shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
         _refuse(
-            f"{name}={shown}",
+            f"{name}={value!r}" if isinstance(value, (bool, str)) else name,
             "expected None, as it would change the result",
             f"{_REMEDIES[name]}, or {_ELSEWHERE}" if name in _REMEDIES else _ELSEWHERE,
         )
@@ -459,10 +470,12 @@ def _require_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
         mask = mask[:, 0, 0]
     fits = mask.ndim == 2 and mask.shape[0] == key.shape[0] and mask.shape[1] <= key.shape[2]
     if mask.dtype != torch.bool or not fits:
-        _refuse(
-            f"attention_mask of shape {list(mask.shape)} and dtype {mask.dtype}",
-            f"expected None or padding [B, S]={[key.shape[0], key.shape[2]]}",
+        _refuse_data(
+            f"attention_mask of another shape, or of dtype {mask.dtype}",
+            "expected None or padding [B, S] of booleans",
             f"pass the tokenizer's 2-D mask to the model, or {_ELSEWHERE}",
+            shape=tuple(mask.shape),
+            expected=(key.shape[0], key.shape[2]),
         )
     return mask
 
@@ -480,20 +493,24 @@ def _given_borders(
         name = "cu_seq_lens_k" if cu_seq_lens_k is None else "cu_seq_lens_q"
         _refuse(f"{name}=None", "expected both cu_seq_lens_q and cu_seq_lens_k", "pass both")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        _refuse(
-            f"cu_seq_lens_q with q {list(query.shape)} and k {list(key.shape)}",
+        _refuse_data(
+            "cu_seq_lens_q beside several rows or a cache",
             "expected one row and as many queries as keys",
             "flatten the batch into one row and use no cache",
+            shapes=[tuple(query.shape), tuple(key.shape)],
         )
     if padding is not None:
-        _refuse("cu_seq_lens_q beside attention_mask", "expected one of both", "pass one of them")
+        cause = "cu_seq_lens_q beside attention_mask"
+        _refuse_data(cause, "expected one of both", "pass one of them")
     others = [cu_seq_lens_k] if borders is None else [cu_seq_lens_k, borders]
     for other in others:
         if cu_seq_lens_q.tolist() != other.tolist():
-            _refuse(
-                f"cu_seq_lens_q={cu_seq_lens_q.tolist()}",
-                f"cu_seq_lens_k or position_ids give {other.tolist()}",
+            _refuse_data(
+                "cu_seq_lens_q",
+                "cu_seq_lens_k or position_ids give other documents",
                 "pass the same documents in all of them",
+                borders=cu_seq_lens_q.tolist(),
+                others=other.tolist(),
             )
     return cu_seq_lens_q
 
@@ -529,10 +546,11 @@ def _borders_of_positions(
         return None
     restarts = position_ids == position_ids.min()
     if not (causal and restarts[:, 0].all() and torch.equal(starts, restarts[:, 1:])):
-        _refuse(
-            f"position_ids={position_ids[0].tolist()}",
+        _refuse_data(
+            "position_ids",
             "expected consecutive ones, or in a causal model documents that each start alike",
             "pass cu_seq_lens_q and cu_seq_lens_k for packed documents",
+            position_ids=position_ids[0].tolist(),
         )
     return _borders(starts)
 
@@ -554,18 +572,21 @@ def _pattern(
     if queries == 1:
         # The mask of a single query includes the window, see `_mask`.
         if sliding_window is not None and sliding_window < keys and padding is None:
-            _refuse(
-                f"sliding_window={sliding_window} with 1 query, {keys} keys and no mask",
+            _refuse_data(
+                f"sliding_window={sliding_window} with 1 query, more keys and no mask",
                 "expected a mask of the keys in the window",
                 _UNCACHED,
+                keys=keys,
             )
         return None
     if queries > keys and causal or queries != keys and not causal and sliding_window is not None:
         cause = "is_causal=True" if causal else f"sliding_window={sliding_window}"
-        _refuse(
-            f"{cause} with {queries} queries and {keys} keys",
+        _refuse_data(
+            f"{cause} with another number of queries than keys",
             "expected as many queries as keys, or in a causal model no more",
             _UNCACHED,
+            queries=queries,
+            keys=keys,
         )
     if sliding_window is not None and sliding_window < keys:
         return _sliding_window(sliding_window, causal)

@@ -101,25 +101,21 @@ class Units:
         """`[n, ...]` of x `[*shape, ...]`, or of x `[N, ...]`, n a multiple of N.
 
         Raises:
-            ValueError: x has other leading dimensions.
+            PrivateRefusal: x has other leading dimensions.
         """
         dims = len(self.shape)
         if tuple(x.shape[:dims]) == self.shape:
             return x if self.are_rows else x.flatten(0, dims - 1)
         if x.ndim and x.shape[0] == self.positions:
             return x
-        if self.are_rows:
-            raise ValueError(
-                f"input of layer '{layer}' has shape {tuple(x.shape)} in a batch of "
-                f"{self.positions} rows of users (unit_of) or pairs: expected as many first, so "
-                "that each row's unit is known. Give the model all rows in one call, each with an "
-                "entry of its own, and call it on other data under torch.no_grad()"
-            )
-        raise ValueError(
-            f"input of layer '{layer}' has shape {tuple(x.shape)} in a batch of packed documents "
-            f"{list(self.shape)}: expected these two dimensions first, or their product, so that "
-            "each token's document is known. Give each token its own entry"
-        )
+        raise PrivateRefusal(
+            f"input of layer '{layer}' does not begin with the rows of users (unit_of) or pairs, "
+            "or the two dimensions of packed documents or their product, so that no unit of an "
+            "entry is known. Give the model all rows in one call, each row or token with an entry "
+            "of its own, and call it on other data under torch.no_grad()",
+            shape=tuple(x.shape),
+            batch=self.shape,
+        ) from None
 
     def entries(self, unit: int, n: int) -> slice:
         """The entries of one unit in tensors `[n, ...]`."""

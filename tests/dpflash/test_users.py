@@ -244,7 +244,7 @@ def test_another_number_of_rows_is_refused_in_words_of_users():
     _, model, _, loader = private(Net("linear"), tokens, owners)
     batch, _ = next(iter(loader))
     others = tokens[: len(batch) - 1]
-    with pytest.raises(ValueError, match=r"in a batch of \d+ rows of users \(unit_of\)"):
+    with pytest.raises(dpflash.PrivateRefusal, match=r"the rows of users \(unit_of\)"):
         model(others)
     with torch.no_grad():
         assert len(model(others)) == len(others)

@@ -141,8 +141,9 @@ def test_one_output_that_is_expanded_to_a_batch_of_losses_is_refused(kind, priva
     engine, model, *_ = private(two_layers(), **kind)
     x = torch.randn(8, 4)
     model(x)
-    with pytest.raises(ValueError, match="losses has 8 entries but the model saw a batch of 1"):
+    with pytest.raises(dpflash.PrivateRefusal, match="than the batch that the model saw") as e:
         engine.backward(model(x[:1]).expand(8, 3).square().sum(1))
+    assert e.value.details == {"losses": 8, "batch_size": 1}
 
 
 def test_calls_of_different_sizes_in_one_loss_are_refused(private):
@@ -202,7 +203,9 @@ def test_positions_through_a_layer_that_is_called_by_itself_are_refused_with_the
     engine, model, *_ = private(Positions())
     tokens = torch.randint(9, (5, 7))
     model(tokens)
-    with pytest.raises(ValueError, match="only in a call of the model itself.* expand it"):
+    with pytest.raises(
+        dpflash.PrivateRefusal, match="only in a call of the model itself.* expand it"
+    ):
         engine.backward(loss_of(model.head(model.embedded(tokens))))
     assert not engine._step.sums
 
@@ -225,8 +228,9 @@ class Sliced(nn.Module):
 )
 def test_one_row_made_from_the_batch_inside_of_the_model_is_not_taken_for_shared(taken, private):
     _, model, *_ = private(Sliced(taken))
-    with pytest.raises(ValueError, match=r"'second' has shape \(1, 4\).*depends on layers that"):
+    with pytest.raises(dpflash.PrivateRefusal, match="'second' is .*depends on layers that") as e:
         model(torch.randn(8, 4))
+    assert e.value.details == {"shape": (1, 4), "batch_size": 8}
 
 
 class TableFirst(nn.Module):
@@ -243,7 +247,7 @@ class TableFirst(nn.Module):
 
 def test_a_batch_of_one_is_not_expanded_to_rows_that_are_no_samples(private):
     _, model, *_ = private(TableFirst())
-    with pytest.raises(ValueError, match="no tensor that the model got has 8 .*it may be one"):
+    with pytest.raises(dpflash.PrivateRefusal, match="no tensor that the model got has as many"):
         model(torch.randn(1, 4))
 
 
@@ -252,7 +256,9 @@ def test_indices_of_a_batch_are_not_taken_for_positions_since_another_number_was
     _, model, _, loader = private(model, torch.zeros(64, dtype=torch.long), batch_size=8)
     for (drawn,) in loader:
         assert len(drawn) not in (1, 5)
-        with pytest.raises(ValueError, match="may be one index for each sample or positions"):
+        with pytest.raises(
+            dpflash.PrivateRefusal, match="may be one index for each sample or positions"
+        ):
             model(torch.randint(9, (5,)))
         break
 
@@ -272,7 +278,9 @@ class Positioned(nn.Module):
 def test_positions_stay_positions_where_their_number_is_once_that_of_the_samples(private, sums):
     torch.manual_seed(0)
     engine, model, optimizer, _ = private(Positioned(), max_grad_norm=50.0)
-    with pytest.raises(ValueError, match="may be one index for each sample or positions"):
+    with pytest.raises(
+        dpflash.PrivateRefusal, match="may be one index for each sample or positions"
+    ):
         model(torch.randint(9, (6, 6)))
     for tokens in (5, 6):
         x = torch.randint(9, (6, tokens))

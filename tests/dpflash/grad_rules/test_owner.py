@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from dpflash import PrivateRefusal
+
 WIDTH = 4
 # As many samples as tokens and features, so that a mistaken dimension has the right size.
 BATCH = 4
@@ -294,11 +296,11 @@ REFUSALS = {
     "a cache": (lambda: Caller(Kept(), lambda x: object()), "use_cache=False"),
     "flattened": (
         lambda: Caller(Flat(), lambda x: x.detach().flatten(0, 1)),
-        "first dimension must be the batch",
+        "whose first dimension is not the batch",
     ),
     "flattened to a square": (
         lambda: Caller(Flat(), lambda x: x[:4, 0].detach()),
-        r"shape \(4, 4\) in a batch of 8",
+        "whose first dimension is not the batch",
     ),
 }
 
@@ -461,7 +463,7 @@ def test_labels_of_another_length_than_the_batch_are_refused(private):
     _, made, *_ = private(ScaledByLabel())
     x, y = torch.randn(6, 3), torch.tensor([1, 2, 3, 1, 2, 3])
     made(x, y)
-    with pytest.raises(ValueError, match="one entry for each sample before"):
+    with pytest.raises(PrivateRefusal, match="one entry for each sample before"):
         made(x, y[:3])
 
 
@@ -736,5 +738,5 @@ def test_one_index_does_not_make_the_indices_of_a_batch_positions(private):
     _, made, *_ = private(Labeled(), verify_first_batch=False)
     y = torch.tensor([1, 2, 3, 1])
     made(torch.zeros(4, 3), y[:1])
-    with pytest.raises(ValueError, match="one index for each sample or positions"):
+    with pytest.raises(PrivateRefusal, match="one index for each sample or positions"):
         made(torch.zeros(4, 3), y)

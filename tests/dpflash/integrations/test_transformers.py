@@ -354,10 +354,14 @@ REFUSED = {
         lambda model: model(tokens(), decoder_input_ids=tokens()),
         "set dropout_rate of the",
     ),
-    "head_mask": (llama, call(head_mask=torch.ones(2, 4)), r"head_mask=of shape \[2, 4\]"),
+    "head_mask": (llama, call(head_mask=torch.ones(2, 4)), "head_mask with"),
     "output_attentions": (llama, call(output_attentions=True), "output_attentions=True"),
-    "unknown": (llama, call(temperature=2.0), "temperature=2.0"),
-    "four_dimensions": (llama, call(attention_mask=FOUR_DIMENSIONS), r"\[3, 1, 11, 11\]"),
+    "unknown": (llama, call(temperature=2.0), "temperature with"),
+    "four_dimensions": (
+        llama,
+        call(attention_mask=FOUR_DIMENSIONS),
+        "attention_mask of another shape",
+    ),
     "holes": (llama, holes, "key_padding_mask has a hole"),
     "overlay": (llama, overlay, "mask_function="),
     "blocks": (llama, blocks, "mask_function=or_masks"),
@@ -365,12 +369,12 @@ REFUSED = {
     "skipping_positions": (
         llama,
         row(position_ids=torch.arange(TOKENS)[None] * 2, use_cache=False),
-        r"position_ids=\[0, 2, 4",
+        "position_ids with .* consecutive",
     ),
     "skipping_positions_cache": (
         llama,
         row(position_ids=torch.arange(TOKENS)[None] * 2, use_cache=True),
-        r"position_ids=\[0, 2, 4",
+        "position_ids with .* consecutive",
     ),
     "half_of_the_borders": (llama, row(cu_seq_lens_q=BORDERS), "cu_seq_lens_k=None"),
     "borders_of_a_batch": (
@@ -381,7 +385,7 @@ REFUSED = {
     "other_borders": (
         llama,
         row(cu_seq_lens_q=BORDERS, cu_seq_lens_k=BORDERS[[0, 1, 3]]),
-        r"cu_seq_lens_q=\[0, 4, 7, 11\].*\[0, 4, 11\]",
+        "position_ids give other documents",
     ),
     "borders_beside_positions": (
         llama,
@@ -391,7 +395,7 @@ REFUSED = {
             position_ids=PACKED,
             use_cache=False,
         ),
-        r"cu_seq_lens_q=\[0, 4, 11\].*\[0, 4, 7, 11\]",
+        "position_ids give other documents",
     ),
     "borders_beside_padding": (
         llama,
