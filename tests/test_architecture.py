@@ -315,17 +315,17 @@ PRIVATE = {"PrivateRefusal", "PrivateWarning", "BackwardsDiffer"}
 # What runs between the draws. Its messages name layers, arguments, shapes and types.
 IN_TRAINING = {"clipping", "grad_rules", "losses", "optimizer", "packing", "sampling", "step"}
 IN_TRAINING |= {"verification"}
+OF_TRANSFORMERS = Path("integrations", "transformers.py")
 # Functions that read values or count, so what is assigned from them may be of the data.
 READING = {"all", "any", "argmax", "argmin", "bool", "count", "float", "int", "item", "len", "max"}
 READING |= {"min", "nonzero", "numel", "pop", "popleft", "size", "sum", "tolist"}
 # Read by a person: arguments, names of layers and parameters, shapes, what a template was given.
 REVIEWED = {
-    *("', '.join(map(str, shape))", "', '.join(wrong)", "(most - 4096) // 2", "Pairs.ROWS * size"),
-    *("[tuple(x.shape) for x in tensors]", "_torch_kind(module)", "computed + others"),
-    *("dict(bounds)", "different[0]", "len(foreign)", "len(groups)", "len(values)"),
-    *("max(1, rows // 4)", "most", "own[id(parameter)]", "refusal", "self._described"),
-    *("self._name", "self._planned[1]", "self.owner.names[parameter]", "shared", "sorted(rows)"),
-    *("sorted(sizes)", "step + 1"),
+    *("', '.join(wrong)", "(most - 4096) // 2", "Pairs.ROWS * size", "_torch_kind(module)"),
+    *("computed + others", "dict(bounds)", "different[0]", "len(foreign)", "len(groups)"),
+    *("len(values)", "max(1, rows // 4)", "most", "own[id(parameter)]", "refusal"),
+    *("self._described", "self._name", "self.owner.names[parameter]", "shared"),
+    *("__name__", "_dropout_names(module, dropout)", "_REMEDIES[name]", "unknown[0]"),
     *("tokens // rows", "tokens // rows * rows or rows", "weight.shape[0]"),
 }
 
@@ -354,16 +354,33 @@ def _of_values(function: ast.AST) -> set[str]:
             return found
 
 
-def _messages(function: ast.AST) -> Iterator[tuple[ast.AST, str, list[str]]]:
+def _helpers(tree: ast.AST) -> dict[str, str]:
+    """Functions of a module that only raise, with the class."""
+    return {
+        function.name: ast.unparse(node.exc.func)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.returns is not None
+        if ast.unparse(function.returns) == "NoReturn"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    }
+
+
+def _messages(
+    function: ast.AST, helpers: dict[str, str]
+) -> Iterator[tuple[ast.AST, str, list[str]]]:
     """(statement, its class, what its text shows) for each raise and warning."""
     for node in ast.walk(function):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             call, kind = node.exc, ast.unparse(node.exc.func)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in helpers:
+            call, kind = node, helpers[node.func.id]
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warn":
             call, kind = node, ast.unparse(node.args[1]) if len(node.args) > 1 else "UserWarning"
         else:
             continue
-        shown = [n for text in call.args[:1] for n in ast.walk(text)]
+        texts = call.args if isinstance(node, ast.Call) else call.args[:1]
+        shown = [n for text in texts for n in ast.walk(text)]
         values = [n.value for n in shown if isinstance(n, ast.FormattedValue)]
         yield node, kind, list(map(ast.unparse, values))
 
@@ -378,11 +395,13 @@ def _is_public(shown: str, of_values: set[str]) -> bool:
 
 def _messages_of_data(path: Path, tree: ast.AST) -> Iterator[str]:
     """Messages that may show something of the private data, and private ones with a cause."""
-    in_training = path.relative_to(ROOT / "dpflash").parts[0].removesuffix(".py") in IN_TRAINING
+    inside = path.relative_to(ROOT / "dpflash")
+    in_training = inside.parts[0].removesuffix(".py") in IN_TRAINING or inside == OF_TRANSFORMERS
+    helpers = _helpers(tree)
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
-        messages = list(_messages(function))
+        messages = list(_messages(function, helpers))
         of_values = _of_values(function) if messages else set()
         for node, kind, shown in messages:
             where = f"{_name(path)}:{node.lineno} {kind}"
@@ -411,8 +430,12 @@ def test_messages_that_show_private_data_are_found() -> None:
         "raise ValueError(f'a draw has {self._seen} samples')",
         "raise ValueError(f'torch says {error}')",
         "warnings.warn(f'{len(x)} samples are bad', stacklevel=2)",
+        "_refuse_data(f'of shape {tuple(x.shape)}', 'expected another')",
+        "_refuse('lengths', f'expected {x.tolist()}')",
         "raise PrivateRefusal('the lengths differ')",
         "raise PrivateRefusal(f'the lengths differ in {tuple(x.shape)}') from None",
     ):
-        tree = ast.parse(f"def check(self, x, error):\n  {statement}")
+        raising = "def _refuse(x, y) -> NoReturn:\n  raise ValueError(f'{x}{y}')\n"
+        raising += "def _refuse_data(x, y) -> NoReturn:\n  raise PrivateRefusal(x) from None\n"
+        tree = ast.parse(f"{raising}def check(self, x, error):\n  {statement}")
         assert list(_messages_of_data(path, tree)), statement

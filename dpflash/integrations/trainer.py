@@ -483,16 +483,11 @@ class DPTrainer(Trainer):
         labels = inputs.pop("labels", None)
         outputs = model(**inputs)
         losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
-        if not isinstance(losses, Tensor):
-            raise ValueError(
-                f"compute_loss_func returned a {type(losses).__name__}: expected a tensor [B], "
-                "one loss for each sample"
-            )
-        if losses.ndim != 1:
-            raise ValueError(
-                f"compute_loss_func returned a tensor of shape {tuple(losses.shape)}: expected "
-                "[B], one loss for each sample, such as dpflash.losses.causal_lm(logits, labels)"
-            )
+        if not isinstance(losses, Tensor) or losses.ndim != 1:
+            raise PrivateRefusal(
+                "compute_loss_func returned something else than a tensor [B], one loss for each "
+                "sample, such as dpflash.losses.causal_lm(logits, labels)"
+            ) from None
         return losses, outputs
 
     def _clip_grad_norm(self, model: nn.Module) -> None:

@@ -555,6 +555,37 @@ def test_losses_that_reach_no_private_layer_are_refused(private):
     engine.backward(model(x).sum(1))
 
 
+def test_anomaly_mode_is_refused_where_a_bad_sample_would_end_training(private):
+    engine, model, optimizer, _ = private(nn.Linear(3, 2))
+    x = torch.full((4, 3), torch.nan)
+    losses = model(x).sum(1)
+    with torch.autograd.set_detect_anomaly(True):
+        with pytest.raises(RuntimeError, match="check_nan=False") as refused:
+            model(torch.ones(4, 3))
+        assert refused.type is RuntimeError
+        with pytest.raises(RuntimeError, match="check_nan=False"):
+            engine.backward(losses)
+        with torch.no_grad():
+            model(x)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        engine.backward(model(x).sum(1))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_the_gradient_of_a_trained_parameter_is_refused(register, private):
+    model = nn.Linear(3, 2)
+    hook = getattr(model.weight, register)(lambda grad: None)
+    with pytest.raises(ValueError, match="'weight' has a hook on its gradient"):
+        private(model)
+    hook.remove()
+    engine, model, optimizer, _ = private(model)
+    model.weight.register_hook(lambda grad: grad * 2)
+    engine.backward(model(torch.ones(4, 3)).sum(1))
+    with pytest.raises(PrivateRefusal, match=r"by a hook of the parameter \(remove it\)"):
+        optimizer.step()
+
+
 def test_a_call_before_make_private_is_refused(tmp_path):
     engine = PrivacyEngine()
     for call in (

@@ -79,6 +79,96 @@ def test_a_run_that_a_private_refusal_ends_says_so_once_and_goes_on(where, run, 
     assert resumed.get_epsilon(1e-5) == spent
 
 
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+        self.conv, self.rnn = nn.Conv1d(4, 2, 1), nn.LSTM(4, 2, batch_first=True)
+
+    def forward(self, x, use):
+        odd, hidden = x[:, 0] > 100, self.body(x)
+        return (use(self, hidden, odd) if odd.any() else self.head(hidden)).square().sum(1)
+
+
+def of_rows(layer, rows):
+    """The outputs of a layer that gets some rows, at their places among zeros."""
+
+    def use(net, hidden, odd):
+        some = rows(odd)
+        return hidden.new_zeros(len(odd), 2).index_put((some,), layer(net, hidden[some])[:, :2])
+
+    return use
+
+
+def plain(net, hidden, odd):
+    return net.head(hidden)
+
+
+def halved(net, losses):
+    net.head.weight.grad = net.head.weight.grad * 0.5
+
+
+def thawed(net, losses):
+    frozen = net.frozen.requires_grad_()
+    frozen.grad = torch.ones_like(frozen)
+
+
+# What the forward, the losses and the loop do in a batch that has an odd row.
+OF_ROWS = {
+    "filtered": (of_rows(lambda net, h: net.head(h), lambda odd: ~odd),),
+    "filtered at a norm": (of_rows(lambda net, h: net.norm(h), lambda odd: ~odd),),
+    "filtered at a layer without a rule": (
+        of_rows(lambda net, h: net.conv(h[..., None])[..., 0], lambda odd: ~odd),
+    ),
+    "one row": (of_rows(lambda net, h: net.head(h), lambda odd: odd.nonzero()[:1, 0]),),
+    "no batch": (lambda net, hidden, odd: net.head(hidden[0]) + net.head(hidden),),
+    "no steps": (lambda net, hidden, odd: net.rnn(hidden)[0],),
+    "more losses": (plain, lambda net, losses: torch.cat([losses, losses])),
+    "no gradient": (plain, lambda net, losses: torch.zeros(len(losses))),
+    "no layer": (plain, lambda net, losses: torch.zeros(len(losses)).requires_grad_()),
+    "no tensor": (plain, lambda net, losses: 0.0),
+    "a scalar": (plain, lambda net, losses: losses.sum()),
+    "a penalty": (plain, lambda net, losses: losses + net.head.weight.norm()),
+    "a halved gradient": (plain, lambda net, losses: losses, halved),
+    "a frozen layer": (plain, lambda net, losses: losses, thawed),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+def test_an_error_that_some_row_causes_is_private(kind, private, tmp_path):
+    """The neighbor without the row trains; the text is the same for one such row and for two."""
+    use, reduce, then = (*OF_ROWS[kind], *[lambda net, losses: losses] * 2)[:3]
+    texts = []
+    for count in (0, 1, 2):
+        data = DATA.clone()
+        data[2 : 2 + count, 0] = 1000
+        net = Net()
+        net.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+        engine, net, optimizer, loader = private(
+            net,
+            data,
+            batch_size=8,
+            seed=1,
+            ledger=tmp_path / str(count),
+            noise_multiplier=1.0,
+            verify_first_batch=False,
+        )
+        try:
+            for (x,) in loader:
+                losses, odd = net(x, use), (x[:, 0] > 100).any()
+                engine.backward(reduce(net, losses) if odd else losses)
+                if odd:
+                    then(net, losses)
+                optimizer.step()
+                optimizer.zero_grad()
+        except PrivateRefusal as error:
+            texts.append(str(error))
+            assert error.__cause__ is None and error.__suppress_context__
+        notes = [line.note for line in Ledger(tmp_path / str(count)).lines]
+        assert notes.count(REFUSED) == len(texts[-1:]) == min(count, 1)
+    assert len(texts) == 2 and len(set(texts)) == 1
+
+
 def test_budget_counts_private_refusals(tmp_path):
     path = tmp_path / "ledger"
     ledger = Ledger(path)
