@@ -369,7 +369,7 @@ def test_delta_is_the_inverse_of_epsilon(phase: tuple, delta: float) -> None:
 @pytest.mark.parametrize("phase", [(1.0, 0.01, 1000), (2.0, 0.5, 30), (0.8, 0.05, 1)])
 def test_beta_is_a_trade_off_curve(phase: tuple) -> None:
     accountant = of(phase)
-    alphas = np.linspace(0, 1, 21)
+    alphas = np.linspace(0, 1, 11)
     betas = np.array([accountant.get_beta(float(alpha)) for alpha in alphas])
     assert np.all(betas >= 0) and np.all(betas <= 1 - alphas)
     assert np.all(np.diff(betas) <= 1e-9)

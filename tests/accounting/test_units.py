@@ -215,7 +215,7 @@ def test_units_of_which_all_is_drawn_are_a_gaussian_of_the_whole_unit(
     assert unit.get_epsilon(1e-7) >= truth * (1 - 1e-12)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
     ("noise", "rate", "examples", "epsilon"),

@@ -137,7 +137,7 @@ def test_kernels_match_the_reference_for_every_pattern(name):
     assert_close(found, expected, 2e-6)
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 96, 128, 5, 1])
 def test_kernels_match_the_reference_for_every_head_dim(head_dim):
     q, k, v = fused_qkv(1, 2, 1, 35, head_dim, torch.float32)
@@ -145,7 +145,7 @@ def test_kernels_match_the_reference_for_every_head_dim(head_dim):
     assert_close(found, expected, 2e-6)
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17])
 @pytest.mark.parametrize("name", ["causal", "longnet-causal", "window-globals"])
 def test_kernels_match_the_reference_at_any_length(name, tokens):

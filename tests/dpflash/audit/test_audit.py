@@ -264,7 +264,7 @@ def private(clipping="flat", **changes):
 
 def test_engine_audit_tests_the_engines_settings_and_changes_nothing():
     engine, (model, optimizer, _) = private(
-        "per_layer", loss_reduction="sum", physical_batch_size=3
+        "per_layer", loss_reduction="sum", physical_batch_size=8
     )
     optimizer.noise_multiplier = 1.1
     before = [p.clone() for p in model.parameters()]
