@@ -116,6 +116,7 @@ def thawed(net, losses):
 # What the forward, the losses and the loop do in a batch that has an odd row.
 OF_ROWS = {
     "filtered": (of_rows(lambda net, h: net.head(h), lambda odd: ~odd),),
+    "filtered before a mean": (of_rows(lambda net, h: net.head(h), lambda odd: ~odd),),
     "filtered at a norm": (of_rows(lambda net, h: net.norm(h), lambda odd: ~odd),),
     "filtered at a layer without a rule": (
         of_rows(lambda net, h: net.conv(h[..., None])[..., 0], lambda odd: ~odd),
@@ -138,7 +139,7 @@ OF_ROWS = {
 def test_an_error_that_some_row_causes_is_private(kind, private, tmp_path):
     """The neighbor without the row trains; the text is the same for one such row and for two."""
     use, reduce, then = (*OF_ROWS[kind], *[lambda net, losses: losses] * 2)[:3]
-    texts = []
+    reduction, texts = "mean" if "mean" in kind else None, []
     for count in (0, 1, 2):
         data = DATA.clone()
         data[2 : 2 + count, 0] = 1000
@@ -152,11 +153,13 @@ def test_an_error_that_some_row_causes_is_private(kind, private, tmp_path):
             ledger=tmp_path / str(count),
             noise_multiplier=1.0,
             verify_first_batch=False,
+            loss_reduction=reduction,
         )
         try:
             for (x,) in loader:
                 losses, odd = net(x, use), (x[:, 0] > 100).any()
-                engine.backward(reduce(net, losses) if odd else losses)
+                losses = reduce(net, losses) if odd else losses
+                losses.mean().backward() if reduction else engine.backward(losses)
                 if odd:
                     then(net, losses)
                 optimizer.step()
