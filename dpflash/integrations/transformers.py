@@ -286,8 +286,6 @@ def _mask(
                 "expected one new token, or an empty cache that grows, while compiling and with "
                 "packed documents",
                 _UNCACHED,
-                tokens=q_length,
-                keys=kv_length,
             )
         # The queries are the last of the keys that are known by now.
         known = int(q_offset) + q_length - int(kv_offset)
@@ -412,12 +410,8 @@ def _attention(
     if borders is not None and query.shape[0] > 1:
         query, key, value = map(_in_one_row, (query, key, value))
         if position_bias is not None:
-            _refuse_data(
-                "position_bias with documents packed into several rows",
-                "expected one row",
-                _ELSEWHERE,
-                rows=shape[0],
-            )
+            cause = "position_bias with documents packed into several rows"
+            _refuse_data(cause, "expected one row", _ELSEWHERE)
     pattern = _pattern(query.shape[2], key.shape[2], causal, sliding_window, borders, padding)
     o = attention(
         query,
@@ -497,7 +491,6 @@ def _given_borders(
             "cu_seq_lens_q beside several rows or a cache",
             "expected one row and as many queries as keys",
             "flatten the batch into one row and use no cache",
-            shapes=[tuple(query.shape), tuple(key.shape)],
         )
     if padding is not None:
         cause = "cu_seq_lens_q beside attention_mask"
@@ -509,8 +502,7 @@ def _given_borders(
                 "cu_seq_lens_q",
                 "cu_seq_lens_k or position_ids give other documents",
                 "pass the same documents in all of them",
-                borders=cu_seq_lens_q.tolist(),
-                others=other.tolist(),
+                borders=[cu_seq_lens_q.tolist(), other.tolist()],
             )
     return cu_seq_lens_q
 
@@ -576,7 +568,6 @@ def _pattern(
                 f"sliding_window={sliding_window} with 1 query, more keys and no mask",
                 "expected a mask of the keys in the window",
                 _UNCACHED,
-                keys=keys,
             )
         return None
     if queries > keys and causal or queries != keys and not causal and sliding_window is not None:
@@ -585,8 +576,6 @@ def _pattern(
             f"{cause} with another number of queries than keys",
             "expected as many queries as keys, or in a causal model no more",
             _UNCACHED,
-            queries=queries,
-            keys=keys,
         )
     if sliding_window is not None and sliding_window < keys:
         return _sliding_window(sliding_window, causal)
