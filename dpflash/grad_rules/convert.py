@@ -76,11 +76,13 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
         _refuse_compiled(name, module)
     _check_computed(name, module)
     if isinstance(module, _BatchNorm) and (is_inside or not _is_frozen(module)):
+        freeze = ", or freeze it: .eval() and requires_grad_(False) before make_private"
+        if module.running_mean is None:
+            freeze = "; without running statistics .eval() uses those of the batch too"
         raise ValueError(
             f"module '{name}' is {type(module).__name__}: it mixes the samples of a batch, so "
             "no sample's gradient can be bounded. Replace it by nn.GroupNorm or nn.LayerNorm "
-            "(PrivacyEngine.get_compatible_module(model) does), or freeze it: .eval() and "
-            "requires_grad_(False) before make_private"
+            f"(PrivacyEngine.get_compatible_module(model) does){freeze}"
         )
     if isinstance(module, _InstanceNorm) and module.track_running_stats:
         raise ValueError(

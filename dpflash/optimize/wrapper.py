@@ -82,6 +82,7 @@ class ForwardWrapper:
         self._masks = masks
         self._order = order
         self._uncovered = uncovered
+        self._structure = 0
         self._original = type(module)
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
@@ -172,6 +173,10 @@ class ForwardWrapper:
                 self._uncovered.note_call(tensors)
             units = self._backward.forward.units
             most = max(_first_dimensions(tensors), default=0) if units is None else units.size
+            if self.unchanged is not None:
+                before, self._structure = self._structure, self.unchanged.structure()
+                if self._structure != before:
+                    self._backward.proof.restart(module.modules())
             if self._backward.begin_proof(most):
                 outputs = self._proven(module, tensors, args, kwargs)
             else:

@@ -26,6 +26,9 @@ class Entries:
     Args:
         module: the model, still of its plain class.
         allowed: names of entries that may change.
+
+    Raises:
+        ValueError: one cannot be compared.
     """
 
     def __init__(self, module: nn.Module, allowed: Collection[str]) -> None:
@@ -33,6 +36,12 @@ class Entries:
         self._allowed = allowed
         self._state = module.state_dict
         self._seen = self._others(self._state())
+        for name in self.changed():
+            raise ValueError(
+                f"'{name}' of state_dict() cannot be pickled, or not to the same bytes each "
+                "time, so whether data changes it would be unknown: leave it out of state_dict(), "
+                f"or, if it is public, pass allow_buffers=[{name!r}]"
+            )
 
     def changed(
         self, state: Mapping[str, Any] | None = None, prefix: str = "", within: str = ""

@@ -208,6 +208,11 @@ class Proof:
         missed = all(layers.missed and not layers.samples for layers in unproven)
         return "gradients" if missed else "pending"
 
+    def restart(self, modules: Iterable[nn.Module]) -> None:
+        """Prove the model anew, of which these are the modules now."""
+        self._modules = list(modules)
+        self._modes.clear()
+
     def _enter_mode(self) -> None:
         """Continue the proof of the current training flags."""
         flags = bytes([module.training for module in self._modules])

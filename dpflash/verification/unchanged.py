@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
@@ -224,14 +224,25 @@ class Unchanged:
             *self._entries.changed(),
         ]
 
+    def structure(self) -> int:
+        """How often modules, forwards or hooks were found to be others than before.
+
+        Raises:
+            PrivateRefusal: a parameter entered or left its place.
+        """
+        if (refusal := self._entered()) is not None:
+            raise PrivateRefusal(self.refusal(contents=False) or refusal) from None
+        return self._structure.changes
+
     def _entered(self) -> str | None:
         """A message that names a parameter which entered the model; None if there is none."""
         name = self._structure.entered(self._allowed)
         if name is None:
             return None
         return (
-            f"'{name}' entered the model after make_private, or took another parameter's place: "
-            "its gradient would be neither clipped nor noised, and state_dict() would release it. "
+            f"'{name}' entered the model after make_private, took another parameter's place, or "
+            "left its own, as for pruning and parametrizations: its gradient would be neither "
+            "clipped nor noised, and state_dict() would release it. "
             "Call engine.detach(model), change the model, build the optimizer again, then "
             "make_private again"
         )
@@ -270,38 +281,58 @@ def _listed(names: list[str]) -> str:
 
 
 class _Structure:
-    """The parameters of a model and their places, compared by identity."""
+    """The parameters of a model, its modules, their forwards and hooks, compared by identity.
+
+    Attributes:
+        changes: how often they were found to be others.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.changes = -1
+        self._places: dict[int, dict[str, nn.Parameter | None]] = {}
         self._note()
 
     def _note(self) -> None:
+        self.changes += 1
         modules = list(self._module.modules())
         # fully_shard puts other parameters into a module for its forward.
-        still = [m for m in modules if not any(map(_is_shard, m._parameters.values()))]
-        dicts: list[dict[str, Any]] = [m._parameters for m in still]
-        self._dicts = dicts + [m._modules for m in modules]
-        self._held = [x for held in self._dicts for x in held.values()]
-        self._places = {
-            (id(m), key): p for m in modules for key, p in m._parameters.items() if p is not None
-        }
-        self._modules = {id(m): m for m in modules}  # Keeps ids from being used again.
-        self._known = {id(p) for p in self._places.values()}
+        shards = {id(m) for m in modules if any(map(_is_shard, m._parameters.values()))}
+        shards |= {i for i, own in self._places.items() if any(map(_is_shard, own.values()))}
+        still = [m for m in modules if id(m) not in shards]
+        dicts: list[dict[Any, Any]] = [m._parameters for m in still]
+        for m in modules:
+            dicts += m._modules, m._forward_hooks, m._forward_pre_hooks
+        self._empty = [held for held in dicts if not held]
+        # Those of scripted modules are no dicts.
+        self._dicts = [held for held in dicts if held and isinstance(held, dict)]
+        self._own = [vars(m) for m in modules]
+        self._held = list(self._now())
+        known = {i: own for i, own in self._places.items() if i in shards}
+        self._places = {id(m): known.get(id(m)) or dict(m._parameters) for m in modules}
+        self._modules = modules  # Keeps ids from being used again.
+        self._known = {id(p) for held in self._places.values() for p in held.values()}
+
+    def _now(self) -> Iterator[Any]:
+        # Lines of Python for each module would take longer than the call of a small model.
+        forwards = map(dict.get, self._own, repeat("forward"))
+        return chain(chain.from_iterable(map(dict.values, self._dicts)), forwards)
 
     def entered(self, allowed: Collection[str]) -> str | None:
-        """Name of a parameter that was not in the model, or not in this place; None if none."""
-        now = chain.from_iterable(held.values() for held in self._dicts)
-        if sum(map(len, self._dicts)) == len(self._held) and all(map(is_, now, self._held)):
+        """Name of a parameter that was not in the model, or is not in its place; None if none."""
+        size = sum(map(len, self._dicts)) + len(self._own)
+        is_same = size == len(self._held) and all(map(is_, self._now(), self._held))
+        if is_same and not any(self._empty):
             return None
         for prefix, module in self._module.named_modules(remove_duplicate=False):
-            for key, parameter in module._parameters.items():
+            own = self._places.get(id(module))
+            for key in {**(own or {}), **module._parameters}:
                 name = f"{prefix}.{key}" if prefix else key
-                held = self._places.get((id(module), key))
-                if parameter is None or name in allowed or (held is not None and _is_shard(held)):
+                parameter, held = module._parameters.get(key), (own or {}).get(key)
+                if name in allowed or _is_shard(held) or parameter is held:
                     continue
-                is_new = id(module) not in self._modules and id(parameter) in self._known
-                if parameter is not held and not is_new:
+                is_new = own is None and id(parameter) in self._known
+                if key not in module._parameters or (parameter is not None and not is_new):
                     return name
         self._note()
         return None

@@ -90,8 +90,8 @@ class Uncovered:
         if isinstance(leaf, nn.Parameter) or leaf.shape[: len(leading)] != tuple(leading):
             return False
         # Such as weights of as many classes as the batch has rows.
-        is_given = _whole(leaf) in self._given or leaf.shape[:2] in self._given_shapes
-        if is_called and not is_given:
+        is_alike = not is_called or leaf.shape[:2] in self._given_shapes
+        if _whole(leaf) not in self._given and not (is_alike and any(n != 1 for n in leading)):
             return False
         return bool(self._inputs.setdefault(leaf, batch) == batch)
 
@@ -111,9 +111,13 @@ _LATER = (
     "to train it later, let it require grad at make_private, freeze it then, and unfreeze it when "
     "its turn comes; otherwise "
 )
+_NO_PARAMETER = (
+    "make it an nn.Parameter that the optimizer has, before make_private (engine.detach(model) "
+    "first), or do not let it require grad"
+)
 _INPUTS = (
     ". An input whose gradient is wanted is a new tensor for each batch, with the batch first: an "
-    "argument of the model, or of its first two dimensions"
+    "argument of the model, or of its first two dimensions; with one row in a batch, an argument"
 )
 _UNSEEN = (
     "a scalar's backward was not begun by loss.backward() or torch.autograd, so what it trains "
@@ -138,6 +142,11 @@ def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:
         if parameter is leaf:
             what = f"'{name}', which was frozen or no parameter of the model at make_private,"
             remedy = _LATER + remedy
+    for prefix, module in model.named_modules():
+        for key, held in {**vars(module), **module._buffers}.items():
+            if held is leaf:
+                name = f"{prefix}.{key}" if prefix else key
+                what, remedy = f"'{name}', a buffer or an attribute of the model,", _NO_PARAMETER
     return (
         f"{what} is trained by losses of private samples, and no private layer clips its gradient",
         remedy,

@@ -229,6 +229,10 @@ def test_get_epsilon_refuses_a_delta_outside_of_0_1(delta):
         (nn.BatchNorm1d(3), ["BatchNorm1d", "mixes the samples", "nn.GroupNorm"]),
         (nn.BatchNorm1d(3, affine=False), ["BatchNorm1d", "nn.LayerNorm"]),
         (nn.SyncBatchNorm(3), ["SyncBatchNorm"]),
+        (
+            nn.BatchNorm1d(3, affine=False, track_running_stats=False).eval(),
+            ["nn.LayerNorm", "without running statistics .eval() uses those of the batch too"],
+        ),
         (nn.InstanceNorm1d(3, track_running_stats=True), ["track_running_stats"]),
         (nn.EmbeddingBag(3, 3), ["nn.Embedding"]),
         (nn.Embedding(3, 3, max_norm=1.0), ["max_norm=1.0", "max_norm=None"]),

@@ -940,6 +940,42 @@ def test_hooks_that_a_first_forward_installs_are_installed_once(private):
     assert model.is_hooked and len(model.a._forward_hooks) == 1
 
 
+def centred(h):
+    return h - h.detach().mean(0)
+
+
+class Centred(nn.Module):
+    def forward(self, h):
+        return centred(h)
+
+
+def _forward(model):
+    forward = model.b.forward
+    model.b.forward = lambda h: forward(centred(h))
+
+
+CHANGED = {
+    "hook": lambda model: model.b.register_forward_hook(lambda _, args, h: centred(h)),
+    "pre-hook": lambda model: model.b.register_forward_pre_hook(lambda _, args: centred(*args)),
+    "layer": lambda model: setattr(model, "b", nn.Sequential(Centred(), model.b)),
+    "part": lambda model: model.second._modules.update({"0": Centred()}),
+    "forward": _forward,
+}
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_what_mixes_in_modules_that_were_changed_is_refused(how, private):
+    torch.manual_seed(0)
+    engine, model, optimizer, _ = private(Between(second=nn.Sequential(nn.Identity())))
+    backward(engine, model, data())
+    optimizer.zero_grad()
+    assert engine.verified is True
+    CHANGED[how](model)
+    with pytest.raises(RuntimeError, match="the input of layer '.*' changed for a sample"):
+        backward(engine, model, data())
+    assert engine.verified == "pending"
+
+
 def test_losses_of_an_earlier_forward_are_refused(private):
     torch.manual_seed(0)
     engine, model, *_ = private(Between())

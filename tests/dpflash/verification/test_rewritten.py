@@ -2,6 +2,7 @@
 
 import copy
 import io
+import threading
 
 import pytest
 import torch
@@ -237,6 +238,16 @@ def test_an_entry_of_state_dict_that_holds_the_data_does_not_leave(kind, name, p
     assert not list(tmp_path.iterdir())
     with pytest.warns(UserWarning, match=f"not for release: '{name}'"):
         engine.detach(model)
+
+
+@pytest.mark.parametrize("kept", [torch.Generator(), threading.Lock(), lambda: 1], ids=type)
+def test_an_entry_that_cannot_be_compared_is_refused_before_training(kept, private):
+    model = Saving(None)
+    model.extra.get_extra_state = lambda: kept
+    with pytest.raises(ValueError, match="^'extra._extra_state' of state_dict.* cannot be pick"):
+        private(model)
+    private(model, allow_buffers=["extra._extra_state"])
+    assert model.state_dict()["extra._extra_state"] is kept
 
 
 def test_entries_that_are_loaded_cast_or_allowed_by_name_leave(private):

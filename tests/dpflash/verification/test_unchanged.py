@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
@@ -143,8 +144,10 @@ ENTERING = {
     "frozen layer": (lambda m: m.add_module("c", nn.PReLU().requires_grad_(False)), "c.weight"),
     "parameter": (lambda m: m.a.register_parameter("c", nn.Parameter(torch.ones(1))), "a.c"),
     "other parameter": (_retied, "b.bias"),
-    "pruned": (lambda model: prune.identity(model.a, "weight"), "a.weight_mask|a.weight_orig"),
+    "pruned": (lambda model: prune.identity(model.a, "weight"), "a.weight|a.weight_mask"),
     "tied": (lambda model: setattr(model.a, "bias", model.a.weight), "a.bias"),
+    "orthogonal": (lambda model: orthogonal(model.a), "a.weight|a.parametrizations.*"),
+    "spectral": (lambda model: nn.utils.spectral_norm(model.a), "a.weight|a.weight_u"),
 }
 
 
@@ -158,7 +161,7 @@ def test_a_parameter_that_enters_later_is_refused_by_name(enter, name, private):
     model.state_dict()
     losses = model(data()).square().sum(1)
     enter(model)
-    for leave in (model.state_dict, lambda: engine.backward(losses)):
+    for leave in (model.state_dict, lambda: engine.backward(losses), lambda: model(data())):
         with pytest.raises(RuntimeError, match=f"'({name})"):
             leave()
 

@@ -204,6 +204,32 @@ def test_inputs_may_ask_for_gradients_and_kept_tensors_may_not(private):
         engine.backward(model(torch.randn(20, 4) + kept).square().sum(1))
 
 
+def test_of_a_single_row_only_an_argument_is_an_input(private):
+    """Of other tensors the shape does not tell whether they are kept for later batches."""
+    engine, model, optimizer, _ = private(Body())
+    x = torch.randn(1, 4, requires_grad=True)
+    engine.backward(model(x).square().sum(1))
+    assert x.grad is not None
+    optimizer.zero_grad()
+    kept = x.grad.clone().requires_grad_()
+    for run in (lambda: model(x.detach() + kept), lambda: model.last(model.first(kept))):
+        with pytest.raises(RuntimeError, match="one row in a batch, an argument"):
+            engine.backward(run().square().sum(1))
+
+
+@pytest.mark.parametrize("put", [nn.Module.register_buffer, setattr])
+def test_a_trained_buffer_or_attribute_is_named(put, private):
+    class Shifted(Body):
+        def forward(self, x):
+            return super().forward(x + self.first.shift)
+
+    model = Shifted()
+    put(model.first, "shift", torch.zeros(4, requires_grad=True))
+    engine, model, *_ = private(model)
+    with pytest.raises(RuntimeError, match="^'first.shift', a buffer or .* make it an nn.Param"):
+        engine.backward(model(torch.randn(20, 4)).square().sum(1))
+
+
 TENSORS = {
     # Of as many classes, or tokens, as the batch has rows, or twice as many.
     "class weights": lambda model, x: model(x) * torch.ones(20, requires_grad=True)[:2],
