@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from small_runs import gpt2, llama, lora, mlp, points
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
@@ -31,10 +31,6 @@ def _reset_states():
     GradientState._reset_state()
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
-
-
 def build(model, batch_size=8, **options):
     engine = dpflash.PrivacyEngine(seed=0)
     made = engine.make_private(
@@ -47,12 +43,6 @@ def build(model, batch_size=8, **options):
         **options,
     )
     return engine, *made
-
-
-def points():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(32, 6, generator=generator)
-    return TensorDataset(x, torch.randint(0, 3, (32,), generator=generator))
 
 
 def tokens():
@@ -111,21 +101,6 @@ def test_prepare_changes_nothing_in_any_order(order, precision):
     assert all(torch.equal(a, b) for a, b in zip(parameters, prepared, strict=True))
 
 
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=23, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
-            intermediate_size=24, max_position_embeddings=16,
-        )
-    )  # fmt: skip
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=23, n_embd=16, n_layer=1, n_head=4, n_positions=16)
-    )
-
-
 def bert():
     return transformers.BertForMaskedLM(
         transformers.BertConfig(
@@ -133,11 +108,6 @@ def bert():
             intermediate_size=24, max_position_embeddings=16,
         )
     )  # fmt: skip
-
-
-def lora(build, target):
-    config = peft.LoraConfig(r=2, target_modules=[target], task_type="CAUSAL_LM")
-    return peft.get_peft_model(build(), config)
 
 
 MODELS = {

@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from small_runs import llama as small_llama
+from small_runs import mixture, quiet_trl, tokenizer
 
 import dpflash
 from dpflash.packing import Pairs
@@ -14,7 +16,6 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-tokenizers = pytest.importorskip("tokenizers")
 
 from dpflash.integrations.trl import DPDPOTrainer  # noqa: E402
 
@@ -29,31 +30,7 @@ DELTA, BETA = 1e-3, 0.1
 
 def llama(seed):
     torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=23, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
-            intermediate_size=24, max_position_embeddings=16, initializer_range=0.2,
-        )
-    )  # fmt: skip
-
-
-def mixture():
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=23, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, intermediate_size=24, num_local_experts=2,
-            max_position_embeddings=16,
-        )
-    )  # fmt: skip
-
-
-def tokenizer():
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 23)}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return small_llama(initializer_range=0.2)
 
 
 def pairs(count=24, seed=0):
@@ -76,24 +53,8 @@ def pairs(count=24, seed=0):
 
 
 def arguments(tmp_path, **changes):
-    return trl.DPOConfig(
-        **{
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": 6,
-            "num_train_epochs": 1,
-            "learning_rate": 1e-2,
-            "optim": "sgd",
-            "logging_steps": 1,
-            "report_to": [],
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "beta": BETA,
-            **changes,
-        }
-    )
+    chosen = {"per_device_train_batch_size": 6, "num_train_epochs": 1, "optim": "sgd"}
+    return trl.DPOConfig(**quiet_trl(tmp_path, beta=BETA, **{**chosen, **changes}))
 
 
 def trainer(tmp_path, *, bound=1.0, noise=1.0, model=None, args=None, **options):

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from small_runs import mlp, points
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import dpflash
 from dpflash.sampling import LogicalBatches
@@ -19,17 +20,6 @@ pytestmark = [
 ]
 
 DELTA = 1e-3
-
-
-def points():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(32, 6, generator=generator)
-    return TensorDataset(x, torch.randint(0, 3, (32,), generator=generator))
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
 
 
 def make_private(engine, model, **options):

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from small_runs import largest_difference, quiet, quiet_trl, tokenizer
+from small_runs import llama as small_llama
 from torch.utils.data import DataLoader
 
 import dpflash
@@ -25,12 +27,7 @@ PACK = PackTo(tokens=32, max_documents=6, rows=2)
 
 def llama():
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=23, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
-            intermediate_size=24, max_position_embeddings=16, initializer_range=0.2,
-        )
-    )  # fmt: skip
+    return small_llama(initializer_range=0.2)
 
 
 def documents(count=32):
@@ -40,26 +37,12 @@ def documents(count=32):
     return [{"input_ids": torch.randint(3, 23, (n,), generator=generator)} for n in lengths]
 
 
-def options(tmp_path, **changes):
-    return {
-        "output_dir": str(tmp_path / "out"),
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 1,
-        "learning_rate": 1e-2,
-        "optim": "adamw_torch",
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "use_cpu": True,
-        **changes,
-    }
-
-
 def trainer(tmp_path, *, model=None, dataset=None, args=None, **more):
     return DPTrainer(
         model=model or llama(),
-        args=transformers.TrainingArguments(**options(tmp_path, **(args or {}))),
+        args=transformers.TrainingArguments(
+            **quiet(tmp_path, **{"num_train_epochs": 1, **(args or {})})
+        ),
         train_dataset=dataset or documents(),
         data_collator=PACK,
         privacy=dpflash.PrivacyConfig(target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0),
@@ -95,11 +78,6 @@ def plain_loop(dataset, pack, steps=4):
             scheduler.step()
     assert optimizer.releases == steps
     return model, engine
-
-
-def largest_difference(a, b):
-    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    return max(float((x - y).abs().max()) for x, y in pairs)
 
 
 def test_parameters_and_epsilon_of_packed_documents_are_those_of_a_plain_loop(tmp_path):
@@ -167,26 +145,20 @@ def test_packed_documents_with_another_loss_are_refused_by_name(tmp_path):
 
 def _sft(tmp_path, **changes):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    tokenizers = pytest.importorskip("tokenizers")
     from dpflash.integrations.trl import DPSFTTrainer
 
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 23)}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     texts = [
         {"prompt": " ".join(f"w{t}" for t in tokens[:2]) + " ", "completion": " ".join(
             f"w{t}" for t in tokens[2:]
         )}
         for tokens in ([3 + (i * k) % 20 for k in range(1, 5 + i % 5)] for i in range(32))
     ]  # fmt: skip
-    args = options(tmp_path, bf16=False, gradient_checkpointing=False, max_length=12, **changes)
+    args = quiet_trl(tmp_path, num_train_epochs=1, max_length=12, **changes)
     return DPSFTTrainer(
         model=llama(),
         args=trl.SFTConfig(**args),
         train_dataset=datasets.Dataset.from_list(texts),
-        processing_class=transformers.PreTrainedTokenizerFast(
-            tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-        ),
+        processing_class=tokenizer(),
         privacy=dpflash.PrivacyConfig(target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0),
         performance=dpflash.PerformanceConfig(physical_batch_size=2),
         engine=dpflash.PrivacyEngine(seed=0, ledger=tmp_path / "ledger"),

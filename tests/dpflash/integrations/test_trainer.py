@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from small_runs import TINY, gpt2, largest_difference, llama, lora, quiet
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,26 +22,11 @@ from dpflash.integrations.transformers import DPTrainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-TINY = {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 DELTA = 1e-3
 
 
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**TINY, intermediate_size=24, max_position_embeddings=16)
-    )
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=23, n_embd=16, n_layer=2, n_head=4, n_positions=16)
-    )
-
-
 def bert_config(**changes):
-    return transformers.BertConfig(
-        **TINY, intermediate_size=24, max_position_embeddings=16, **changes
-    )
+    return transformers.BertConfig(**TINY, **changes)
 
 
 def bert():
@@ -60,16 +46,11 @@ def t5():
     )  # fmt: skip
 
 
-def with_lora(build, targets):
-    config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM")
-    return peft.get_peft_model(build(), config)
-
-
 MODELS = {
     "llama": llama,
     "gpt2": gpt2,
-    "llama-lora": lambda: with_lora(llama, ["q_proj", "down_proj"]),
-    "gpt2-lora": lambda: with_lora(gpt2, ["c_attn"]),
+    "llama-lora": lambda: lora(llama, "q_proj", "down_proj"),
+    "gpt2-lora": lambda: lora(gpt2, "c_attn"),
     "bert": bert,
 }
 
@@ -99,21 +80,7 @@ def engine(tmp_path):
 
 
 def arguments(tmp_path, **changes):
-    return transformers.TrainingArguments(
-        **{
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": 8,
-            "num_train_epochs": 2,
-            "learning_rate": 1e-2,
-            "optim": "adamw_torch",
-            "logging_steps": 1,
-            "report_to": [],
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "use_cpu": True,
-            **changes,
-        }
-    )
+    return transformers.TrainingArguments(**quiet(tmp_path, **changes))
 
 
 def trainer(tmp_path, name="llama", physical_batch_size=None, privacy=None, args=None, **options):
@@ -160,11 +127,6 @@ def plain_loop(name, physical_batch_size=None, autocast=False, steps=8, **units)
             if loader.is_last:
                 scheduler.step()
     return plain, optimizer, private
-
-
-def largest_difference(a: nn.Module, b: nn.Module) -> float:
-    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    return max(float((x - y).abs().max()) for x, y in pairs)
 
 
 class Broken(list):

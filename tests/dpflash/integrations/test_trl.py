@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from small_runs import gpt2, largest_difference, llama, lora, mixture, quiet_trl, tokenizer
 from torch.utils.data import DataLoader
 
 import dpflash
@@ -12,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-tokenizers = pytest.importorskip("tokenizers")
 
 from dpflash.integrations.trl import DPSFTTrainer  # noqa: E402
 
@@ -23,26 +23,6 @@ pytestmark = [
 ]
 
 DELTA = 1e-3
-
-
-def llama():
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=23, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
-            intermediate_size=24, max_position_embeddings=16,
-        )
-    )  # fmt: skip
-
-
-def gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=23, n_embd=16, n_layer=2, n_head=4, n_positions=16)
-    )
-
-
-def lora(build, target):
-    config = peft.LoraConfig(r=2, target_modules=[target], task_type="CAUSAL_LM")
-    return peft.get_peft_model(build(), config)
 
 
 MODELS = {
@@ -58,15 +38,6 @@ def built(name):
     return MODELS[name]()
 
 
-def tokenizer():
-    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, 23)}
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-
-
 def texts(count=32):
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randint(3, 23, (5 + i % 4,), generator=generator) for i in range(count)]
@@ -74,23 +45,7 @@ def texts(count=32):
 
 
 def arguments(tmp_path, **changes):
-    return trl.SFTConfig(
-        **{
-            "output_dir": str(tmp_path / "out"),
-            "per_device_train_batch_size": 8,
-            "num_train_epochs": 2,
-            "learning_rate": 1e-2,
-            "optim": "adamw_torch",
-            "logging_steps": 1,
-            "report_to": [],
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            **changes,
-        }
-    )
+    return trl.SFTConfig(**quiet_trl(tmp_path, **changes))
 
 
 def trainer(tmp_path, name="llama", args=None, **options):
@@ -137,11 +92,6 @@ def plain_loop(name, prepared, bf16=False):
                 scheduler.step()
     assert optimizer.releases == 8
     return model, engine
-
-
-def largest_difference(a, b):
-    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    return max(float((x - y).abs().max()) for x, y in pairs)
 
 
 @pytest.mark.cases(1)
@@ -201,14 +151,8 @@ def test_what_is_not_per_sample_is_refused_by_name(name, tmp_path):
 
 
 def test_losses_of_routers_are_refused_by_name(tmp_path):
-    mixture = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=23, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, intermediate_size=24, num_local_experts=2,
-            max_position_embeddings=16,
-        )
-    )  # fmt: skip
+    model = mixture()
     with pytest.raises(ValueError, match=r"args\.router_aux_loss_coef=0\.001.*=0\.0"):
-        trainer(tmp_path, model=mixture)
+        trainer(tmp_path, model=model)
     without = arguments(tmp_path, router_aux_loss_coef=0.0, max_steps=1)
-    assert trainer(tmp_path, model=mixture, args=without).train().global_step == 1
+    assert trainer(tmp_path, model=model, args=without).train().global_step == 1
