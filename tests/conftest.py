@@ -101,6 +101,14 @@ def choose_cases(
     return chosen
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def user_cache(
     tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config

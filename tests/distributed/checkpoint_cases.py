@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from meshes import mesh_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,16 +27,6 @@ from dpflash.nn import LongContextLM
 from dpflash.privacy import keys as streams
 
 SAMPLES, BATCH, TOKENS, VOCAB = 24, 6, 8, 11
-
-_meshes: dict[int, DeviceMesh] = {}
-
-
-def mesh_of(context: int) -> DeviceMesh:
-    """All ranks, `context` of them sharing each sample."""
-    if context not in _meshes:
-        shape = (dist.get_world_size() // context, context)
-        _meshes[context] = init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
-    return _meshes[context]
 
 
 class Net(nn.Module):

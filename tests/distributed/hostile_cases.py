@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh as TensorMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,15 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpflash
 from dpflash.distributed import context_parallel, shard_sequence
 from dpflash.nn import LongContextLM, MultiheadAttention
-
-_meshes: dict[int, DeviceMesh] = {}
-
-
-def mesh_of(context: int) -> DeviceMesh:
-    if context not in _meshes:
-        shape = (dist.get_world_size() // context, context)
-        _meshes[context] = init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
-    return _meshes[context]
 
 
 def rank() -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from meshes import mesh_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -95,7 +95,7 @@ def train(
     model: Any = {"Layers": Layers, "Adapted": Adapted}[kind]()
     mesh = None
     if dist.is_initialized():
-        mesh = _mesh()
+        mesh = mesh_of(1)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if mixed else None)
         for part in model.parts() if sharded else ():
             fully_shard(part, mesh=mesh["data"], mp_policy=policy)
@@ -119,13 +119,3 @@ def train(
     parts = [p.detach() for p in model.parameters()]
     parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parts]
     return torch.cat([p.flatten() for p in parts]).numpy()
-
-
-_meshes: list[DeviceMesh] = []
-
-
-def _mesh() -> DeviceMesh:
-    if not _meshes:
-        shape = (dist.get_world_size(), 1)
-        _meshes.append(init_device_mesh("cpu", shape, mesh_dim_names=("data", "context")))
-    return _meshes[0]

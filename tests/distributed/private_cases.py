@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from meshes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,16 +22,6 @@ from dpflash.patterns import Adaptive, Dilated
 
 TOKENS, VOCAB, SAMPLES, BATCH = 23, 40, 30, 6
 STEPS = 5
-
-_meshes: dict[int, DeviceMesh] = {}
-
-
-def mesh_of(context: int) -> DeviceMesh:
-    """All ranks, `context` of them sharing each sample."""
-    if context not in _meshes:
-        shape = (dist.get_world_size() // context, context)
-        _meshes[context] = init_device_mesh("cpu", shape, mesh_dim_names=("data", "context"))
-    return _meshes[context]
 
 
 def dataset(samples: int = SAMPLES) -> TensorDataset:

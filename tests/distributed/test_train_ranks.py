@@ -23,6 +23,7 @@ from dpflash.cli import train as command
 from dpflash.train.config import Corpus, TrainingConfig
 from dpflash.train.run import Interrupted, TrainingRun, checkpoint_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = str(Path(__file__).with_name("train_cases.py"))
 STEPS = 6
 TINY: dict[str, Any] = {
@@ -53,14 +54,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "2x2 ulysses": {"context_parallel": 2, "context_mode": "ulysses"},
     "2x2 sharded": {"context_parallel": 2, "shard_parameters": True, "sharding": "zigzag"},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -28,15 +28,8 @@ from dpflash.train.run import Interrupted, TrainingRun  # noqa: E402
 
 # Forked from this process, which has imported everything: a new one would take seconds for it.
 FORKED = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.usefixtures("one_thread")
 POSITIONS = 48
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from dpflash.train.run import Interrupted, TrainingRun
 
 # Forked from this process, which has imported everything: a new one would take seconds for it.
 FORKED = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.usefixtures("one_thread")
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 STEPS = 6
 TINY: dict[str, Any] = {
@@ -39,14 +40,6 @@ TINY: dict[str, Any] = {
     "eval_windows": 4,
     "checkpoint_every": 4,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
