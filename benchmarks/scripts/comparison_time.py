@@ -38,6 +38,7 @@ COMPARISONS: list[tuple[Any, str]] = [
     (Uncovered, "refusal"),
     (Uncovered, "note_call"),
     (Unchanged, "before_backward"),
+    (Unchanged, "structure"),
     (Rewritten, "_marks"),
     (Rewritten, "_digests"),
     (RowOrder, "observe"),

@@ -173,7 +173,8 @@ class ForwardWrapper:
                 self._uncovered.note_call(tensors)
             units = self._backward.forward.units
             most = max(_first_dimensions(tensors), default=0) if units is None else units.size
-            if self.unchanged is not None:
+            # Ranks that share a model would have to restart together.
+            if self.unchanged is not None and self._backward.proof.group is None:
                 before, self._structure = self._structure, self.unchanged.structure()
                 if self._structure != before:
                     self._backward.proof.restart(module.modules())

@@ -301,8 +301,9 @@ class _Structure:
         shards |= {i for i, own in self._places.items() if any(map(_is_shard, own.values()))}
         still = [m for m in modules if id(m) not in shards]
         dicts: list[dict[Any, Any]] = [m._parameters for m in still]
-        for m in modules:
-            dicts += m._modules, m._forward_hooks, m._forward_pre_hooks
+        dicts += [m._modules for m in modules]
+        for m in modules[1:]:  # Hooks of the model itself run around what is proven.
+            dicts += m._forward_hooks, m._forward_pre_hooks
         self._empty = [held for held in dicts if not held]
         # Those of scripted modules are no dicts.
         self._dicts = [held for held in dicts if held and isinstance(held, dict)]
@@ -326,13 +327,14 @@ class _Structure:
             return None
         for prefix, module in self._module.named_modules(remove_duplicate=False):
             own = self._places.get(id(module))
-            for key in {**(own or {}), **module._parameters}:
+            now = dict(module._parameters.items())  # of a scripted module it is no dict
+            for key in {**(own or {}), **now}:
                 name = f"{prefix}.{key}" if prefix else key
-                parameter, held = module._parameters.get(key), (own or {}).get(key)
+                parameter, held = now.get(key), (own or {}).get(key)
                 if name in allowed or _is_shard(held) or parameter is held:
                     continue
                 is_new = own is None and id(parameter) in self._known
-                if key not in module._parameters or (parameter is not None and not is_new):
+                if key not in now or (parameter is not None and not is_new):
                     return name
         self._note()
         return None

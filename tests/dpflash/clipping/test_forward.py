@@ -327,11 +327,16 @@ def test_only_an_operation_that_fails_after_a_shared_input_is_told_of_it(shared,
         assert str(caught.value) == "as it was"
 
 
+class Replacing(Positions):
+    def forward(self, tokens):
+        embedded = self.embedded(tokens)
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+        return self.head(embedded)
+
+
 def test_a_refusal_of_a_layer_after_a_shared_input_stays_as_it_is(private):
-    plain = Positions()
     tokens = torch.zeros(4, 3, dtype=torch.long)
-    _, model, *_ = private(plain, tokens)
-    plain.head.weight = nn.Parameter(plain.head.weight.detach().clone())
+    _, model, *_ = private(Replacing(), tokens)
     with pytest.raises(RuntimeError, match="^parameter 'head.weight' is not the one"):
         model(tokens)
 
