@@ -305,7 +305,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def _asked(given: Sequence[Any]) -> tuple[bool, bool]:
-    """bias_grad and squares of a backward, which torch leaves out at the end where False."""
+    """The last two options of a backward, bias_grad and squares; left out, they are False."""
     bias_grad, squares = (*given[12:], False, False)[:2]
     return bias_grad, squares
 

@@ -125,5 +125,6 @@ class Lengths:
                 "own loss, the bound holds up to the rounding of other lengths (pad with "
                 "dpflash.sampling.PadTo to have it exactly)"
             )
-        none = "none of a batch of the private loader itself yet"
-        return none if self._seen is None else "the same in all batches so far"
+        if self._seen is None:
+            return "unknown, the private loader itself has yielded no batch yet"
+        return "the same in all batches so far"

@@ -99,10 +99,9 @@ class RowOrder:
     """Compares the model's inputs with the loader's batches.
 
     Rows that were changed at random (masked tokens, augmented images) show nothing. Rows that
-    were changed otherwise are known by the order of the numbers in each of their columns, where
-    there are so many that random ones are hardly ever in such an order. Only
-    tensors with one row for each row of the batch are compared; targets that reach the loss alone
-    are not seen.
+    were changed otherwise are recognized by the order of the numbers in their columns, if random
+    numbers would have that order with a chance below 1e-9. Only tensors with one row for each row
+    of the batch are compared; targets that reach the loss alone are not seen.
     """
 
     def __init__(self) -> None:
@@ -323,7 +322,7 @@ def _is_telling(x: Tensor) -> bool:
 
 
 def _is_rich(x: Tensor) -> bool:
-    """Whether unchanged rows are hardly in another order by chance."""
+    """Whether random rows would hardly be these rows in another order."""
     is_fractional = x.is_floating_point() and bool((x != x.round()).any())
     width = x[0].numel()
     if width > 1 if is_fractional else width > 2 and _is_telling(x):

@@ -209,7 +209,7 @@ class Proof:
         return "gradients" if missed else "pending"
 
     def restart(self, modules: Iterable[nn.Module]) -> None:
-        """Prove the model anew, of which these are the modules now."""
+        """Begin the test again, for the modules that the model has now."""
         self._modules = list(modules)
         self._modes.clear()
 

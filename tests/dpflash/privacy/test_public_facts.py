@@ -231,7 +231,7 @@ def test_the_plan_says_what_is_public():
     model(torch.ones(2, 1))
     text = str(engine.plan())
     assert "public slots: 2 in each microbatch" in text
-    assert "lengths: none of a batch" in text and "dataset size: 1000, declared" in text
+    assert "lengths: unknown" in text and "dataset size: 1000, declared" in text
     with pytest.raises(ValueError, match="no private model"):
         _ = PrivacyEngine().public
 

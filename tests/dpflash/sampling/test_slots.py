@@ -564,8 +564,13 @@ def normal(shape, g):
 def test_random_numbers_for_each_row_are_not_taken_for_another_order(number, size):
     """Noise levels and their pairs, timesteps, negative items."""
     ids, fewer = (lambda shape, g, n=n: levels(n, shape, g) for n in (number, 8))
-    drawn = lambda x, g: levels(number, x.shape, g)  # noqa: E731
-    pairs = lambda x, g: levels(number, x.shape[:1], g)[:, None] * torch.tensor([1, -1])  # noqa: E731
+
+    def drawn(x, g):
+        return levels(number, x.shape, g)
+
+    def pairs(x, g):
+        return levels(number, x.shape[:1], g)[:, None] * torch.tensor([1, -1])
+
     for width, values, change in [
         *[((), v, c) for v in (ids, fewer, normal) for c in (drawn, lambda x, g: drawn(x, g) / 7)],
         ((1,), normal, drawn),
