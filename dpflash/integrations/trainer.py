@@ -467,7 +467,9 @@ class DPTrainer(Trainer):
         """One loss for each sample or pair, `[B]`, while the model trains."""
         if not model.training:
             return self._evaluated(model, inputs, return_outputs)
-        losses, outputs = self._losses_of(model, inputs)
+        assert self._private_loader is not None
+        with self._private_loader.tracker.noting_refusals():
+            losses, outputs = self._losses_of(model, inputs)
         return (losses, outputs) if return_outputs else losses
 
     def _evaluated(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:

@@ -82,7 +82,7 @@ class ForwardWrapper:
         self._masks = masks
         self._order = order
         self._uncovered = uncovered
-        self._structure = 0
+        self._structure = self._restarts = 0
         self._original = type(module)
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
@@ -175,14 +175,26 @@ class ForwardWrapper:
             most = max(_first_dimensions(tensors), default=0) if units is None else units.size
             # Ranks that share a model would have to restart together.
             if self.unchanged is not None and self._backward.proof.group is None:
-                before, self._structure = self._structure, self.unchanged.structure()
-                if self._structure != before:
-                    self._backward.proof.restart(module.modules())
+                self._restart_proof(self.unchanged.structure())
             if self._backward.begin_proof(most):
                 outputs = self._proven(module, tensors, args, kwargs)
             else:
                 outputs = self._called(module, tensors, args, kwargs)
             return self._backward.expect_scalar(outputs, self._size_of_call(tensors))
+
+    def _restart_proof(self, structure: int) -> None:
+        """Begin the proof again if modules or hooks are others than in the call before."""
+        self._restarts = self._restarts + 1 if structure != self._structure else 0
+        self._structure = structure
+        if self._restarts:
+            self._backward.proof.restart(self._module.modules())
+        if self._restarts == 3:
+            warnings.warn(
+                "modules or forward hooks of the model changed before each of three calls. The "
+                "test that samples stay apart begins again each time, so a step takes several "
+                "times as long: register hooks once and let them stay, before make_private",
+                stacklevel=4,
+            )
 
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Run forwards of which the rows are compared, and then the forward itself.

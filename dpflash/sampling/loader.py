@@ -401,13 +401,10 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             return
         self.tracker.abandon()
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
-        try:
+        with self.tracker.noting_refusals():
             with self.order.iterated():
                 yield from self._observed(marked)
             self.tracker.end_epoch(self._mark)
-        except PrivateRefusal:
-            self.tracker.note_refusal()
-            raise
 
     def _observed(self, marked: Iterator[tuple[Any, BatchMark]]) -> Iterator[Any]:
         """The batches, each compared with those before it."""

@@ -199,7 +199,8 @@ class RowOrder:
             ) from None
         if is_released:
             return
-        if any(_reordered(rows, self._batch) or self._moves(rows.x) for rows in found):
+        moved = any(_reordered(rows, self._batch) or self._moves(rows.x) for rows in found)
+        if moved or _are_moved_alike(found, self._batch):
             raise PrivateRefusal(
                 f"the model got the rows of the loader's batch in another order, {SORTING}"
             ) from None
@@ -237,7 +238,8 @@ class RowOrder:
             kept = (own.to(x.dtype) if x.is_floating_point() else own).reshape(size, -1)
             step = max(1, rows.shape[1] // _COLUMNS)
             ranks = [_Rows(_ranks(part[:, ::step]).cpu()) for part in (rows, kept)]
-            if _reordered(ranks[0], ranks[1:], rows[:, ::step]):
+            # Columns that are increasing functions of each other have equal ranks.
+            if _reordered(ranks[0], ranks[1:], ranks[0].x):
                 return True
         return False
 
@@ -381,6 +383,15 @@ def _ranks(x: Tensor) -> Tensor:
     return torch.zeros_like(order).scatter_(0, order, ranks)
 
 
+def _orders(rows: _Rows, batch: Sequence[_Rows]) -> list[Tensor]:
+    """Digests of the batch's tensors that have these rows in another order; none if one is it."""
+    alike = [own.digests for own in batch if own.form == rows.form]
+    if any(torch.equal(rows.digests, own) for own in alike):
+        return []
+    ordered = rows.digests.sort().values
+    return [own for own in alike if torch.equal(ordered, own.sort().values)]
+
+
 def _reordered(rows: _Rows, batch: Sequence[_Rows], x: Tensor | None = None) -> bool:
     """Whether this is a tensor of the batch with its rows in another order.
 
@@ -389,13 +400,21 @@ def _reordered(rows: _Rows, batch: Sequence[_Rows], x: Tensor | None = None) -> 
         batch: of the batch's tensors.
         x: the values `[B, n]` where rows are their ranks.
     """
-    alike = [own.digests for own in batch if own.form == rows.form]
-    if any(torch.equal(rows.digests, own) for own in alike):
-        return False
-    for own in alike:
-        if torch.equal(rows.digests.sort().values, own.sort().values):
-            # Few labels that were changed at random may be as many of each as before.
-            moved = rows.digests != own
-            if _is_rich(rows.x[moved]) if x is None else _is_no_chance(x[moved]):
-                return True
+    for own in _orders(rows, batch):
+        # Few labels that were changed at random may be as many of each as before.
+        moved = rows.digests != own
+        if _is_rich(rows.x[moved]) if x is None else _is_no_chance(x[moved]):
+            return True
     return False
+
+
+def _are_moved_alike(given: Sequence[_Rows], batch: Sequence[_Rows]) -> bool:
+    """Whether tensors have rows of the batch in one other order, which each may have by chance."""
+    pairs = [(rows.digests, own) for rows in given for own in _orders(rows, batch)[:1]]
+    if len(pairs) < 2:
+        return False
+    now, before = (torch.stack(digests, 1) for digests in zip(*pairs, strict=True))
+    found = [x.unique(dim=0, return_counts=True) for x in (now, before)]
+    if not all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(*found, strict=True)):
+        return False
+    return _is_no_chance(now[(now != before).any(1)], lambda n: n.xlogy(n))

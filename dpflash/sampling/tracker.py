@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -121,8 +122,8 @@ class LogicalBatch(Protocol):
     def abandon(self) -> None:
         """Drop the logical batch: the loop began another epoch."""
 
-    def note_refusal(self) -> None:
-        """Private data ended the training loop."""
+    def noting_refusals(self) -> AbstractContextManager[None]:
+        """Note a private refusal that the block raises."""
 
 
 class BatchTracker:
@@ -187,10 +188,9 @@ class BatchTracker:
         """Whether the loader may draw one more logical batch, which may begin an epoch."""
         return self._batch is None or self._batch.may_begin(new_epoch)
 
-    def note_refusal(self) -> None:
-        """Private data ended the iteration of the loader."""
-        if self._batch is not None:
-            self._batch.note_refusal()
+    def noting_refusals(self) -> AbstractContextManager[None]:
+        """Note a private refusal that the block raises."""
+        return nullcontext() if self._batch is None else self._batch.noting_refusals()
 
     @property
     def releases(self) -> int:

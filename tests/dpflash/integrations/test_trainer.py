@@ -229,11 +229,22 @@ def test_a_model_without_a_known_loss_needs_one(tmp_path):
 
 
 def test_a_loss_over_the_batch_is_refused(tmp_path):
-    def loss(outputs, labels, num_items_in_batch=None):
-        return next_tokens(outputs.logits, labels).mean()
+    calls = []
 
-    with pytest.raises(dpflash.PrivateRefusal, match="compute_loss_func returned something else"):
-        trainer(tmp_path, compute_loss_func=loss).train()
+    def loss(outputs, labels, num_items_in_batch=None):
+        calls.append(1)
+        losses = next_tokens(outputs.logits, labels)
+        return losses.mean() if len(calls) > most else losses
+
+    for most, lines in ((0, 0), (20, 1)):
+        calls.clear()
+        where = tmp_path / str(most)
+        where.mkdir()
+        text = "compute_loss_func returned something else"
+        with pytest.raises(dpflash.PrivateRefusal, match=text):
+            trainer(where, compute_loss_func=loss).train()
+        notes = (where / "ledger").read_text() if lines else ""
+        assert notes.count("ended by a private refusal") == lines
 
 
 def divided(outputs, labels, num_items_in_batch=None):

@@ -1,6 +1,7 @@
 """Physical batches have a public number of rows, and padding rows count for nothing."""
 
 import copy
+import functools
 import math
 
 import numpy as np
@@ -535,16 +536,22 @@ def test_few_labels_that_are_changed_at_random_are_in_order(private):
             optimizer.zero_grad()
 
 
-def orders(size, width, values, change):
-    """Whether `change(x, real)` is taken for another order of 40 random batches x."""
+def orders(size, width, values, change, apart=False):
+    """Whether `change(x, g)` is taken for another order of 40 random batches x.
+
+    Args:
+        apart: give each column as a tensor of its own.
+    """
     g = torch.Generator().manual_seed(0)
     for padding in torch.randint(1, 3, (40,), generator=g).tolist():
         x, real = values((size, *width), g), torch.arange(size) >= padding
         x[~real] = x[padding].clone()
         order = RowOrder()
-        order.observe((x,), BatchMark(0, size, True, real=real))
+        columns = x.unbind(1) if apart else [x]
+        order.observe(columns, BatchMark(0, size, True, real=real))
+        changed = change(x, g)
         try:
-            order.check([change(x, g)], is_released=False)
+            order.check(changed.unbind(1) if apart else [changed], is_released=False)
         except dpflash.PrivateRefusal:
             yield True
         else:
@@ -571,10 +578,14 @@ def test_random_numbers_for_each_row_are_not_taken_for_another_order(number, siz
     def pairs(x, g):
         return levels(number, x.shape[:1], g)[:, None] * torch.tensor([1, -1])
 
+    def powers(shape, g):
+        return torch.rand(shape[0], generator=g)[:, None] ** torch.arange(1, 5)
+
     for width, values, change in [
         *[((), v, c) for v in (ids, fewer, normal) for c in (drawn, lambda x, g: drawn(x, g) / 7)],
         ((1,), normal, drawn),
         ((2,), normal, pairs),
+        ((4,), powers, lambda x, g: powers(x.shape, g)),
         ((2,), ids, drawn),
     ]:
         assert not any(orders(size, width, values, change))
@@ -592,6 +603,19 @@ def test_random_numbers_for_each_row_are_not_taken_for_another_order(number, siz
 )
 def test_sorted_rows_are_refused_in_narrow_batches_and_small_ones(size, width, values, change):
     assert sum(orders(size, width, values, lambda x, g: change(x))) > 15
+
+
+@pytest.mark.parametrize("size, features", [(16, 3), (8, 8), (6, 12)])
+@pytest.mark.parametrize("values", [normal, functools.partial(levels, 99)], ids=["floats", "ids"])
+def test_features_of_one_number_each_are_refused_if_moved_alike(values, size, features):
+    def alike(x, g):
+        return x[x[:, 0].argsort()]
+
+    def each(x, g):
+        return torch.stack([y[torch.randperm(size, generator=g)] for y in x.T], 1)
+
+    assert sum(orders(size, (features,), values, alike, apart=True)) > 25
+    assert not any(orders(size, (features,), values, each, apart=True))
 
 
 def test_masked_tokens_and_augmented_rows_are_not_taken_for_another_order(private):

@@ -976,6 +976,18 @@ def test_what_mixes_in_modules_that_were_changed_is_refused(how, private):
     assert engine.verified == "pending"
 
 
+def test_hooks_around_each_forward_are_warned_about_once(private, recwarn):
+    engine, model, optimizer, _ = private(Between())
+    for _ in range(6):
+        hook = model.a.register_forward_hook(lambda *args: None)
+        backward(engine, model, data())
+        optimizer.zero_grad()
+        hook.remove()
+    found = [w for w in recwarn if "register hooks once" in str(w.message)]
+    assert [w.filename for w in found] == [__file__]
+    assert engine.verified is True
+
+
 def test_losses_of_an_earlier_forward_are_refused(private):
     torch.manual_seed(0)
     engine, model, *_ = private(Between())
