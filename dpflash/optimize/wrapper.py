@@ -193,7 +193,7 @@ class ForwardWrapper:
                 "modules or forward hooks of the model changed before each of three calls. The "
                 "test that samples stay apart begins again each time, so a step takes several "
                 "times as long: register hooks once and let them stay, before make_private",
-                stacklevel=4,
+                stacklevel=6,
             )
 
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
