@@ -26,6 +26,7 @@ from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .sampling.collate import refuse_mixing
 from .sampling.entries import ReadableEntries
 from .sampling.loader import PrivateDataLoader
+from .sampling.plan import SamplingPlan
 from .sampling.slots import check_slots
 from .sampling.unit_groups import UnitGroups
 from .verification.unchanged import check_allowed
@@ -57,6 +58,7 @@ def check_arguments(
     performance: PerformanceConfig,
     *,
     clipping_asked: str | None,
+    plan: SamplingPlan | None,
     keys: RunKeys,
     ranks: Ranks,
 ) -> CheckedArguments:
@@ -66,6 +68,7 @@ def check_arguments(
         given: model, optimizer and data loader.
         privacy, performance: after `config.resolved`.
         clipping_asked: as it was passed.
+        plan: how logical batches are drawn, where it is known already.
         keys: of sampling and of the digests of entries.
         ranks: this process and its peers.
 
@@ -77,31 +80,27 @@ def check_arguments(
     check_module(module, ranks)
     check_model(module)
     _check_joint(privacy, mode, ranks)
-    of_units = unit_groups(data_loader, privacy)
+    plan = plan or sampling_plan(data_loader, privacy)
     loader = PrivateDataLoader(
         data_loader,
-        sampling=privacy.sampling,
+        plan,
         key=keys.sampling,
         physical_batch_size=performance.physical_batch_size,
-        max_batch_size=privacy.max_batch_size,
-        max_dataset_size=privacy.max_dataset_size,
         rank_part=(ranks.data_rank, ranks.data_size),
-        public_size=privacy.public_size,
         public_length=privacy.public_length,
-        groups=of_units,
         # Ranks refuse them together, in the step.
         foreign_batches=privacy.foreign_batches or ranks.everyone is not None,
     )
     if privacy.foreign_batches:
-        _check_foreign(loader, ranks)
+        _check_foreign(plan.unit, ranks)
     check_slots(loader.expected_batch_size, privacy.bound)
-    if isinstance(data_loader.collate_fn, PackTo):
-        _check_packed(data_loader.collate_fn, privacy, performance, ranks)
+    if plan.packing is not None:
+        _check_packed(plan.packing, privacy, performance, ranks)
         if privacy.exact is True:
-            _check_exact_packing(data_loader.collate_fn, module)
+            _check_exact_packing(plan.packing, module)
     else:
         refuse_mixing(data_loader, may_sort=loader.slots is None)
-    if loader.has_pairs:
+    if plan.has_pairs:
         _check_pairs(privacy, ranks)
     trained = trained_parameters(module, optimizer)
     entries = []
@@ -109,13 +108,13 @@ def check_arguments(
         entries = digests_of(ReadableEntries(loader.dataset), keys.master)
     expected = math.ceil(loader.expected_batch_size / ranks.data_size)
     planned = performance.physical_batch_size or expected
-    if loader.packing is not None:
-        planned = loader.packing.max_documents
+    if plan.packing is not None:
+        planned = plan.packing.max_documents
     memory = performance.memory_budget or default_memory_budget(trained[0].device)
     level = Asked(performance.optimize, clipping_asked, mode, planned, memory, ranks)
     optimization = choose(level, module, trained)
-    if optimization.compiled and loader.unit != SAMPLE:
-        optimization = optimization.without_compiler(f"the privacy unit is a {loader.unit}")
+    if optimization.compiled and plan.unit != SAMPLE:
+        optimization = optimization.without_compiler(f"the privacy unit is a {plan.unit}")
     if privacy.loss_reduction == "mean":
         narrow = narrow_parameters(module)
         refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
@@ -127,21 +126,30 @@ def check_arguments(
     return CheckedArguments(trained, loader, groups, entries, planned, optimization)
 
 
-def unit_groups(data_loader: DataLoader, privacy: PrivacyConfig) -> UnitGroups | None:
-    """The entries of each privacy unit; None where each entry is one.
+def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPlan:
+    """How logical batches are drawn. A function unit_of reads the whole dataset.
 
     Raises:
-        ValueError: unit_of does not fit the dataset.
+        ValueError: the loader cannot be replaced, or unit_of does not fit the dataset.
+        PrivateRefusal: the dataset is larger than max_dataset_size, or most entries have no unit.
     """
-    if privacy.unit_of is None or not isinstance(data_loader, DataLoader):
-        return None
-    assert privacy.examples_per_unit is not None
-    return UnitGroups(
-        data_loader.dataset,
-        privacy.unit_of,
-        limit=privacy.examples_per_unit,
-        sampling=privacy.unit_sampling,
-        unit_name=privacy.unit_name,
+    groups = None
+    if privacy.unit_of is not None and isinstance(data_loader, DataLoader):
+        assert privacy.examples_per_unit is not None
+        groups = UnitGroups(
+            data_loader.dataset,
+            privacy.unit_of,
+            limit=privacy.examples_per_unit,
+            sampling=privacy.unit_sampling,
+            unit_name=privacy.unit_name,
+        )
+    return SamplingPlan.of(
+        data_loader,
+        sampling=privacy.sampling,
+        max_batch_size=privacy.max_batch_size,
+        max_dataset_size=privacy.max_dataset_size,
+        public_size=privacy.public_size,
+        groups=groups,
     )
 
 
@@ -163,7 +171,7 @@ def agree_on_arguments(
             "grad_sample_mode": performance.grad_sample_mode,
             "optimize": performance.optimize,
             "exact": privacy.exact,
-            "sampling": checked.loader.sampling_scheme,
+            "sampling": checked.loader.plan.scheme,
             "entries of the dataset": len(checked.loader.dataset),  # type: ignore[arg-type]
             "physical_batch_size": performance.physical_batch_size,
             "loss_reduction": privacy.loss_reduction,
@@ -176,9 +184,9 @@ def agree_on_arguments(
     )
 
 
-def _check_foreign(loader: PrivateDataLoader, ranks: Ranks) -> None:
+def _check_foreign(unit: str, ranks: Ranks) -> None:
     """Refuse batches that are not of the loader where nothing bounds a unit's part of them."""
-    if has_several_rows(loader.unit):
+    if has_several_rows(unit):
         raise ValueError(
             "foreign_batches=True with unit_of or Pairs: a unit may be in several rows of a batch "
             "that is not of the private loader, each clipped by itself; leave it out"

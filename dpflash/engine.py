@@ -30,7 +30,7 @@ from .checked_arguments import (
     CheckedArguments,
     agree_on_arguments,
     check_arguments,
-    unit_groups,
+    sampling_plan,
 )
 from .checkpoint import sharded as sharded_checkpoint
 from .checkpoint import state as checkpoint
@@ -80,6 +80,7 @@ from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
 from .refusal import PrivateRefusal
 from .sampling.loader import PrivateDataLoader
+from .sampling.plan import SamplingPlan
 from .step import PrivateStep
 from .verification.loss_trial import LossTrial
 from .verification.proof import Proof, allow_second_backwards
@@ -327,6 +328,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         data_loader: DataLoader,
         asked: PrivacyConfig,
         performance: PerformanceConfig,
+        plan: SamplingPlan | None = None,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         if not isinstance(module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
@@ -351,6 +353,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 privacy,
                 performance,
                 clipping_asked=asked.clipping,
+                plan=plan,
                 keys=self._keys,
                 ranks=ranks,
             )
@@ -360,15 +363,16 @@ class PrivacyEngine(Uncopied, OnlySettable):
         names = {p: n for n, p in module.named_parameters()}
         agree_on_arguments(checked, names, privacy, performance, ranks)
         require_same_data(checked.entries, ranks)
-        event = loader.event(privacy.noise_multiplier)
-        self._spending.begin(event, privacy.budget, unit=loader.unit, grouping=loader.grouping)
+        plan = loader.plan
+        event = plan.event(privacy.noise_multiplier)
+        self._spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping)
         synchronize_ranks(module, ranks)
         step = PrivateStep(
             optimizer,
             trained,
             names=names,
             tracker=loader.tracker,
-            sampler=loader,
+            sampler=plan,
             spending=self._spending,
             keys=self._keys,
             ranks=ranks,
@@ -379,7 +383,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             exact=privacy.exact is not False,
         )
         asked_for, entries = data_loader.batch_size, loader.dataset_size
-        if asked_for is not None and not loader.has_public_size and asked_for > entries:
+        if asked_for is not None and not plan.has_public_size and asked_for > entries:
             warnings.warn(
                 f"data_loader.batch_size={asked_for} above the {entries} privacy units of the "
                 "data: each draw takes all of them, without amplification by sampling. Pass a "
@@ -396,7 +400,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         for parameter in trained:
             parameter.grad = None
         self._trial = None
-        if loader.packing is not None and privacy.verify_first_batch:
+        if plan.packing is not None and privacy.verify_first_batch:
             self._trial = LossTrial(trained[0].device)
             loader.try_losses(self._trial)
         unchanged = Unchanged(module, trained, privacy.allow_buffers)
@@ -540,26 +544,15 @@ class PrivacyEngine(Uncopied, OnlySettable):
         asked, target_epsilon, target_delta = take_targets(asked, target_epsilon, target_delta)
         if (epochs is None) == (steps is None):
             raise TypeError("make_private_with_epsilon needs epochs= or steps=, one of the two")
-        groups = unit_groups(data_loader, asked)
-        if groups is not None:
-            asked = replace(asked, unit_of=groups.names)  # The dataset is read once.
-        drawn = PrivateDataLoader(
-            data_loader,
-            sampling=asked.sampling,
-            key=bytes(32),
-            max_batch_size=asked.max_batch_size,
-            max_dataset_size=asked.max_dataset_size,
-            public_size=asked.public_size,
-            groups=groups,
-        )
+        plan = sampling_plan(data_loader, asked)
         if steps is None:
             assert epochs is not None
             positive_int(epochs=epochs)
-            steps = epochs * drawn.steps_per_epoch
+            steps = epochs * plan.steps_per_epoch
         positive_int(steps=steps)
-        if target_delta >= 1 / drawn.dataset_size:
+        if target_delta >= 1 / plan.dataset_size:
             warnings.warn(
-                f"target_delta={target_delta!r} is not below 1 / {drawn.dataset_size} entries of "
+                f"target_delta={target_delta!r} is not below 1 / {plan.dataset_size} entries of "
                 "the data: releasing one of them outright would be allowed; choose it well below",
                 stacklevel=3,
             )
@@ -571,8 +564,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 stacklevel=3,
             )
         noise_multiplier = self._spending.noise_for(
-            drawn.event,
-            -(-steps // drawn.steps_per_epoch) if drawn.event_covers_epoch else steps,
+            plan.event,
+            -(-steps // plan.steps_per_epoch) if plan.event_covers_epoch else steps,
             epsilon=target_epsilon,
             delta=target_delta,
         )
@@ -582,7 +575,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             )
         )
         asked = replace(asked, noise_multiplier=noise_multiplier)
-        made = self._make_private(module, optimizer, data_loader, asked, performance)
+        made = self._make_private(module, optimizer, data_loader, asked, performance, plan)
         assert self._step is not None
         self._step.plan(steps, target_epsilon=target_epsilon)
         if asked.budget is None:
@@ -957,9 +950,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
             others=self._spending.has_foreign_batches or self._loader.tracker.signalled,
             lengths=str(self._loader.lengths),
             dataset_size=self._loader.dataset_size,
-            is_declared=self._loader.has_public_size,
-            unit=self._loader.unit_in_words,
-            packing=self._loader.packing,
+            is_declared=self._loader.plan.has_public_size,
+            unit=self._loader.plan.unit_in_words,
+            packing=self._loader.plan.packing,
             is_exact=self._settings is not None and self._settings[0].exact is True,
         )
 
@@ -1278,7 +1271,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     def _sampling(self) -> dict[str, Any]:
         assert self._loader is not None
-        return self._loader.sampling_scheme
+        return self._loader.plan.scheme
 
     def _common(self, number: int) -> int:
         """The number of the first rank."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ..grad_rules.convert import check_module
 from ..optimizer import trained_parameters
-from ..sampling.loader import check_loader
+from ..sampling.plan import check_loader
 from .layers import refused_modules
 from .report import ITSELF
 

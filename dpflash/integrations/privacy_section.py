@@ -45,10 +45,10 @@ def privacy_lines(
             "**The run was seeded: whoever knows the seed can recompute its noise. The model is "
             "for research, not for release.**\n"
         )
-    size = "declared" if loader.has_public_size else "treated as public"
+    size = "declared" if loader.plan.has_public_size else "treated as public"
     yield f"- epsilon {rounded_up(epsilon)} at delta {privacy.target_delta:g}"
     yield f"- neighboring relation: {engine.neighboring_relation}"
-    yield f"- privacy unit: {loader.unit_in_words}"
+    yield f"- privacy unit: {loader.plan.unit_in_words}"
     yield f"- dataset size: {loader.dataset_size}, {size}"
     yield f"- sampling: {loader.sampler_name}"
     yield f"- accountant: {engine.accountant.mechanism()}"

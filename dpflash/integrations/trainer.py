@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments, __version__
 from transformers.trainer_utils import TrainOutput
 from transformers.training_args import ParallelMode
 
-from ..checked_arguments import unit_groups
+from ..checked_arguments import sampling_plan
 from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
 from ..losses import causal_lm
@@ -375,14 +375,8 @@ class DPTrainer(Trainer):
         """The number of releases that `args` asks for."""
         if self.args.max_steps > 0:
             return self.args.max_steps
-        drawn = PrivateDataLoader(
-            loader,
-            sampling=self._privacy.sampling,
-            key=bytes(32),
-            public_size=self._privacy.public_size,
-            groups=unit_groups(loader, self._privacy),
-        )
-        return math.ceil(self.args.num_train_epochs * drawn.steps_per_epoch)
+        plan = sampling_plan(loader, self._privacy)
+        return math.ceil(self.args.num_train_epochs * plan.steps_per_epoch)
 
     def _try_loss(self, loader: DataLoader) -> None:
         """Compare losses of a few entries with the model's own, and with those in company."""

@@ -6,8 +6,9 @@ from .._lazy import lazy
 
 if TYPE_CHECKING:
     from .lengths import PadTo
-    from .loader import SAMPLINGS, PrivateDataLoader, check_loader
+    from .loader import PrivateDataLoader
     from .logical import LogicalBatch, LogicalBatches
+    from .plan import SAMPLINGS, SamplingPlan, check_loader
     from .samplers import FixedSizeBatchSampler, PoissonBatchSampler, PublicSize
     from .tracker import BatchMark, BatchTracker
 
@@ -22,17 +23,19 @@ __all__ = [
     "PoissonBatchSampler",
     "PrivateDataLoader",
     "PublicSize",
+    "SamplingPlan",
     "check_loader",
 ]
 
 # The module of each name. It is imported on first use: a model needs only `slots` and `tracker`,
 # not the accounting and scipy that `loader` and `samplers` import.
 _MODULES = {
-    **dict.fromkeys(("SAMPLINGS", "PrivateDataLoader", "check_loader"), "loader"),
+    **dict.fromkeys(("SAMPLINGS", "SamplingPlan", "check_loader"), "plan"),
     **dict.fromkeys(("FixedSizeBatchSampler", "PoissonBatchSampler", "PublicSize"), "samplers"),
     **dict.fromkeys(("LogicalBatch", "LogicalBatches"), "logical"),
     **dict.fromkeys(("BatchMark", "BatchTracker"), "tracker"),
     "PadTo": "lengths",
+    "PrivateDataLoader": "loader",
 }
 
 __getattr__ = lazy(__name__, _MODULES)

@@ -14,29 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils.data import DataLoader, Dataset
 
 from dpflash.accounting import Event
-from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
-from .._validate import positive_int
-from ..packing import PackedBatch, PackTo, Pairs
+from ..packing import PackedBatch, Pairs
 from ..privacy.keys import Uncopied
-from ..privacy.privacy_unit import (
-    DOCUMENT,
-    PREFERENCE_PAIR,
-    SAMPLE,
-    USER,
-    USER_OF_FIXED_GRAPH,
-    named,
-)
 from ..refusal import PrivateRefusal
 from ..verification.loss_trial import LossTrial
 from ..verification.nested import map_leaves
@@ -44,21 +27,13 @@ from .collate import TriedCollate
 from .entries import Collated, FittingCollate, ReadableEntries
 from .lengths import Lengths, PadTo
 from .packed import DocumentsOf, PackedCollate, PackedSampler
-from .prepared import Prepared, wrapper_of
+from .plan import SamplingPlan
+from .prepared import Prepared
 from .row_order import RowOrder
-from .samplers import (
-    DrawSampler,
-    FixedSizeBatchSampler,
-    PoissonBatchSampler,
-    PublicSize,
-    ShuffledBatchSampler,
-)
-from .slots import SlotSampler, slots_of_draws, slots_of_size
+from .samplers import DrawSampler, FixedSizeBatchSampler, PoissonBatchSampler, ShuffledBatchSampler
+from .slots import SlotSampler
 from .tracker import BatchMark, BatchTracker
-from .unit_groups import UnitGroups
 from .unit_slots import UnitSlots
-
-SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 
 
 class _CollateForOthers:
@@ -115,24 +90,24 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     BatchMemoryManager, gets the samples alone, and of an empty draw one padding row.
 
     Args:
+        loader: the plain one.
+        plan: how its logical batches are drawn.
+        key: 32 bytes; the draws are a function of it.
+        physical_batch_size: most rows of a microbatch; None for no bound.
         rank_part: (number of this rank, number of ranks) that split each draw.
-        max_dataset_size: public; with max_batch_size no dataset may be larger.
-        public_size: determines rate, steps and divisor; None for the size of the dataset.
         public_length: public length of dimension 1; None if none is declared.
-        groups: the entries of each privacy unit; None where each entry is one.
         foreign_batches: whether batches that are not of this loader are trained on too.
 
     Attributes:
+        plan: how logical batches are drawn and what the release of one costs.
         sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for epochs
             without amplification.
-        event_covers_epoch: whether `event` is the cost of an epoch instead of one release.
         sample_rate: probability of a sample in a draw (both kinds of "poisson"), else None.
         expected_batch_size: the public divisor of a step.
         steps_per_epoch: logical batches of one epoch.
         dataset_size: the public size; the size of the dataset where none was declared.
         slots: rows of each microbatch of this rank; None for "shuffled", whose batches have
             the loader's own sizes.
-        packing: the collate function that packs documents; None where rows are samples.
         has_pairs: whether samples are pairs of rows, see `dpflash.packing.Pairs`.
         lengths: compares the shapes of its batches.
         order: compares the rows that the model gets with those of its batches.
@@ -149,112 +124,67 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     def __init__(
         self,
         loader: DataLoader,
+        plan: SamplingPlan,
         *,
-        sampling: str,
         key: bytes,
         physical_batch_size: int | None = None,
-        max_batch_size: int | None = None,
-        max_dataset_size: int | None = None,
         rank_part: tuple[int, int] = (0, 1),
-        public_size: PublicSize | None = None,
         public_length: int | None = None,
-        groups: UnitGroups | None = None,
         foreign_batches: bool = False,
     ):
-        num_samples, batch_size = check_loader(loader, sampling=sampling)
-        dataset = loader.dataset
-        per_unit: int | None = None
-        if groups is not None and groups.are_drawn:
-            num_samples = len(groups)
-        elif groups is not None:
-            kept = groups.kept().tolist()
-            dataset, num_samples, per_unit = Subset(dataset, kept), len(kept), groups.limit
-        self.dataset_size, rate = num_samples, 1.0
-        if public_size is None:
-            batch_size = min(batch_size, num_samples)
-            rate, self.steps_per_epoch = batch_size / num_samples, -(-num_samples // batch_size)
-        else:
-            self.dataset_size, rate, self.steps_per_epoch = public_size.of(batch_size)
-        # Where no size was declared, the dataset's own is public.
-        most = max_dataset_size or num_samples
-        if max_batch_size is not None and num_samples > most:
-            raise PrivateRefusal(
-                f"data_loader.dataset has more entries than max_dataset_size={most}, so "
-                "max_batch_size would cut draws more often than accounted for; pass a public "
-                "number that no dataset of this kind exceeds",
-                num_samples=num_samples,
-            ) from None
-        self._groups = groups
+        self.plan = plan
+        self.dataset_size, self.steps_per_epoch = plan.dataset_size, plan.steps_per_epoch
+        self.expected_batch_size = float(plan.batch_size)
+        self.sample_rate = plan.sample_rate if plan.sampling == "poisson" else None
+        self.sampler_name = plan.sampler_name
+        self.has_pairs = plan.has_pairs
+        self.slots = plan.slots(ranks=rank_part[1], at_most=physical_batch_size)
         self.tracker = tracker = BatchTracker(
             fetched_ahead=loader.num_workers > 0,
-            equal_sizes=sampling != "poisson",
+            equal_sizes=plan.sampling != "poisson",
             foreign_batches=foreign_batches,
         )
-        self.sample_rate = rate if sampling == "poisson" else None
-        self.expected_batch_size = float(batch_size)
-        self.max_batch_size = max_batch_size
-        self._max_dataset_size = max_dataset_size
-        self.has_public_size = public_size is not None
         if public_length is None and isinstance(loader.collate_fn, PadTo):
             public_length = loader.collate_fn.length
         self.lengths = Lengths(public_length)
         self.order = RowOrder()
-        self.slots: int | None = None
-        self.packing = loader.collate_fn if isinstance(loader.collate_fn, PackTo) else None
-        self.has_pairs = isinstance(loader.collate_fn, Pairs)
+        groups = plan.groups
         self.bad_entries = 0 if groups is None else groups.left_out
-        self._draws: DrawSampler | None = None
         self._mark: BatchMark | None = None
         self._trial: LossTrial | None = None
-        if sampling == "shuffled":
+        self._draws: DrawSampler | None = None
+        source: DrawSampler | ShuffledBatchSampler
+        if plan.sampling == "shuffled":
             assert loader.batch_size is not None
-            own = ShuffledBatchSampler(
+            source = ShuffledBatchSampler(
                 loader.sampler, loader.batch_size, loader.drop_last, tracker
             )
-            self.steps_per_epoch = len(own)
-            self._source: DrawSampler | ShuffledBatchSampler = own
         else:
             drawn: dict[str, Any] = {
-                "steps_per_epoch": self.steps_per_epoch,
+                "steps_per_epoch": plan.steps_per_epoch,
                 "key": key,
                 "physical_batch_size": physical_batch_size,
             }
-            bounds: dict[str, Any] = {"ranks": rank_part[1], "at_most": physical_batch_size}
-            if sampling == "fixed_size":
-                self._draws = FixedSizeBatchSampler(num_samples, batch_size, **drawn)
-                self.slots = slots_of_size(batch_size, **bounds)
+            if plan.sampling == "fixed_size":
+                source = FixedSizeBatchSampler(plan.num_samples, plan.batch_size, **drawn)
             else:
-                self.slots = slots_of_draws(self.dataset_size, rate, cap=max_batch_size, **bounds)
-                if (max_batch_size or 0) >= most:
-                    max_batch_size = None  # no draw is larger
-                self._draws = PoissonBatchSampler(
-                    num_samples,
-                    rate,
-                    max_batch_size=max_batch_size,
-                    accounted_size=most,
-                    # Who owns which entry is public where entries are of several units.
-                    relation=ADD_REMOVE
-                    if public_size is not None and not (groups and groups.has_shared)
-                    else ZERO_OUT,
-                    examples_per_unit=per_unit,
-                    **drawn,
+                source = PoissonBatchSampler(
+                    plan.num_samples, plan.sample_rate, max_batch_size=plan.cut, **drawn
                 )
-            self._draws.follow(tracker, rank_part)
+            self._draws = source
+            source.follow(tracker, rank_part)
             if groups is not None and groups.are_drawn:
-                self._draws.refuse_other_loaders(
+                source.refuse_other_loaders(
                     "batches of this loader's batch_sampler are units, not entries of the dataset "
                     "(unit_of): iterate over the loader that make_private returned, without "
                     "BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
             elif self.has_pairs:
-                self._draws.refuse_other_loaders(
+                source.refuse_other_loaders(
                     "in batches of another loader the rows of a pair (collate_fn=Pairs(...)) are "
                     "clipped each by itself: iterate over the loader that make_private returned, "
                     "without BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
-            self._source = self._draws
-        self.sampler_name = self.event(1.0).sampler
-        self.event_covers_epoch = sampling == "shuffled"
         options: dict[str, Any] = {
             "num_workers": loader.num_workers,
             "pin_memory": loader.pin_memory,
@@ -265,18 +195,18 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
         }
-        collate, readable = loader.collate_fn, ReadableEntries(dataset)
+        collate, readable = loader.collate_fn, ReadableEntries(plan.dataset)
         made: Callable[[list[Any]], Collated]
-        if isinstance(collate, PackTo):
-            made = PackedCollate(collate)
+        if plan.packing is not None:
+            made = PackedCollate(plan.packing)
         else:
             is_public = self.lengths.declared is not None
             made = FittingCollate(collate, readable, has_public_length=is_public)
             if loader.num_workers:
                 made = TriedCollate(made, may_sort=self.slots is None)
         super().__init__(
-            dataset,
-            batch_sampler=self._source,
+            plan.dataset,
+            batch_sampler=source,
             # Loaders that copy it get empty draws as empty lists.
             collate_fn=_CollateForOthers(made, readable, blank=loader.num_workers > 0),
             **options,
@@ -286,9 +216,8 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             assert self.slots is not None
             units = groups if groups is not None and groups.are_drawn else None
             self._rows: SlotSampler
-            if isinstance(collate, PackTo):
-                self.slots = collate.max_documents
-                self._rows = PackedSampler(self._draws, readable, collate, units)
+            if plan.packing is not None:
+                self._rows = PackedSampler(self._draws, readable, plan.packing, units)
                 if units is not None:
                     entries = DocumentsOf(readable)
             elif units is not None:
@@ -296,7 +225,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             else:
                 self._rows = SlotSampler(self._draws, self.slots)
         # Loaders that iterate batch_sampler would train on padding rows; this one has them.
-        rows = self._source if self._draws is None else self._rows
+        rows = source if self._draws is None else self._rows
         self._padded: DataLoader[Any] = DataLoader(
             entries, batch_sampler=rows, collate_fn=made, **options
         )
@@ -306,57 +235,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
 
         The event of a shuffled loader is a whole epoch, with its least noise multiplier.
         """
-        return self._source.event(noise_multiplier)
-
-    @property
-    def unit(self) -> str:
-        """The privacy unit, such as "document"; see `PrivacyEngine.privacy_unit`."""
-        if self._groups is None and self.has_pairs:
-            return PREFERENCE_PAIR
-        if self._groups is None:
-            return SAMPLE if self.packing is None else DOCUMENT
-        unit = USER_OF_FIXED_GRAPH if self._groups.has_shared else USER
-        return named(unit, self._groups.unit_name)
-
-    @property
-    def grouping(self) -> str | None:
-        """Digest of which entries are of one unit. PRIVATE. None where each entry is one."""
-        return None if self._groups is None else self._groups.digest
-
-    @property
-    def unit_in_words(self) -> str:
-        """The privacy unit, for reports."""
-        if self.unit == PREFERENCE_PAIR:
-            return "one preference pair of the dataset, its two rows clipped as one"
-        if self._groups is None:
-            return f"one {'document' if self.unit == DOCUMENT else 'entry'} of the dataset"
-        most = "one entry" if self._groups.limit == 1 else f"{self._groups.limit} entries"
-        user = f"{self.unit} (unit_of)"
-        if self._groups.are_drawn:
-            return f"{user}, of which each draw uses at most {most}, clipped as one"
-        text = f"{user}, of which training uses at most {most}, each clipped by itself"
-        if self._groups.has_shared:
-            text += (
-                "; an entry may be of several users, and who owns which entry is taken as public "
-                "(fixed-graph relation, arXiv:2503.03622)"
-            )
-        return text
-
-    @property
-    def sampling_scheme(self) -> dict[str, Any]:
-        """What a run that goes on must draw alike."""
-        scheme = {
-            "sampler": self.sampler_name,
-            "num_samples": self.dataset_size,
-            "expected_batch_size": self.expected_batch_size,
-            "max_batch_size": self.max_batch_size,
-        }
-        if self._max_dataset_size is not None:
-            scheme["max_dataset_size"] = self._max_dataset_size
-        if self._groups is not None:
-            # Another user in a user's place would be protected from some of the releases alone.
-            scheme["entries of each unit"] = self.grouping
-        return scheme if self.unit == SAMPLE else {**scheme, "unit": self.unit_in_words}
+        return self.plan.event(noise_multiplier)
 
     @property
     def is_real(self) -> Tensor:
@@ -485,68 +364,3 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             self.tracker.resume(draw)
         else:
             self._draws.resume(draw, returns=returns, key=key)
-
-
-def _length(dataset: Any) -> int:
-    """Number of entries of a map-style dataset; refuses an empty one."""
-    remedy = "use a map-style dataset, with __len__ and __getitem__"
-    try:
-        num_samples = len(dataset)
-    except Exception as error:
-        raise ValueError(
-            f"data_loader.dataset={type(dataset).__name__} has no length (len raised "
-            f"{type(error).__name__}), so the probability of a sample is unknown; {remedy}"
-        ) from error
-    if getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__):
-        raise ValueError(
-            f"data_loader.dataset={type(dataset).__name__} has no __getitem__, by which its "
-            f"entries are drawn; {remedy}"
-        )
-    if num_samples == 0:
-        raise ValueError("data_loader.dataset is empty; training needs at least one sample")
-    return num_samples
-
-
-def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
-    """Refuse loaders whose sampling cannot be replaced or accounted for.
-
-    Returns:
-        (number of samples, batch size).
-    """
-    library = wrapper_of(loader)
-    if library is not None:
-        raise ValueError(
-            f"data_loader={type(loader).__name__} of {library}, which draws in its own way: pass "
-            "the DataLoader that was prepared or set up, and prepare what make_private returns"
-        )
-    if not isinstance(loader, DataLoader):
-        raise ValueError(
-            f"data_loader={type(loader).__name__}: expected a torch.utils.data.DataLoader"
-        )
-    if isinstance(loader, PrivateDataLoader):
-        raise ValueError("data_loader is private already; pass the DataLoader it was made from")
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError(
-            "data_loader.dataset is an IterableDataset, whose samples cannot be drawn "
-            "independently; use a map-style dataset (with __len__ and __getitem__)"
-        )
-    if loader.batch_size is None:
-        raise ValueError(
-            "data_loader has no batch_size (a batch_sampler of its own, or batching disabled), "
-            "so the expected batch size is unknown; pass DataLoader(dataset, batch_size=...)"
-        )
-    positive_int(**{"data_loader.batch_size": loader.batch_size})
-    num_samples = _length(loader.dataset)
-    # A subclass may draw differently.
-    plain = type(loader.sampler) is SequentialSampler or (
-        type(loader.sampler) is RandomSampler
-        and not loader.sampler.replacement
-        and len(loader.sampler) == num_samples
-    )
-    if not plain:
-        verb = "accounted for" if sampling == "shuffled" else f"replaced by {sampling} sampling"
-        raise ValueError(
-            f"data_loader.sampler={type(loader.sampler).__name__} cannot be {verb}: a sample's "
-            "probability is unknown. Use DataLoader(dataset, batch_size=..., shuffle=True)"
-        )
-    return num_samples, loader.batch_size

@@ -1,4 +1,4 @@
-"""Samplers: draw logical batches, and know the privacy cost of releasing one."""
+"""Samplers: draw logical batches. What the release of one costs: `SamplingPlan.event`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import BatchSampler
-
-from dpflash.accounting import (
-    Event,
-    FixedSizeGaussian,
-    PoissonGaussian,
-    ShuffledGaussian,
-    TruncatedPoissonGaussian,
-    UnitPoissonGaussian,
-)
-from dpflash.accounting.events import ADD_REMOVE
 
 from .._validate import positive_int
 from ..privacy.keys import Uncopied, derive_key, uniform_words
@@ -112,10 +102,6 @@ class DrawSampler(Uncopied, ABC):
     def draw(self, index: int) -> list[int]:
         """The samples of draw `index`, ascending; the same for the same key and index."""
 
-    @abstractmethod
-    def event(self, noise_multiplier: float) -> Event:
-        """Cost of releasing one logical batch with this noise."""
-
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
         """(number of the draw, its samples on all ranks) over one epoch."""
         if not self._tracker.may_begin(True):
@@ -189,10 +175,6 @@ class PoissonBatchSampler(DrawSampler):
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
         max_batch_size: a draw of more samples is truncated to a uniform subset of this size; None
             for no truncation.
-        accounted_size: public size for which the probability of a truncation is accounted; at
-            least num_samples where that is private; None for num_samples.
-        relation: neighboring relation of its event.
-        examples_per_unit: most samples of one privacy unit; None where each sample is one.
 
     Guarantees:
         Inclusions are independent over samples and draws (64-bit thresholds, so that the
@@ -208,9 +190,6 @@ class PoissonBatchSampler(DrawSampler):
         key: bytes,
         physical_batch_size: int | None = None,
         max_batch_size: int | None = None,
-        accounted_size: int | None = None,
-        relation: str = ADD_REMOVE,
-        examples_per_unit: int | None = None,
     ):
         super().__init__(
             num_samples,
@@ -224,9 +203,6 @@ class PoissonBatchSampler(DrawSampler):
             positive_int(max_batch_size=max_batch_size)
         self.sample_rate = sample_rate
         self.max_batch_size = max_batch_size
-        self.accounted_size = accounted_size or num_samples
-        self.relation = relation
-        self.examples_per_unit = examples_per_unit
 
     def draw(self, index: int) -> list[int]:
         """The samples of draw `index`, ascending; the same for the same key and index."""
@@ -242,18 +218,6 @@ class PoissonBatchSampler(DrawSampler):
             # Words below the threshold are uniform, so the smallest of them are a uniform subset.
             included = included[_least(words[included], cap)]
         return [int(i) for i in included]
-
-    def event(self, noise_multiplier: float) -> Event:
-        """Cost of releasing one logical batch with this noise."""
-        given: dict[str, Any] = {"relation": self.relation, "sample_rate": self.sample_rate}
-        given["noise_multiplier"] = noise_multiplier
-        if self.examples_per_unit is not None:
-            return UnitPoissonGaussian(**given, examples_per_unit=self.examples_per_unit)
-        if self.max_batch_size is None:
-            return PoissonGaussian(**given)
-        return TruncatedPoissonGaussian(
-            **given, max_batch_size=self.max_batch_size, num_samples=self.accounted_size
-        )
 
 
 class FixedSizeBatchSampler(DrawSampler):
@@ -298,14 +262,6 @@ class FixedSizeBatchSampler(DrawSampler):
         """The samples of draw `index`, ascending; the same for the same key and index."""
         return [int(i) for i in _least(self._words(index), self.batch_size)]
 
-    def event(self, noise_multiplier: float) -> Event:
-        """Cost of releasing one logical batch with this noise."""
-        return FixedSizeGaussian(
-            noise_multiplier=noise_multiplier,
-            batch_size=self.batch_size,
-            num_samples=self.num_samples,
-        )
-
 
 def _least(words: np.ndarray, count: int) -> np.ndarray:
     """Positions of the `count` smallest words, ascending."""
@@ -321,10 +277,6 @@ class ShuffledBatchSampler(BatchSampler):
         super().__init__(sampler, batch_size, drop_last)
         self._tracker = tracker
         self._epochs = 0
-
-    def event(self, noise_multiplier: float) -> Event:
-        """Cost of a whole epoch with this as its least noise multiplier."""
-        return ShuffledGaussian(noise_multiplier=noise_multiplier)
 
     def __iter__(self) -> Iterator[list[int]]:
         tracker = self._tracker

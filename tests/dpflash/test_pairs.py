@@ -177,7 +177,7 @@ def test_ledger_public_facts_and_checkpoint_name_the_pair(tmp_path):
     assert engine.privacy_unit == engine.public.unit.split(" of ")[0].removeprefix("one ")
     lines = [json.loads(x) for x in (tmp_path / "ledger").read_text().splitlines()]
     assert {line["unit"] for line in lines} == {"preference pair"} == {engine.privacy_unit}
-    assert run[-1].sampling_scheme["unit"] == engine.public.unit
+    assert run[-1].plan.scheme["unit"] == engine.public.unit
     again = dpflash.PrivacyEngine(ledger=tmp_path / "ledger")
     with pytest.raises(ValueError, match="'sample' here, and a 'preference pair'"):
         private(entries(), engine=again, collate_fn=None, noise_multiplier=1.0)

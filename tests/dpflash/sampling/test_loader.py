@@ -21,6 +21,8 @@ from dpflash.sampling import (
     FixedSizeBatchSampler,
     PoissonBatchSampler,
     PrivateDataLoader,
+    PublicSize,
+    SamplingPlan,
 )
 
 KEY = master_key(0)
@@ -33,13 +35,9 @@ def sampler(num_samples=50, sample_rate=0.1, steps=10, physical=None, key=KEY):
 
 
 def private_loader(data, batch_size=4, physical=None, sampling="poisson", cap=None, **options):
-    return PrivateDataLoader(
-        DataLoader(data, batch_size=batch_size, **options),
-        sampling=sampling,
-        key=KEY,
-        physical_batch_size=physical,
-        max_batch_size=cap,
-    )
+    loader = DataLoader(data, batch_size=batch_size, **options)
+    plan = SamplingPlan.of(loader, sampling=sampling, max_batch_size=cap)
+    return PrivateDataLoader(loader, plan, key=KEY, physical_batch_size=physical)
 
 
 def inclusions(rate, draws=4000, num_samples=20):
@@ -365,8 +363,9 @@ def test_loaders_tell_the_event_of_their_own_sampler():
         max_batch_size=19,
         num_samples=40,
     )
-    assert sampler(40, 0.2).event(1.5) == poisson.convert("add_remove")
-    assert fixed(40, 8).event(1.5) == expected["fixed_size"]
+    size = PublicSize(40)
+    plan = SamplingPlan.of(DataLoader(data, batch_size=8), sampling="poisson", public_size=size)
+    assert plan.event(1.5) == poisson.convert("add_remove")
 
 
 def test_a_batch_larger_than_the_data_is_the_data():

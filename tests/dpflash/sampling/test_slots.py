@@ -17,7 +17,7 @@ from dpflash.check.report import Findings
 from dpflash.check.rows import check_rows
 from dpflash.check.subject import Subject, Trial
 from dpflash.privacy.keys import uniform_words
-from dpflash.sampling import BatchMark, PoissonBatchSampler, PrivateDataLoader
+from dpflash.sampling import BatchMark, PoissonBatchSampler, PrivateDataLoader, SamplingPlan
 from dpflash.sampling.row_order import RowOrder
 from dpflash.sampling.slots import MOST_PADDING, SlotSampler, slots_of_draws, slots_of_size
 
@@ -124,13 +124,11 @@ def test_every_batch_has_the_public_number_of_rows_and_each_sample_sits_in_one(o
             return [{"x": torch.tensor([i])} for i in indices]
 
     options = {"sampling": "poisson", "max_batch_size": None, **options}
-    loader = PrivateDataLoader(
-        DataLoader(
-            Numbered(), batch_size=7, num_workers=workers, persistent_workers=workers > 0,
-            collate_fn=lambda samples: {"own": torch.stack([s["x"] for s in samples])},
-        ),
-        key=KEY, **options,
+    plain = DataLoader(
+        Numbered(), batch_size=7, num_workers=workers, persistent_workers=workers > 0,
+        collate_fn=lambda samples: {"own": torch.stack([s["x"] for s in samples])},
     )  # fmt: skip
+    loader = PrivateDataLoader(plain, SamplingPlan.of(plain, **options), key=KEY)
     tracker = loader.tracker
     for epoch in range(2):
         found = {}
@@ -209,7 +207,8 @@ def test_ranks_take_as_many_batches_and_together_the_draw(ranks):
 
 def test_another_loader_over_the_batch_sampler_never_gets_padding_rows():
     data = TensorDataset(torch.arange(60)[:, None])
-    loader = PrivateDataLoader(DataLoader(data, batch_size=7), sampling="poisson", key=KEY)
+    plain = DataLoader(data, batch_size=7)
+    loader = PrivateDataLoader(plain, SamplingPlan.of(plain, sampling="poisson"), key=KEY)
     foreign = DataLoader(data, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
     for draw, (x,) in enumerate(foreign):
         assert x.flatten().tolist() == loader._draws.draw(draw)

@@ -1,0 +1,320 @@
+"""SamplingPlan: how logical batches are drawn, and what the release of one costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+
+from dpflash.accounting import (
+    Event,
+    FixedSizeGaussian,
+    PoissonGaussian,
+    ShuffledGaussian,
+    TruncatedPoissonGaussian,
+    UnitPoissonGaussian,
+)
+from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
+
+from .._validate import positive_int
+from ..packing import PackTo, Pairs
+from ..privacy.privacy_unit import (
+    DOCUMENT,
+    PREFERENCE_PAIR,
+    SAMPLE,
+    USER,
+    USER_OF_FIXED_GRAPH,
+    named,
+)
+from ..refusal import PrivateRefusal
+from .prepared import Prepared, wrapper_of
+from .samplers import PublicSize
+from .slots import slots_of_draws, slots_of_size
+from .unit_groups import UnitGroups
+
+SAMPLINGS = ("poisson", "fixed_size", "shuffled")
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """The numbers of a run's draws. All are public, but for num_samples where a size is declared.
+
+    Attributes:
+        sampling: one of `SAMPLINGS`.
+        dataset: the entries that may be drawn.
+        num_samples: how many samples, which are entries, or units where these are drawn.
+        dataset_size: the public size; num_samples where none was declared.
+        has_public_size: whether one was declared.
+        batch_size: samples that a draw is expected to have; the divisor of a step.
+        sample_rate: probability of a sample in a draw of either kind of "poisson".
+        steps_per_epoch: logical batches of one epoch.
+        max_batch_size: a draw of more samples is cut; None for no cut.
+        max_dataset_size: no dataset is larger; None where none was declared.
+        groups: the entries of each privacy unit; None where each entry is one.
+        packing: the collate function that packs documents; None where rows are samples.
+        has_pairs: whether samples are pairs of rows, see `dpflash.packing.Pairs`.
+    """
+
+    sampling: str
+    dataset: Dataset[Any]
+    num_samples: int
+    dataset_size: int
+    has_public_size: bool
+    batch_size: int
+    sample_rate: float
+    steps_per_epoch: int
+    max_batch_size: int | None
+    max_dataset_size: int | None
+    groups: UnitGroups | None
+    packing: PackTo | None
+    has_pairs: bool
+
+    @classmethod
+    def of(
+        cls,
+        loader: DataLoader[Any],
+        *,
+        sampling: str,
+        max_batch_size: int | None = None,
+        max_dataset_size: int | None = None,
+        public_size: PublicSize | None = None,
+        groups: UnitGroups | None = None,
+    ) -> SamplingPlan:
+        """The plan for the dataset and the batch size of a plain loader.
+
+        Raises:
+            ValueError: its sampling cannot be replaced or accounted for.
+            PrivateRefusal: the dataset is larger than max_dataset_size.
+        """
+        num_samples, batch_size = check_loader(loader, sampling=sampling)
+        dataset = loader.dataset
+        if groups is not None and groups.are_drawn:
+            num_samples = len(groups)
+        elif groups is not None:
+            kept = groups.kept().tolist()
+            dataset, num_samples = Subset(dataset, kept), len(kept)
+        dataset_size, rate = num_samples, 1.0
+        if public_size is None:
+            batch_size = min(batch_size, num_samples)
+            rate, steps = batch_size / num_samples, -(-num_samples // batch_size)
+        else:
+            dataset_size, rate, steps = public_size.of(batch_size)
+        # Where no size was declared, the dataset's own is public.
+        most = max_dataset_size or num_samples
+        if max_batch_size is not None and num_samples > most:
+            raise PrivateRefusal(
+                f"data_loader.dataset has more entries than max_dataset_size={most}, so "
+                "max_batch_size would cut draws more often than accounted for; pass a public "
+                "number that no dataset of this kind exceeds",
+                num_samples=num_samples,
+            ) from None
+        if sampling == "shuffled":
+            assert loader.batch_size is not None
+            steps = len(BatchSampler(loader.sampler, loader.batch_size, loader.drop_last))
+        collate = loader.collate_fn
+        return cls(
+            sampling,
+            dataset,
+            num_samples=num_samples,
+            dataset_size=dataset_size,
+            has_public_size=public_size is not None,
+            batch_size=batch_size,
+            sample_rate=rate,
+            steps_per_epoch=steps,
+            max_batch_size=max_batch_size,
+            max_dataset_size=max_dataset_size,
+            groups=groups,
+            packing=collate if isinstance(collate, PackTo) else None,
+            has_pairs=isinstance(collate, Pairs),
+        )
+
+    # Draws
+
+    @property
+    def cut(self) -> int | None:
+        """The size to which draws are cut; None where no draw is larger."""
+        return None if (self.max_batch_size or 0) >= self._most else self.max_batch_size
+
+    @property
+    def _most(self) -> int:
+        return self.max_dataset_size or self.num_samples
+
+    def slots(self, *, ranks: int = 1, at_most: int | None = None) -> int | None:
+        """Rows of each microbatch of a rank; None for the batches of a shuffled epoch.
+
+        Args:
+            ranks: number of ranks that split each draw.
+            at_most: upper bound of the rows; None for none.
+        """
+        if self.sampling == "shuffled":
+            return None
+        if self.packing is not None:
+            return self.packing.max_documents
+        if self.sampling == "fixed_size":
+            return slots_of_size(self.batch_size, ranks=ranks, at_most=at_most)
+        size, rate, cap = self.dataset_size, self.sample_rate, self.max_batch_size
+        return slots_of_draws(size, rate, cap=cap, ranks=ranks, at_most=at_most)
+
+    # Cost
+
+    @property
+    def event_covers_epoch(self) -> bool:
+        """Whether `event` is the cost of a whole epoch instead of one release."""
+        return self.sampling == "shuffled"
+
+    def event(self, noise_multiplier: float) -> Event:
+        """Cost of releasing one logical batch with this noise.
+
+        The event of a shuffled loader is a whole epoch, with its least noise multiplier.
+        """
+        if self.sampling == "shuffled":
+            return ShuffledGaussian(noise_multiplier=noise_multiplier)
+        if self.sampling == "fixed_size":
+            return FixedSizeGaussian(
+                noise_multiplier=noise_multiplier,
+                batch_size=self.batch_size,
+                num_samples=self.num_samples,
+            )
+        # Who owns which entry is public where entries are of several units.
+        is_public = self.has_public_size and not (self.groups and self.groups.has_shared)
+        given: dict[str, Any] = {
+            "relation": ADD_REMOVE if is_public else ZERO_OUT,
+            "noise_multiplier": noise_multiplier,
+            "sample_rate": self.sample_rate,
+        }
+        if self.groups is not None and not self.groups.are_drawn:
+            return UnitPoissonGaussian(**given, examples_per_unit=self.groups.limit)
+        if self.cut is None:
+            return PoissonGaussian(**given)
+        return TruncatedPoissonGaussian(**given, max_batch_size=self.cut, num_samples=self._most)
+
+    @property
+    def sampler_name(self) -> str:
+        """As the accountant calls it: "truncated_poisson", or that of `sampling`."""
+        return self.event(1.0).sampler
+
+    # Privacy unit
+
+    @property
+    def unit(self) -> str:
+        """The privacy unit, such as "document"; see `PrivacyEngine.privacy_unit`."""
+        if self.groups is not None:
+            unit = USER_OF_FIXED_GRAPH if self.groups.has_shared else USER
+            return named(unit, self.groups.unit_name)
+        if self.has_pairs:
+            return PREFERENCE_PAIR
+        return SAMPLE if self.packing is None else DOCUMENT
+
+    @property
+    def grouping(self) -> str | None:
+        """Digest of which entries are of one unit. PRIVATE. None where each entry is one."""
+        return None if self.groups is None else self.groups.digest
+
+    @property
+    def unit_in_words(self) -> str:
+        """The privacy unit, for reports."""
+        if self.unit == PREFERENCE_PAIR:
+            return "one preference pair of the dataset, its two rows clipped as one"
+        if self.groups is None:
+            return f"one {'document' if self.unit == DOCUMENT else 'entry'} of the dataset"
+        most = "one entry" if self.groups.limit == 1 else f"{self.groups.limit} entries"
+        user = f"{self.unit} (unit_of)"
+        if self.groups.are_drawn:
+            return f"{user}, of which each draw uses at most {most}, clipped as one"
+        text = f"{user}, of which training uses at most {most}, each clipped by itself"
+        if self.groups.has_shared:
+            text += (
+                "; an entry may be of several users, and who owns which entry is taken as public "
+                "(fixed-graph relation, arXiv:2503.03622)"
+            )
+        return text
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        """What a run that goes on must draw alike."""
+        scheme = {
+            "sampler": self.sampler_name,
+            "num_samples": self.dataset_size,
+            "expected_batch_size": float(self.batch_size),
+            "max_batch_size": self.max_batch_size,
+        }
+        if self.max_dataset_size is not None:
+            scheme["max_dataset_size"] = self.max_dataset_size
+        if self.groups is not None:
+            # Another user in a user's place would be protected from some of the releases alone.
+            scheme["entries of each unit"] = self.grouping
+        return scheme if self.unit == SAMPLE else {**scheme, "unit": self.unit_in_words}
+
+
+def _length(dataset: Any) -> int:
+    """Number of entries of a map-style dataset; refuses an empty one."""
+    remedy = "use a map-style dataset, with __len__ and __getitem__"
+    try:
+        num_samples = len(dataset)
+    except Exception as error:
+        raise ValueError(
+            f"data_loader.dataset={type(dataset).__name__} has no length (len raised "
+            f"{type(error).__name__}), so the probability of a sample is unknown; {remedy}"
+        ) from error
+    if getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__):
+        raise ValueError(
+            f"data_loader.dataset={type(dataset).__name__} has no __getitem__, by which its "
+            f"entries are drawn; {remedy}"
+        )
+    if num_samples == 0:
+        raise ValueError("data_loader.dataset is empty; training needs at least one sample")
+    return num_samples
+
+
+def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
+    """Refuse loaders whose sampling cannot be replaced or accounted for.
+
+    Returns:
+        (number of samples, batch size).
+    """
+    library = wrapper_of(loader)
+    if library is not None:
+        raise ValueError(
+            f"data_loader={type(loader).__name__} of {library}, which draws in its own way: pass "
+            "the DataLoader that was prepared or set up, and prepare what make_private returns"
+        )
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"data_loader={type(loader).__name__}: expected a torch.utils.data.DataLoader"
+        )
+    if isinstance(loader, Prepared):
+        raise ValueError("data_loader is private already; pass the DataLoader it was made from")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            "data_loader.dataset is an IterableDataset, whose samples cannot be drawn "
+            "independently; use a map-style dataset (with __len__ and __getitem__)"
+        )
+    if loader.batch_size is None:
+        raise ValueError(
+            "data_loader has no batch_size (a batch_sampler of its own, or batching disabled), "
+            "so the expected batch size is unknown; pass DataLoader(dataset, batch_size=...)"
+        )
+    positive_int(**{"data_loader.batch_size": loader.batch_size})
+    num_samples = _length(loader.dataset)
+    # A subclass may draw differently.
+    plain = type(loader.sampler) is SequentialSampler or (
+        type(loader.sampler) is RandomSampler
+        and not loader.sampler.replacement
+        and len(loader.sampler) == num_samples
+    )
+    if not plain:
+        verb = "accounted for" if sampling == "shuffled" else f"replaced by {sampling} sampling"
+        raise ValueError(
+            f"data_loader.sampler={type(loader.sampler).__name__} cannot be {verb}: a sample's "
+            "probability is unknown. Use DataLoader(dataset, batch_size=..., shuffle=True)"
+        )
+    return num_samples, loader.batch_size
