@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash.engine import PrivacyEngine
-from dpflash.grad_rules.convert import make_groups
+from dpflash.grad_rules.convert import layers_of, make_groups
 
 from .private_tasks import Task, make_task
 from .suite import Subject, Unsupported, worst
@@ -192,7 +192,7 @@ def clipped_sums(
     model = task.build()
     parameters = list(model.parameters())
     index = {parameter: number for number, parameter in enumerate(parameters)}
-    groups = [] if clipping is None else make_groups(model, parameters, clipping)
+    groups = [] if clipping is None else make_groups(layers_of(model), parameters, clipping)
     sums = [torch.zeros_like(parameter) for parameter in parameters]
     for i, grads in enumerate(_sample_gradients(task, model)):
         for group in groups:

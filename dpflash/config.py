@@ -1,6 +1,7 @@
 """PrivacyConfig and PerformanceConfig: the checked arguments of `make_private`.
 
-`make_private` takes them as `privacy=` and `performance=`, or takes their fields as keywords.
+`make_private` takes them as `privacy=` and `performance=`, or takes their fields as keywords: here
+alone these stand, with their defaults. Checked together they are `Settings`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
 from .clipping.groups import Bounds, joint_bound
@@ -21,6 +22,8 @@ from .sampling import SAMPLINGS, PublicSize
 
 CLIPPINGS = ("flat", "per_layer")
 CLIP_FUNCTIONS = ("hard", "automatic")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # Default of a keyword that belongs to one of the two configurations.
 UNSET: Any = type("UNSET", (), {"__repr__": lambda self: "UNSET"})()
@@ -400,9 +403,28 @@ class PerformanceConfig:
             )
 
 
-def resolved(
-    privacy: PrivacyConfig, performance: PerformanceConfig
-) -> tuple[PrivacyConfig, PerformanceConfig]:
+# The names of all fields.
+FIELDS = {f.name for kind in (PrivacyConfig, PerformanceConfig) for f in fields(kind)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Both configurations of a private model, which fit each other.
+
+    Attributes:
+        privacy, performance: as they were passed, with clipping filled in.
+        noise_multiplier, clipping: those of `privacy`.
+        asked_clipping: as it was passed; None for the optimization level's own.
+    """
+
+    privacy: PrivacyConfig
+    performance: PerformanceConfig
+    noise_multiplier: float
+    clipping: str
+    asked_clipping: str | None
+
+
+def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings:
     """Check that both configurations fit each other, and fill in clipping.
 
     Raises:
@@ -453,7 +475,10 @@ def resolved(
             "(poisson_sampling=False): the loader's own batches are not split; give the loader a "
             "smaller batch_size"
         )
-    return replace(privacy, clipping=clipping), performance
+    filled = replace(privacy, clipping=clipping)
+    return Settings(
+        filled, performance, privacy.noise_multiplier, clipping, asked_clipping=privacy.clipping
+    )
 
 
 def take_targets(
@@ -483,6 +508,25 @@ def take_targets(
     return replace(privacy, target_epsilon=None, target_delta=None), epsilon, delta
 
 
+def takes_fields(*but: str) -> Callable[[_Method], _Method]:
+    """Name the fields of both configurations, `but` some, as keywords in a method's signature."""
+
+    def named(method: _Method) -> _Method:
+        own = inspect.signature(method)
+        *others, last = own.parameters.values()
+        kinds = (PrivacyConfig, PerformanceConfig)
+        given = {f.name: f.type for kind in kinds for f in fields(kind) if f.name not in but}
+        keywords = [
+            inspect.Parameter(name, last.KEYWORD_ONLY, default=UNSET, annotation=annotation)
+            for name, annotation in {**given, "poisson_sampling": "bool"}.items()
+        ]
+        signature = own.replace(parameters=[*others, *keywords, last])
+        method.__signature__ = signature  # type: ignore[attr-defined]
+        return method
+
+    return named
+
+
 def configs_of(
     method: Callable[..., Any],
     privacy: PrivacyConfig | None,
@@ -494,8 +538,7 @@ def configs_of(
     Args:
         method: the method called, for messages.
         privacy, performance: the objects passed; None if keywords are used.
-        keywords: all other keywords of the call, UNSET where not passed; "unknown" holds those
-            that the method does not have.
+        keywords: all others; those that are not UNSET and in its signature are fields.
 
     Raises:
         ValueError: a configuration and keywords of its fields are both given.
@@ -503,9 +546,11 @@ def configs_of(
     """
     held_mode = getattr(performance, "grad_sample_mode", None)
     mode = keywords.get("grad_sample_mode") if performance is None else held_mode
+    known = known_keywords(method)
+    unknown = {n: v for n, v in keywords.items() if n not in known}
     # The caller's line is above `keywords_alone` and the method.
-    refuse_keywords_of(method, keywords["unknown"], mode=mode, stacklevel=4)
-    given = {n: v for n, v in keywords.items() if v is not UNSET and n != "unknown"}
+    refuse_keywords_of(method, unknown, mode=mode, stacklevel=4)
+    given = {n: v for n, v in keywords.items() if n in known and v is not UNSET}
     poisson_sampling = given.pop("poisson_sampling", True)
     one_of(poisson_sampling=(poisson_sampling, (True, False)))
     sampling = given.get("sampling")
@@ -567,7 +612,13 @@ def refuse_keywords_of(
     if name in _REFUSED:
         given = f"{name!r} (={value!r})" if isinstance(value, bool) else repr(name)
         raise TypeError(f"{method.__name__} has no argument {given}: {_REFUSED[name]}")
-    known = [p for p in inspect.signature(method).parameters if p not in ("self", "unknown")]
+    known = known_keywords(method)
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
     raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")
+
+
+def known_keywords(method: Callable[..., Any]) -> list[str]:
+    """The names of a method's arguments, without those that it takes for a message alone."""
+    parameters = inspect.signature(method).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]

@@ -1,99 +1,66 @@
-"""PrivacyEngine: wires model, optimizer, loader and accountant together."""
+"""PrivacyEngine: the face of a private run, over its keys and what it has spent."""
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader
 
 from dpflash.accounting import Accountant, Interval
 
-from ._validate import positive_int, probability
-from .check import CheckReport, run_check
+from ._validate import probability
+from .audit.engine import audit as audit_engine
+from .build import Given, build, calibrated_noise, sampling_plan, steps_of
+from .check import run_check
 from .check.compatible import get_compatible_module, is_compatible, validate
-from .checked_arguments import (
-    CheckedArguments,
-    agree_on_arguments,
-    check_arguments,
-    sampling_plan,
-)
-from .checkpoint import sharded as sharded_checkpoint
-from .checkpoint import state as checkpoint
 from .clipping.backward import PrivateBackward
-from .clipping.context_gate import ContextGate
-from .clipping.device_speed import ceilings_for
-from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
-from .clipping.gate import Gate
-from .clipping.groups import Bounds
-from .clipping.planner import Planner, default_memory_budget
 from .clipping.precision import without_autocast
 from .config import (
+    FIELDS,
     TARGETS,
-    UNSET,
     PerformanceConfig,
     PrivacyConfig,
     configs_of,
     refuse_keywords_of,
     resolved,
     take_targets,
+    takes_fields,
 )
 from .distributed.mesh import Ranks
-from .distributed.validate import (
-    open_ledger,
-    require_same_data,
-    synchronize_ranks,
-)
-from .grad_rules.convert import attach
-from .opacus_calls import (
-    Scheduler,
-    keywords_alone,
-    require_own,
-    require_states,
-    restore_schedulers,
-    with_schedulers,
-)
-from .optimize.attachment import Attachment, attachments_of, take_over
+from .distributed.validate import open_ledger
+from .opacus_calls import keywords_alone
+from .optimize.attachment import Attachment, attachments_of
 from .optimize.levels import Optimization
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer
-from .packing import PackedBatch
-from .privacy.budget import PrivacyBudget
-from .privacy.keys import RunKeys, Uncopied, place_of
-from .privacy.masks import SecretMasks
+from .privacy.keys import RunKeys, Uncopied
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
 from .refusal import PrivateRefusal
+from .run import PrivateRun
 from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
 from .step import PrivateStep
 from .verification.loss_trial import LossTrial
-from .verification.proof import Proof, allow_second_backwards
 from .verification.settable import OnlySettable
-from .verification.unchanged import Unchanged
-from .verification.uncovered import Uncovered
 
-if TYPE_CHECKING:
-    from .audit.report import AuditReport
-
-_log = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
-
+_Made = tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]
 
 # What the optimizer lets callers set between releases.
 _OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
@@ -102,13 +69,6 @@ _NOT_PRIVATE = (
     "this engine has no private model: none was made, or it was detached or made private by "
     "another engine since. Call engine.make_private first"
 )
-_FIELDS = {f.name for kind in (PrivacyConfig, PerformanceConfig) for f in fields(kind)}
-
-
-def _keywords(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a call that belong to a configuration, of the call's local names."""
-    names = _FIELDS - set(TARGETS) | {"poisson_sampling", "unknown"}
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _after_fork() -> None:
@@ -116,17 +76,25 @@ def _after_fork() -> None:
         # A forked child is none of the ranks.
         engine._ranks = Ranks()
         engine._keys.leave_ranks()
-        loader = engine._loader
-        if loader is not None:
-            loader.load_state_dict(loader.state_dict(), key=engine._keys.sampling)
-        if engine._step is not None:
-            engine._step.leave_ranks()
-        if engine._wrapper is not None:
-            engine._wrapper.leave_compiler("the process was forked")
+        if engine._run is not None:
+            engine._run.leave_ranks()
 
 
 if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def _of_run(
+    method: Callable[Concatenate[PrivateRun, _P], _R], *, by_name: bool = False
+) -> Callable[Concatenate[PrivacyEngine, _P], _R]:
+    """A method of the engine's run; where no model is private, the error has its name or not."""
+
+    @functools.wraps(method)
+    def of_run(self: PrivacyEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        run = self._described(method.__name__) if by_name else self._running()
+        return method(run, *args, **kwargs)
+
+    return of_run
 
 
 class PrivacyEngine(Uncopied, OnlySettable):
@@ -161,7 +129,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
     no_copy = "it would draw the same noise; build another PrivacyEngine"
     instead_of_setting = {
         **{name: f"set {name} of the optimizer that make_private returned" for name in _OF_STEPS},
-        **dict.fromkeys(_FIELDS - {*_OF_STEPS, *TARGETS}, "pass it to make_private"),
+        **dict.fromkeys(FIELDS - {*_OF_STEPS, *TARGETS}, "pass it to make_private"),
         **dict.fromkeys(TARGETS, "pass it to make_private_with_epsilon"),
         **dict.fromkeys(_OF_ENGINE, "pass it to PrivacyEngine(...)"),
     }
@@ -185,29 +153,21 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 "mesh=init_device_mesh(..., mesh_dim_names=('data', 'context'))",
                 stacklevel=2,
             )
-        # A mesh of one rank writes a folder too, so that more ranks can go on from it.
         self._has_mesh = mesh is not None
         self._spending = Spending(
             accountant,
             relation=neighboring_relation,
             ledger=open_ledger(ledger, self._ranks),
         )
-        self._ledger = self._spending.ledger
         self._ranks.agree(
             "PrivacyEngine",
             {"seed": seed, "accountant": self._spending.state_dict(), "ledger": ledger is None},
         )
-        spent = 0 if self._ledger is None else self._ledger.releases
+        own = self._spending.ledger
+        spent = 0 if own is None else own.releases
         self._keys = RunKeys(seed, self._ranks, ledger_releases=spent)
-        self._model: nn.Module | None = None
-        self._backward: PrivateBackward | None = None
-        self._wrapper: ForwardWrapper | None = None
-        self._optimizer: PrivateOptimizer | None = None
-        self._loader: PrivateDataLoader | None = None
-        self._clipping = "flat"
-        self._settings: tuple[PrivacyConfig, PerformanceConfig] | None = None
-        self._step: PrivateStep | None = None
-        self._trial: LossTrial | None = None
+        self._run: PrivateRun | None = None
+        self._sampler = "none"
         _engines.add(self)
 
     @property
@@ -218,13 +178,15 @@ class PrivacyEngine(Uncopied, OnlySettable):
     @property
     def ledger(self) -> Path | None:
         """The file that gets a line for each release; None without one."""
-        return None if self._ledger is None else self._ledger.path
+        ledger = self._spending.ledger
+        return None if ledger is None else ledger.path
 
     get_compatible_module = staticmethod(get_compatible_module)
     validate = staticmethod(validate)
     is_compatible = staticmethod(is_compatible)
 
     @keywords_alone
+    @takes_fields(*TARGETS)
     def make_private(
         self,
         *,
@@ -233,34 +195,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
         data_loader: DataLoader,
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
-        noise_multiplier: float = UNSET,
-        max_grad_norm: float | Bounds = UNSET,
-        clipping: str | None = UNSET,
-        clip_function: str = UNSET,
-        sampling: str | None = UNSET,
-        poisson_sampling: bool = UNSET,
-        max_batch_size: int | None = UNSET,
-        max_dataset_size: int | None = UNSET,
-        dataset_size: int | None = UNSET,
-        sample_rate: float | None = UNSET,
-        steps_per_epoch: int | None = UNSET,
-        unit_of: Sequence[Any] | Callable[[Any], Any] | None = UNSET,
-        examples_per_unit: int | None = UNSET,
-        unit_sampling: str = UNSET,
-        unit_name: str | None = UNSET,
-        public_length: int | None = UNSET,
-        loss_reduction: str | None = UNSET,
-        budget: PrivacyBudget | None = UNSET,
-        exact: bool | str = UNSET,
-        verify_first_batch: bool = UNSET,
-        foreign_batches: bool = UNSET,
-        allow_buffers: Sequence[str] = UNSET,
-        grad_sample_mode: str = UNSET,
-        physical_batch_size: int | None = UNSET,
-        memory_budget: int | None = UNSET,
-        optimize: str = UNSET,
-        **unknown: Any,
-    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
+        **keywords: Any,
+    ) -> _Made:
         """Make a model, its optimizer and its data loader private.
 
         Args:
@@ -276,39 +212,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 `dpflash.PerformanceConfig`.
             poisson_sampling: Opacus' keyword; False means sampling="shuffled".
 
-        The first batches prove that the model keeps its samples apart, by two more forwards and
-        one more backward. In the backward a random half of the losses has weight 0: each layer
-        must see zeros for these samples, and unchanged gradients for the others. In the forward
-        most samples are replaced: the inputs of each layer for the others, and the model's
-        outputs, must not change. Sorted rows, statistics of the batch, and scales or routing
-        across samples are refused by the layer's name. The proof is repeated where new layers
-        run or training flags change; with fewer than 16 samples, or gradients that are all zero,
-        it continues with the next batches. For a scalar loss (loss_reduction) it weights the rows
-        of the gradient at the model's outputs. Of the reduction itself two cases are tested: a
-        scalar that the model returns must keep its sum where samples of two batches are
-        exchanged, and a cross-entropy of its outputs must give all samples the declared weight.
-
-        Packed documents: a loss that the loop computes is tested too. In the first draws, and in
-        some later ones, a trial precedes each microbatch: a copy of which half of the documents
-        have other tokens or are left out, and in which `loader.is_real` is False everywhere. It
-        has no backward and is not trained on; the losses of the other documents must be the same
-        in the microbatch itself, which follows with the same random numbers of the global
-        generators.
-
-        Batches of the private loader have a public number of rows. A sample's row is secret and
-        does not depend on the other samples, so one sample more changes no kernel that computes
-        the others' gradients, in any dtype. Padding rows (`~loader.is_real`) count for nothing,
-        whatever their losses. Keep the loader's order of rows up to the losses. Three kinds of
-        batches have no padding rows: those of Opacus' BatchMemoryManager, those that did not come
-        from the loader, and those of a collate_fn that pads to the longest sample, whose lengths
-        are not public. There one sample more may change how the others are rounded, beyond the
-        bound: in 16 bit the sum was seen to move by 1.0009 max_grad_norm, and by 1.0083 where
-        model and data were searched for it. `engine.public` shows what a run has.
-
-        Packed documents (`dpflash.packing`) are placed by their lengths, so one document more may
-        move others to other tokens. Where gradients of a document do not depend on that, the
-        bound holds. With exact=True, which needs PackTo(align=64), they do not, to the last bit,
-        for models made of `dpflash.nn` on a CPU; otherwise their rounding may.
+        The first batches prove that the model keeps its samples apart, by more forwards and one
+        more backward; where losses are of packed documents, a trial precedes some microbatches.
+        All batches have a public number of rows, with padding rows (`~loader.is_real`) that count
+        for nothing: keep the loader's order of rows up to the losses. What is tested, what is
+        exact and what is not covered: docs/guarantees.md.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -318,165 +226,39 @@ class PrivacyEngine(Uncopied, OnlySettable):
             ValueError: naming the argument, its value and the way out; nothing is changed then.
             TypeError: for an unknown keyword.
         """
-        asked = configs_of(self.make_private, privacy, performance, _keywords(locals()))
-        return self._make_private(module, optimizer, data_loader, *asked)
+        asked = configs_of(self.make_private, privacy, performance, keywords)
+        return self._make_private(Given(module, optimizer, data_loader), *asked)
 
     def _make_private(
         self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        data_loader: DataLoader,
+        given: Given,
         asked: PrivacyConfig,
         performance: PerformanceConfig,
         plan: SamplingPlan | None = None,
-    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
-        if not isinstance(module, nn.Module):
-            raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
-        privacy, performance = resolved(asked, performance)
-        assert privacy.noise_multiplier is not None and privacy.clipping is not None
-        if self._model is not None:
+    ) -> _Made:
+        if not isinstance(given.module, nn.Module):
+            kind = type(given.module).__name__
+            raise ValueError(f"module={kind}: expected a torch.nn.Module")
+        settings = resolved(asked, performance)
+        if self._run is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
-        ranks = self._ranks
-
-        def checks() -> CheckedArguments:
-            releases = take_over(module)
-            if releases and self._spending.is_empty:
-                warnings.warn(
-                    "another PrivacyEngine trained this model, and the epsilon of this one does "
-                    "not count its releases. Where both train on the same people's data, use one "
-                    "engine, or pass PrivacyEngine(ledger=...) to all of them, or "
-                    "accountant=earlier.accountant",
-                    stacklevel=6,
-                )
-            return check_arguments(
-                (module, optimizer, data_loader),
-                privacy,
-                performance,
-                clipping_asked=asked.clipping,
-                plan=plan,
-                keys=self._keys,
-                ranks=ranks,
-            )
-
-        checked = ranks.run_on_all("make_private", checks)
-        trained, loader = checked.trained, checked.loader
-        names = {p: n for n, p in module.named_parameters()}
-        agree_on_arguments(checked, names, privacy, performance, ranks)
-        require_same_data(checked.entries, ranks)
-        plan = loader.plan
-        event = plan.event(privacy.noise_multiplier)
-        self._spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping)
-        synchronize_ranks(module, ranks)
-        step = PrivateStep(
-            optimizer,
-            trained,
-            names=names,
-            tracker=loader.tracker,
-            sampler=plan,
-            spending=self._spending,
+        self._run = run = build(
+            given,
+            settings,
+            plan,
             keys=self._keys,
-            ranks=ranks,
-            noise_multiplier=privacy.noise_multiplier,
-            max_grad_norm=privacy.bound,
-            expected_batch_size=loader.expected_batch_size,
-            divides=privacy.loss_reduction != "sum",
-            exact=privacy.exact is not False,
+            spending=self._spending,
+            ranks=self._ranks,
+            # A mesh of one rank writes a folder too, so that more ranks can go on from it.
+            as_folder=self._has_mesh,
         )
-        asked_for, entries = data_loader.batch_size, loader.dataset_size
-        if asked_for is not None and not plan.has_public_size and asked_for > entries:
-            warnings.warn(
-                f"data_loader.batch_size={asked_for} above the {entries} privacy units of the "
-                "data: each draw takes all of them, without amplification by sampling. Pass a "
-                "smaller batch_size",
-                stacklevel=4,
-            )
-        most = privacy.max_batch_size
-        if most is not None and most < loader.expected_batch_size:
-            warnings.warn(
-                f"max_batch_size={most!r} is below the expected batch size, so most "
-                "draws are cut and epsilon is infinite; pass one well above it",
-                stacklevel=4,
-            )
-        for parameter in trained:
-            parameter.grad = None
-        self._trial = None
-        if plan.packing is not None and privacy.verify_first_batch:
-            self._trial = LossTrial(trained[0].device)
-            loader.try_losses(self._trial)
-        unchanged = Unchanged(module, trained, privacy.allow_buffers)
-        uncovered = Uncovered(module, trained)
-        backward = self._new_backward(
-            module, checked, step, unchanged, uncovered, privacy, performance
-        )
-        attach(module, backward)
-
-        def place() -> tuple[object, ...]:
-            return (step.releases, step.tracker.place(), ranks.data_rank)
-
-        devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
-        keys = self._keys  # A model does not keep its engine alive.
-        masks = SecretMasks(devices, lambda: keys.noise, place)
-        optimization = checked.optimization
-        self._wrapper = ForwardWrapper(
-            module, backward, optimization, unchanged, masks, loader.order, uncovered
-        )
-        self._wrapper.put()
-        _log.info("%s", optimization.summary)
-        private_optimizer = PrivateOptimizer(
-            optimizer, step, loss_reduction=privacy.loss_reduction
-        )
-        self._model, self._backward, self._step = module, backward, step
-        self._clipping, self._settings = privacy.clipping, (privacy, performance)
-        self._optimizer, self._loader = private_optimizer, loader
-        backward.attach(Attachment(self, module, self._wrapper, private_optimizer, step))
-        return module, private_optimizer, loader
-
-    def _new_backward(
-        self,
-        module: nn.Module,
-        checked: CheckedArguments,
-        step: PrivateStep,
-        unchanged: Unchanged,
-        uncovered: Uncovered,
-        privacy: PrivacyConfig,
-        performance: PerformanceConfig,
-    ) -> PrivateBackward:
-        ranks, device = self._ranks, checked.trained[0].device
-        proof = Proof(
-            module.modules(),
-            device=device,
-            group=ranks.everyone if step.is_sharded else ranks.context,
-            context=ranks.context,
-            is_on=privacy.verify_first_batch,
-        )
-        if privacy.verify_first_batch:
-            allow_second_backwards()
-        only_instantiate = performance.optimize == "none" or privacy.exact is True
-        planner = Planner(
-            mode="instantiate" if only_instantiate else performance.grad_sample_mode,
-            memory_budget=self._common(performance.memory_budget or default_memory_budget(device)),
-            batch_size=checked.planned_batch_size,
-            ghost_allowed=privacy.loss_reduction is None and privacy.clipping == "flat",
-            book_keeping_allowed=ranks.context is None,
-            ceilings=ceilings_for(device),
-        )
-        return PrivateBackward(
-            checked.groups,
-            step,
-            planner,
-            loss_reduction=privacy.loss_reduction,
-            clip_function=privacy.clip_function,
-            gate_type=Gate if ranks.context is None else ContextGate,
-            convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
-            proof=proof,
-            refusal=lambda losses, batch, leading: (
-                checked.loader.order.refusal()
-                or unchanged.before_backward()
-                or uncovered.refusal(losses, batch, leading)
-            ),
-        )
+        self._sampler = run.loader.sampler_name
+        attachment = Attachment(self, run.model, run.wrapper, run.optimizer, run.step)
+        run.backward.attach(attachment)
+        return run.model, run.optimizer, run.loader
 
     @keywords_alone
+    @takes_fields(*TARGETS, "noise_multiplier")
     def make_private_with_epsilon(
         self,
         *,
@@ -489,33 +271,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
         steps: int | None = None,
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
-        max_grad_norm: float | Bounds = UNSET,
-        clipping: str | None = UNSET,
-        clip_function: str = UNSET,
-        sampling: str | None = UNSET,
-        poisson_sampling: bool = UNSET,
-        max_batch_size: int | None = UNSET,
-        max_dataset_size: int | None = UNSET,
-        dataset_size: int | None = UNSET,
-        sample_rate: float | None = UNSET,
-        steps_per_epoch: int | None = UNSET,
-        unit_of: Sequence[Any] | Callable[[Any], Any] | None = UNSET,
-        examples_per_unit: int | None = UNSET,
-        unit_sampling: str = UNSET,
-        unit_name: str | None = UNSET,
-        public_length: int | None = UNSET,
-        loss_reduction: str | None = UNSET,
-        budget: PrivacyBudget | None = UNSET,
-        exact: bool | str = UNSET,
-        verify_first_batch: bool = UNSET,
-        foreign_batches: bool = UNSET,
-        allow_buffers: Sequence[str] = UNSET,
-        grad_sample_mode: str = UNSET,
-        physical_batch_size: int | None = UNSET,
-        memory_budget: int | None = UNSET,
-        optimize: str = UNSET,
-        **unknown: Any,
-    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
+        **keywords: Any,
+    ) -> _Made:
         """`make_private` with the noise that spends target_epsilon after `epochs` or `steps`.
 
         Args:
@@ -530,7 +287,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         The other arguments, the result and the errors are those of `make_private`.
         """
-        noise = unknown.get("noise_multiplier")
+        noise = keywords.get("noise_multiplier")
         if noise is None and isinstance(privacy, PrivacyConfig):
             noise = privacy.noise_multiplier
         if noise is not None:
@@ -538,46 +295,20 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 f"noise_multiplier={noise!r} conflicts with target_epsilon, which determines it. "
                 "Drop it, or call make_private"
             )
-        asked, performance = configs_of(
-            self.make_private_with_epsilon, privacy, performance, _keywords(locals())
-        )
+        method = self.make_private_with_epsilon
+        asked, performance = configs_of(method, privacy, performance, keywords)
         asked, target_epsilon, target_delta = take_targets(asked, target_epsilon, target_delta)
         if (epochs is None) == (steps is None):
             raise TypeError("make_private_with_epsilon needs epochs= or steps=, one of the two")
         plan = sampling_plan(data_loader, asked)
-        if steps is None:
-            assert epochs is not None
-            positive_int(epochs=epochs)
-            steps = epochs * plan.steps_per_epoch
-        positive_int(steps=steps)
-        if target_delta >= 1 / plan.dataset_size:
-            warnings.warn(
-                f"target_delta={target_delta!r} is not below 1 / {plan.dataset_size} entries of "
-                "the data: releasing one of them outright would be allowed; choose it well below",
-                stacklevel=3,
-            )
-        if not self._spending.is_empty:
-            warnings.warn(
-                "the accountant has spent privacy already; target_epsilon covers the coming "
-                "epochs alone, get_epsilon the sum. If you call load_checkpoint next, that run "
-                "goes on with its own noise multiplier",
-                stacklevel=3,
-            )
-        noise_multiplier = self._spending.noise_for(
-            plan.event,
-            -(-steps // plan.steps_per_epoch) if plan.event_covers_epoch else steps,
-            epsilon=target_epsilon,
-            delta=target_delta,
+        steps = steps_of(plan, epochs, steps)
+        noise = calibrated_noise(
+            plan, steps, self._spending, self._ranks, epsilon=target_epsilon, delta=target_delta
         )
-        noise_multiplier = float(
-            self._ranks.broadcast_from_first(
-                repr(noise_multiplier).encode(), "the noise multiplier"
-            )
-        )
-        asked = replace(asked, noise_multiplier=noise_multiplier)
-        made = self._make_private(module, optimizer, data_loader, asked, performance, plan)
-        assert self._step is not None
-        self._step.plan(steps, target_epsilon=target_epsilon)
+        asked = replace(asked, noise_multiplier=noise)
+        given = Given(module, optimizer, data_loader)
+        made = self._make_private(given, asked, performance, plan)
+        self._running().step.plan(steps, target_epsilon=target_epsilon)
         if asked.budget is None:
             self._spending.set_delta(target_delta)
         return made
@@ -734,7 +465,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         With a shuffled loader: the rest of an epoch that is paid for, and then whole epochs.
         """
-        return None if self._step is None else self._step.remaining_steps()
+        return None if self._run is None else self._run.step.remaining_steps()
 
     @property
     def accountant(self) -> Accountant:
@@ -748,10 +479,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
     @property
     def sampler(self) -> str:
         """The sampling scheme that the accountant assumes."""
-        name = "none" if self._loader is None else self._loader.sampler_name
         if self._spending.has_foreign_batches:
-            return f"{name}, some batches not from its loader"
-        return name
+            return f"{self._sampler}, some batches not from its loader"
+        return self._sampler
 
     @property
     def neighboring_relation(self) -> str:
@@ -768,120 +498,16 @@ class PrivacyEngine(Uncopied, OnlySettable):
         """
         return self._spending.unit or SAMPLE
 
-    def check(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss_fn: Callable[[nn.Module, Any], Tensor],
-        *,
-        loss_reduction: str | None = None,
-    ) -> CheckReport:
-        """Try on one batch whether losses[i] and its gradient depend on sample i alone.
-
-        Args:
-            model: plain or private; the check works on a plain copy and changes nothing.
-            batch: argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
-                dimension is the batch, of at least two samples; four to eight are enough. No
-                epsilon covers the report, so use data of nobody. Each row counts as a sample of
-                its own; where users have several rows (unit_of), that finds more than is needed.
-            loss_fn: loss_fn(model, batch) -> losses [B]; it calls the model that it is given.
-            loss_reduction: "mean" or "sum" as declared to make_private; loss_fn then returns a
-                scalar, and the check compares the scalar of several batches, and its gradient,
-                with that reduction over their samples.
-
-        Returns:
-            A CheckReport: `.ok`, `.problems`, and as text what was and was not checked. It is a
-            test on this batch, not a proof.
-
-        Raises:
-            ValueError: for a batch that holds no tensor, one sample, or samples of unequal number,
-                or is packed; and for another loss_reduction than None, "mean" and "sum".
-        """
-        return run_check(model, batch, loss_fn, loss_reduction=loss_reduction)
-
-    def audit(
-        self,
-        *,
-        steps: int | None = None,
-        canaries: int = 1000,
-        delta: float = 1e-5,
-        confidence: float = 0.95,
-        scores: ArrayLike | None = None,
-        included: ArrayLike | None = None,
-        seed: int | None = None,
-        ranks: bool = True,
-    ) -> AuditReport:
-        """Test whether this engine's settings keep the epsilon that they claim.
-
-        Without scores (white box) canaries with orthogonal gradients are trained through new
-        engines with these settings: accountant, noise, bound, clipping, sample rate and exactness.
-        The model and its data are not touched, and nothing is charged. With scores (black box)
-        the training run itself is audited, by losses of canary documents that were in its data.
-
-        Args:
-            steps: releases of the claimed run; None for one epoch of the loader.
-            canaries: of the white-box audit; more give tighter bounds.
-            delta: of the claim and the bounds.
-            confidence: of each of the two bounds on epsilon.
-            scores: `[N]`, higher for canaries that look trained on, such as the loss before minus
-                the loss after training; against the epsilon that was spent so far.
-            included: `[N]`, bool, with scores: which canaries were in the data, each by a fair
-                coin of its own.
-            seed: for a reproducible audit.
-            ranks: whether to probe two ranks too, in processes that take some seconds.
-
-        Returns:
-            An `AuditReport`: `.ok`, the claimed epsilon, two lower bounds, the named checks; as
-            text a table. It is a test, not a proof.
-
-        Raises:
-            ValueError: no model is private, an argument is out of its range, or sampling is not
-                Poisson.
-
-        Source:
-            Steinke, Nasr, Jagielski 2023; see `dpflash.audit.bounds`.
-        """
-        # A second, which no training run needs: scipy's distributions and torch's FSDP.
-        from .audit.ranks import Audited
-        from .audit.run import audit_losses, auditable, run_audit
-
-        self._require_private("audit")
-        assert self._settings is not None and self._optimizer is not None
-        assert self._loader is not None and self._model is not None
-        if (scores is None) != (included is None):
-            raise ValueError("scores and included come together; pass both, or neither")
-        if scores is not None:
-            releases = self._optimizer.releases
-            return audit_losses(
-                np.asarray(scores, dtype=np.float64), np.asarray(included), self.accountant,
-                steps=releases, delta=delta, confidence=confidence, seed=seed,
-                privacy_unit=self.privacy_unit,
-            )  # fmt: skip
-        privacy, performance = self._settings
-        privacy, performance = auditable(
-            replace(privacy, noise_multiplier=self._optimizer.noise_multiplier),
-            performance,
-            sample_rate=self._loader.sample_rate or 1.0,
-            steps=self._loader.steps_per_epoch if steps is None else steps,
-        )
-        arguments = {"accountant": type(self.accountant).mechanism(), "seed": seed}
-        return run_audit(
-            Audited(PrivacyEngine, arguments, privacy, performance),
-            canaries=canaries, delta=delta, confidence=confidence, seed=seed, ranks=ranks,
-            device=str(next(self._model.parameters()).device), privacy_unit=self.privacy_unit,
-        )  # fmt: skip
-
-    def groups(self) -> ClippingGroups:
-        """The clipping groups of the private model: their parameters, bounds and sensitivity.
-
-        Returns:
-            A sequence of `GroupInfo`, with the sensitivity of the whole; as text, a table.
-
-        Raises:
-            ValueError: no model is private.
-        """
-        backward, optimizer = self._require_private("groups")
-        return describe_groups(backward.groups, backward.names, optimizer.max_grad_norm)
+    check = staticmethod(run_check)
+    audit = audit_engine
+    groups = _of_run(PrivateRun.groups, by_name=True)
+    plan = _of_run(PrivateRun.plan, by_name=True)
+    prepare = _of_run(PrivateRun.prepare)
+    diagnostics = _of_run(PrivateRun.diagnostics)
+    save_checkpoint = _of_run(PrivateRun.save_checkpoint)
+    load_checkpoint = _of_run(PrivateRun.load_checkpoint)
+    state_dict = _of_run(PrivateRun.state_dict)
+    load_state_dict = _of_run(PrivateRun.load_state_dict)
 
     @property
     def optimization(self) -> Optimization:
@@ -890,9 +516,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         Raises:
             ValueError: no model is private.
         """
-        if self._wrapper is None:
-            raise ValueError(f"optimization: {_NOT_PRIVATE}")
-        return self._wrapper.optimization
+        return self._described("optimization").wrapper.optimization
 
     @property
     def verified(self) -> bool | str:
@@ -910,31 +534,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         Raises:
             ValueError: no model is private.
         """
-        backward, _ = self._require_private("verified")
-        verified = backward.proof.verified
-        is_open = self._trial is not None and not self._trial.has_compared
-        return "pending" if verified is True and is_open else verified
-
-    def plan(self) -> ClippingPlan:
-        """How each matrix parameter's clipped gradient is computed, and why.
-
-        Costs are for the shapes of the last forward, so run the model once before.
-
-        Returns:
-            A sequence of `PlannedUse`; as text, a table.
-
-        Raises:
-            ValueError: no model is private, or it has not run since it is, or it is compiled by
-                optimize="aggressive", where nothing is planned.
-        """
-        backward, _ = self._require_private("plan")
-        if self.optimization.compiled:
-            raise ValueError(
-                "plan() with optimize='aggressive': every layer of the compiled model keeps its "
-                "per-sample gradients, so nothing is planned; engine.optimization says what that "
-                "takes. Pass optimize='balanced' for a planned model"
-            )
-        return explain_plan(backward, self.public)
+        return self._described("verified").verified
 
     @property
     def public(self) -> PublicFacts:
@@ -943,18 +543,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         Raises:
             ValueError: no model is private.
         """
-        self._require_private("public")
-        assert self._loader is not None
-        return PublicFacts(
-            slots=self._loader.slots,
-            others=self._spending.has_foreign_batches or self._loader.tracker.signalled,
-            lengths=str(self._loader.lengths),
-            dataset_size=self._loader.dataset_size,
-            is_declared=self._loader.plan.has_public_size,
-            unit=self._loader.plan.unit_in_words,
-            packing=self._loader.plan.packing,
-            is_exact=self._settings is not None and self._settings[0].exact is True,
-        )
+        return self._described("public").public
 
     @property
     def rounded_sums(self) -> tuple[str, ...]:
@@ -966,35 +555,14 @@ class PrivacyEngine(Uncopied, OnlySettable):
         Raises:
             ValueError: no model is private.
         """
-        backward, _ = self._require_private("rounded_sums")
-        return tuple(sorted(backward.step.rounded))
-
-    def _require_private(self, method: str) -> tuple[PrivateBackward, PrivateOptimizer]:
-        if self._backward is None or self._optimizer is None:
-            raise ValueError(f"{method}: {_NOT_PRIVATE}")
-        return self._backward, self._optimizer
-
-    def prepare(self, batch: int | PackedBatch) -> None:
-        """Prepare the model for a batch that did not come from the loader.
-
-        Only packed batches, and models that torch.compile compiled, need it.
-
-        Args:
-            batch: the packed batch, of all ranks of a context, or the number of rows.
-        """
-        backward = self._attached()
-        if isinstance(batch, PackedBatch):
-            backward.begin_batch(batch.max_documents, batch.units)
-        else:
-            positive_int(batch_size=batch)
-            backward.forward.prepare(batch)
+        return tuple(sorted(self._described("rounded_sums").step.rounded))
 
     def detach(self, model: nn.Module) -> nn.Module:
         """Return the plain model, with its parameters; the engine keeps its spent privacy.
 
         Any engine gives back a model whose own engine does not exist any more.
         """
-        if model is not self._model:
+        if self._run is None or model is not self._run.model:
             attachments = attachments_of(model)
             if not attachments or not all(a.is_orphan for a in attachments):
                 raise ValueError("model is not the one that this engine made private")
@@ -1007,272 +575,39 @@ class PrivacyEngine(Uncopied, OnlySettable):
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._keys.begin_model()
         self._spending.set_budget(None)
-        self._model = self._backward = self._wrapper = None
+        self._run = None
         return model
 
-    def save_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        extra: dict[str, Any] | None = None,
-        module: nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        noise_scheduler: Scheduler | None = None,
-        grad_clip_scheduler: Scheduler | None = None,
-        checkpoint_dict: dict[str, Any] | None = None,
-        **unknown: Any,
-    ) -> None:
-        """Write everything that a later process needs to go on, with any number of ranks.
+    def _described(self, method: str) -> PrivateRun:
+        """The run, for what only tells of it."""
+        if self._run is None:
+            raise ValueError(f"{method}: {_NOT_PRIVATE}")
+        return self._run
 
-        That is parameters, optimizer, spent privacy, noise counter and the loader's position. The
-        checkpoint is replaced in one step, so it is always the old one or the new one. The
-        clipped sum of an unfinished logical batch is left out. Without a seed there is no key in
-        it; with one it holds the keys of noise and draws.
+    def _running(self) -> PrivateRun:
+        """The run, for what goes on with it."""
+        if self._run is None:
+            raise RuntimeError(_NOT_PRIVATE)
+        self._run.step.public.refuse_inside("a call of the engine")
+        return self._run
 
-        Args:
-            path: the file; with a mesh a folder, on a file system that all ranks share: all ranks
-                call this together, each writes its part of the model, and the first rank the
-                rest. It can be read by its owner only: keep it to yourself, and release
-                model.state_dict() instead.
-            extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
-                with a mesh, those of the first rank.
-            module, optimizer: Opacus' arguments; those of this engine or None.
-            noise_scheduler, grad_clip_scheduler: of Opacus, whose state is stored too.
-            checkpoint_dict: Opacus' name of extra.
-
-        Raises:
-            ValueError: extra holds what could not be read again; path is a folder where a file
-                is to be written, or the reverse; module or optimizer is another one.
-            RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
-                or another rank failed, as its message says; the checkpoint before this one is
-                unchanged.
-        """
-        self._attached()
-        assert self._model is not None and self._optimizer is not None
-        refuse_keywords_of(self.save_checkpoint, unknown)
-        require_own(module=(module, self._model), optimizer=(optimizer, self._optimizer))
-        if extra is not None and checkpoint_dict is not None:
-            raise ValueError("checkpoint_dict with extra, which is the same: pass one of them")
-        extra = checkpoint_dict if extra is None else extra
-        schedulers = {
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
-        self._ranks.run_on_all("save_checkpoint", self._model.state_dict)
-        sharded_checkpoint.save(
-            path,
-            lambda: self._own_state(with_schedulers(extra, schedulers)),
-            model=self._model,
-            optimizer=self._optimizer.original_optimizer,
-            ranks=self._ranks,
-            as_folder=self._has_mesh,
-        )
-
-    def _own_state(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Contents of a checkpoint besides model and optimizer; the same on all ranks."""
-        assert self._optimizer is not None and self._loader is not None
-        checkpoint.check_extra(extra)
-        return {
-            "spending": self._spending.state_dict(),
-            **self._keys.state_dict(),
-            "releases": self._optimizer.releases,
-            "ledger_releases": None if self._ledger is None else self._ledger.releases,
-            "ledger_digest": None if self._ledger is None else self._ledger.digest(),
-            "noise_multiplier": self._optimizer.noise_multiplier,
-            "max_grad_norm": self._optimizer.max_grad_norm,
-            "expected_batch_size": self._optimizer.expected_batch_size,
-            "loader": self._loader.state_dict(),
-            "sampling": self._sampling(),
-            "clipping": self._clipping,
-            "shares": [(group.name, group.share) for group in self._attached().groups],
-            "clip_function": self._attached().clip_function,
-            "extra": extra,
-        }
-
-    def state_dict(self) -> dict[str, str]:
-        """What `save_checkpoint` stores besides the states of model and optimizer.
-
-        For torch.distributed.checkpoint, whose Stateful protocol it follows with
-        `load_state_dict`, and for checkpoints of your own: save it with model.state_dict() and
-        optimizer.state_dict(), and load all three. Its one value is a text, equal on all ranks.
-        """
-        self._attached()
-        return checkpoint.as_text(self._own_state({}))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()` as `load_checkpoint` does, but for model and optimizer.
-
-        All ranks call this together, after the same make_private call.
-
-        Raises:
-            ValueError: it is not that of an engine, or does not fit; nothing is changed then.
-            RuntimeError: steps were released already and no ledger remembers them.
-        """
-        self._attached()
-        where = "state_dict"
-
-        def read() -> dict[str, Any]:
-            state = checkpoint.from_text(state_dict)
-            self._check_fits(where, state)
-            return state
-
-        state = self._ranks.run_on_all("load_state_dict", read)
-        self._ranks.agree("load_state_dict", place_of(state))
-        self._restore(where, state)
-
-    def _check_fits(self, where: str, state: Mapping[str, Any]) -> None:
-        checkpoint.check_fits(
-            where,
-            state,
-            sampling=self._sampling(),
-            mechanism=type(self.accountant).mechanism(),
-            ledger=self._ledger,
-            clipping=self._clipping,
-            shares=[(group.name, group.share) for group in self._attached().groups],
-        )
-
-    def load_checkpoint(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        module: nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        noise_scheduler: Scheduler | None = None,
-        grad_clip_scheduler: Scheduler | None = None,
-        **unknown: Any,
-    ) -> dict[str, Any]:
-        """Go on from a checkpoint, after the same make_private call.
-
-        The number of ranks, and how the model is sharded over them, may differ from the run that
-        wrote it; a file and a folder can both be read with or without a mesh. With a mesh all
-        ranks call this together, and each reads what it needs.
-
-        The run continues under new keys of noise and sampling, since another process may have
-        gone on from the same checkpoint, or a copy of it. Each continuation is a branch, which
-        lines of the ledger name. Branches share no noise and no draws, and their epsilons compose:
-        `dpflash budget LEDGER LEDGER` counts what they have in common once. Releases in the ledger
-        that the checkpoint does not know stay counted.
-
-        With a seed the run continues bit for bit as if it had not stopped, unless the ledger has
-        releases that the checkpoint does not know: then draws and noise are new, too.
-
-        Args:
-            path: of a file or folder that save_checkpoint wrote.
-            module, optimizer: Opacus' arguments; those of this engine or None.
-            noise_scheduler, grad_clip_scheduler: of Opacus; they get back the states that
-                save_checkpoint stored.
-
-        Returns:
-            What save_checkpoint got as `extra`.
-
-        Raises:
-            FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint;
-                nothing is changed then.
-            RuntimeError: where steps were released already and no ledger remembers them, or
-                another rank could not read the checkpoint.
-        """
-        self._attached()
-        assert self._model is not None and self._optimizer is not None
-        refuse_keywords_of(self.load_checkpoint, unknown)
-        require_own(module=(module, self._model), optimizer=(optimizer, self._optimizer))
-        schedulers = {
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
-        where = f"path={os.fspath(path)!r}"
-
-        def check(state: dict[str, Any]) -> None:
-            assert self._model is not None and self._optimizer is not None
-            checkpoint.check_model(
-                where,
-                state,
-                shapes=sharded_checkpoint.shapes(self._model),
-                optimizer=self._optimizer,
-            )
-            self._check_fits(where, state)
-            require_states(state["extra"], schedulers)
-
-        state = sharded_checkpoint.load(
-            path,
-            model=self._model,
-            optimizer=self._optimizer.original_optimizer,
-            ranks=self._ranks,
-            check=check,
-        )
-        self._restore(where, state)
-        return restore_schedulers(state["extra"], schedulers)
-
-    def _restore(self, where: str, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint that fits, or from an engine's own part of it."""
-        assert self._model is not None and self._optimizer is not None
-        assert self._loader is not None and self._step is not None
-        spent = not self._spending.is_empty or self._optimizer.releases
-        is_known = self._keys.knows_all(state, self._optimizer.releases)
-        if self._ledger is None and spent and not is_known:
-            raise RuntimeError(
-                f"{where}: this engine has spent privacy already, and loading would forget it. "
-                "Load into a new engine, right after make_private; to go back within a run use "
-                "PrivacyEngine(ledger=...)"
-            )
-        self._spending.load_state_dict(state["spending"])
-        checkpoint.warn_of_changes(
-            state,
-            restored={
-                "noise_multiplier": self._optimizer.noise_multiplier,
-                "max_grad_norm": self._optimizer.max_grad_norm,
-                "expected_batch_size": self._optimizer.expected_batch_size,
-            },
-            unchanged={
-                "clipping": self._clipping,
-                "clip_function": self._attached().clip_function,
-            },
-        )
-        if "module" in state:
-            sharded_checkpoint.put(self._model, state["module"])
-            self._optimizer.load_state_dict(state["optimizer"])
-        releases = None if self._ledger is None else self._ledger.releases
-        self._keys.load_state_dict(state, ledger_releases=releases)
-        self._loader.load_state_dict(state["loader"], key=self._keys.sampling)
-        self._step.resume(
-            releases=state["releases"],
-            noise_multiplier=state["noise_multiplier"],
-            max_grad_norm=state["max_grad_norm"],
-            expected_batch_size=state["expected_batch_size"],
-        )
-
-    def diagnostics(self) -> dict[str, Any]:
-        """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.
-
-        Returns:
-            per_sample_norms: of the samples of the last backward, padding rows left out (of the
-            last group when per_layer);
-            clip_fraction: over all samples so far;
-            nonfinite_samples: samples so far that added nothing, since their loss or gradient
-            was NaN or infinite, such as by a label out of range;
-            bad_entries: samples so far that added nothing, since they could not be read or put
-            into a batch; and entries of the dataset to which unit_of gives no unit.
-        """
-        statistics = self._attached().statistics
-        assert self._loader is not None
-        squares = statistics.squared_norms
-        return {
-            "per_sample_norms": None if squares is None else squares.sqrt(),
-            "clip_fraction": statistics.clipped_samples / max(statistics.seen_samples, 1),
-            "nonfinite_samples": statistics.nonfinite_samples,
-            "bad_entries": self._loader.bad_entries,
-        }
+    # Parts of the run.
 
     def _attached(self) -> PrivateBackward:
-        if self._backward is None:
-            raise RuntimeError(_NOT_PRIVATE)
-        assert self._step is not None
-        self._step.public.refuse_inside("a call of the engine")
-        return self._backward
+        return self._running().backward
 
-    def _sampling(self) -> dict[str, Any]:
-        assert self._loader is not None
-        return self._loader.plan.scheme
+    @property
+    def _step(self) -> PrivateStep | None:
+        return None if self._run is None else self._run.step
 
-    def _common(self, number: int) -> int:
-        """The number of the first rank."""
-        return int(self._ranks.broadcast_from_first(str(number).encode(), "the memory budget"))
+    @property
+    def _loader(self) -> PrivateDataLoader | None:
+        return None if self._run is None else self._run.loader
+
+    @property
+    def _wrapper(self) -> ForwardWrapper | None:
+        return None if self._run is None else self._run.wrapper
+
+    @property
+    def _trial(self) -> LossTrial | None:
+        return None if self._run is None else self._run.trial

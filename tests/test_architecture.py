@@ -22,7 +22,8 @@ LAW = [
     ["clipping", "optimizer"],
     ["config", "grad_rules", "recommender"],
     ["nn", "optimize"],
-    ["audit", "check", "checked_arguments"],
+    ["audit", "check", "run"],
+    ["build"],
     ["engine"],
     ["integrations", "train"],
     ["release"],
@@ -175,8 +176,8 @@ def test_packages_of_dpflash_import_only_from_the_rows_before_their_own() -> Non
     assert not wrong
 
 
-def test_at_most_fourteen_files_stand_directly_in_dpflash() -> None:
-    assert len(list((ROOT / "dpflash").glob("*.py"))) <= 14
+def test_at_most_fifteen_files_stand_directly_in_dpflash() -> None:
+    assert len(list((ROOT / "dpflash").glob("*.py"))) <= 15
 
 
 def _declared_attributes() -> dict[str, set[str]]:

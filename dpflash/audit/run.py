@@ -74,9 +74,8 @@ def auditable(
             f"unit_sampling={privacy.unit_sampling!r}: the audit's claim is about a unit that is "
             "drawn as a whole; audit a run with unit_sampling='unit', or without unit_of"
         )
-    privacy, performance = resolved(
-        replace(privacy, target_epsilon=None, target_delta=None), performance
-    )
+    settings = resolved(replace(privacy, target_epsilon=None, target_delta=None), performance)
+    privacy, performance = settings.privacy, settings.performance
     compiled = performance.optimize in ("balanced", "aggressive")
     return replace(
         privacy,

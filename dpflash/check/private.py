@@ -9,7 +9,7 @@ from torch import nn
 from ..clipping.backward import PrivateBackward
 from ..clipping.groups import flat_groups
 from ..clipping.planner import STORED
-from ..grad_rules.convert import attach
+from ..grad_rules.convert import attach, layers_of
 from ..optimize.levels import PLAIN
 from ..optimize.wrapper import ForwardWrapper
 from ..sampling.tracker import BatchTracker
@@ -33,7 +33,7 @@ def made_private(subject: Subject, loss_reduction: str | None) -> PrivateBackwar
     )
     for parameter in trained:
         parameter.grad = None
-    attach(subject.model, backward)
+    attach(subject.model, layers_of(subject.model), backward)
     ForwardWrapper(subject.model, backward, PLAIN).put()
     return backward
 

@@ -150,32 +150,29 @@ def check_model(
 def check_fits(
     where: str,
     state: Mapping[str, Any],
+    own: Mapping[str, Any],
     *,
-    sampling: dict[str, Any],
     mechanism: str,
     ledger: Ledger | None,
-    clipping: str,
-    shares: Sequence[tuple[str, float]],
 ) -> None:
     """Refuse a checkpoint of another run than this one.
 
     Args:
         where: names the checkpoint in messages.
         state: the checkpoint, or an engine's own part of it.
-        sampling: the loader's sampling scheme.
+        own: of this run: "sampling", the loader's scheme; "clipping", its kind; and "shares", the
+            clipping groups' names, and their bounds as fractions of max_grad_norm.
         mechanism: name of the accountant.
         ledger: the engine's own, or None.
-        clipping: the kind of clipping.
-        shares: the clipping groups' names, and their bounds as fractions of max_grad_norm.
 
     Raises:
         ValueError: names the difference.
     """
     where = f"{where}: the checkpoint does not fit"
-    if state["sampling"] != sampling:
+    if state["sampling"] != own["sampling"]:
         raise ValueError(
-            f"{where} the data loader: saved with {state['sampling']}, now {sampling}. Call "
-            "make_private with the same data, units (unit_of) and batch size"
+            f"{where} the data loader: saved with {state['sampling']}, now {own['sampling']}. "
+            "Call make_private with the same data, units (unit_of) and batch size"
         )
     if state["spending"]["accountant"]["mechanism"] != mechanism:
         raise ValueError(
@@ -183,8 +180,8 @@ def check_fits(
             f"{state['spending']['accountant']['mechanism']!r}, now {mechanism!r}. Build "
             "PrivacyEngine(accountant=...) as it was"
         )
-    if state["clipping"] == clipping:
-        _check_shares(where, state, shares)
+    if state["clipping"] == own["clipping"]:
+        _check_shares(where, state, own["shares"])
     releases = state["ledger_releases"]
     if ledger is None:
         if releases is None:

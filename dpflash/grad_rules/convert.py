@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -43,8 +43,31 @@ _OF_CELL = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 
 
-def check_model(model: nn.Module) -> None:
+class Layer(NamedTuple):
+    """A module whose parameters no layer above it owns.
+
+    Attributes:
+        name: dotted, "" for the model itself.
+        module: the module.
+        own: its parameters that no layer below it has too, by name.
+    """
+
+    name: str
+    module: nn.Module
+    own: dict[str, nn.Parameter]
+
+    @property
+    def rule(self) -> type[PrivateModule] | None:
+        """The class that makes it private; None if it stays as it is."""
+        trained = any(p.requires_grad for p in self.own.values())
+        return rule_for(self.module) if trained else block_rule_for(self.module)
+
+
+def check_model(model: nn.Module) -> list[Layer]:
     """Refuse, by dotted name, what cannot be trained privately.
+
+    Returns:
+        The model's layers.
 
     Raises:
         ValueError: for modules that mix samples, for trainable parameters that no rule covers, and
@@ -61,6 +84,7 @@ def check_model(model: nn.Module) -> None:
         if module is not model and module._compiled_call_impl is not None:
             _refuse_compiled(name, module)
         check_module(name or "(the model itself)", module, is_inside=module in inside)
+    return layers_of(model, inside)
 
 
 def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> None:
@@ -263,45 +287,42 @@ def parts_of_layers(model: nn.Module) -> set[nn.Module]:
     return parts
 
 
-def owners(
-    model: nn.Module, trained: Iterable[nn.Parameter]
-) -> list[tuple[str, list[nn.Parameter]]]:
-    """(name, own trained parameters) of each module, in the model's order."""
-    wanted, inside = {id(p) for p in trained}, parts_of_layers(model)
+def layers_of(model: nn.Module, parts: Collection[nn.Module] | None = None) -> list[Layer]:
+    """The layers of a model, in its order, given its `parts_of_layers`."""
+    inside = parts_of_layers(model) if parts is None else parts
     return [
-        (name, own)
+        Layer(name, module, _own_parameters(module))
         for name, module in model.named_modules()
         if module not in inside
-        and (own := [p for p in _own_parameters(module).values() if id(p) in wanted])
     ]
 
 
-def untraceable(model: nn.Module) -> str | None:
-    """Name of the first module whose private forward torch.compile cannot trace; None if none."""
-    inside = parts_of_layers(model)
-    for name, module in model.named_modules():
-        if module in inside:
-            continue
-        trained = any(p.requires_grad for p in _own_parameters(module).values())
-        rule = rule_for(module) if trained else block_rule_for(module)
+def owners(
+    layers: Iterable[Layer], trained: Iterable[nn.Parameter]
+) -> list[tuple[str, list[nn.Parameter]]]:
+    """(name, own trained parameters) of each layer, in the model's order."""
+    wanted = {id(p) for p in trained}
+    found = ((x.name, [p for p in x.own.values() if id(p) in wanted]) for x in layers)
+    return [(name, own) for name, own in found if own]
+
+
+def untraceable(layers: Iterable[Layer]) -> str | None:
+    """Name of the first layer whose private forward torch.compile cannot trace; None if none."""
+    for layer in layers:
+        rule = layer.rule
         if rule is not None and issubclass(rule, (PrivateOwner, PrivateParametrized)):
-            return name or "(the model itself)"
+            return layer.name or "(the model itself)"
     return None
 
 
-def attach(model: nn.Module, backward: PrivateBackward) -> None:
-    """Swap the class of every module that holds trainable parameters for its private one.
+def attach(model: nn.Module, layers: Sequence[Layer], backward: PrivateBackward) -> None:
+    """Swap the class of every layer that holds trainable parameters for its private one.
 
     Objects, parameters, buffers and state_dict keys stay the same.
     """
-    inside = parts_of_layers(model)
     second = batch_second(model)
-    for name, module in list(model.named_modules()):
-        if module in inside:
-            continue
-        own = _own_parameters(module)
-        trained = any(p.requires_grad for p in own.values())
-        rule = rule_for(module) if trained else block_rule_for(module)
+    for layer in layers:
+        (name, module, own), rule = layer, layer.rule
         if rule is None:
             continue
         module.__dict__["_dpflash"] = ModuleContext(
@@ -342,10 +363,13 @@ def plain_layers(model: nn.Module) -> Iterator[None]:
 
 
 def make_groups(
-    module: nn.Module, trained: list[nn.Parameter], clipping: str, bounds: Bounds | None = None
+    layers: Iterable[Layer],
+    trained: list[nn.Parameter],
+    clipping: str,
+    bounds: Bounds | None = None,
 ) -> list[Group]:
     """The clipping groups of a kind of clipping, with equal bounds where none are given."""
     if clipping == "flat":
         return flat_groups(trained)
-    groups = per_layer_groups(owners(module, trained))
+    groups = per_layer_groups(owners(layers, trained))
     return groups if bounds is None else with_bounds(groups, bounds)

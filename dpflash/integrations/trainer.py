@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments, __version__
 from transformers.trainer_utils import TrainOutput
 from transformers.training_args import ParallelMode
 
-from ..checked_arguments import sampling_plan
+from ..build import sampling_plan
 from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
 from ..losses import causal_lm

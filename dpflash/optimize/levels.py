@@ -20,7 +20,7 @@ from torch import nn
 
 from ..clipping.planner import clipping_for
 from ..distributed.mesh import Ranks
-from ..grad_rules.convert import untraceable
+from ..grad_rules.convert import Layer, untraceable
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ class Optimization:
 PLAIN = Optimization("none", "flat", autocast=False, compiled=False, changes=(), stored_bytes=0)
 
 
-def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> Optimization:
+def choose(
+    asked: Asked, module: nn.Module, layers: Sequence[Layer], trained: Sequence[nn.Parameter]
+) -> Optimization:
     """What a level changes for a model, which is not private yet.
 
     Raises:
@@ -102,7 +104,7 @@ def choose(asked: Asked, module: nn.Module, trained: Sequence[nn.Parameter]) -> 
         return Optimization(level, clipping, autocast, False, tuple(changes), size)
     changes += _of_compiler(size)
     compiled = Optimization(level, clipping, autocast, True, tuple(changes), size)
-    obstacle = _obstacle(asked, module, device, size)
+    obstacle = _obstacle(asked, module, layers, device, size)
     return compiled if obstacle is None else compiled.without_compiler(obstacle)
 
 
@@ -196,7 +198,9 @@ def _of_compiler(size: int) -> tuple[str, ...]:
     )
 
 
-def _obstacle(asked: Asked, module: nn.Module, device: torch.device, size: int) -> str | None:
+def _obstacle(
+    asked: Asked, module: nn.Module, layers: Sequence[Layer], device: torch.device, size: int
+) -> str | None:
     """Why the model cannot be compiled; None where it can."""
     compiled = (
         isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None
@@ -211,7 +215,7 @@ def _obstacle(asked: Asked, module: nn.Module, device: torch.device, size: int) 
             "several ranks exchange gradients during the backward, and a compiled backward "
             "returns them only at its end"
         )
-    untraced = untraceable(module)
+    untraced = untraceable(layers)
     if untraced is not None:
         return f"the forward of module '{untraced}' runs sample by sample, which is not traced"
     if size > asked.memory_budget:

@@ -80,9 +80,9 @@ def a_batch_of_its_own(group: object, context: int) -> str:
 
     def step() -> str:
         if context == 2:
-            engine.backward(engine._model(x, "first", "first"))
+            engine.backward(engine._run.model(x, "first", "first"))
         else:
-            engine.backward(engine._model(x).flatten())
+            engine.backward(engine._run.model(x).flatten())
         optimizer.step()
         return ""
 

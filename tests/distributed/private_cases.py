@@ -610,7 +610,7 @@ def ledger_of(group: object = None, *, path: str) -> dict[str, Any]:
     return {
         "epsilon": first["epsilon"],
         "again": engine.get_epsilon(1e-5),
-        "lines": len(engine._ledger.lines),
+        "lines": len(engine._spending.ledger.lines),
     }
 
 

@@ -1266,7 +1266,7 @@ def test_invariant_10_nothing_is_released_where_the_ledger_cannot_be_written(
     def fail(**entry):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(engine._ledger, "append", fail)
+    monkeypatch.setattr(engine._spending.ledger, "append", fail)
     before = model.weight.detach().clone()
     for (x,) in loader:
         with pytest.raises(OSError):

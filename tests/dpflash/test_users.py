@@ -518,6 +518,6 @@ def test_positions_that_all_rows_share_have_each_users_gradient(
     )
     (x,) = next(iter(loader))
     engine.backward(model(x))
-    engine._backward.forward.units.mean(plain(x)).sum().backward()
+    engine._run.backward.forward.units.mean(plain(x)).sum().backward()
     expected = {n: p.grad for n, p in plain.named_parameters()}
     assert distance(sums(engine, model), expected) <= 1e-5

@@ -228,7 +228,7 @@ def test_numbers_of_numpy_that_a_scheduler_sets_are_taken_in_float64(
     engine, made, optimizer, _ = private(model(), data(), noise_multiplier=1.0, clipping=clipping)
     optimizer.max_grad_norm, optimizer.noise_multiplier = np.float16(0.7), np.float16(1.1)
     engine.backward(losses_of(made, data()[:4]))
-    bounds = [group.share * engine._step.bound for group in engine._backward.groups]
+    bounds = [group.share * engine._step.bound for group in engine._run.backward.groups]
     assert all(type(bound) is float for bound in bounds)
     drawn = []
     monkeypatch.setattr(step_module, "BatchNoise", lambda *values, **_: drawn.append(values))

@@ -22,6 +22,7 @@ from dpflash.clipping import planner
 from dpflash.clipping.planner import LEVELS
 from dpflash.distributed.mesh import Ranks
 from dpflash.grad_rules import PrivateModule
+from dpflash.grad_rules.convert import layers_of
 from dpflash.nn import LongContextLM
 from dpflash.optimize import levels as optimization
 from dpflash.optimize import wrapper as leveled
@@ -566,7 +567,7 @@ def test_evaluation_is_not_compiled(private, tiny_lm, quick):
 )
 def test_a_clipping_that_is_asked_for_wins(asked, clipping, private, tiny_lm, quick):
     engine, *_ = private(tiny_lm(tied=False), optimize="aggressive", **asked)
-    assert engine.optimization.clipping == engine._clipping == clipping
+    assert engine.optimization.clipping == engine._run.settings.clipping == clipping
     names = {group.name for group in engine.groups()}
     assert (names == {"all"}) == (clipping == "flat")
     (line,) = (c for c in engine.optimization.changes if c.startswith("clipping: "))
@@ -598,7 +599,7 @@ def test_what_cannot_be_compiled_is_left_out_with_its_reason(private, tiny_lm, q
     plain = tiny_lm()
     workers = SimpleNamespace(everyone=object())
     asked = optimization.Asked("aggressive", None, "auto", 4, 10**9, workers)
-    chosen = optimization.choose(asked, plain, list(plain.parameters()))
+    chosen = optimization.choose(asked, plain, layers_of(plain), list(plain.parameters()))
     assert not chosen.compiled and "several ranks" in str(chosen)
 
 

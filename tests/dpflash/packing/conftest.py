@@ -82,7 +82,7 @@ def clipped(engine, grads, bound, function="hard"):
     of = {id(p): i for i, p in enumerate(engine._step.trained)}
     sums = [torch.zeros_like(g) for g in grads[0]]
     for own in grads:
-        for group in engine._backward.groups:
+        for group in engine._run.backward.groups:
             members = [of[id(p)] for p in group.parameters]
             # The matrices of these models are no larger than a tile.
             norm = math.sqrt(sum(float(own[i].double().square().sum()) for i in members))

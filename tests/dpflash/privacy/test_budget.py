@@ -417,7 +417,7 @@ def test_a_payment_that_could_not_be_written_does_not_pay(run, tmp_path, monkeyp
 
     x = next(batches)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._ledger, "append", fail)
+        patch.setattr(engine._spending.ledger, "append", fail)
         with pytest.raises(OSError, match="full"):
             step(engine, model, optimizer, *x)
     step(engine, model, optimizer, *x)

@@ -177,7 +177,7 @@ def test_public_forwards_prove_nothing_and_disturb_no_proof():
     optimizer.step()
     optimizer.zero_grad()
     assert engine.verified == "pending"
-    proof = engine._backward.proof
+    proof = engine._run.backward.proof
     assert not proof._modes
     for _ in range(3):
         released(engine, model, optimizer, loader, public=("before", "between"), count=4)

@@ -232,7 +232,7 @@ def test_clipped_sums_are_those_of_the_real_rows_alone(kind, private, sums, dist
         backward(engine, kind, losses_of(own, batch))
         found.append(sums(engine, own))
         report = engine.diagnostics()
-        assert engine._backward.statistics.seen_samples % 4 == 0
+        assert engine._run.backward.statistics.seen_samples % 4 == 0
         assert report["nonfinite_samples"] == 0 and 0 < report["clip_fraction"] <= 1
         assert report["per_sample_norms"] is None or len(report["per_sample_norms"]) == 4
     assert distance(found[0], found[1]) <= 2e-6

@@ -1041,9 +1041,9 @@ def test_forwards_without_a_gradient_are_not_repeated(private):
 def test_the_repeat_leaves_no_trace_in_what_the_engine_plans(private):
     engine, model, *_ = private(Between())
     model(data())
-    shapes = copy.deepcopy(engine._backward.forward.state.shapes)
+    shapes = copy.deepcopy(engine._run.backward.forward.state.shapes)
     assert [len(uses) for uses in shapes[0].values()] == [1, 1, 1]
-    assert engine._backward.forward.rows is None
+    assert engine._run.backward.forward.rows is None
 
 
 def test_a_device_that_does_not_repeat_its_bits_is_allowed_to_round(private, monkeypatch):

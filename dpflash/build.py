@@ -1,84 +1,195 @@
-"""Checks the arguments of make_private together, before anything is changed."""
+"""Builds a private run: (model, optimizer, data loader, settings) -> PrivateRun, top to bottom."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader
 
+from ._validate import positive_int
+from .clipping.backward import PrivateBackward
+from .clipping.context_gate import ContextGate
+from .clipping.device_speed import ceilings_for
+from .clipping.gate import Gate
 from .clipping.groups import Group
-from .clipping.planner import default_memory_budget
+from .clipping.planner import Planner, default_memory_budget
 from .clipping.precision import narrow_parameters, refuse_coarse_mean
-from .config import PerformanceConfig, PrivacyConfig
+from .config import PerformanceConfig, PrivacyConfig, Settings
 from .distributed.mesh import Ranks
-from .distributed.validate import check_module, digests_of
-from .grad_rules.convert import check_model, make_groups
+from .distributed.validate import check_module, digests_of, require_same_data, synchronize_ranks
+from .grad_rules.convert import Layer, attach, check_model, make_groups
+from .optimize.attachment import take_over
 from .optimize.levels import Asked, Optimization, choose
-from .optimizer import trained_parameters
+from .optimize.wrapper import ForwardWrapper
+from .optimizer import PrivateOptimizer, trained_parameters
 from .packing import PackTo
 from .packing.pack import EXACT_ALIGN
 from .privacy.keys import RunKeys
+from .privacy.masks import SecretMasks
 from .privacy.privacy_unit import SAMPLE, has_several_rows
+from .privacy.spending import Spending
+from .run import PrivateRun
 from .sampling.collate import refuse_mixing
 from .sampling.entries import ReadableEntries
 from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
 from .sampling.slots import check_slots
 from .sampling.unit_groups import UnitGroups
-from .verification.unchanged import check_allowed
+from .step import PrivateStep
+from .verification.loss_trial import LossTrial
+from .verification.proof import Proof, allow_second_backwards
+from .verification.unchanged import Unchanged, check_allowed
+from .verification.uncovered import Uncovered
+
+_log = logging.getLogger(__name__)
 
 
-class CheckedArguments(NamedTuple):
-    """What the checks found out.
+class Given(NamedTuple):
+    """The objects that make_private got."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    data_loader: DataLoader
+
+
+class _Checked(NamedTuple):
+    """What the checks found out; nothing is changed yet.
 
     Attributes:
+        layers: of the model.
         trained: the parameters to train.
+        groups: their clipping groups.
         loader: the private one.
-        groups: the clipping groups.
         entries: digests of some entries of the dataset, where there are several ranks.
         planned_batch_size: samples of a microbatch for the planner's costs.
         optimization: what the optimization level does.
     """
 
+    layers: list[Layer]
     trained: list[nn.Parameter]
-    loader: PrivateDataLoader
     groups: list[Group]
+    loader: PrivateDataLoader
     entries: list[str]
     planned_batch_size: int
     optimization: Optimization
 
 
-def check_arguments(
-    given: tuple[nn.Module, torch.optim.Optimizer, DataLoader],
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
-    *,
-    clipping_asked: str | None,
+def build(
+    given: Given,
+    settings: Settings,
     plan: SamplingPlan | None,
+    *,
     keys: RunKeys,
+    spending: Spending,
     ranks: Ranks,
-) -> CheckedArguments:
-    """Check model, optimizer, data loader and both configurations together.
+    as_folder: bool,
+) -> PrivateRun:
+    """Make a model, its optimizer and its data loader private; all ranks call this together.
 
     Args:
-        given: model, optimizer and data loader.
-        privacy, performance: after `config.resolved`.
-        clipping_asked: as it was passed.
+        given: the plain ones.
+        settings: the other arguments of make_private.
         plan: how logical batches are drawn, where it is known already.
-        keys: of sampling and of the digests of entries.
-        ranks: this process and its peers.
+        keys, spending, ranks: of the engine.
+        as_folder: whether checkpoints are folders.
 
     Raises:
         ValueError: naming the argument; nothing is changed then.
     """
     module, optimizer, data_loader = given
+    privacy = settings.privacy
+
+    def checks() -> _Checked:
+        releases = take_over(module)
+        if releases and spending.is_empty:
+            warnings.warn(
+                "another PrivacyEngine trained this model, and the epsilon of this one does "
+                "not count its releases. Where both train on the same people's data, use one "
+                "engine, or pass PrivacyEngine(ledger=...) to all of them, or "
+                "accountant=earlier.accountant",
+                stacklevel=7,
+            )
+        return _check(given, settings, plan, keys, ranks)
+
+    checked = ranks.run_on_all("make_private", checks)
+    trained, loader = checked.trained, checked.loader
+    names = {p: n for n, p in module.named_parameters()}
+    parameters = [(names[p], tuple(p.shape), p.dtype) for p in trained]
+    _agree(settings, loader, parameters, ranks)
+    require_same_data(checked.entries, ranks)
+    plan = loader.plan
+    event = plan.event(settings.noise_multiplier)
+    spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping)
+    synchronize_ranks(module, ranks)
+    step = PrivateStep(
+        optimizer,
+        trained,
+        names=names,
+        tracker=loader.tracker,
+        sampler=plan,
+        spending=spending,
+        keys=keys,
+        ranks=ranks,
+        noise_multiplier=settings.noise_multiplier,
+        max_grad_norm=privacy.bound,
+        expected_batch_size=loader.expected_batch_size,
+        divides=privacy.loss_reduction != "sum",
+        exact=privacy.exact is not False,
+    )
+    _warn_of_sizes(data_loader, plan)
+    for parameter in trained:
+        parameter.grad = None
+    trial = None
+    if plan.packing is not None and privacy.verify_first_batch:
+        trial = LossTrial(trained[0].device)
+        loader.try_losses(trial)
+    unchanged = Unchanged(module, trained, privacy.allow_buffers)
+    uncovered = Uncovered(module, trained)
+    backward = _backward(module, checked, settings, step, unchanged, uncovered)
+    attach(module, checked.layers, backward)
+
+    def place() -> tuple[object, ...]:
+        return (step.releases, step.tracker.place(), ranks.data_rank)
+
+    devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
+    masks = SecretMasks(devices, lambda: keys.noise, place)
+    optimization = checked.optimization
+    wrapper = ForwardWrapper(
+        module, backward, optimization, unchanged, masks, loader.order, uncovered
+    )
+    wrapper.put()
+    _log.info("%s", optimization.summary)
+    return PrivateRun(
+        settings=settings,
+        model=module,
+        loader=loader,
+        step=step,
+        optimizer=PrivateOptimizer(optimizer, step, loss_reduction=privacy.loss_reduction),
+        backward=backward,
+        wrapper=wrapper,
+        trial=trial,
+        keys=keys,
+        spending=spending,
+        as_folder=as_folder,
+    )
+
+
+def _check(
+    given: Given, settings: Settings, plan: SamplingPlan | None, keys: RunKeys, ranks: Ranks
+) -> _Checked:
+    """Check model, optimizer, data loader and settings together, without changing anything."""
+    module, optimizer, data_loader = given
+    privacy, performance = settings.privacy, settings.performance
     mode = performance.grad_sample_mode
     check_module(module, ranks)
-    check_model(module)
+    layers = check_model(module)
     _check_joint(privacy, mode, ranks)
     plan = plan or sampling_plan(data_loader, privacy)
     loader = PrivateDataLoader(
@@ -111,8 +222,8 @@ def check_arguments(
     if plan.packing is not None:
         planned = plan.packing.max_documents
     memory = performance.memory_budget or default_memory_budget(trained[0].device)
-    level = Asked(performance.optimize, clipping_asked, mode, planned, memory, ranks)
-    optimization = choose(level, module, trained)
+    level = Asked(performance.optimize, settings.asked_clipping, mode, planned, memory, ranks)
+    optimization = choose(level, module, layers, trained)
     if optimization.compiled and plan.unit != SAMPLE:
         optimization = optimization.without_compiler(f"the privacy unit is a {plan.unit}")
     if privacy.loss_reduction == "mean":
@@ -120,10 +231,9 @@ def check_arguments(
         refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
         level_name = f"optimize={performance.optimize!r}"
         refuse_coarse_mean(level_name if optimization.autocast else None)
-    assert privacy.clipping is not None
-    groups = make_groups(module, trained, privacy.clipping, privacy.bounds)
+    groups = make_groups(layers, trained, settings.clipping, privacy.bounds)
     check_allowed(module, privacy.allow_buffers)
-    return CheckedArguments(trained, loader, groups, entries, planned, optimization)
+    return _Checked(layers, trained, groups, loader, entries, planned, optimization)
 
 
 def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPlan:
@@ -153,14 +263,49 @@ def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPl
     )
 
 
-def agree_on_arguments(
-    checked: CheckedArguments,
-    names: Mapping[nn.Parameter, str],
-    privacy: PrivacyConfig,
-    performance: PerformanceConfig,
+def steps_of(plan: SamplingPlan, epochs: int | None, steps: int | None) -> int:
+    """The number of logical batches of a run that is given in epochs or in steps."""
+    if steps is None:
+        assert epochs is not None
+        positive_int(epochs=epochs)
+        steps = epochs * plan.steps_per_epoch
+    positive_int(steps=steps)
+    return steps
+
+
+def calibrated_noise(
+    plan: SamplingPlan,
+    steps: int,
+    spending: Spending,
     ranks: Ranks,
+    *,
+    epsilon: float,
+    delta: float,
+) -> float:
+    """The noise multiplier, of the first rank, that spends (epsilon, delta) after some steps."""
+    if delta >= 1 / plan.dataset_size:
+        warnings.warn(
+            f"target_delta={delta!r} is not below 1 / {plan.dataset_size} entries of "
+            "the data: releasing one of them outright would be allowed; choose it well below",
+            stacklevel=4,
+        )
+    if not spending.is_empty:
+        warnings.warn(
+            "the accountant has spent privacy already; target_epsilon covers the coming "
+            "epochs alone, get_epsilon the sum. If you call load_checkpoint next, that run "
+            "goes on with its own noise multiplier",
+            stacklevel=4,
+        )
+    count = -(-steps // plan.steps_per_epoch) if plan.event_covers_epoch else steps
+    noise = spending.noise_for(plan.event, count, epsilon=epsilon, delta=delta)
+    return float(ranks.broadcast_from_first(repr(noise).encode(), "the noise multiplier"))
+
+
+def _agree(
+    settings: Settings, loader: PrivateDataLoader, parameters: Sequence[object], ranks: Ranks
 ) -> None:
     """Raise where the ranks passed different arguments."""
+    privacy, performance = settings.privacy, settings.performance
     ranks.agree(
         "make_private",
         {
@@ -171,16 +316,79 @@ def agree_on_arguments(
             "grad_sample_mode": performance.grad_sample_mode,
             "optimize": performance.optimize,
             "exact": privacy.exact,
-            "sampling": checked.loader.plan.scheme,
-            "entries of the dataset": len(checked.loader.dataset),  # type: ignore[arg-type]
+            "sampling": loader.plan.scheme,
+            "entries of the dataset": len(loader.dataset),  # type: ignore[arg-type]
             "physical_batch_size": performance.physical_batch_size,
             "loss_reduction": privacy.loss_reduction,
             "budget": privacy.budget,
             "verify_first_batch": privacy.verify_first_batch,
             "allow_buffers": sorted(privacy.allow_buffers),
             "foreign_batches": privacy.foreign_batches,
-            "parameters": [(names[p], tuple(p.shape), p.dtype) for p in checked.trained],
+            "parameters": parameters,
         },
+    )
+
+
+def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan) -> None:
+    asked_for, entries, most = data_loader.batch_size, plan.dataset_size, plan.max_batch_size
+    if asked_for is not None and not plan.has_public_size and asked_for > entries:
+        warnings.warn(
+            f"data_loader.batch_size={asked_for} above the {entries} privacy units of the "
+            "data: each draw takes all of them, without amplification by sampling. Pass a "
+            "smaller batch_size",
+            stacklevel=6,
+        )
+    if most is not None and most < plan.batch_size:
+        warnings.warn(
+            f"max_batch_size={most!r} is below the expected batch size, so most "
+            "draws are cut and epsilon is infinite; pass one well above it",
+            stacklevel=6,
+        )
+
+
+def _backward(
+    module: nn.Module,
+    checked: _Checked,
+    settings: Settings,
+    step: PrivateStep,
+    unchanged: Unchanged,
+    uncovered: Uncovered,
+) -> PrivateBackward:
+    privacy, performance = settings.privacy, settings.performance
+    ranks, device, order = step.ranks, checked.trained[0].device, checked.loader.order
+    proof = Proof(
+        module.modules(),
+        device=device,
+        group=ranks.everyone if step.is_sharded else ranks.context,
+        context=ranks.context,
+        is_on=privacy.verify_first_batch,
+    )
+    if privacy.verify_first_batch:
+        allow_second_backwards()
+    only_instantiate = performance.optimize == "none" or privacy.exact is True
+    memory = performance.memory_budget or default_memory_budget(device)
+    planner = Planner(
+        mode="instantiate" if only_instantiate else performance.grad_sample_mode,
+        memory_budget=int(ranks.broadcast_from_first(str(memory).encode(), "the memory budget")),
+        batch_size=checked.planned_batch_size,
+        ghost_allowed=privacy.loss_reduction is None and settings.clipping == "flat",
+        book_keeping_allowed=ranks.context is None,
+        ceilings=ceilings_for(device),
+    )
+    return PrivateBackward(
+        checked.groups,
+        step,
+        planner,
+        loss_reduction=privacy.loss_reduction,
+        clip_function=privacy.clip_function,
+        gate_type=Gate if ranks.context is None else ContextGate,
+        convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
+        proof=proof,
+        refusal=lambda losses, batch, leading: (
+            order.refusal()
+            or unchanged.before_backward()
+            or uncovered.refusal(losses, batch, leading)
+        ),
     )
 
 

@@ -1,0 +1,82 @@
+"""The audit of a private run: `PrivacyEngine.audit`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+if TYPE_CHECKING:
+    from ..engine import PrivacyEngine
+    from .report import AuditReport
+
+
+def audit(
+    engine: PrivacyEngine,
+    *,
+    steps: int | None = None,
+    canaries: int = 1000,
+    delta: float = 1e-5,
+    confidence: float = 0.95,
+    scores: ArrayLike | None = None,
+    included: ArrayLike | None = None,
+    seed: int | None = None,
+    ranks: bool = True,
+) -> AuditReport:
+    """Test whether this engine's settings keep the epsilon that they claim.
+
+    Without scores (white box) canaries with orthogonal gradients are trained through new
+    engines with these settings: accountant, noise, bound, clipping, sample rate and exactness.
+    The model and its data are not touched, and nothing is charged. With scores (black box)
+    the training run itself is audited, by losses of canary documents that were in its data.
+
+    Args:
+        steps: releases of the claimed run; None for one epoch of the loader.
+        canaries: of the white-box audit; more give tighter bounds.
+        delta: of the claim and the bounds.
+        confidence: of each of the two bounds on epsilon.
+        scores: `[N]`, higher for canaries that look trained on, such as the loss before minus
+            the loss after training; against the epsilon that was spent so far.
+        included: `[N]`, bool, with scores: which canaries were in the data, each by a fair
+            coin of its own.
+        seed: for a reproducible audit.
+        ranks: whether to probe two ranks too, in processes that take some seconds.
+
+    Returns:
+        An `AuditReport`: `.ok`, the claimed epsilon, two lower bounds, the named checks; as
+        text a table. It is a test, not a proof.
+
+    Raises:
+        ValueError: no model is private, an argument is out of its range, or sampling is not
+            Poisson.
+
+    Source:
+        Steinke, Nasr, Jagielski 2023; see `dpflash.audit.bounds`.
+    """
+    # A second, which no training run needs: scipy's distributions and torch's FSDP.
+    from .ranks import Audited
+    from .run import audit_losses, auditable, run_audit
+
+    run = engine._described("audit")
+    if (scores is None) != (included is None):
+        raise ValueError("scores and included come together; pass both, or neither")
+    if scores is not None:
+        return audit_losses(
+            np.asarray(scores, dtype=np.float64), np.asarray(included), engine.accountant,
+            steps=run.optimizer.releases, delta=delta, confidence=confidence, seed=seed,
+            privacy_unit=engine.privacy_unit,
+        )  # fmt: skip
+    privacy, performance = auditable(
+        replace(run.settings.privacy, noise_multiplier=run.optimizer.noise_multiplier),
+        run.settings.performance,
+        sample_rate=run.loader.sample_rate or 1.0,
+        steps=run.loader.steps_per_epoch if steps is None else steps,
+    )
+    arguments = {"accountant": type(engine.accountant).mechanism(), "seed": seed}
+    return run_audit(
+        Audited(type(engine), arguments, privacy, performance),
+        canaries=canaries, delta=delta, confidence=confidence, seed=seed, ranks=ranks,
+        device=str(next(run.model.parameters()).device), privacy_unit=engine.privacy_unit,
+    )  # fmt: skip

@@ -1,0 +1,374 @@
+"""PrivateRun: what a private model consists of, from `make_private` to `detach`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._validate import positive_int
+from .checkpoint import sharded
+from .checkpoint import state as checkpoint
+from .clipping.backward import PrivateBackward
+from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
+from .config import Settings, refuse_keywords_of
+from .opacus_calls import (
+    Scheduler,
+    require_own,
+    require_states,
+    restore_schedulers,
+    with_schedulers,
+)
+from .optimize.wrapper import ForwardWrapper
+from .optimizer import PrivateOptimizer
+from .packing import PackedBatch
+from .privacy.keys import RunKeys, place_of
+from .privacy.public_facts import PublicFacts
+from .privacy.spending import Spending
+from .sampling.loader import PrivateDataLoader
+from .step import PrivateStep
+from .verification.loss_trial import LossTrial
+
+# The numbers of the step that a checkpoint restores, and that callers may set between releases.
+_RESTORED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
+
+
+@dataclass(frozen=True)
+class PrivateRun:
+    """A private model, what trains it, and what pays for it.
+
+    Attributes:
+        settings: the arguments of `make_private`.
+        model: the private one.
+        loader: draws the logical batches.
+        step: owns the logical batch under way.
+        optimizer: releases it.
+        backward: clips, through the gates of the model's layers.
+        wrapper: the model's forward.
+        trial: of the losses of packed documents; None where none is made.
+        keys, spending: of the engine, which goes on with them behind `detach`.
+        as_folder: whether checkpoints are folders.
+    """
+
+    settings: Settings
+    model: nn.Module
+    loader: PrivateDataLoader
+    step: PrivateStep
+    optimizer: PrivateOptimizer
+    backward: PrivateBackward
+    wrapper: ForwardWrapper
+    trial: LossTrial | None
+    keys: RunKeys
+    spending: Spending
+    as_folder: bool
+
+    def leave_ranks(self) -> None:
+        """Go on in a forked process, which is none of the ranks, after the keys did."""
+        self.loader.load_state_dict(self.loader.state_dict(), key=self.keys.sampling)
+        self.step.leave_ranks()
+        self.wrapper.leave_compiler("the process was forked")
+
+    # What it tells
+
+    def groups(self) -> ClippingGroups:
+        """The clipping groups of the private model: their parameters, bounds and sensitivity.
+
+        Returns:
+            A sequence of `GroupInfo`, with the sensitivity of the whole; as text, a table.
+
+        Raises:
+            ValueError: no model is private.
+        """
+        bound = self.optimizer.max_grad_norm
+        return describe_groups(self.backward.groups, self.backward.names, bound)
+
+    def plan(self) -> ClippingPlan:
+        """How each matrix parameter's clipped gradient is computed, and why.
+
+        Costs are for the shapes of the last forward, so run the model once before.
+
+        Returns:
+            A sequence of `PlannedUse`; as text, a table.
+
+        Raises:
+            ValueError: no model is private, or it has not run since it is, or it is compiled by
+                optimize="aggressive", where nothing is planned.
+        """
+        if self.wrapper.optimization.compiled:
+            raise ValueError(
+                "plan() with optimize='aggressive': every layer of the compiled model keeps its "
+                "per-sample gradients, so nothing is planned; engine.optimization says what that "
+                "takes. Pass optimize='balanced' for a planned model"
+            )
+        return explain_plan(self.backward, self.public)
+
+    @property
+    def public(self) -> PublicFacts:
+        """Public facts about the batches."""
+        plan = self.loader.plan
+        return PublicFacts(
+            slots=self.loader.slots,
+            others=self.spending.has_foreign_batches or self.loader.tracker.signalled,
+            lengths=str(self.loader.lengths),
+            dataset_size=plan.dataset_size,
+            is_declared=plan.has_public_size,
+            unit=plan.unit_in_words,
+            packing=plan.packing,
+            is_exact=self.settings.privacy.exact is True,
+        )
+
+    @property
+    def verified(self) -> bool | str:
+        """See `PrivacyEngine.verified`."""
+        verified = self.backward.proof.verified
+        is_open = self.trial is not None and not self.trial.has_compared
+        return "pending" if verified is True and is_open else verified
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.
+
+        Returns:
+            per_sample_norms: of the samples of the last backward, padding rows left out (of the
+            last group when per_layer);
+            clip_fraction: over all samples so far;
+            nonfinite_samples: samples so far that added nothing, since their loss or gradient
+            was NaN or infinite, such as by a label out of range;
+            bad_entries: samples so far that added nothing, since they could not be read or put
+            into a batch; and entries of the dataset to which unit_of gives no unit.
+        """
+        statistics = self.backward.statistics
+        squares = statistics.squared_norms
+        return {
+            "per_sample_norms": None if squares is None else squares.sqrt(),
+            "clip_fraction": statistics.clipped_samples / max(statistics.seen_samples, 1),
+            "nonfinite_samples": statistics.nonfinite_samples,
+            "bad_entries": self.loader.bad_entries,
+        }
+
+    def prepare(self, batch: int | PackedBatch) -> None:
+        """Prepare the model for a batch that did not come from the loader.
+
+        Only packed batches, and models that torch.compile compiled, need it.
+
+        Args:
+            batch: the packed batch, of all ranks of a context, or the number of rows.
+        """
+        if isinstance(batch, PackedBatch):
+            self.backward.begin_batch(batch.max_documents, batch.units)
+        else:
+            positive_int(batch_size=batch)
+            self.backward.forward.prepare(batch)
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: dict[str, Any] | None = None,
+        module: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        noise_scheduler: Scheduler | None = None,
+        grad_clip_scheduler: Scheduler | None = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        **unknown: Any,
+    ) -> None:
+        """Write everything that a later process needs to go on, with any number of ranks.
+
+        That is parameters, optimizer, spent privacy, noise counter and the loader's position. The
+        checkpoint is replaced in one step, so it is always the old one or the new one. The
+        clipped sum of an unfinished logical batch is left out. Without a seed there is no key in
+        it; with one it holds the keys of noise and draws.
+
+        Args:
+            path: the file; with a mesh a folder, on a file system that all ranks share: all ranks
+                call this together, each writes its part of the model, and the first rank the
+                rest. It can be read by its owner only: keep it to yourself, and release
+                model.state_dict() instead.
+            extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
+                with a mesh, those of the first rank.
+            module, optimizer: Opacus' arguments; those of this engine or None.
+            noise_scheduler, grad_clip_scheduler: of Opacus, whose state is stored too.
+            checkpoint_dict: Opacus' name of extra.
+
+        Raises:
+            ValueError: extra holds what could not be read again; path is a folder where a file
+                is to be written, or the reverse; module or optimizer is another one.
+            RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
+                or another rank failed, as its message says; the checkpoint before this one is
+                unchanged.
+        """
+        refuse_keywords_of(self.save_checkpoint, unknown, stacklevel=3)
+        require_own(module=(module, self.model), optimizer=(optimizer, self.optimizer))
+        if extra is not None and checkpoint_dict is not None:
+            raise ValueError("checkpoint_dict with extra, which is the same: pass one of them")
+        extra = checkpoint_dict if extra is None else extra
+        schedulers = {
+            "noise_scheduler": noise_scheduler,
+            "grad_clip_scheduler": grad_clip_scheduler,
+        }
+        self.step.ranks.run_on_all("save_checkpoint", self.model.state_dict)
+        sharded.save(
+            path,
+            lambda: self._own_state(with_schedulers(extra, schedulers)),
+            model=self.model,
+            optimizer=self.optimizer.original_optimizer,
+            ranks=self.step.ranks,
+            as_folder=self.as_folder,
+        )
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        module: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        noise_scheduler: Scheduler | None = None,
+        grad_clip_scheduler: Scheduler | None = None,
+        **unknown: Any,
+    ) -> dict[str, Any]:
+        """Go on from a checkpoint, after the same make_private call.
+
+        The number of ranks, and how the model is sharded over them, may differ from the run that
+        wrote it; a file and a folder can both be read with or without a mesh. With a mesh all
+        ranks call this together, and each reads what it needs.
+
+        The run continues under new keys of noise and sampling, since another process may have
+        gone on from the same checkpoint, or a copy of it. Each continuation is a branch, which
+        lines of the ledger name. Branches share no noise and no draws, and their epsilons compose:
+        `dpflash budget LEDGER LEDGER` counts what they have in common once. Releases in the ledger
+        that the checkpoint does not know stay counted.
+
+        With a seed the run continues bit for bit as if it had not stopped, unless the ledger has
+        releases that the checkpoint does not know: then draws and noise are new, too.
+
+        Args:
+            path: of a file or folder that save_checkpoint wrote.
+            module, optimizer: Opacus' arguments; those of this engine or None.
+            noise_scheduler, grad_clip_scheduler: of Opacus; they get back the states that
+                save_checkpoint stored.
+
+        Returns:
+            What save_checkpoint got as `extra`.
+
+        Raises:
+            FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint;
+                nothing is changed then.
+            RuntimeError: where steps were released already and no ledger remembers them, or
+                another rank could not read the checkpoint.
+        """
+        refuse_keywords_of(self.load_checkpoint, unknown, stacklevel=3)
+        require_own(module=(module, self.model), optimizer=(optimizer, self.optimizer))
+        schedulers = {
+            "noise_scheduler": noise_scheduler,
+            "grad_clip_scheduler": grad_clip_scheduler,
+        }
+        where = f"path={os.fspath(path)!r}"
+
+        def check(state: dict[str, Any]) -> None:
+            shapes = sharded.shapes(self.model)
+            checkpoint.check_model(where, state, shapes=shapes, optimizer=self.optimizer)
+            self._check_fits(where, state)
+            require_states(state["extra"], schedulers)
+
+        state = sharded.load(
+            path,
+            model=self.model,
+            optimizer=self.optimizer.original_optimizer,
+            ranks=self.step.ranks,
+            check=check,
+        )
+        self._restore(where, state)
+        return restore_schedulers(state["extra"], schedulers)
+
+    def state_dict(self) -> dict[str, str]:
+        """What `save_checkpoint` stores besides the states of model and optimizer.
+
+        For torch.distributed.checkpoint, whose Stateful protocol it follows with
+        `load_state_dict`, and for checkpoints of your own: save it with model.state_dict() and
+        optimizer.state_dict(), and load all three. Its one value is a text, equal on all ranks.
+        """
+        return checkpoint.as_text(self._own_state({}))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict()` as `load_checkpoint` does, but for model and optimizer.
+
+        All ranks call this together, after the same make_private call.
+
+        Raises:
+            ValueError: it is not that of an engine, or does not fit; nothing is changed then.
+            RuntimeError: steps were released already and no ledger remembers them.
+        """
+        where, ranks = "state_dict", self.step.ranks
+
+        def read() -> dict[str, Any]:
+            state = checkpoint.from_text(state_dict)
+            self._check_fits(where, state)
+            return state
+
+        state = ranks.run_on_all("load_state_dict", read)
+        ranks.agree("load_state_dict", place_of(state))
+        self._restore(where, state)
+
+    @property
+    def _fixed(self) -> dict[str, Any]:
+        """What a run that goes on has from its own `make_private`; a checkpoint has it too."""
+        return {
+            "sampling": self.loader.plan.scheme,
+            "clipping": self.settings.clipping,
+            "shares": [(group.name, group.share) for group in self.backward.groups],
+            "clip_function": self.backward.clip_function,
+        }
+
+    def _own_state(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Contents of a checkpoint besides model and optimizer; the same on all ranks."""
+        checkpoint.check_extra(extra)
+        ledger = self.spending.ledger
+        return {
+            "spending": self.spending.state_dict(),
+            **self.keys.state_dict(),
+            "releases": self.step.releases,
+            "ledger_releases": None if ledger is None else ledger.releases,
+            "ledger_digest": None if ledger is None else ledger.digest(),
+            **{name: getattr(self.step, name) for name in _RESTORED},
+            "loader": self.loader.state_dict(),
+            **self._fixed,
+            "extra": extra,
+        }
+
+    def _check_fits(self, where: str, state: Mapping[str, Any]) -> None:
+        checkpoint.check_fits(
+            where,
+            state,
+            self._fixed,
+            mechanism=type(self.spending.accountant).mechanism(),
+            ledger=self.spending.ledger,
+        )
+
+    def _restore(self, where: str, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint that fits, or from an engine's own part of it."""
+        step, ledger = self.step, self.spending.ledger
+        spent = not self.spending.is_empty or step.releases
+        if ledger is None and spent and not self.keys.knows_all(state, step.releases):
+            raise RuntimeError(
+                f"{where}: this engine has spent privacy already, and loading would forget it. "
+                "Load into a new engine, right after make_private; to go back within a run use "
+                "PrivacyEngine(ledger=...)"
+            )
+        self.spending.load_state_dict(state["spending"])
+        checkpoint.warn_of_changes(
+            state,
+            restored={name: getattr(step, name) for name in _RESTORED},
+            unchanged={name: self._fixed[name] for name in ("clipping", "clip_function")},
+        )
+        if "module" in state:
+            sharded.put(self.model, state["module"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        releases = None if ledger is None else ledger.releases
+        self.keys.load_state_dict(state, ledger_releases=releases)
+        self.loader.load_state_dict(state["loader"], key=self.keys.sampling)
+        step.resume(**{name: state[name] for name in ("releases", *_RESTORED)})
