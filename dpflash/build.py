@@ -25,7 +25,6 @@ from .config import PerformanceConfig, PrivacyConfig, Settings
 from .distributed.mesh import Ranks
 from .distributed.validate import check_module, digests_of, require_same_data, synchronize_ranks
 from .grad_rules.convert import Layer, attach, check_model, make_groups
-from .optimize.attachment import take_over
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, trained_parameters
@@ -35,7 +34,7 @@ from .privacy.keys import RunKeys
 from .privacy.masks import SecretMasks
 from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .privacy.spending import Spending
-from .run import PrivateRun
+from .run import PrivateRun, take_over
 from .sampling.collate import refuse_mixing
 from .sampling.entries import ReadableEntries
 from .sampling.loader import PrivateDataLoader
@@ -50,9 +49,23 @@ from .verification.uncovered import Uncovered
 
 _log = logging.getLogger(__name__)
 
+# What ranks must pass alike, besides what the sampling plan has.
+_EQUAL = (
+    *(
+        "noise_multiplier",
+        "max_grad_norm",
+        "clipping",
+        "clip_function",
+        "loss_reduction",
+        "budget",
+    ),
+    *("exact", "verify_first_batch", "foreign_batches"),
+    *("grad_sample_mode", "optimize", "physical_batch_size"),
+)
+
 
 class Given(NamedTuple):
-    """The objects that make_private got."""
+    """The plain objects that make_private got."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -60,24 +73,14 @@ class Given(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What the checks found out; nothing is changed yet.
-
-    Attributes:
-        layers: of the model.
-        trained: the parameters to train.
-        groups: their clipping groups.
-        loader: the private one.
-        entries: digests of some entries of the dataset, where there are several ranks.
-        planned_batch_size: samples of a microbatch for the planner's costs.
-        optimization: what the optimization level does.
-    """
+    """What the checks found out; nothing is changed yet."""
 
     layers: list[Layer]
     trained: list[nn.Parameter]
     groups: list[Group]
     loader: PrivateDataLoader
-    entries: list[str]
-    planned_batch_size: int
+    entries: list[str]  # digests of some entries of the dataset, where there are several ranks
+    planned_batch_size: int  # samples of a microbatch, for the planner's costs
     optimization: Optimization
 
 
@@ -94,8 +97,7 @@ def build(
     """Make a model, its optimizer and its data loader private; all ranks call this together.
 
     Args:
-        given: the plain ones.
-        settings: the other arguments of make_private.
+        given, settings: the arguments of make_private.
         plan: how logical batches are drawn, where it is known already.
         keys, spending, ranks: of the engine.
         as_folder: whether checkpoints are folders.
@@ -305,25 +307,14 @@ def _agree(
     settings: Settings, loader: PrivateDataLoader, parameters: Sequence[object], ranks: Ranks
 ) -> None:
     """Raise where the ranks passed different arguments."""
-    privacy, performance = settings.privacy, settings.performance
+    given = {**vars(settings.privacy), **vars(settings.performance)}
     ranks.agree(
         "make_private",
         {
-            "noise_multiplier": privacy.noise_multiplier,
-            "max_grad_norm": privacy.max_grad_norm,
-            "clipping": privacy.clipping,
-            "clip_function": privacy.clip_function,
-            "grad_sample_mode": performance.grad_sample_mode,
-            "optimize": performance.optimize,
-            "exact": privacy.exact,
+            **{name: given[name] for name in _EQUAL},
+            "allow_buffers": sorted(settings.privacy.allow_buffers),
             "sampling": loader.plan.scheme,
             "entries of the dataset": len(loader.dataset),  # type: ignore[arg-type]
-            "physical_batch_size": performance.physical_batch_size,
-            "loss_reduction": privacy.loss_reduction,
-            "budget": privacy.budget,
-            "verify_first_batch": privacy.verify_first_batch,
-            "allow_buffers": sorted(privacy.allow_buffers),
-            "foreign_batches": privacy.foreign_batches,
             "parameters": parameters,
         },
     )

@@ -6,17 +6,17 @@ alone these stand, with their defaults. Checked together they are `Settings`.
 
 from __future__ import annotations
 
-import difflib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
 from .clipping.groups import Bounds, joint_bound
 from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
-from .opacus_calls import without_defaults
+from .opacus_calls import known_keywords, refuse_keywords_of
 from .privacy.budget import PrivacyBudget
 from .sampling import SAMPLINGS, PublicSize
 
@@ -34,32 +34,6 @@ TARGETS = ("target_epsilon", "target_delta")
 # Opacus' names of grad_sample_mode, and earlier ones.
 _SAME_MODE = {"hooks": "instantiate", "functorch": "instantiate", "ew": "instantiate"}
 _SAME_MODE |= {"ghost_fsdp": "ghost"}
-
-# Arguments of other libraries that have no counterpart here.
-_REFUSED = {
-    "secure_mode": "noise always comes from ChaCha20, keyed by the operating system; leave it out",
-    "criterion": (
-        "make_private returns (module, optimizer, data_loader) in every mode; compute one loss "
-        "per sample (dpflash.losses) and call engine.backward(losses)"
-    ),
-    "batch_first": (
-        "the batch is always the first dimension of the model's inputs; transpose inside of it"
-    ),
-    "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
-    "wrap_model": "the model is never wrapped; it comes back as the same object, without hooks",
-    "rand_on_empty": "an empty draw is a batch of padding rows, which count for nothing",
-    "module_state_dict_kwargs": "a checkpoint has a format of its own; save model.state_dict(...)",
-    "torch_save_kwargs": "a checkpoint has a format of its own",
-    "module_load_dict_kwargs": "the model must have the checkpoint's tensors, all of them",
-    "torch_load_kwargs": "a checkpoint is read as plain values and tensors alone",
-    "clip": "the bound of a sample's gradient is max_grad_norm=",
-    "target_epsilon": "make_private_with_epsilon takes it, with target_delta= and epochs=",
-    "target_delta": "make_private_with_epsilon takes it, with target_epsilon= and epochs=",
-    "accountant": "PrivacyEngine(accountant=...) takes it",
-    "steps": "training ends with your loop; make_private_with_epsilon takes epochs= or steps=",
-    "total_steps": "training ends with your loop; make_private_with_epsilon takes steps=",
-    "way": "it is grad_sample_mode= now: 'instantiate' (was 'stored'), 'book_keeping', 'ghost'",
-}
 
 
 @dataclass(frozen=True)
@@ -509,9 +483,22 @@ def take_targets(
 
 
 def takes_fields(*but: str) -> Callable[[_Method], _Method]:
-    """Name the fields of both configurations, `but` some, as keywords in a method's signature."""
+    """Have a method of keywords alone name the fields, `but` some, in its signature.
+
+    Positional arguments are refused by naming the keywords.
+    """
 
     def named(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def checked(self: Any, *positional: Any, **keywords: Any) -> Any:
+            if positional:
+                name = method.__name__
+                raise TypeError(
+                    f"{name} takes keywords alone, and got {len(positional)} positional "
+                    f"argument(s): write {name}(module=..., optimizer=..., data_loader=..., ...)"
+                )
+            return method(self, **keywords)
+
         own = inspect.signature(method)
         *others, last = own.parameters.values()
         kinds = (PrivacyConfig, PerformanceConfig)
@@ -521,8 +508,8 @@ def takes_fields(*but: str) -> Callable[[_Method], _Method]:
             for name, annotation in {**given, "poisson_sampling": "bool"}.items()
         ]
         signature = own.replace(parameters=[*others, *keywords, last])
-        method.__signature__ = signature  # type: ignore[attr-defined]
-        return method
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return cast(_Method, checked)
 
     return named
 
@@ -548,7 +535,7 @@ def configs_of(
     mode = keywords.get("grad_sample_mode") if performance is None else held_mode
     known = known_keywords(method)
     unknown = {n: v for n, v in keywords.items() if n not in known}
-    # The caller's line is above `keywords_alone` and the method.
+    # The caller's line is above `takes_fields` and the method.
     refuse_keywords_of(method, unknown, mode=mode, stacklevel=4)
     given = {n: v for n, v in keywords.items() if n in known and v is not UNSET}
     poisson_sampling = given.pop("poisson_sampling", True)
@@ -583,42 +570,3 @@ def configs_of(
         else:
             built.append(held)
     return built[0], built[1]
-
-
-def refuse_keywords_of(
-    method: Callable[..., Any],
-    unknown: Mapping[str, Any],
-    *,
-    mode: object = None,
-    stacklevel: int = 2,
-) -> None:
-    """Raise for the first keyword that a method does not have.
-
-    Arguments of Opacus at their defaults pass with a warning.
-
-    Args:
-        method: the method called.
-        unknown: keywords that it does not have, with their values.
-        mode: grad_sample_mode of the call.
-        stacklevel: of the warning, counted from the function that calls this.
-
-    Raises:
-        TypeError: naming the keyword, and its replacement or a similar one.
-    """
-    unknown = without_defaults(unknown, mode=mode, stacklevel=stacklevel + 1)
-    if not unknown:
-        return
-    name, value = next(iter(unknown.items()))
-    if name in _REFUSED:
-        given = f"{name!r} (={value!r})" if isinstance(value, bool) else repr(name)
-        raise TypeError(f"{method.__name__} has no argument {given}: {_REFUSED[name]}")
-    known = known_keywords(method)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-    raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")
-
-
-def known_keywords(method: Callable[..., Any]) -> list[str]:
-    """The names of a method's arguments, without those that it takes for a message alone."""
-    parameters = inspect.signature(method).parameters.values()
-    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]

@@ -33,15 +33,13 @@ from .config import (
     PerformanceConfig,
     PrivacyConfig,
     configs_of,
-    refuse_keywords_of,
     resolved,
     take_targets,
     takes_fields,
 )
 from .distributed.mesh import Ranks
 from .distributed.validate import open_ledger
-from .opacus_calls import keywords_alone
-from .optimize.attachment import Attachment, attachments_of
+from .opacus_calls import refuse_keywords_of
 from .optimize.levels import Optimization
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer
@@ -50,7 +48,7 @@ from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
 from .refusal import PrivateRefusal
-from .run import PrivateRun
+from .run import OF_STEPS, Attachment, PrivateRun, attachments_of
 from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
 from .step import PrivateStep
@@ -62,8 +60,6 @@ _R = TypeVar("_R")
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 _Made = tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]
 
-# What the optimizer lets callers set between releases.
-_OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 _OF_ENGINE = ("accountant", "seed", "ledger", "mesh", "neighboring_relation")
 _NOT_PRIVATE = (
     "this engine has no private model: none was made, or it was detached or made private by "
@@ -128,8 +124,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     no_copy = "it would draw the same noise; build another PrivacyEngine"
     instead_of_setting = {
-        **{name: f"set {name} of the optimizer that make_private returned" for name in _OF_STEPS},
-        **dict.fromkeys(FIELDS - {*_OF_STEPS, *TARGETS}, "pass it to make_private"),
+        **{name: f"set {name} of the optimizer that make_private returned" for name in OF_STEPS},
+        **dict.fromkeys(FIELDS - {*OF_STEPS, *TARGETS}, "pass it to make_private"),
         **dict.fromkeys(TARGETS, "pass it to make_private_with_epsilon"),
         **dict.fromkeys(_OF_ENGINE, "pass it to PrivacyEngine(...)"),
     }
@@ -185,7 +181,6 @@ class PrivacyEngine(Uncopied, OnlySettable):
     validate = staticmethod(validate)
     is_compatible = staticmethod(is_compatible)
 
-    @keywords_alone
     @takes_fields(*TARGETS)
     def make_private(
         self,
@@ -236,9 +231,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
         performance: PerformanceConfig,
         plan: SamplingPlan | None = None,
     ) -> _Made:
-        if not isinstance(given.module, nn.Module):
-            kind = type(given.module).__name__
-            raise ValueError(f"module={kind}: expected a torch.nn.Module")
+        if not isinstance(module := given.module, nn.Module):
+            raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         settings = resolved(asked, performance)
         if self._run is not None:
             raise ValueError("this engine has a model already; call engine.detach(model) first")
@@ -253,11 +247,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
             as_folder=self._has_mesh,
         )
         self._sampler = run.loader.sampler_name
-        attachment = Attachment(self, run.model, run.wrapper, run.optimizer, run.step)
-        run.backward.attach(attachment)
+        run.backward.attach(Attachment(self, run))
         return run.model, run.optimizer, run.loader
 
-    @keywords_alone
     @takes_fields(*TARGETS, "noise_multiplier")
     def make_private_with_epsilon(
         self,
@@ -473,10 +465,6 @@ class PrivacyEngine(Uncopied, OnlySettable):
         return self._spending.accountant
 
     @property
-    def _noiseless(self) -> bool:
-        return self._spending.noiseless
-
-    @property
     def sampler(self) -> str:
         """The sampling scheme that the accountant assumes."""
         if self._spending.has_foreign_batches:
@@ -511,11 +499,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def optimization(self) -> Optimization:
-        """What the optimization level changes; as text, one sentence for each change.
-
-        Raises:
-            ValueError: no model is private.
-        """
+        """What the optimization level changes; as text, one sentence for each change."""
         return self._described("optimization").wrapper.optimization
 
     @property
@@ -530,19 +514,12 @@ class PrivacyEngine(Uncopied, OnlySettable):
         be weighted. It depends on the data no more than a refusal does. A common factor of all
         losses, such as the number of tokens in the batch, is not seen; `check` tries it. Of packed
         documents "pending" too until their losses were seen to stay as their neighbors changed.
-
-        Raises:
-            ValueError: no model is private.
         """
         return self._described("verified").verified
 
     @property
     def public(self) -> PublicFacts:
-        """Public facts about the batches: slots, lengths, dataset size; as text, one a line.
-
-        Raises:
-            ValueError: no model is private.
-        """
+        """Public facts about the batches: slots, lengths, dataset size; as text, one a line."""
         return self._described("public").public
 
     @property
@@ -551,9 +528,6 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         The sums of all other parameters were exact: one sample moves them by at most its bound in
         real arithmetic, whatever the order of the samples.
-
-        Raises:
-            ValueError: no model is private.
         """
         return tuple(sorted(self._described("rounded_sums").step.rounded))
 

@@ -1,13 +1,12 @@
-"""Calls of Opacus that dpflash takes over: arguments at their defaults, and of checkpoints."""
+"""Arguments of Opacus and of other libraries: those that pass, and those that are refused."""
 
 from __future__ import annotations
 
-import functools
+import difflib
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, cast
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+from typing import Any, Protocol
 
 # Arguments of Opacus' engine: the value that changes nothing here, and why.
 _WITHOUT_MEANING: dict[str, tuple[object, str]] = {
@@ -27,6 +26,32 @@ _WITHOUT_MEANING: dict[str, tuple[object, str]] = {
     "rand_on_empty": (False, "an empty draw is a batch of padding rows, which count for nothing"),
 }
 _CRITERION = "losses are made in the loop, also for grad_sample_mode='ghost'"
+
+# Arguments of other libraries that have no counterpart here.
+_REFUSED = {
+    "secure_mode": "noise always comes from ChaCha20, keyed by the operating system; leave it out",
+    "criterion": (
+        "make_private returns (module, optimizer, data_loader) in every mode; compute one loss "
+        "per sample (dpflash.losses) and call engine.backward(losses)"
+    ),
+    "batch_first": (
+        "the batch is always the first dimension of the model's inputs; transpose inside of it"
+    ),
+    "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
+    "wrap_model": "the model is never wrapped; it comes back as the same object, without hooks",
+    "rand_on_empty": "an empty draw is a batch of padding rows, which count for nothing",
+    "module_state_dict_kwargs": "a checkpoint has a format of its own; save model.state_dict(...)",
+    "torch_save_kwargs": "a checkpoint has a format of its own",
+    "module_load_dict_kwargs": "the model must have the checkpoint's tensors, all of them",
+    "torch_load_kwargs": "a checkpoint is read as plain values and tensors alone",
+    "clip": "the bound of a sample's gradient is max_grad_norm=",
+    "target_epsilon": "make_private_with_epsilon takes it, with target_delta= and epochs=",
+    "target_delta": "make_private_with_epsilon takes it, with target_epsilon= and epochs=",
+    "accountant": "PrivacyEngine(accountant=...) takes it",
+    "steps": "training ends with your loop; make_private_with_epsilon takes epochs= or steps=",
+    "total_steps": "training ends with your loop; make_private_with_epsilon takes steps=",
+    "way": "it is grad_sample_mode= now: 'instantiate' (was 'stored'), 'book_keeping', 'ghost'",
+}
 
 
 def without_defaults(
@@ -56,20 +81,43 @@ def without_defaults(
     return {name: value for name, value in unknown.items() if name not in dropped}
 
 
-def keywords_alone(method: _Method) -> _Method:
-    """Have a method refuse positional arguments by naming the keywords."""
+def refuse_keywords_of(
+    method: Callable[..., Any],
+    unknown: Mapping[str, Any],
+    *,
+    mode: object = None,
+    stacklevel: int = 2,
+) -> None:
+    """Raise for the first keyword that a method does not have.
 
-    @functools.wraps(method)
-    def checked(self: Any, *positional: Any, **keywords: Any) -> Any:
-        if positional:
-            raise TypeError(
-                f"{method.__name__} takes keywords alone, and got {len(positional)} positional "
-                f"argument(s): write {method.__name__}(module=..., optimizer=..., "
-                "data_loader=..., ...)"
-            )
-        return method(self, **keywords)
+    Arguments of Opacus at their defaults pass with a warning.
 
-    return cast(_Method, checked)
+    Args:
+        method: the method called.
+        unknown: keywords that it does not have, with their values.
+        mode: grad_sample_mode of the call.
+        stacklevel: of the warning, counted from the function that calls this.
+
+    Raises:
+        TypeError: naming the keyword, and its replacement or a similar one.
+    """
+    unknown = without_defaults(unknown, mode=mode, stacklevel=stacklevel + 1)
+    if not unknown:
+        return
+    name, value = next(iter(unknown.items()))
+    if name in _REFUSED:
+        given = f"{name!r} (={value!r})" if isinstance(value, bool) else repr(name)
+        raise TypeError(f"{method.__name__} has no argument {given}: {_REFUSED[name]}")
+    known = known_keywords(method)
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+    raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")
+
+
+def known_keywords(method: Callable[..., Any]) -> list[str]:
+    """The names of a method's arguments, without those that it takes for a message alone."""
+    parameters = inspect.signature(method).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
 
 
 class Scheduler(Protocol):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,9 +17,13 @@ from .checkpoint import sharded
 from .checkpoint import state as checkpoint
 from .clipping.backward import PrivateBackward
 from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
-from .config import Settings, refuse_keywords_of
+from .config import Settings
+from .distributed.validate import release_ranks
+from .grad_rules import PrivateModule
+from .grad_rules.convert import detach
 from .opacus_calls import (
     Scheduler,
+    refuse_keywords_of,
     require_own,
     require_states,
     restore_schedulers,
@@ -29,12 +35,13 @@ from .packing import PackedBatch
 from .privacy.keys import RunKeys, place_of
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import Spending
+from .refusal import PrivateWarning
 from .sampling.loader import PrivateDataLoader
 from .step import PrivateStep
 from .verification.loss_trial import LossTrial
 
-# The numbers of the step that a checkpoint restores, and that callers may set between releases.
-_RESTORED = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
+# What callers may set between releases, of the optimizer, and what a checkpoint restores.
+OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 
 
 @dataclass(frozen=True)
@@ -334,7 +341,7 @@ class PrivateRun:
             "releases": self.step.releases,
             "ledger_releases": None if ledger is None else ledger.releases,
             "ledger_digest": None if ledger is None else ledger.digest(),
-            **{name: getattr(self.step, name) for name in _RESTORED},
+            **{name: getattr(self.step, name) for name in OF_STEPS},
             "loader": self.loader.state_dict(),
             **self._fixed,
             "extra": extra,
@@ -362,7 +369,7 @@ class PrivateRun:
         self.spending.load_state_dict(state["spending"])
         checkpoint.warn_of_changes(
             state,
-            restored={name: getattr(step, name) for name in _RESTORED},
+            restored={name: getattr(step, name) for name in OF_STEPS},
             unchanged={name: self._fixed[name] for name in ("clipping", "clip_function")},
         )
         if "module" in state:
@@ -371,4 +378,90 @@ class PrivateRun:
         releases = None if ledger is None else ledger.releases
         self.keys.load_state_dict(state, ledger_releases=releases)
         self.loader.load_state_dict(state["loader"], key=self.keys.sampling)
-        step.resume(**{name: state[name] for name in ("releases", *_RESTORED)})
+        step.resume(**{name: state[name] for name in ("releases", *OF_STEPS)})
+
+
+class Detaches(Protocol):
+    """The part of an engine that an attachment uses."""
+
+    def detach(self, model: nn.Module) -> Any:
+        """Make the model plain; see `PrivacyEngine.detach`."""
+
+
+class Attachment:
+    """What the layers of a private model know of its run, and of its engine while that lives."""
+
+    def __init__(self, engine: Detaches, run: PrivateRun) -> None:
+        self._engine = weakref.ref(engine)  # A model does not keep its engine alive.
+        self._run = run
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the engine is gone."""
+        return self._engine() is None
+
+    def give_back(self) -> None:
+        """Make the model plain, drop an open batch, and refuse further releases."""
+        run = self._run
+        run.step.discard()
+        assert run.wrapper.unchanged is not None
+        refusal = run.wrapper.unchanged.leaving()
+        if refusal is not None:
+            warnings.warn(
+                f"the model that is given back is not for release: {refusal}",
+                PrivateWarning,
+                stacklevel=3,
+            )
+        run.wrapper.remove()
+        detach(run.model)
+        _releases[run.model] = _releases.get(run.model, 0) + run.step.releases
+        release_ranks(run.model)
+        run.optimizer.release_original()
+        run.step.close()
+
+    def refuse_use(self) -> None:
+        """Refuse another engine while this one uses the model.
+
+        Raises:
+            ValueError: the engine lives, and has released nothing yet or has an open batch.
+        """
+        step = self._run.step
+        if not self.is_orphan and (step.is_open or not step.releases):
+            raise ValueError(
+                "module is private already: another PrivacyEngine uses it, which has "
+                + ("a batch to release" if step.is_open else "released nothing yet")
+                + ". Call engine.detach(model) of that engine first"
+            )
+
+    def hand_over(self) -> None:
+        """Give the model back for another engine; its own, if it lives, has none then."""
+        engine = self._engine()
+        if engine is None:
+            self.give_back()
+        else:
+            engine.detach(self._run.model)
+
+
+def attachments_of(module: nn.Module) -> list[Attachment]:
+    """The attachments of all private layers of a model; none for a plain one."""
+    layers = (m for m in module.modules() if isinstance(m, PrivateModule))
+    found = dict.fromkeys(layer._dpflash.backward.attachment for layer in layers)
+    return [attachment for attachment in found if isinstance(attachment, Attachment)]
+
+
+def take_over(module: nn.Module) -> int:
+    """Make a model plain if it is private, and return how many releases it has had so far.
+
+    Raises:
+        ValueError: one of them still uses it; nothing is changed then.
+    """
+    attachments = attachments_of(module)
+    for attachment in attachments:
+        attachment.refuse_use()
+    for attachment in attachments:
+        attachment.hand_over()
+    return sum(_releases.get(m, 0) for m in module.modules())
+
+
+# The releases of models that were given back.
+_releases: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()

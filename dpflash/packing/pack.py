@@ -161,7 +161,7 @@ class PackTo:
             row, that do not see each other, and is still one sample.
         align: documents begin at multiples of this many tokens of a row, a divisor of
             tokens / rows. With a multiple of 64, a document's gradients have the same bits
-            wherever it is packed, see `PrivacyEngine.make_private`.
+            wherever it is packed, see docs/packing.md.
 
     A document is a 1-D tensor or a list of token ids, or a mapping with these as ``input_ids`` and
     optionally ``labels``, not shifted, of the same length. A list of documents is one sample too:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash.sampling import loader
+from dpflash.sampling import plan
 
 
 class Oracle:
@@ -117,7 +117,7 @@ def one_batch_a_draw(monkeypatch):
     def slots(num_samples, sample_rate, *, ranks=1, at_most=None, cap=None):
         return at_most or -(-num_samples // ranks)
 
-    monkeypatch.setattr(loader, "slots_of_draws", slots)
+    monkeypatch.setattr(plan, "slots_of_draws", slots)
 
 
 @pytest.fixture

@@ -376,7 +376,7 @@ def test_noise_of_another_multiplier_than_the_backward_s_is_never_released(priva
         with pytest.raises(PrivateRefusal, match="optimizer.noise_multiplier changed"):
             optimizer.step()
         break
-    assert engine.accountant.history == [(1.0, 1 / 6, 1)] and not engine._noiseless
+    assert engine.accountant.history == [(1.0, 1 / 6, 1)] and not engine._spending.noiseless
 
 
 def test_a_checkpoint_between_backward_and_step_repeats_neither_noise_nor_draw(private, tmp_path):

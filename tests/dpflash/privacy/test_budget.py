@@ -490,7 +490,7 @@ def test_a_step_without_noise_never_fits(run):
     made[2].noise_multiplier = 0.0
     assert made[0].remaining_steps() == 0
     until_refused(made)
-    assert made[2].releases == 0 and not made[0]._noiseless
+    assert made[2].releases == 0 and not made[0]._spending.noiseless
 
 
 # Arguments

@@ -215,7 +215,7 @@ def test_a_range_counts_its_event_once_for_each_step(event, tmp_path):
     engines = [
         PrivacyEngine(accountant="rdp", ledger=tmp_path / name) for name in ("ranges", "lines")
     ]
-    assert engines[0]._ledger.releases == (30 if event.sampler == "shuffled" else 8)
+    assert engines[0]._spending.ledger.releases == (30 if event.sampler == "shuffled" else 8)
     epsilons = [engine.get_epsilon(DELTA) for engine in engines]
     assert epsilons[0] == epsilons[1] == epsilon_of((event, 8), relation=event.relation)
     assert {engine.neighboring_relation for engine in engines} == {event.relation}

@@ -643,8 +643,9 @@ def test_behind_the_block_the_model_is_private_as_before():
         assert all("_dpflash" not in vars(module) for module in copied.modules())
         assert type(copied) is Net
         assert model.last.bias.grad is grad
+    step = engine._step
     engine.detach(model)
-    assert not engine._step.public.are_waiting and type(model.last) is nn.Linear
+    assert not step.public.are_waiting and type(model.last) is nn.Linear
 
 
 class Counting(nn.Module):
