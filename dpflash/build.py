@@ -51,16 +51,13 @@ _log = logging.getLogger(__name__)
 
 # What ranks must pass alike, besides what the sampling plan has.
 _EQUAL = (
-    *(
-        "noise_multiplier",
-        "max_grad_norm",
-        "clipping",
-        "clip_function",
-        "loss_reduction",
-        "budget",
-    ),
-    *("exact", "verify_first_batch", "foreign_batches"),
+    *("noise_multiplier", "max_grad_norm", "clipping", "clip_function", "loss_reduction"),
+    *("budget", "exact", "verify_first_batch", "foreign_batches"),
     *("grad_sample_mode", "optimize", "physical_batch_size"),
+)
+_OF_DRAWS = (
+    *("sampling", "max_batch_size", "max_dataset_size"),
+    *("dataset_size", "sample_rate", "steps_per_epoch"),
 )
 
 
@@ -255,36 +252,29 @@ def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPl
             sampling=privacy.unit_sampling,
             unit_name=privacy.unit_name,
         )
-    return SamplingPlan.of(
-        data_loader,
-        sampling=privacy.sampling,
-        max_batch_size=privacy.max_batch_size,
-        max_dataset_size=privacy.max_dataset_size,
-        public_size=privacy.public_size,
-        groups=groups,
-    )
+    declared = {name: getattr(privacy, name) for name in _OF_DRAWS}
+    return SamplingPlan.of(data_loader, **declared, groups=groups)
 
 
-def steps_of(plan: SamplingPlan, epochs: int | None, steps: int | None) -> int:
-    """The number of logical batches of a run that is given in epochs or in steps."""
+def calibrated(
+    plan: SamplingPlan,
+    spending: Spending,
+    ranks: Ranks,
+    *,
+    epochs: int | None,
+    steps: int | None,
+    epsilon: float,
+    delta: float,
+) -> tuple[int, float]:
+    """The logical batches of a run, and the noise multiplier that spends (epsilon, delta) on them.
+
+    The noise is that of the first rank.
+    """
     if steps is None:
         assert epochs is not None
         positive_int(epochs=epochs)
         steps = epochs * plan.steps_per_epoch
     positive_int(steps=steps)
-    return steps
-
-
-def calibrated_noise(
-    plan: SamplingPlan,
-    steps: int,
-    spending: Spending,
-    ranks: Ranks,
-    *,
-    epsilon: float,
-    delta: float,
-) -> float:
-    """The noise multiplier, of the first rank, that spends (epsilon, delta) after some steps."""
     if delta >= 1 / plan.dataset_size:
         warnings.warn(
             f"target_delta={delta!r} is not below 1 / {plan.dataset_size} entries of "
@@ -300,7 +290,8 @@ def calibrated_noise(
         )
     count = -(-steps // plan.steps_per_epoch) if plan.event_covers_epoch else steps
     noise = spending.noise_for(plan.event, count, epsilon=epsilon, delta=delta)
-    return float(ranks.broadcast_from_first(repr(noise).encode(), "the noise multiplier"))
+    agreed = ranks.broadcast_from_first(repr(noise).encode(), "the noise multiplier")
+    return steps, float(agreed)
 
 
 def _agree(

@@ -18,7 +18,7 @@ from .clipping.groups import Bounds, joint_bound
 from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
 from .opacus_calls import known_keywords, refuse_keywords_of
 from .privacy.budget import PrivacyBudget
-from .sampling import SAMPLINGS, PublicSize
+from .sampling import SAMPLINGS
 
 CLIPPINGS = ("flat", "per_layer")
 CLIP_FUNCTIONS = ("hard", "automatic")
@@ -317,13 +317,6 @@ class PrivacyConfig:
                 "max_dataset_size=, a public number that it does not exceed"
             )
 
-    @property
-    def public_size(self) -> PublicSize | None:
-        """The public numbers declared in place of the dataset's own size; None for none."""
-        if self.dataset_size is None and self.sample_rate is None:
-            return None
-        return PublicSize(self.dataset_size, self.sample_rate, self.steps_per_epoch)
-
 
 @dataclass(frozen=True)
 class PerformanceConfig:
@@ -550,16 +543,14 @@ def configs_of(
                 "own epochs; leave poisson_sampling out"
             )
         given["sampling"] = "shuffled"
+    kinds = (("privacy", privacy, PrivacyConfig), ("performance", performance, PerformanceConfig))
     built: list[Any] = []
-    for name, held, kind in (
-        ("privacy", privacy, PrivacyConfig),
-        ("performance", performance, PerformanceConfig),
-    ):
+    for name, held, kind in kinds:
         own = {f.name: given[f.name] for f in fields(kind) if f.name in given}
         if held is None:
             if kind is PrivacyConfig and "max_grad_norm" not in own:
                 raise TypeError(f"{method.__name__} needs max_grad_norm=, or privacy=")
-            built.append(kind(**own))
+            held = kind(**own)
         elif not isinstance(held, kind):
             raise ValueError(f"{name}={held!r}: expected a dpflash.{kind.__name__}")
         elif own:
@@ -567,6 +558,5 @@ def configs_of(
             raise ValueError(
                 f"{key}={value!r} with {name}=, which has this field: pass it in one of the two"
             )
-        else:
-            built.append(held)
+        built.append(held)
     return built[0], built[1]

@@ -22,7 +22,7 @@ from dpflash.accounting import Accountant, Interval
 
 from ._validate import probability
 from .audit.engine import audit as audit_engine
-from .build import Given, build, calibrated_noise, sampling_plan, steps_of
+from .build import Given, build, calibrated, sampling_plan
 from .check import run_check
 from .check.compatible import get_compatible_module, is_compatible, validate
 from .clipping.backward import PrivateBackward
@@ -247,7 +247,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             as_folder=self._has_mesh,
         )
         self._sampler = run.loader.sampler_name
-        run.backward.attach(Attachment(self, run))
+        run.backward.attach(Attachment(run, self.detach))
         return run.model, run.optimizer, run.loader
 
     @takes_fields(*TARGETS, "noise_multiplier")
@@ -293,10 +293,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if (epochs is None) == (steps is None):
             raise TypeError("make_private_with_epsilon needs epochs= or steps=, one of the two")
         plan = sampling_plan(data_loader, asked)
-        steps = steps_of(plan, epochs, steps)
-        noise = calibrated_noise(
-            plan, steps, self._spending, self._ranks, epsilon=target_epsilon, delta=target_delta
-        )
+        steps, noise = calibrated(
+            plan, self._spending, self._ranks,
+            epochs=epochs, steps=steps, epsilon=target_epsilon, delta=target_delta,
+        )  # fmt: skip
         asked = replace(asked, noise_multiplier=noise)
         given = Given(module, optimizer, data_loader)
         made = self._make_private(given, asked, performance, plan)
@@ -480,9 +480,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
     def privacy_unit(self) -> str:
         """The privacy unit, of which neighbors differ in one.
 
-        "sample", "document", "preference pair" or "user"; "user, fixed graph" where an entry may
-        be of several users, see `dpflash.PrivacyConfig.unit_sampling`. A unit_name follows, as in
-        "user: patient".
+        "sample", "document", "preference pair", "user" or "user, fixed graph" (see
+        `dpflash.PrivacyConfig`); a unit_name follows, as in "user: patient".
         """
         return self._spending.unit or SAMPLE
 
@@ -507,13 +506,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
         """Whether real batches have proven that the model keeps its samples apart.
 
         True; or False with make_private(verify_first_batch=False). "pending" until enough samples
-        were seen and every layer that ran had nonzero gradients. "gradients" where only the
-        backward is proven, because no call of the model was seen in which samples could be
-        replaced (its layers are called one by one, or it went through your own torch.compile).
-        "forward" where the model returns a scalar loss, so that losses of single samples cannot
-        be weighted. It depends on the data no more than a refusal does. A common factor of all
-        losses, such as the number of tokens in the batch, is not seen; `check` tries it. Of packed
-        documents "pending" too until their losses were seen to stay as their neighbors changed.
+        were seen, every layer that ran had nonzero gradients, and losses of packed documents
+        stayed as their neighbors changed. "gradients" where only the backward is proven, because
+        no call of the model was seen in which samples could be replaced (its layers are called
+        one by one, or it went through your own torch.compile). "forward" where the model returns
+        a scalar loss. A common factor of all losses is not seen; `check` tries it.
         """
         return self._described("verified").verified
 

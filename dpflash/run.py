@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, exp
 from .config import Settings
 from .distributed.validate import release_ranks
 from .grad_rules import PrivateModule
-from .grad_rules.convert import detach
+from .grad_rules.convert import detach as make_plain
 from .opacus_calls import (
     Scheduler,
     refuse_keywords_of,
@@ -186,16 +186,14 @@ class PrivateRun:
     ) -> None:
         """Write everything that a later process needs to go on, with any number of ranks.
 
-        That is parameters, optimizer, spent privacy, noise counter and the loader's position. The
-        checkpoint is replaced in one step, so it is always the old one or the new one. The
-        clipped sum of an unfinished logical batch is left out. Without a seed there is no key in
-        it; with one it holds the keys of noise and draws.
+        That is parameters, optimizer, spent privacy, noise counter and the loader's position,
+        without an unfinished logical batch. The checkpoint is always the old one or the new one.
+        With a seed it holds the keys of noise and draws. Only its owner can read it: keep it to
+        yourself, and release model.state_dict() instead.
 
         Args:
-            path: the file; with a mesh a folder, on a file system that all ranks share: all ranks
-                call this together, each writes its part of the model, and the first rank the
-                rest. It can be read by its owner only: keep it to yourself, and release
-                model.state_dict() instead.
+            path: the file; with a mesh a folder, on a file system that all ranks share. All ranks
+                call this together.
             extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
                 with a mesh, those of the first rank.
             module, optimizer: Opacus' arguments; those of this engine or None.
@@ -206,22 +204,18 @@ class PrivateRun:
             ValueError: extra holds what could not be read again; path is a folder where a file
                 is to be written, or the reverse; module or optimizer is another one.
             RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
-                or another rank failed, as its message says; the checkpoint before this one is
-                unchanged.
+                or another rank failed. The checkpoint before this one is unchanged.
         """
         refuse_keywords_of(self.save_checkpoint, unknown, stacklevel=3)
         require_own(module=(module, self.model), optimizer=(optimizer, self.optimizer))
         if extra is not None and checkpoint_dict is not None:
             raise ValueError("checkpoint_dict with extra, which is the same: pass one of them")
         extra = checkpoint_dict if extra is None else extra
-        schedulers = {
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
+        theirs = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
         self.step.ranks.run_on_all("save_checkpoint", self.model.state_dict)
         sharded.save(
             path,
-            lambda: self._own_state(with_schedulers(extra, schedulers)),
+            lambda: self._own_state(with_schedulers(extra, theirs)),
             model=self.model,
             optimizer=self.optimizer.original_optimizer,
             ranks=self.step.ranks,
@@ -241,17 +235,13 @@ class PrivateRun:
         """Go on from a checkpoint, after the same make_private call.
 
         The number of ranks, and how the model is sharded over them, may differ from the run that
-        wrote it; a file and a folder can both be read with or without a mesh. With a mesh all
-        ranks call this together, and each reads what it needs.
+        wrote it, and a mesh reads files too. With a mesh all ranks call this together.
 
         The run continues under new keys of noise and sampling, since another process may have
-        gone on from the same checkpoint, or a copy of it. Each continuation is a branch, which
-        lines of the ledger name. Branches share no noise and no draws, and their epsilons compose:
-        `dpflash budget LEDGER LEDGER` counts what they have in common once. Releases in the ledger
-        that the checkpoint does not know stay counted.
-
-        With a seed the run continues bit for bit as if it had not stopped, unless the ledger has
-        releases that the checkpoint does not know: then draws and noise are new, too.
+        gone on from the same checkpoint. Each continuation is a branch, which lines of the ledger
+        name; their epsilons compose, and `dpflash budget LEDGER LEDGER` counts what they have in
+        common once. Releases in the ledger that the checkpoint does not know stay counted. With a
+        seed the run continues bit for bit as if it had not stopped, unless there are such.
 
         Args:
             path: of a file or folder that save_checkpoint wrote.
@@ -263,24 +253,21 @@ class PrivateRun:
             What save_checkpoint got as `extra`.
 
         Raises:
-            FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint;
-                nothing is changed then.
+            FileNotFoundError, ValueError: it is missing or damaged, or does not fit; nothing is
+                changed then.
             RuntimeError: where steps were released already and no ledger remembers them, or
                 another rank could not read the checkpoint.
         """
         refuse_keywords_of(self.load_checkpoint, unknown, stacklevel=3)
         require_own(module=(module, self.model), optimizer=(optimizer, self.optimizer))
-        schedulers = {
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
+        theirs = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
         where = f"path={os.fspath(path)!r}"
 
         def check(state: dict[str, Any]) -> None:
             shapes = sharded.shapes(self.model)
             checkpoint.check_model(where, state, shapes=shapes, optimizer=self.optimizer)
             self._check_fits(where, state)
-            require_states(state["extra"], schedulers)
+            require_states(state["extra"], theirs)
 
         state = sharded.load(
             path,
@@ -290,7 +277,7 @@ class PrivateRun:
             check=check,
         )
         self._restore(where, state)
-        return restore_schedulers(state["extra"], schedulers)
+        return restore_schedulers(state["extra"], theirs)
 
     def state_dict(self) -> dict[str, str]:
         """What `save_checkpoint` stores besides the states of model and optimizer.
@@ -381,24 +368,22 @@ class PrivateRun:
         step.resume(**{name: state[name] for name in ("releases", *OF_STEPS)})
 
 
-class Detaches(Protocol):
-    """The part of an engine that an attachment uses."""
-
-    def detach(self, model: nn.Module) -> Any:
-        """Make the model plain; see `PrivacyEngine.detach`."""
-
-
 class Attachment:
-    """What the layers of a private model know of its run, and of its engine while that lives."""
+    """What the layers of a private model know of its run, and of its engine while that lives.
 
-    def __init__(self, engine: Detaches, run: PrivateRun) -> None:
-        self._engine = weakref.ref(engine)  # A model does not keep its engine alive.
+    Args:
+        run: of the model.
+        detach: of the engine, which the model does not keep alive.
+    """
+
+    def __init__(self, run: PrivateRun, detach: Callable[[nn.Module], object]) -> None:
         self._run = run
+        self._detach = weakref.WeakMethod(detach)
 
     @property
     def is_orphan(self) -> bool:
         """Whether the engine is gone."""
-        return self._engine() is None
+        return self._detach() is None
 
     def give_back(self) -> None:
         """Make the model plain, drop an open batch, and refuse further releases."""
@@ -413,7 +398,7 @@ class Attachment:
                 stacklevel=3,
             )
         run.wrapper.remove()
-        detach(run.model)
+        make_plain(run.model)
         _releases[run.model] = _releases.get(run.model, 0) + run.step.releases
         release_ranks(run.model)
         run.optimizer.release_original()
@@ -435,11 +420,11 @@ class Attachment:
 
     def hand_over(self) -> None:
         """Give the model back for another engine; its own, if it lives, has none then."""
-        engine = self._engine()
-        if engine is None:
+        detach = self._detach()
+        if detach is None:
             self.give_back()
         else:
-            engine.detach(self._run.model)
+            detach(self._run.model)
 
 
 def attachments_of(module: nn.Module) -> list[Attachment]:

@@ -254,14 +254,14 @@ def warn_of_changes(
             warnings.warn(
                 f"{name} is {state[name]!r} from the checkpoint now, not {value!r}; set "
                 f"optimizer.{name} to change it",
-                stacklevel=4,
+                stacklevel=5,
             )
     for name, value in unchanged.items():
         if value != state[name]:
             warnings.warn(
                 f"{name} was {state[name]!r} in the checkpoint's run and is {value!r} now, as "
                 "passed to make_private",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -297,15 +297,6 @@ def layers_of(model: nn.Module, parts: Collection[nn.Module] | None = None) -> l
     ]
 
 
-def owners(
-    layers: Iterable[Layer], trained: Iterable[nn.Parameter]
-) -> list[tuple[str, list[nn.Parameter]]]:
-    """(name, own trained parameters) of each layer, in the model's order."""
-    wanted = {id(p) for p in trained}
-    found = ((x.name, [p for p in x.own.values() if id(p) in wanted]) for x in layers)
-    return [(name, own) for name, own in found if own]
-
-
 def untraceable(layers: Iterable[Layer]) -> str | None:
     """Name of the first layer whose private forward torch.compile cannot trace; None if none."""
     for layer in layers:
@@ -371,5 +362,8 @@ def make_groups(
     """The clipping groups of a kind of clipping, with equal bounds where none are given."""
     if clipping == "flat":
         return flat_groups(trained)
-    groups = per_layer_groups(owners(layers, trained))
+    wanted = {id(p) for p in trained}
+    groups = per_layer_groups(
+        (layer.name, [p for p in layer.own.values() if id(p) in wanted]) for layer in layers
+    )
     return groups if bounds is None else with_bounds(groups, bounds)

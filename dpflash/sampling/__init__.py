@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .loader import PrivateDataLoader
     from .logical import LogicalBatch, LogicalBatches
     from .plan import SAMPLINGS, SamplingPlan, check_loader
-    from .samplers import FixedSizeBatchSampler, PoissonBatchSampler, PublicSize
+    from .samplers import FixedSizeBatchSampler, PoissonBatchSampler
     from .tracker import BatchMark, BatchTracker
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "PadTo",
     "PoissonBatchSampler",
     "PrivateDataLoader",
-    "PublicSize",
     "SamplingPlan",
     "check_loader",
 ]
@@ -31,7 +30,7 @@ __all__ = [
 # not the accounting and scipy that `loader` and `samplers` import.
 _MODULES = {
     **dict.fromkeys(("SAMPLINGS", "SamplingPlan", "check_loader"), "plan"),
-    **dict.fromkeys(("FixedSizeBatchSampler", "PoissonBatchSampler", "PublicSize"), "samplers"),
+    **dict.fromkeys(("FixedSizeBatchSampler", "PoissonBatchSampler"), "samplers"),
     **dict.fromkeys(("LogicalBatch", "LogicalBatches"), "logical"),
     **dict.fromkeys(("BatchMark", "BatchTracker"), "tracker"),
     "PadTo": "lengths",

@@ -66,6 +66,12 @@ class _CollateForOthers:
         return map_leaves(_blank, batch, kinds=_VALUES) if self.blank else batch
 
 
+# The options of the user's loader that the private one has too.
+_KEPT = (
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers"),
+)
+
 _PLAIN = (bool, int, float, str, bytes)
 _VALUES = (Tensor, np.ndarray, np.generic, *_PLAIN)
 
@@ -185,16 +191,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                     "clipped each by itself: iterate over the loader that make_private returned, "
                     "without BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
-        options: dict[str, Any] = {
-            "num_workers": loader.num_workers,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "generator": loader.generator,
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-        }
+        options = {name: getattr(loader, name) for name in _KEPT}
         collate, readable = loader.collate_fn, ReadableEntries(plan.dataset)
         made: Callable[[list[Any]], Collated]
         if plan.packing is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from torch.utils.data import (
@@ -37,7 +38,6 @@ from ..privacy.privacy_unit import (
 )
 from ..refusal import PrivateRefusal
 from .prepared import Prepared, wrapper_of
-from .samplers import PublicSize
 from .slots import slots_of_draws, slots_of_size
 from .unit_groups import UnitGroups
 
@@ -86,13 +86,18 @@ class SamplingPlan:
         sampling: str,
         max_batch_size: int | None = None,
         max_dataset_size: int | None = None,
-        public_size: PublicSize | None = None,
+        dataset_size: int | None = None,
+        sample_rate: float | None = None,
+        steps_per_epoch: int | None = None,
         groups: UnitGroups | None = None,
     ) -> SamplingPlan:
         """The plan for the dataset and the batch size of a plain loader.
 
+        The other arguments are those of `dpflash.PrivacyConfig`, and the entries of its units.
+
         Raises:
-            ValueError: its sampling cannot be replaced or accounted for.
+            ValueError: the loader's sampling cannot be replaced or accounted for, or its batches
+                are larger than dataset_size.
             PrivateRefusal: the dataset is larger than max_dataset_size.
         """
         num_samples, batch_size = check_loader(loader, sampling=sampling)
@@ -102,12 +107,20 @@ class SamplingPlan:
         elif groups is not None:
             kept = groups.kept().tolist()
             dataset, num_samples = Subset(dataset, kept), len(kept)
-        dataset_size, rate = num_samples, 1.0
-        if public_size is None:
-            batch_size = min(batch_size, num_samples)
-            rate, steps = batch_size / num_samples, -(-num_samples // batch_size)
+        is_declared = dataset_size is not None or sample_rate is not None
+        if not is_declared:
+            dataset_size, batch_size = num_samples, min(batch_size, num_samples)
+        if dataset_size is None:
+            assert sample_rate is not None and steps_per_epoch is not None
+            dataset_size = round(Fraction(batch_size) / Fraction(sample_rate))
         else:
-            dataset_size, rate, steps = public_size.of(batch_size)
+            if batch_size > dataset_size:
+                raise ValueError(
+                    f"dataset_size={dataset_size!r} below the loader's batch_size={batch_size}: "
+                    "the sample rate would be above 1; pass a smaller batch_size"
+                )
+            sample_rate = batch_size / dataset_size
+            steps_per_epoch = -(-dataset_size // batch_size)
         # Where no size was declared, the dataset's own is public.
         most = max_dataset_size or num_samples
         if max_batch_size is not None and num_samples > most:
@@ -119,17 +132,19 @@ class SamplingPlan:
             ) from None
         if sampling == "shuffled":
             assert loader.batch_size is not None
-            steps = len(BatchSampler(loader.sampler, loader.batch_size, loader.drop_last))
+            steps_per_epoch = len(
+                BatchSampler(loader.sampler, loader.batch_size, loader.drop_last)
+            )
         collate = loader.collate_fn
         return cls(
             sampling,
             dataset,
             num_samples=num_samples,
             dataset_size=dataset_size,
-            has_public_size=public_size is not None,
+            has_public_size=is_declared,
             batch_size=batch_size,
-            sample_rate=rate,
-            steps_per_epoch=steps,
+            sample_rate=sample_rate,
+            steps_per_epoch=steps_per_epoch,
             max_batch_size=max_batch_size,
             max_dataset_size=max_dataset_size,
             groups=groups,

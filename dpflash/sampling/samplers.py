@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -14,39 +12,6 @@ from torch.utils.data import BatchSampler
 from .._validate import positive_int
 from ..privacy.keys import Uncopied, derive_key, uniform_words
 from .tracker import EARLIER_EPOCH, BatchTracker
-
-
-@dataclass(frozen=True)
-class PublicSize:
-    """Public numbers that determine rate, steps and divisor, in place of the dataset's own size.
-
-    Attributes:
-        dataset_size: the public size; the private size may differ.
-        sample_rate: probability of an entry in a draw; None for batch_size / dataset_size.
-        steps_per_epoch: logical batches of an epoch; None for ceil(dataset_size / batch_size).
-    """
-
-    dataset_size: int | None = None
-    sample_rate: float | None = None
-    steps_per_epoch: int | None = None
-
-    def of(self, batch_size: int) -> tuple[int, float, int]:
-        """(public size, sample rate, steps of an epoch) for an expected batch size.
-
-        Raises:
-            ValueError: the batch is larger than the dataset.
-        """
-        if self.dataset_size is None:
-            assert self.sample_rate is not None and self.steps_per_epoch is not None
-            size = round(Fraction(batch_size) / Fraction(self.sample_rate))
-            return size, self.sample_rate, self.steps_per_epoch
-        if batch_size > self.dataset_size:
-            raise ValueError(
-                f"dataset_size={self.dataset_size!r} below the loader's batch_size={batch_size}: "
-                "the sample rate would be above 1; pass a smaller batch_size"
-            )
-        steps = -(-self.dataset_size // batch_size)
-        return self.dataset_size, batch_size / self.dataset_size, steps
 
 
 class DrawSampler(Uncopied, ABC):

@@ -81,9 +81,8 @@ def _divisor_by_drawn_size(put: Put) -> None:
     original = PrivateStep.release
 
     def release(self: Any) -> Any:
-        expected, loader = self._expected_batch_size, self._sampler
-        drawn = len(loader._draws.draw(self.tracker.current.draw))
-        self._expected_batch_size = float(max(drawn, 1))
+        expected = self._expected_batch_size
+        self._expected_batch_size = float(max(self.tracker.current.count, 1))
         try:
             return original(self)
         finally:

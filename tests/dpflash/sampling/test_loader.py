@@ -21,7 +21,6 @@ from dpflash.sampling import (
     FixedSizeBatchSampler,
     PoissonBatchSampler,
     PrivateDataLoader,
-    PublicSize,
     SamplingPlan,
 )
 
@@ -363,8 +362,7 @@ def test_loaders_tell_the_event_of_their_own_sampler():
         max_batch_size=19,
         num_samples=40,
     )
-    size = PublicSize(40)
-    plan = SamplingPlan.of(DataLoader(data, batch_size=8), sampling="poisson", public_size=size)
+    plan = SamplingPlan.of(DataLoader(data, batch_size=8), sampling="poisson", dataset_size=40)
     assert plan.event(1.5) == poisson.convert("add_remove")
 
 
