@@ -58,7 +58,6 @@ from .verification.settable import OnlySettable
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
-_Made = tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]
 
 _OF_ENGINE = ("accountant", "seed", "ledger", "mesh", "neighboring_relation")
 _NOT_PRIVATE = (
@@ -191,7 +190,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
         **keywords: Any,
-    ) -> _Made:
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """Make a model, its optimizer and its data loader private.
 
         Args:
@@ -230,7 +229,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         asked: PrivacyConfig,
         performance: PerformanceConfig,
         plan: SamplingPlan | None = None,
-    ) -> _Made:
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         if not isinstance(module := given.module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         settings = resolved(asked, performance)
@@ -264,7 +263,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
         **keywords: Any,
-    ) -> _Made:
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
         """`make_private` with the noise that spends target_epsilon after `epochs` or `steps`.
 
         Args:

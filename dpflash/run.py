@@ -44,7 +44,7 @@ from .verification.loss_trial import LossTrial
 OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrivateRun:
     """A private model, what trains it, and what pays for it.
 
