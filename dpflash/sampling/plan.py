@@ -108,19 +108,11 @@ class SamplingPlan:
             kept = groups.kept().tolist()
             dataset, num_samples = Subset(dataset, kept), len(kept)
         is_declared = dataset_size is not None or sample_rate is not None
-        if not is_declared:
-            dataset_size, batch_size = num_samples, min(batch_size, num_samples)
-        if dataset_size is None:
-            assert sample_rate is not None and steps_per_epoch is not None
-            dataset_size = round(Fraction(batch_size) / Fraction(sample_rate))
+        if is_declared:
+            size, rate, steps = _declared(batch_size, dataset_size, sample_rate, steps_per_epoch)
         else:
-            if batch_size > dataset_size:
-                raise ValueError(
-                    f"dataset_size={dataset_size!r} below the loader's batch_size={batch_size}: "
-                    "the sample rate would be above 1; pass a smaller batch_size"
-                )
-            sample_rate = batch_size / dataset_size
-            steps_per_epoch = -(-dataset_size // batch_size)
+            batch_size = min(batch_size, num_samples)
+            size, rate, steps = _declared(batch_size, num_samples, None, None)
         # Where no size was declared, the dataset's own is public.
         most = max_dataset_size or num_samples
         if max_batch_size is not None and num_samples > most:
@@ -132,19 +124,17 @@ class SamplingPlan:
             ) from None
         if sampling == "shuffled":
             assert loader.batch_size is not None
-            steps_per_epoch = len(
-                BatchSampler(loader.sampler, loader.batch_size, loader.drop_last)
-            )
+            steps = len(BatchSampler(loader.sampler, loader.batch_size, loader.drop_last))
         collate = loader.collate_fn
         return cls(
             sampling,
             dataset,
             num_samples=num_samples,
-            dataset_size=dataset_size,
+            dataset_size=size,
             has_public_size=is_declared,
             batch_size=batch_size,
-            sample_rate=sample_rate,
-            steps_per_epoch=steps_per_epoch,
+            sample_rate=rate,
+            steps_per_epoch=steps,
             max_batch_size=max_batch_size,
             max_dataset_size=max_dataset_size,
             groups=groups,
@@ -268,6 +258,21 @@ class SamplingPlan:
             # Another user in a user's place would be protected from some of the releases alone.
             scheme["entries of each unit"] = self.grouping
         return scheme if self.unit == SAMPLE else {**scheme, "unit": self.unit_in_words}
+
+
+def _declared(
+    batch_size: int, size: int | None, rate: float | None, steps: int | None
+) -> tuple[int, float, int]:
+    """(public size, sample rate, steps of an epoch) from the size, or from the other two."""
+    if size is None:
+        assert rate is not None and steps is not None
+        return round(Fraction(batch_size) / Fraction(rate)), rate, steps
+    if batch_size > size:
+        raise ValueError(
+            f"dataset_size={size!r} below the loader's batch_size={batch_size}: "
+            "the sample rate would be above 1; pass a smaller batch_size"
+        )
+    return size, batch_size / size, -(-size // batch_size)
 
 
 def _length(dataset: Any) -> int:
