@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -96,6 +97,7 @@ class PrivateBackward:
         self._refusal = refusal
         self._index = {id(group): index for index, group in enumerate(self.groups)}
         self._task = -1
+        self._is_called = self._has_warned = False
         self._in_backward = False
         self._expected_size: int | None = None
         self._arrived: set[int] = set()
@@ -127,6 +129,7 @@ class PrivateBackward:
             refuse_anomaly_mode()
         with self.step.noting_refusals(), self.forward.call(sizes) as is_outermost:
             if is_outermost:
+                self._is_called |= torch.is_grad_enabled()
                 self.watches = self.proof.resting
             yield is_outermost
 
@@ -137,6 +140,7 @@ class PrivateBackward:
             (own,) = Layout(units.shape[1], world_size(context)).chunks(rank_in(context))
             units = units.columns(own.start, own.start + own.length)
         self.forward.begin_batch(samples, units)
+        self._is_called = False
 
     def refuse_coarse_use(self, x: Tensor) -> None:
         """Refuse a mean over samples where x has fewer digits than float32 or autocast is on."""
@@ -173,6 +177,7 @@ class PrivateBackward:
                 self._backward_twice(losses, seed, gates[0])
             else:
                 torch.autograd.backward(losses, seed)
+            self._is_called = False
             if not self._arrived:
                 raise PrivateRefusal(
                     "losses did not reach any private layer: no parameter got a gradient. Compute "
@@ -347,6 +352,7 @@ class PrivateBackward:
 
     def _begin(self, losses: Tensor | None = None) -> None:
         refuse_anomaly_mode()
+        self._warn_uncalled()
         self._arrived = set()
         self._arrived_generation = None
         self._task = -1
@@ -366,6 +372,20 @@ class PrivateBackward:
                     "return their gradients without noise. Call engine.backward(losses), then "
                     "optimizer.step()"
                 ) from None
+
+    def _warn_uncalled(self) -> None:
+        """Warn once where the losses are of no call of the model that was seen."""
+        if self._is_called or self._has_warned or not self.proof.is_on:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "no call of the private model itself belongs to these losses: its layers were called "
+            "one by one, by a method of it, or through your own torch.compile. Then samples that "
+            "mix in the forward, rows in another order and random masks are not checked, see "
+            "engine.verified. Call model(x), with all that trains in its forward; compile by "
+            "make_private(optimize='aggressive')",
+            stacklevel=5,
+        )
 
     def check_gate(self, gate: Gate) -> None:
         """Check a gate whose backward runs, and refuse what would break the bound."""

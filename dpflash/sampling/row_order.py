@@ -200,7 +200,8 @@ class RowOrder:
         if is_released:
             return
         moved = any(_reordered(rows, self._batch) or self._moves(rows.x) for rows in found)
-        if moved or _are_moved_alike(found, self._batch):
+        moved = moved or _are_moved_alike(found, self._batch)
+        if moved or any(map(self._gathers, found)):
             raise PrivateRefusal(
                 f"the model got the rows of the loader's batch in another order, {SORTING}"
             ) from None
@@ -219,6 +220,21 @@ class RowOrder:
         moved = [(rows.digests != own) & self._real for own in alike]
         # Rows that were emptied may be equal to an empty entry.
         return all(any(map(_is_telling, rows.x[apart])) for apart in moved)
+
+    def _gathers(self, rows: _Rows) -> bool:
+        """Whether copies of the padding sample lie in other rows, as after a sort and a crop.
+
+        Its own rows are unequal then, and as many rows of other samples are equal.
+        """
+        if self._copies is None or _are_equal(rows.digests[self._copies]):
+            return False
+        _, inverse, counts = rows.digests.unique(return_inverse=True, return_counts=True)
+        for group in (counts >= int(self._copies.sum())).nonzero():
+            equal = inverse == group
+            were_equal = self._batch and all(_are_equal(own.digests[equal]) for own in self._batch)
+            if not were_equal and _is_telling(rows.x[int(equal.int().argmax())]):
+                return True
+        return False
 
     def _moves(self, x: Tensor) -> bool:
         """Whether these are rows of the batch in another order, with changed values.

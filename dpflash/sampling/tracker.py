@@ -23,8 +23,8 @@ FOREIGN = (
     "the batch is not of the private loader: how it was sampled is unknown, and several of its "
     "rows may be of one sample, so nothing was released. Iterate over the loader that "
     "make_private returned; views of a sample belong inside of the model, and two models that "
-    "share batches into one module. make_private(foreign_batches=True) takes batches of your "
-    f"own; dpflash.PrivacyConfig says what you vouch for then. {STEP_OF_ANOTHER}"
+    "share batches into one module, called as a whole. make_private(foreign_batches=True) takes "
+    f"batches of your own; dpflash.PrivacyConfig says what you vouch for then. {STEP_OF_ANOTHER}"
 )
 EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "

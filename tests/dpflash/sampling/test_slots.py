@@ -617,6 +617,26 @@ def test_features_of_one_number_each_are_refused_if_moved_alike(values, size, fe
     assert not any(orders(size, (features,), values, each, apart=True))
 
 
+VIEWS = {
+    "cropped": lambda x: x[:, :-1],
+    "one more": lambda x: F.pad(x, (1, 0)),
+    "turned": lambda x: x.unflatten(1, (4, 4)).transpose(1, 2).flatten(1)[:, :15],
+    "sums": lambda x: x.float().unflatten(1, (8, 2)).sum(2),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_sorted_rows_are_refused_also_where_the_loop_changed_their_form(view):
+    change, values = VIEWS[view], functools.partial(levels, 99)
+    assert sum(orders(6, (16,), values, lambda x, g: change(x[x[:, 0].argsort()]))) > 15
+    assert not any(orders(6, (16,), values, lambda x, g: change(x)))
+
+    def crop(x, g):
+        return torch.stack([row[i : i + 12] for row, i in zip(x, levels(4, (6,), g), strict=True)])
+
+    assert not any(orders(6, (16,), values, crop))
+
+
 def test_masked_tokens_and_augmented_rows_are_not_taken_for_another_order(private):
     def masking(batch):
         (x,) = default_collate(batch)
