@@ -18,6 +18,7 @@ from torch import Tensor
 _AT_ONCE = 1 << 22  # logits
 _FITS = 1e-3  # of a token's weight; gradients of other losses are further from a cross-entropy's
 _SAME = 1e-4  # of a sample's weight
+_REPEATED = 4  # classes that other samples have too, which show that a class has one weight
 # Rounding of a scalar of many terms.
 _SCALAR_ROUNDING = 1e-5
 
@@ -31,6 +32,13 @@ _OVER_TOKENS = (
     "of Hugging Face models and torch's cross_entropy), or over some of its rows, whose number "
     "differs between batches, so nothing was released: each sample's gradient depends on the "
     "others. " + _REMEDY
+)
+_OF_NO_KNOWN_SCALE = (
+    "loss_reduction={declared!r}, but the scalar weights tokens by another number than the "
+    "{declared} over samples does, so nothing was released: it may be a mean over the valid "
+    "tokens of the batch, or over their class weights, times a factor, and then each sample's "
+    "gradient depends on the others. Leave out a division for gradient accumulation (loss / 4): "
+    "the loader cuts batches, and a step is divided by optimizer.expected_batch_size. " + _REMEDY
 )
 _OTHER_REDUCTION = (
     "loss_reduction={declared!r}, but the scalar is the {other} over the samples of the batch, so "
@@ -83,13 +91,18 @@ def refuse_weights(
             x, grad = x.unflatten(0, (size, -1)), grad.unflatten(0, (size, -1))
         elif rows != size:
             continue
-        weights = _sample_weights(x.detach(), grad.detach())
-        if weights is None or len(weights) < 2:
+        found = _weights(x.detach(), grad.detach())
+        if found is None or len(found[0]) < 2:
             continue
+        of_tokens, targets = found
+        weights = of_tokens.sum(1)
         least, most = float(weights.min()), float(weights.max())
         if most - least > _SAME * most:
             if abs(float(weights.sum()) - 1) < _SAME:
                 return _OVER_TOKENS.format(declared=declared)
+            unit = 1.0 if declared == "sum" else 1 / len(weights)
+            if _is_of_no_known_scale(of_tokens, targets, unit):
+                return _OF_NO_KNOWN_SCALE.format(declared=declared)
             continue
         other, factor = ("sum", 1.0) if declared == "mean" else ("mean", 1 / len(weights))
         if abs(most - factor) < _SAME * factor:
@@ -98,8 +111,37 @@ def refuse_weights(
     return None
 
 
-def _sample_weights(logits: Tensor, grad: Tensor) -> Tensor | None:
-    """`[B]`, float64: the sums of the weights of each sample's tokens in a cross-entropy.
+def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool:
+    """Whether the weights of tokens hang on their classes alone, but not by a public factor.
+
+    Args:
+        weights: `[B, T]`, of which samples have different sums.
+        targets: `[B, T]`, the classes.
+        unit: weight of a sample in the declared reduction.
+
+    Sums over the tokens of a sample are known by their factor, and so are means over all T, or
+    over T - 1 where labels are shifted. Losses that weight samples, or tokens by how likely
+    they are, give a class different weights; nothing is known of them.
+    """
+    used = weights > 0
+    classes, index = targets[used].unique(return_inverse=True)
+    weights, length = weights[used], weights.shape[1]
+    least, most = (
+        weights.new_zeros(len(classes)).scatter_reduce(0, index, weights, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    if bool((most - least > _SAME * most).any()):
+        return False
+    if float(most.max() - least.min()) > _SAME * float(most.max()):
+        samples = used.nonzero()[:, 0]
+        pairs = torch.stack([index, samples]).unique(dim=1).shape[1]
+        return pairs >= len(classes) + _REPEATED
+    known = (unit / n for n in (1, length, length - 1) if n)
+    return not any(abs(float(most.max()) - x) < _SAME * x for x in known)
+
+
+def _weights(logits: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Weights `[B, T]`, float64, of each sample's tokens in a cross-entropy, and their classes.
 
     The gradient of w * cross_entropy(z, y) is w * (softmax(z) - onehot(y)). None if the gradient
     is none of this form, or too coarse.
@@ -111,10 +153,11 @@ def _sample_weights(logits: Tensor, grad: Tensor) -> Tensor | None:
             x.movedim(classes, -1).flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
             for x in (logits, grad)
         )
-        weights = [_token_weights(*pair) for pair in _chunks(z, g)]
-        found = [w for w in weights if w is not None]
-        if weights and len(found) == len(weights):
-            return torch.cat(found).view(z.shape[:2]).sum(1).cpu()
+        chunks = [_token_weights(*pair) for pair in _chunks(z, g)]
+        found = [pair for pair in chunks if pair is not None]
+        if chunks and len(found) == len(chunks):
+            whole = [torch.cat(x).view(z.shape[:2]).cpu() for x in zip(*found, strict=True)]
+            return whole[0], whole[1]
     return None
 
 
@@ -125,14 +168,17 @@ def _chunks(z: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(z.split(count), g.split(count), strict=True)) if z.shape[1] > 1 else []
 
 
-def _token_weights(z: Tensor, g: Tensor) -> Tensor | None:
-    """`[n]`, float64, of tokens `[n, V]`; 0 for those without a gradient. None without a fit."""
+def _token_weights(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Weights `[n]`, float64, and classes of tokens `[n, V]`, or None without a fit.
+
+    The weight is 0 for tokens without a gradient.
+    """
     rounding = 4 * torch.finfo(g.dtype).eps
     z, g = z.double(), g.double()
     if bool((g.ne(0).sum(1) <= 1).all() and (g <= 0).all() and g.any()):
         # Log-probabilities, whose likelihood has a gradient at the target alone.
         are_logs = z.logsumexp(1)[g.any(1)].abs() < 8 * rounding * z.shape[1]
-        return -g.sum(1) if bool(are_logs.all()) else None
+        return (-g.sum(1), g.argmin(1)) if bool(are_logs.all()) else None
     least, target = g.min(1, keepdim=True)
     # Of a target whose probability rounds to 1 the gradient is 0.
     target = torch.where(least < 0, target, z.argmax(1, keepdim=True))
@@ -145,4 +191,4 @@ def _token_weights(z: Tensor, g: Tensor) -> Tensor | None:
     expected = (weights.unsqueeze(1) * others).scatter(1, target, -(weights * of_others)[:, None])
     allowed = _FITS * g.abs().amax(1) + rounding * weights
     fits = ((g - expected).abs() <= allowed.unsqueeze(1)).all(1)
-    return weights if bool((fits & (weights >= 0)).all()) else None
+    return (weights, target.squeeze(1)) if bool((fits & (weights >= 0)).all()) else None

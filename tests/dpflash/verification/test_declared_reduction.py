@@ -43,6 +43,23 @@ def weighted_mean(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
 
 
+def quarter(logits, labels):
+    return token_mean(logits, labels) / 4
+
+
+def mean_with_zeros(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean()
+
+
+def shifted_mean(logits, labels):
+    return mean_with_zeros(logits[:, :-1], labels[:, 1:])
+
+
+def weighted_samples(logits, labels):
+    weight = labels.double().var(1)
+    return (dpflash.losses.cross_entropy(logits, labels) * weight).mean()
+
+
 def sample_mean(logits, labels):
     return dpflash.losses.cross_entropy(logits, labels).mean()
 
@@ -86,9 +103,9 @@ def train(loss, declared, *, inside, labels=LABELS, dropout=0.0, **options):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("declared", ["mean", "sum"])
-@pytest.mark.parametrize("loss", [token_mean, per_class_first, weighted_mean])
+@pytest.mark.parametrize("loss", [token_mean, per_class_first, weighted_mean, quarter])
 def test_a_mean_over_tokens_is_refused_before_anything_is_released(loss, declared, inside):
-    words = "not the .* of losses of single" if inside else "mean over all valid tokens"
+    words = "not the .* of losses of single" if inside else "mean over (all|the) valid tokens"
     with pytest.raises(RuntimeError, match=f"loss_reduction='{declared}', but.*{words}"):
         train(loss, declared, inside=inside)
 
@@ -144,6 +161,9 @@ def test_a_mean_over_tokens_is_refused_in_other_forms_too(form, loss):
         (sample_mean, "mean", LABELS),
         (sample_sum, "sum", LABELS),
         (mean_of_sums, "mean", LABELS),
+        (mean_with_zeros, "mean", LABELS),
+        (shifted_mean, "mean", LABELS),
+        (weighted_samples, "mean", LABELS),
         (token_mean, "mean", EQUAL),
     ],
 )
@@ -201,6 +221,16 @@ def test_weights_are_found_also_where_the_model_is_sure(scale):
     for loss, refused in ((token_mean, True), (sample_mean, False)):
         (grad,) = torch.autograd.grad(loss(logits, labels), logits)
         assert (refuse_weights([logits], [grad], len(logits), "mean") is not None) is refused
+
+
+def test_a_mean_over_class_weights_is_found_behind_a_factor_too():
+    logits = torch.randn(12, V, generator=GENERATOR).requires_grad_()
+    labels, weight = torch.arange(12) % 4, torch.tensor([1.0, 2.0, 3.0, 4.0] + [1.0] * (V - 4))
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    of_classes = F.cross_entropy(logits, labels, weight=weight) / 4
+    for loss, refused in ((of_classes, True), ((losses * torch.rand(12)).mean(), False)):
+        (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert (refuse_weights([logits], [grad], 12, "mean") is not None) is refused
 
 
 def test_scalars_that_are_no_numbers_or_of_other_counts_show_nothing():
