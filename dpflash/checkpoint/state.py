@@ -23,6 +23,7 @@ FORMAT = "dpflash-checkpoint-4"
 # The one name in the state_dict of an engine. A text stays one value in
 # torch.distributed.checkpoint, which would store each number of a history by itself.
 _ENGINE = "dpflash-engine-1"
+_UNITS = "entries of each unit"  # in a sampling scheme: a digest
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = FORMAT) -> None:
@@ -170,9 +171,13 @@ def check_fits(
     """
     where = f"{where}: the checkpoint does not fit"
     if state["sampling"] != own["sampling"]:
+        saved, now = (dict(scheme) for scheme in (state["sampling"], own["sampling"]))
+        # Who owns which entry is private, and a digest of it can be guessed.
+        if saved.pop(_UNITS, None) != now.pop(_UNITS, None):
+            saved[_UNITS], now[_UNITS] = "others", "these"
         raise ValueError(
-            f"{where} the data loader: saved with {state['sampling']}, now {own['sampling']}. "
-            "Call make_private with the same data, units (unit_of) and batch size"
+            f"{where} the data loader: saved with {saved}, now {now}. Call "
+            "make_private with the same data, units (unit_of) and batch size"
         )
     if state["spending"]["accountant"]["mechanism"] != mechanism:
         raise ValueError(

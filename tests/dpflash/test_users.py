@@ -452,8 +452,11 @@ def test_a_resumed_run_has_the_same_users(tmp_path):
     run[0].save_checkpoint(tmp_path / "state")
     others = [*owners[1:], owners[0]]
     resumed = private(Net("linear"), tokens, others, noise_multiplier=1.0)
-    with pytest.raises(ValueError, match="does not fit the data loader.*entries of each unit"):
+    words = "does not fit the data loader.*entries of each unit"
+    with pytest.raises(ValueError, match=words) as caught:
         resumed[0].load_checkpoint(tmp_path / "state")
+    assert run[3].grouping not in str(caught.value)
+    assert resumed[3].grouping not in str(caught.value)
     renamed = [f"user {owner}" for owner in owners]
     resumed = private(Net("linear"), tokens, renamed, noise_multiplier=1.0)
     resumed[0].load_checkpoint(tmp_path / "state")
