@@ -116,10 +116,10 @@ def score(
         for y in _products(whole_run, privacy.bound):
             strength.note(y, np.ones(canaries, dtype=bool))
             progress()
-    once, whole = (_composed(engine, run.loader.event(noise), n) for n in (1, steps))
+    once, whole = (_composed(engine, run.loader.plan.event(noise), n) for n in (1, steps))
     limit, lower = strength.noise_multiplier(confidence), 0.0
     if math.isfinite(limit):
-        found_event = run.loader.event(limit)
+        found_event = run.loader.plan.event(limit)
         lower = float(_composed(engine, found_event, 1 if anew else steps).get_epsilon(delta))
     return Scored(
         scores=np.concatenate(scores) if anew else total,

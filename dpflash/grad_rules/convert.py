@@ -44,17 +44,11 @@ _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 
 
 class Layer(NamedTuple):
-    """A module whose parameters no layer above it owns.
+    """A module whose parameters no layer above it owns."""
 
-    Attributes:
-        name: dotted, "" for the model itself.
-        module: the module.
-        own: its parameters that no layer below it has too, by name.
-    """
-
-    name: str
+    name: str  # dotted, "" for the model itself
     module: nn.Module
-    own: dict[str, nn.Parameter]
+    own: dict[str, nn.Parameter]  # those that no layer below it has too
 
     @property
     def rule(self) -> type[PrivateModule] | None:

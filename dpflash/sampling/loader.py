@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from dpflash.accounting import Event
-
 from ..packing import PackedBatch, Pairs
 from ..privacy.keys import Uncopied
 from ..refusal import PrivateRefusal
@@ -226,13 +224,6 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self._padded: DataLoader[Any] = DataLoader(
             entries, batch_sampler=rows, collate_fn=made, **options
         )
-
-    def event(self, noise_multiplier: float) -> Event:
-        """Cost of releasing one logical batch with this noise.
-
-        The event of a shuffled loader is a whole epoch, with its least noise multiplier.
-        """
-        return self.plan.event(noise_multiplier)
 
     @property
     def is_real(self) -> Tensor:

@@ -291,7 +291,7 @@ def test_runs_on_the_same_data_compose_in_one_ledger(first, second, relation, pr
         made = private(nn.Linear(3, 2), x, noise_multiplier=noise, ledger=path, **options)
         train(*made, 8)
         count = 2 if made[3].sampler_name == "shuffled" else 8
-        events.append((made[3].event(noise), count))
+        events.append((made[3].plan.event(noise), count))
     reopened = PrivacyEngine(accountant="rdp", ledger=path)
     for engine in (made[0], reopened):
         assert engine.neighboring_relation == relation == engine.accountant.neighboring_relation

@@ -44,7 +44,7 @@ def public_numbers(engine, model, optimizer, loader):
         "steps": (len(loader), loader.steps_per_epoch),
         "divisor": (optimizer.expected_batch_size, loader.expected_batch_size),
         "slots": loader.slots,
-        "event": loader.event(1.0),
+        "event": loader.plan.event(1.0),
         "noise": optimizer.noise_multiplier,
         "plan": str(engine.public),
     }
@@ -77,7 +77,7 @@ def test_without_one_they_differ_and_the_relation_is_of_datasets_of_one_size(ent
     assert public_numbers(*one)["rate"] != public_numbers(*two)["rate"] or neighbor <= 10
     assert public_numbers(*one) != public_numbers(*two)
     for engine, _, _, loader in (one, two):
-        assert loader.event(1.0).relation == engine.neighboring_relation == "zero_out"
+        assert loader.plan.event(1.0).relation == engine.neighboring_relation == "zero_out"
         assert "taken as public" in str(engine.public)
 
 
@@ -194,12 +194,12 @@ def test_the_chance_of_a_cut_is_that_of_the_largest_dataset(declared):
     )
     # A cap that the private number of entries cannot exceed is not taken for none.
     for entries in (20, 30, 300):
-        assert made(entries, **given)[3].event(1.0) == expected
+        assert made(entries, **given)[3].plan.event(1.0) == expected
     with pytest.raises(PrivateRefusal, match="than max_dataset_size=300, so") as caught:
         made(301, **given)
     assert "301" not in str(caught.value) and caught.value.details == {"num_samples": 301}
     no_cut = made(30, **{**given, "max_batch_size": 300})[3]
-    assert no_cut.event(1.0) == PoissonGaussian(noise_multiplier=1.0, sample_rate=0.05)
+    assert no_cut.plan.event(1.0) == PoissonGaussian(noise_multiplier=1.0, sample_rate=0.05)
     with pytest.raises(ValueError, match="Pass max_dataset_size=, a public number"):
         made(30, **{**given, "max_dataset_size": None})
     with pytest.raises(ValueError, match="max_dataset_size=0|max_dataset_size=150 below dataset_"):
@@ -208,7 +208,7 @@ def test_the_chance_of_a_cut_is_that_of_the_largest_dataset(declared):
 
 def test_a_draw_that_cannot_be_larger_is_not_cut():
     whole = made(20, max_batch_size=20)[3]
-    assert whole.event(1.0) == PoissonGaussian(
+    assert whole.plan.event(1.0) == PoissonGaussian(
         relation="zero_out", noise_multiplier=1.0, sample_rate=0.5
     )
 

@@ -351,11 +351,11 @@ def test_loaders_tell_the_event_of_their_own_sampler():
     }
     for sampling, event in expected.items():
         loader = private_loader(data, 8, sampling=sampling)
-        assert loader.event(1.5) == event and loader.sampler_name == sampling == event.sampler
+        assert loader.plan.event(1.5) == event and loader.sampler_name == sampling == event.sampler
         assert loader.expected_batch_size == 8 and loader.steps_per_epoch == 5
     loader = private_loader(data, 8, cap=19)
     assert loader.sampler_name == "truncated_poisson" and loader.expected_batch_size == 8
-    assert loader.event(1.5) == TruncatedPoissonGaussian(
+    assert loader.plan.event(1.5) == TruncatedPoissonGaussian(
         relation="zero_out",
         noise_multiplier=1.5,
         sample_rate=0.2,
@@ -370,7 +370,7 @@ def test_a_batch_larger_than_the_data_is_the_data():
     data = TensorDataset(torch.zeros(5, 1))
     loader = private_loader(data, 10, sampling="fixed_size")
     assert loader.expected_batch_size == 5 and len(loader) == 1
-    assert loader.event(1.0) == FixedSizeGaussian(
+    assert loader.plan.event(1.0) == FixedSizeGaussian(
         noise_multiplier=1.0, batch_size=5, num_samples=5
     )
     assert [len(x) for (x,) in loader] == [5]
