@@ -20,6 +20,8 @@ from .spans import Spans
 
 # Elements of per-sample gradients per thread.
 _WORK_OF_A_THREAD = 1 << 19
+# Elements of per-sample gradients that are kept for a norm; they stay in the cache.
+_AT_ONCE = 1 << 17
 # grads_cpu.cpp's kSquaresBlock, and the additions that a square goes through in a block.
 _SQUARES_BLOCK, _SQUARES_ADDITIONS = 4096, 132
 
@@ -58,11 +60,16 @@ def grad_norm(
         return squared_norm(x.flatten(1)) * squared_norm(dy.flatten(1))
     if (form or reference.cheaper_norm(x.shape[1], x, dy)) == "gram":
         return reference.grad_norm(x, dy, form="gram")
-    squares = torch.empty(x.shape[0], dtype=torch.float64, device="cpu")
-    for i in range(x.shape[0]):
-        grad = reference.per_sample_grad(x[i : i + 1], dy[i : i + 1])
-        assert isinstance(grad, Tensor)
-        squares[i] = squared_norm(grad)[0]
+    count = x.shape[0]
+    squares = torch.empty(count, dtype=torch.float64, device="cpu")
+    size = min(count, max(1, _AT_ONCE // (x.shape[2] * dy.shape[2])))
+    for begin in range(0, count, max(1, size)):
+        # All of one size: a product's bits may depend on how many samples it is of.
+        begin = min(begin, count - size)
+        part = slice(begin, begin + size)
+        grads = reference.per_sample_grad(x[part], dy[part])
+        assert isinstance(grads, Tensor)
+        squares[part] = squared_norm(grads)
     return squares
 
 
