@@ -628,6 +628,17 @@ class PrivateStep(ClippedSums):
             both = self._options.keys() | options.keys()
             self._changed = next(n for n in both if options.get(n) != self._options.get(n))
 
+    def warn_of_forgotten_releases(self) -> None:
+        """Warn that an optimizer goes on whose earlier steps nobody counts."""
+        if not self.releases and self._spending.is_empty:
+            warnings.warn(
+                "the optimizer has made steps already, as its state says, and this engine counts "
+                "none of them. Where they were on private data, epsilon lacks them: go on by "
+                "engine.save_checkpoint and load_checkpoint, or save engine.state_dict() beside "
+                "those of model and optimizer, and load all three before the first step",
+                stacklevel=3,
+            )
+
     def refuse_changed_options(self) -> None:
         """Refuse a step whose learning rate, or another option, is not that of its first backward.
 

@@ -417,6 +417,36 @@ def test_a_mixed_history_is_zero_out_after_a_resume_too(private, tmp_path):
     assert resumed[0].get_epsilon(DELTA) == engine.get_epsilon(DELTA)
 
 
+def momentum(parameters, lr):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["without the engine", "with it"])
+@pytest.mark.parametrize("kind", [momentum, torch.optim.AdamW])
+def test_an_optimizer_that_goes_on_without_its_engine_is_warned_about(kind, whole, private):
+    engine, _, optimizer, loader = made = private(nn.Linear(3, 2), DATA, kind=kind)
+    train(*made)
+    later = private(nn.Linear(3, 2), DATA, kind=kind)
+    later[2].load_state_dict(optimizer.state_dict())
+    if whole:
+        later[0].load_state_dict(engine.state_dict())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(*later)
+        train(*later)
+    assert ["engine.state_dict" in str(w.message) for w in found].count(True) == (not whole)
+
+
+def test_an_optimizer_of_an_earlier_loop_is_warned_about_unless_its_steps_are_counted(private):
+    model = nn.Linear(3, 2)
+    plain = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(DATA).mean().backward()
+    plain.step()
+    made = private(model, DATA, kind=lambda parameters, lr: plain)
+    with pytest.warns(UserWarning, match="this engine counts none of them"):
+        train(*made)
+
+
 def test_a_checkpoint_that_has_no_guarantee_for_the_relation_is_refused(private, tmp_path):
     made = private(nn.Linear(3, 2), DATA, noise_multiplier=2.0)
     engine, model, optimizer, _ = made
