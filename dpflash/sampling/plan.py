@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
 )
 
 from dpflash.accounting import (
@@ -102,6 +105,8 @@ class SamplingPlan:
         """
         num_samples, batch_size = check_loader(loader, sampling=sampling)
         dataset = loader.dataset
+        if groups is None:
+            _refuse_repeated(dataset)
         if groups is not None and groups.are_drawn:
             num_samples = len(groups)
         elif groups is not None:
@@ -295,6 +300,32 @@ def _length(dataset: Any) -> int:
     return num_samples
 
 
+def _refuse_repeated(dataset: Dataset[Any]) -> None:
+    """Refuse a dataset that visibly has an entry twice, as oversampling makes it."""
+    whose, which = _origins(dataset, {})
+    if len(np.unique(whose * (which.max() + 1) + which)) < len(which):
+        raise ValueError(
+            "data_loader.dataset has an entry more than once (a dataset that is twice in a "
+            "ConcatDataset, or indices of a Subset that repeat), and each time it would be a "
+            "privacy unit of its own, with an epsilon too small. Take it once, and give its loss "
+            "a larger weight; or pass unit_of=, which names one unit for all of its copies"
+        )
+
+
+def _origins(dataset: Dataset[Any], known: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """For each entry the number of the dataset below Subset and ConcatDataset, and its index."""
+    if type(dataset) is ConcatDataset:
+        parts = [_origins(part, known) for part in dataset.datasets]
+        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    if type(dataset) is Subset:
+        whose, which = _origins(dataset.dataset, known)
+        indices = np.asarray(dataset.indices)
+        if indices.dtype.kind in "iu" and abs(indices + 0.5).max(initial=0) < len(which):
+            return whose[indices], which[indices]
+    length = len(dataset)  # type: ignore[arg-type]
+    return np.full(length, known.setdefault(id(dataset), len(known))), np.arange(length)
+
+
 def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
     """Refuse loaders whose sampling cannot be replaced or accounted for.
 
@@ -333,8 +364,12 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
     )
     if not plain:
         verb = "accounted for" if sampling == "shuffled" else f"replaced by {sampling} sampling"
+        way_out = "DataLoader(dataset, batch_size=..., shuffle=True)"
+        if isinstance(loader.sampler, SubsetRandomSampler):
+            # The whole dataset would have the entries that are held out, too.
+            way_out = "DataLoader(Subset(dataset, indices), batch_size=...) with its indices"
         raise ValueError(
             f"data_loader.sampler={type(loader.sampler).__name__} cannot be {verb}: a sample's "
-            "probability is unknown. Use DataLoader(dataset, batch_size=..., shuffle=True)"
+            f"probability is unknown. Use {way_out}"
         )
     return num_samples, loader.batch_size

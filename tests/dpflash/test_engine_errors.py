@@ -14,7 +14,15 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import orthogonal
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import dpflash
 from dpflash import PerformanceConfig, PrivacyConfig, PrivacyEngine, PrivateRefusal
@@ -24,6 +32,7 @@ from dpflash.grad_rules.convert import check_model
 from dpflash.privacy.ledger import Ledger
 
 DATA = TensorDataset(torch.randn(16, 3))
+TWICE = ["more than once", "unit_of"]
 
 
 def loader(**options):
@@ -462,6 +471,13 @@ class EveryOther(torch.utils.data.SequentialSampler):
             lambda: loader(sampler=WeightedRandomSampler(torch.ones(16), 16)),
             ["WeightedRandomSampler", "shuffle=True"],
         ),
+        (
+            lambda: loader(sampler=SubsetRandomSampler(range(8))),
+            ["SubsetRandomSampler", "Subset(dataset, indices)"],
+        ),
+        (lambda: DataLoader(ConcatDataset([DATA, DATA]), batch_size=2), TWICE),
+        (lambda: DataLoader(Subset(DATA, [0, 3, -1, 15]), batch_size=2), TWICE),
+        (lambda: DataLoader(Subset(ConcatDataset([DATA, DATA]), [3, 19]), batch_size=2), TWICE),
         (lambda: loader(sampler=EveryOther(DATA)), ["EveryOther", "shuffle=True"]),
         (
             lambda: loader(sampler=torch.utils.data.RandomSampler(DATA, replacement=True)),
