@@ -85,6 +85,11 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     """`check_model` for one module; `is_inside`: a layer above it owns its parameters."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
+    if type(module).__name__.startswith("GradSampleModule"):
+        raise ValueError(
+            f"module '{name}' is a {type(module).__name__} of Opacus, whose hooks are not needed "
+            "and keep per-sample gradients: pass the plain module, its to_standard_module()"
+        )
     if _is_scripted(module):
         raise ValueError(
             f"module '{name}' is compiled by torch.jit, whose layers no rule for private training "

@@ -139,15 +139,19 @@ class FittingCollate:
         if good is None and form is not None:
             good = form.entry
         random_state.restore()
-        chosen = [e if fits else good for e, fits in zip(entries, fit, strict=True)]
+        chosen = [
+            e if fits or good is None else good for e, fits in zip(entries, fit, strict=True)
+        ]
         batch = self._tried(list(map(_shallow, chosen)))
         if batch is _FAILED or not (form is None or form.has_fields_of(batch, len(entries))):
             name = name_of(self.collate)
             raise PrivateRefusal(
                 f"data_loader.collate_fn={name} failed on a batch, and not because of a "
                 "single entry alone: it failed on entries together, or most of the dataset's "
-                "first seven are not alike. `details['error']` of this exception has its own "
-                "message",
+                "first seven are not alike, or its __getitem__ failed on them. `details['error']` "
+                "of this exception has the message of what failed. Entries of several lengths "
+                "need a function that pads to a public length (collate_fn=dpflash.sampling.PadTo, "
+                "or the data_collator of a Trainer); None in a field needs a number in its place",
                 error=self._error,
             ) from None
         if form is not None:

@@ -140,7 +140,7 @@ def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:
         remedy += _INPUTS
     for name, parameter in model.named_parameters():
         if parameter is leaf:
-            what = f"'{name}', which was frozen or no parameter of the model at make_private,"
+            what = f"'{name}', which was frozen, in no optimizer or not there at make_private,"
             remedy = _LATER + remedy
     for prefix, module in model.named_modules():
         for key, held in {**vars(module), **module._buffers}.items():

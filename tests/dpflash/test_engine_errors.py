@@ -261,6 +261,7 @@ def test_get_epsilon_refuses_a_delta_outside_of_0_1(delta):
         (nn.utils.weight_norm(nn.Conv1d(3, 3, 1)), ["remove_weight_norm(module, 'weight')"]),
         (torch.compile(nn.Linear(3, 3)), ["torch.compile", "_orig_mod"]),
         (torch.jit.script(nn.Linear(3, 3)), ["torch.jit"]),
+        (type("GradSampleModule", (nn.Tanh,), {})(), ["Opacus", "plain module"]),
         (nn.ParameterList([nn.Parameter(torch.ones(3))]), ["ParameterList", "nn.Linear"]),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",

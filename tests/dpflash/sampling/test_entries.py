@@ -12,7 +12,7 @@ from dpflash import PrivateRefusal
 from dpflash.kernels import native
 from dpflash.packing import PackTo
 from dpflash.sampling import PadTo
-from dpflash.sampling.entries import FittingCollate, ReadableEntries
+from dpflash.sampling.entries import FittingCollate, ReadableEntries, Unreadable
 
 BAD, ENTRIES = 5, 40
 
@@ -197,6 +197,11 @@ def test_what_is_not_of_one_entry_alone_is_refused_without_a_value():
         fitting([torch.ones(4)] * 4)
     assert "secret" not in str(refusal.value) and refusal.value.__suppress_context__
     assert "secret" in refusal.value.details["error"]
+    # A dataset most of whose entries cannot be read has its own error there.
+    unread = FittingCollate(default_collate, [Unreadable("KeyError('secret')")] * 7)
+    with pytest.raises(PrivateRefusal, match="__getitem__ failed") as refusal:
+        unread(list(unread._dataset))
+    assert refusal.value.details == {"error": "KeyError('secret')"}
 
 
 class Documents(Dataset):
