@@ -78,8 +78,11 @@ class ForwardState:
     is_over: bool = True
 
 
-def _refuse_expanded(error: RuntimeError, call: _Call) -> None:
-    """Name the layers whose outputs an operation of the model's own code may have failed on."""
+def _explain_expanded(error: RuntimeError, call: _Call) -> None:
+    """Add to an error of the model's own code what it may have failed on.
+
+    It stays the model's error: whether it is raised may depend on data.
+    """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -88,12 +91,12 @@ def _refuse_expanded(error: RuntimeError, call: _Call) -> None:
     if not call.shared or type(error) is not RuntimeError or where.startswith("dpflash."):
         return
     names = ", ".join(f"'{name}'" for name in list(call.shared)[-3:])
-    raise RuntimeError(
-        f"the model's own code failed. The input [1, ...] of {names} is shared by all samples of "
-        "a batch, and the output has a copy [B, ...] for each of them, since gradients are per "
-        "sample; code that expects [1, ...] fails on it. Freeze the module that it fails on with "
-        "requires_grad_(False), or leave it out of LoRA's target_modules"
-    ) from error
+    error.args = (
+        f"{error}\nThe input [1, ...] of {names} is shared by all samples of a batch, and the "
+        "output has a copy [B, ...] for each of them, since gradients are per sample. Where code "
+        "that expects [1, ...] fails on it, freeze the module with requires_grad_(False), or "
+        "leave it out of LoRA's target_modules",
+    )
 
 
 def refuse_anomaly_mode() -> None:
@@ -175,10 +178,6 @@ class PrivateForward:
 
         The batch size is inferred afresh in each call. Yields whether this is the outermost call
         of a forward: neither a call by the model itself nor a recomputation.
-
-        Raises:
-            RuntimeError: the model's own code failed after a layer whose input all samples share,
-                with the names of such layers.
         """
         if self._call is not None or is_recomputing():
             yield False
@@ -188,7 +187,7 @@ class PrivateForward:
             yield True
         except RuntimeError as error:
             refuse_for_memory(error, self.batch_hint)
-            _refuse_expanded(error, self._call)
+            _explain_expanded(error, self._call)
             raise
         finally:
             # A call under no_grad does not end the forward before it.
