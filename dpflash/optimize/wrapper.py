@@ -190,7 +190,7 @@ class ForwardWrapper:
             self._backward.proof.restart(self._module.modules())
         if self._restarts == 3:
             warnings.warn(
-                "modules or forward hooks of the model changed before each of three calls. The "
+                "modules or hooks of the model changed before each of three calls. The "
                 "test that samples stay apart begins again each time, so a step takes several "
                 "times as long: register hooks once and let them stay, before make_private",
                 stacklevel=6,

@@ -302,7 +302,8 @@ class _Structure:
         still = [m for m in modules if id(m) not in shards]
         dicts: list[dict[Any, Any]] = [m._parameters for m in still]
         dicts += [m._modules for m in modules]
-        for m in modules[1:]:  # Hooks of the model itself run around what is proven.
+        dicts += [h for m in modules for h in (m._backward_hooks, m._backward_pre_hooks)]
+        for m in modules[1:]:  # Those of the model itself run around the forward that is proven.
             dicts += m._forward_hooks, m._forward_pre_hooks
         self._empty = [held for held in dicts if not held]
         # Those of scripted modules are no dicts.

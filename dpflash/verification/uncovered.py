@@ -74,6 +74,8 @@ class Uncovered:
             return _UNSEEN
         runs = _is_run if losses is None else _always
         is_called, self._is_called = self._is_called, False
+        if not is_called and _is_hidden(self._module):
+            return _HIDDEN
         for leaf in (x for root in roots for x in leaves_past_gates(root, self._module, runs)):
             if isinstance(leaf, Tensor):
                 if id(leaf) in self._trained or self._is_input(leaf, batch, leading, is_called):
@@ -123,6 +125,22 @@ _UNSEEN = (
     "a scalar's backward was not begun by loss.backward() or torch.autograd, so what it trains "
     "outside of the private model is unknown, and nothing was released: call loss.backward()"
 )
+
+_HIDDEN = (
+    "model.forward was assigned after make_private and hides the private forward, so the test "
+    "that samples stay apart did not see it, and nothing was released: call the forward that it "
+    "replaces inside of it, or write it into the model's class"
+)
+
+
+def _is_hidden(model: nn.Module) -> bool:
+    """Whether a forward of the object is neither that of its class nor says to be around it."""
+    forward = type(model).forward
+
+    def is_it(x: Any) -> bool:
+        return getattr(x, "__func__", x) is forward
+
+    return not is_it(inspect.unwrap(vars(model).get("forward", forward), stop=is_it))
 
 
 def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import types
 
 import pytest
 import torch
@@ -267,6 +268,33 @@ def test_an_input_gets_its_gradient(name, scalar, private):
     losses.sum().backward() if scalar else engine.backward(losses)
     assert engine._step.sums
     assert x.grad is not None
+
+
+def _parts(model, x):
+    return model.last(torch.tanh(model.first(x)))
+
+
+@pytest.mark.parametrize("scalar", [False, True], ids=["losses", "scalar"])
+def test_a_forward_that_hides_the_private_one_is_refused(scalar, private):
+    """One around it, such as that of Accelerator.prepare, is not."""
+    engine, model, optimizer, _ = private(Body(), loss_reduction="sum" if scalar else None)
+    own = model.forward
+
+    def train(run, forward):
+        model.forward = forward
+        losses = run(torch.randn(20, 4)).square().sum(1)
+        losses.sum().backward() if scalar else engine.backward(losses)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    around = functools.wraps(own)(lambda x: own(x))
+    for forward in (own, lambda x: own(2 * x), around):
+        train(model, forward)
+    train(functools.partial(_parts, model), around)
+    for hiding in (functools.partial(_parts, model), types.MethodType(_parts, model)):
+        with pytest.raises(dpflash.PrivateRefusal, match="^model.forward was assigned"):
+            train(model, hiding)
+    assert not engine._step.sums
 
 
 def test_public_data_may_train_what_is_outside(private):
