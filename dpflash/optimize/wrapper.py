@@ -169,18 +169,28 @@ class ForwardWrapper:
                 self._order.check(tensors, is_released=tracker.current is None)
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
-            if self._uncovered is not None:
-                self._uncovered.note_call(tensors)
             units = self._backward.forward.units
             most = max(_first_dimensions(tensors), default=0) if units is None else units.size
             # Ranks that share a model would have to restart together.
             if self.unchanged is not None and self._backward.proof.group is None:
                 self._restart_proof(self.unchanged.structure())
-            if self._backward.begin_proof(most):
-                outputs = self._proven(module, tensors, args, kwargs)
-            else:
-                outputs = self._called(module, tensors, args, kwargs)
+            with self._noting_leaves(module, tensors):
+                if self._backward.begin_proof(most):
+                    outputs = self._proven(module, tensors, args, kwargs)
+                else:
+                    outputs = self._called(module, tensors, args, kwargs)
             return self._backward.expect_scalar(outputs, self._size_of_call(tensors))
+
+    def _noting_leaves(
+        self, module: nn.Module, tensors: list[Tensor]
+    ) -> AbstractContextManager[None]:
+        """Note the tensors that may ask for gradients in a call of the model."""
+        if self._uncovered is None:
+            return nullcontext()
+        own, is_foreign = tensors, self._backward.step.tracker.current is None
+        if self._order is not None and not is_foreign:
+            own = self._order.of_batch(tensors)
+        return self._uncovered.call(tensors, own, is_compiled=self._compiles(module))
 
     def _restart_proof(self, structure: int) -> None:
         """Begin the proof again if modules or hooks are others than in the call before."""

@@ -212,6 +212,16 @@ class RowOrder:
                 "model, and give it the mean of their losses"
             ) from None
 
+    def of_batch(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the model's arguments that are the batch's tensors, or may be made of them.
+
+        These are as many as the batch has: what comes beside them is of the loop.
+        """
+        left = Counter(x.shape[:2] for x in self._tensors)
+        left.subtract(x.shape[:2] for x in given)
+        own = _storages(self._tensors)
+        return [x for x in given if left[x.shape[:2]] >= 0 or not own.isdisjoint(_storages([x]))]
+
     def _repeats(self, rows: _Rows) -> bool:
         """Whether all rows are of the batch, and samples are in the place of others."""
         alike = [own.digests for own in self._batch if own.form == rows.form]

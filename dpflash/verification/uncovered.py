@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -43,21 +44,42 @@ class Uncovered:
 
     def __init__(self, module: nn.Module, trained: Collection[nn.Parameter]) -> None:
         self._module = module
+        self._modules = list(module.modules())
         self._trained = {id(p) for p in trained}
         self._inputs = WeakIdKeyDictionary()
-        self._given = WeakIdKeyDictionary()
+        self._known = WeakIdKeyDictionary()
         self._given_shapes: set[torch.Size] = set()
         self._is_called = False
 
-    def note_call(self, tensors: Sequence[Tensor]) -> None:
-        """Note the tensors that a call of the model got."""
+    @contextmanager
+    def call(
+        self, tensors: Sequence[Tensor], own: Sequence[Tensor], *, is_compiled: bool = False
+    ) -> Iterator[None]:
+        """A call of the model.
+
+        Args:
+            tensors: its arguments.
+            own: those that are of the batch; of one row no others are inputs.
+            is_compiled: whether the model runs through torch.compile.
+        """
         if not self._is_called:
-            self._given.clear()
+            self._known.clear()
             self._given_shapes.clear()
         self._is_called = True
         self._given_shapes |= {t.shape[:2] for t in tensors if t.ndim > 1}
-        for t in tensors:
-            self._given[_whole(t)] = True
+        has_one_row = any(t.shape[0] == 1 for t in tensors)
+        for t in (*own, *(t for t in tensors if t.shape[0] != 1)):
+            self._known[_whole(t)] = True
+        with ExitStack() as hooks:
+            # Hooks, and models, let outputs of frozen layers require grad, for checkpointing.
+            for m in self._modules if not is_compiled and has_one_row else ():
+                if m._forward_hooks or isinstance(m, nn.Embedding):
+                    hooks.enter_context(m.register_forward_hook(self._note_output, prepend=True))
+            yield
+
+    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not output.requires_grad:
+            self._known[_whole(output)] = True
 
     def refusal(
         self, losses: Tensor | None, batch: object, leading: Sequence[int | None]
@@ -93,7 +115,7 @@ class Uncovered:
             return False
         # Such as weights of as many classes as the batch has rows.
         is_alike = not is_called or leaf.shape[:2] in self._given_shapes
-        if _whole(leaf) not in self._given and not (is_alike and any(n != 1 for n in leading)):
+        if _whole(leaf) not in self._known and not (is_alike and any(n != 1 for n in leading)):
             return False
         return bool(self._inputs.setdefault(leaf, batch) == batch)
 
@@ -119,7 +141,8 @@ _NO_PARAMETER = (
 )
 _INPUTS = (
     ". An input whose gradient is wanted is a new tensor for each batch, with the batch first: an "
-    "argument of the model, or of its first two dimensions; with one row in a batch, an argument"
+    "argument of the model, or of its first two dimensions; with one row in a batch, the "
+    "loader's tensor, or what the model gets in its place"
 )
 _UNSEEN = (
     "a scalar's backward was not begun by loss.backward() or torch.autograd, so what it trains "

@@ -205,17 +205,62 @@ def test_inputs_may_ask_for_gradients_and_kept_tensors_may_not(private):
         engine.backward(model(torch.randn(20, 4) + kept).square().sum(1))
 
 
-def test_of_a_single_row_only_an_argument_is_an_input(private):
-    """Of other tensors the shape does not tell whether they are kept for later batches."""
-    engine, model, optimizer, _ = private(Body())
-    x = torch.randn(1, 4, requires_grad=True)
-    engine.backward(model(x).square().sum(1))
-    assert x.grad is not None
-    optimizer.zero_grad()
-    kept = x.grad.clone().requires_grad_()
-    for run in (lambda: model(x.detach() + kept), lambda: model.last(model.first(kept))):
-        with pytest.raises(RuntimeError, match="one row in a batch, an argument"):
-            engine.backward(run().square().sum(1))
+class Frozen(Body):
+    """Its first layer is frozen, as LoRA has it."""
+
+    def forward(self, x, prompt=None):
+        h = self.public(x)
+        if prompt is not None:
+            h = h + prompt.reshape(-1, 4).mean(0)
+        return self.last(torch.tanh(self.first(h)))
+
+
+def _hooked(hook):
+    def run(model, x):
+        with model.public.register_forward_hook(hook):
+            return model(x)
+
+    return run
+
+
+def _leaf(*shape):
+    return torch.zeros(*shape).requires_grad_()
+
+
+ONE_ROW = {
+    "argument": lambda model, x: model(x.requires_grad_()),
+    "view of it": lambda model, x: model(x.requires_grad_().view(2, 2).flatten()[None]),
+    "computed from it": lambda model, x: model((x + 1).requires_grad_()),
+    "output of a layer": _hooked(lambda _, args, h: h.requires_grad_()),
+}
+KEPT_IN_ONE_ROW = {
+    "prompt": lambda model, x: model(x, _leaf(1, 4)),
+    "prompt beside the leaf": lambda model, x: model(x.requires_grad_(), _leaf(1, 4)),
+    "prompt beside a copy": lambda model, x: model(x.double().float(), _leaf(1, 4)),
+    "prompt of its own length": lambda model, x: model(x, _leaf(1, 3, 4)),
+    "perturbation": lambda model, x: model(x + _leaf(1, 4)),
+    "layers": lambda model, x: model.last(model.first(x + _leaf(1, 4))),
+    "output of a hook": _hooked(lambda _, args, h: h + _leaf(1, 4)),
+    "hook's own leaf": _hooked(lambda _, args, h: _leaf(1, 4)),
+}
+
+
+@pytest.mark.parametrize("scalar", [False, True], ids=["losses", "scalar"])
+@pytest.mark.parametrize("name", [*ONE_ROW, *KEPT_IN_ONE_ROW])
+def test_in_one_row_a_leaf_is_of_the_batch_or_made_by_the_model(name, scalar, private):
+    """There the shape does not tell whether it is kept for later batches, though it is new."""
+    options = {"loss_reduction": "sum" if scalar else None, "foreign_batches": False}
+    engine, model, _, loader = private(
+        Frozen(), torch.randn(8, 4), physical_batch_size=1, **options
+    )
+    run = {**ONE_ROW, **KEPT_IN_ONE_ROW}[name]
+    losses = run(model, next(iter(loader))[0]).square().sum(1)
+    if name in ONE_ROW:
+        losses.sum().backward() if scalar else engine.backward(losses)
+        assert engine._step.sums
+        return
+    with pytest.raises(dpflash.PrivateRefusal, match="with one row in a batch, the"):
+        losses.sum().backward() if scalar else engine.backward(losses)
 
 
 @pytest.mark.parametrize("put", [nn.Module.register_buffer, setattr])
@@ -252,6 +297,7 @@ def test_a_tensor_that_is_no_input_is_refused_though_it_is_new(name, scalar, pri
 
 INPUTS = {
     "argument": ((20, 4), lambda model, x: model(x)),
+    "argument of one row": ((1, 4), lambda model, x: model(x)),
     "view": ((20, 2, 2), lambda model, x: model(x.flatten(1))),
     "perturbation": ((20, 4), lambda model, x: model(torch.randn(20, 4) + x)),
     "layers": ((20, 2, 2), lambda model, x: model.last(model.first(x.flatten(1)))),
