@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -98,19 +98,27 @@ class Uncovered:
         is_called, self._is_called = self._is_called, False
         if not is_called and _is_hidden(self._module):
             return _HIDDEN
-        for leaf in (x for root in roots for x in leaves_past_gates(root, self._module, runs)):
+        found = [x for root in roots for x in leaves_past_gates(root, self._module, runs)]
+        refused = [x for x in found if not self._may_be_reached(x, batch, leading, is_called)]
+        for leaf in refused:
             if isinstance(leaf, Tensor):
-                if id(leaf) in self._trained or self._is_input(leaf, batch, leading, is_called):
-                    continue
                 # Inside the backward of a scalar it may have its gradient already.
                 leaf.grad = None
-            fault, remedy = described(leaf, self._module)
-            return f"{fault}, so nothing was released: {remedy}"
-        return None
+        if not refused:
+            return None
+        fault, remedy = described(refused[0], self._module)
+        return f"{fault}, so nothing was released: {remedy}"
 
-    def _is_input(
-        self, leaf: Tensor, batch: object, leading: Sequence[int | None], is_called: bool
+    def _may_be_reached(
+        self,
+        leaf: Tensor | Hidden,
+        batch: object,
+        leading: Sequence[int | None],
+        is_called: bool,
     ) -> bool:
+        """Whether it is trained privately, or an input."""
+        if isinstance(leaf, Hidden) or id(leaf) in self._trained:
+            return not isinstance(leaf, Hidden)
         if isinstance(leaf, nn.Parameter) or leaf.shape[: len(leading)] != tuple(leading):
             return False
         # Such as weights of as many classes as the batch has rows.
@@ -215,10 +223,11 @@ def leaves_past_gates(
     """
     seen, waiting = {root}, [root] if root is not None else []
     found: dict[int, Tensor | Hidden] = {}
+    reached: set[int] = set()
     while waiting:
         node = waiting.pop()
-        if _recomputes(node) and (node is root or runs(node)):
-            found |= {id(x): x for x in _recomputed(node, model)}
+        if _is_foreign(node) and (node is root or runs(node)):
+            found |= {id(x): x for x in _trained_inside(node, model, reached)}
         for below, _ in node.next_functions:
             if type(below) is _LEAF:
                 if type(node).__name__ != _GATE and runs(below):
@@ -230,15 +239,60 @@ def leaves_past_gates(
     return list(found.values())
 
 
-def _recomputes(node: Any) -> bool:
-    """Whether the node's backward makes a graph and runs a backward of its own."""
-    if not isinstance(node, BackwardCFunction):
-        return False
-    function = type(node)._forward_cls  # type: ignore[attr-defined]
-    if function.__module__.startswith("dpflash."):
-        return False
-    code = getattr(inspect.unwrap(function.backward), "__code__", None)
-    return code is not None and {"enable_grad", "backward"} <= set(code.co_names)
+def _is_foreign(node: Any) -> bool:
+    """Whether it is of a Python function of others, whose backward may run one of its own."""
+    return isinstance(node, BackwardCFunction) and not (
+        type(node)._forward_cls.__module__.startswith("dpflash.")  # type: ignore[attr-defined]
+    )
+
+
+def _trained_inside(node: Any, model: nn.Module, reached: set[int]) -> list[Tensor | Hidden]:
+    """What a backward that the node runs by itself may train."""
+    backward = type(node)._forward_cls.backward
+    code = getattr(inspect.unwrap(backward), "__code__", None)
+    # Reentrant checkpoints may run anything.
+    if code is not None and {"enable_grad", "backward"} <= set(code.co_names):
+        return _recomputed(node, model)
+    return list(_held([vars(node), backward], reached))
+
+
+def _held(waiting: list[Any], reached: set[int]) -> Iterator[nn.Parameter]:
+    """The trained parameters of modules that functions, containers and objects reach.
+
+    Args:
+        waiting: the functions, containers and objects.
+        reached: ids of what was looked at, and of what is found.
+    """
+    while waiting:
+        x = waiting.pop()
+        if id(x) in reached:
+            continue
+        reached.add(id(x))
+        if isinstance(x, nn.Parameter):
+            if x.requires_grad:
+                yield x
+        elif isinstance(x, nn.Module):
+            waiting += x.parameters()
+        elif isinstance(x, dict):
+            waiting += x.values()
+        elif isinstance(x, list | tuple | set):
+            waiting += x
+        elif isinstance(x, functools.partial):
+            waiting += x.func, x.args, x.keywords
+        elif isinstance(x, MethodType):
+            waiting += x.__func__, x.__self__
+        elif isinstance(x, FunctionType):
+            waiting += *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
+            for cell in x.__closure__ or ():
+                with suppress(ValueError):  # it is empty yet
+                    waiting.append(cell.cell_contents)
+            waiting += _direct(x.__globals__.get(name) for name in x.__code__.co_names)
+        elif not isinstance(x, type):
+            waiting += _direct(getattr(x, "__dict__", {}).values())
+
+
+def _direct(held: Iterable[Any]) -> list[Any]:
+    return [x for x in held if isinstance(x, nn.Module | nn.Parameter)]
 
 
 def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:

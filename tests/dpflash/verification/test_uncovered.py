@@ -46,6 +46,34 @@ class Recomputed(torch.autograd.Function):
         return None, x.grad
 
 
+class Held(torch.autograd.Function):
+    """It trains what it keeps in its own way, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, held, run, x):
+        ctx.held, ctx.run = held, run
+        ctx.save_for_backward(x)
+        return run(x).detach()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.set_grad_enabled(True):
+            y = ctx.run(x)
+        y.backward(dy)
+        return None, None, x.grad
+
+
+class Runner:
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return self.layer(x)
+
+    run = __call__
+
+
 class Wrapped(nn.Module):
     """Its layer is no module of it."""
 
@@ -127,6 +155,39 @@ def test_a_reentrant_checkpoint_outside_of_the_model_is_refused_by_name(name, sc
     with pytest.raises(dpflash.PrivateRefusal, match="makes its graph.*use_reentrant=False"):
         losses.sum().backward() if scalar else engine.backward(losses)
     assert not engine._step.sums
+
+
+HELD = {
+    "module": lambda layer: (None, layer),
+    "list": lambda layer: ([layer], lambda x: layer.forward(x)),
+    "closure": lambda layer: (None, lambda x: layer(x)),
+    "default": lambda layer: (None, lambda x, layer=layer: layer(x)),
+    "partial": lambda layer: (None, functools.partial(layer.forward)),
+    "weights": lambda layer: (dict(layer.named_parameters()), Wrapped(layer)),
+    "object": lambda layer: (None, Runner(layer)),
+    "method": lambda layer: (None, Runner(layer).run),
+}
+
+
+@pytest.mark.parametrize("scalar", [False, True], ids=["losses", "scalar"])
+@pytest.mark.parametrize("name", HELD)
+def test_what_a_function_holds_may_be_trained_in_its_backward(name, scalar, private):
+    engine, model, optimizer, _ = private(Body(), loss_reduction="sum" if scalar else None)
+    outside = nn.Linear(2, 2)
+
+    def train():
+        h = model(torch.randn(20, 4))
+        losses = Held.apply(*HELD[name](outside), h).square().sum(1)
+        losses.sum().backward() if scalar else engine.backward(losses)
+
+    with pytest.raises(dpflash.PrivateRefusal, match="^a parameter of shape .* outside"):
+        train()
+    assert not engine._step.sums
+    assert outside.weight.grad is None and outside.bias.grad is None
+    optimizer.zero_grad()
+    outside.requires_grad_(False)
+    train()
+    assert engine._step.sums
 
 
 def test_the_root_of_a_scalar_may_be_a_reentrant_checkpoint(private):
