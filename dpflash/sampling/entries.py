@@ -27,6 +27,8 @@ _REPEATS = 8
 _CPU = torch.device("cpu")
 _FAILED: Any = object()
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
+# So many samples show whether most are bad.
+_JUDGED = 64
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,14 @@ class FittingCollate:
 
     An entry fits if the collate function makes a batch of it and one of the first entries that
     has the same fields and dtypes as a batch of that one entry alone, and the same shapes too
-    where the length is public. So whether it fits does not depend on its batch. That first entry
-    is one that agrees with most of the first `_FIRST`: one entry more or less may leave no such
-    entry, but never leads to one with other fields.
+    where the length is public; where that one has a floating-point number, an integer becomes one.
+    So whether it fits does not depend on its batch. That first entry is one that agrees with most
+    of the first `_FIRST`: one entry more or less may leave no such entry, but never leads to one
+    with other fields.
+
+    A dataset may change the form of all its entries, as by a curriculum of lengths. Where some
+    entry does not fit, the first one is read again, and if it no longer fits itself, the form is
+    looked up again. Where nothing but single entries changed, that finds the same form.
 
     Args:
         collate: the user's function.
@@ -117,7 +124,7 @@ class FittingCollate:
 
     def __init__(self, collate: Collate, dataset: Any, *, has_public_length: bool = False) -> None:
         self.collate = collate
-        self._dataset = dataset
+        self.dataset = dataset
         self._exact = has_public_length
         self._form: _Form | None = None
         self._is_looked_up = False
@@ -134,6 +141,9 @@ class FittingCollate:
         if batch is not _FAILED and (form is None or form.has_made(batch, len(entries))):
             self._refuse_moved(batch, entries, indices)
             return Collated(batch)
+        if form is not None:
+            form = self._current(form)
+            entries = [_with_floats(entry, form.entry) for entry in entries]
         fit = self.fit(entries)
         good = next((e for e, fits in zip(entries, fit, strict=True) if fits), None)
         if good is None and form is not None:
@@ -167,7 +177,7 @@ class FittingCollate:
 
         def again(index: int) -> Any:
             with random_state_kept(_CPU):
-                anew = [self._dataset[index] for _ in range(_REPEATS)]
+                anew = [self.dataset[index] for _ in range(_REPEATS)]
                 more = [anew[i % _REPEATS] for i in range(len(entries) + 1)]
                 found = self._tried_copies(*more, *entries)
             return None if found is _FAILED else found
@@ -184,20 +194,31 @@ class FittingCollate:
         if form is None:
             return [not isinstance(entry, Unreadable) for entry in entries]
         with random_state_kept(_CPU):
-            return [self._fits(entry, form) for entry in entries]
+            return [self._fits(_with_floats(entry, form.entry), form) for entry in entries]
 
     def _looked_up(self) -> _Form | None:
         if not self._is_looked_up:
             self._is_looked_up = True
-            with random_state_kept(_CPU):
-                first = [self._dataset[i] for i in range(min(_FIRST, len(self._dataset)))]
-                forms = (form for entry in first if (form := self._form_of(entry)) is not None)
-                self._form = next((form for form in forms if self._is_common(form, first)), None)
+            self._form = self._common_form()
         return self._form
 
-    def _form_of(self, entry: Any) -> _Form | None:
+    def _current(self, form: _Form) -> _Form:
+        """The form, or another one if the entry that it is of no longer has it."""
+        with random_state_kept(_CPU):
+            has_it = self._fits(self.dataset[form.index], form)
+        if not has_it:
+            self._form = form = self._common_form() or form
+        return form
+
+    def _common_form(self) -> _Form | None:
+        with random_state_kept(_CPU):
+            first = [self.dataset[i] for i in range(min(_FIRST, len(self.dataset)))]
+            forms = map(self._form_of, range(len(first)), first)
+            return next((form for form in forms if form and self._is_common(form, first)), None)
+
+    def _form_of(self, index: int, entry: Any) -> _Form | None:
         two, three = self._tried_copies(entry, entry), self._tried_copies(entry, entry, entry)
-        return None if two is _FAILED or three is _FAILED else _Form(entry, two, three)
+        return None if two is _FAILED or three is _FAILED else _Form(index, entry, two, three)
 
     def _is_common(self, form: _Form, first: list[Any]) -> bool:
         """Whether so many entries fit that no other form could be common with one entry more."""
@@ -234,15 +255,59 @@ class FittingCollate:
             return _FAILED
 
 
+class BadShare:
+    """Ends training where most samples are bad, which would train on noise in silence.
+
+    The samples are judged together, `_JUDGED` or more at a time, at the end of a draw. A unit has
+    at most `per_unit` of them in a draw, and so many of each draw are not counted as bad. So one
+    unit, whatever it holds, ends training only where more than half of the other samples are bad
+    already. Where draws are of one or two samples, nothing is.
+
+    Args:
+        per_unit: the most samples of a privacy unit in a draw.
+    """
+
+    def __init__(self, per_unit: int = 1) -> None:
+        self._per_unit = per_unit
+        self._samples = self._bad = self._excused = 0
+
+    def observe(self, samples: int, bad: int, *, is_last: bool) -> None:
+        """Count those of a microbatch.
+
+        Args:
+            is_last: whether it ends its draw.
+
+        Raises:
+            PrivateRefusal: most are bad.
+        """
+        self._samples += samples
+        self._bad += bad
+        self._excused += self._per_unit * is_last
+        if not is_last or self._samples < _JUDGED:
+            return
+        if 2 * (self._bad - self._excused) > self._samples:
+            raise PrivateRefusal(
+                "most of the entries of the last draws could not be read, or are not like most of "
+                "the dataset's first seven (other fields, dtypes or shapes, such as fractions "
+                "where those have integers), so steps would release little but noise: make the "
+                "entries alike in the dataset or in collate_fn",
+                samples=self._samples,
+                bad=self._bad,
+            ) from None
+        self._samples = self._bad = self._excused = 0
+
+
 class _Form:
     """What the batches of entries like one entry have in common.
 
     Args:
+        index: of that entry in the dataset.
         entry: the entry.
         two, three: a batch of it twice, and three times, which show where the rows are.
     """
 
-    def __init__(self, entry: Any, two: Any, three: Any) -> None:
+    def __init__(self, index: int, entry: Any, two: Any, three: Any) -> None:
+        self.index = index
         self.entry = entry
         self._samples = (two, three)
         self._fields, self._lengths = self._of(two, 2)
@@ -294,6 +359,40 @@ def _described(
     of_two, of_three = dict(parts_of(two)), dict(parts_of(three))
     for name, part in parts_of(batch):
         yield from _described(part, of_two.get(name), of_three.get(name), size, place + name)
+
+
+def _with_floats(entry: Any, own: Any) -> Any:
+    """The entry, with floating-point numbers in place of the integers where `own` has such."""
+    if isinstance(entry, Tensor | np.ndarray):
+        if type(entry) is not type(own) or not _is_floating(own) or not _is_integer(entry):
+            return entry
+        dtype: Any = own.dtype
+        return entry.to(dtype) if isinstance(entry, Tensor) else entry.astype(dtype)
+    if _is_integer(entry) and _is_floating(own) and not isinstance(own, Tensor | np.ndarray):
+        return type(own)(entry)
+    if type(entry) is not type(own):
+        return entry
+    if isinstance(entry, dict):
+        changed = copy.copy(entry)
+        changed.update({n: _with_floats(x, own[n]) for n, x in entry.items() if n in own})
+        return changed
+    if isinstance(entry, list | tuple):
+        parts = [_with_floats(x, y) for x, y in zip(entry, own, strict=False)]
+        parts += entry[len(parts) :]
+        return type(entry)(*parts) if hasattr(entry, "_fields") else type(entry)(parts)
+    return entry
+
+
+def _is_integer(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    return x.dtype.kind in "iu" if isinstance(x, np.ndarray | np.generic) else type(x) is int
+
+
+def _is_floating(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.is_floating_point()
+    return x.dtype.kind == "f" if isinstance(x, np.ndarray | np.generic) else type(x) is float
 
 
 def _shallow(entry: Any) -> Any:

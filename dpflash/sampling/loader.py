@@ -22,7 +22,7 @@ from ..refusal import PrivateRefusal
 from ..verification.loss_trial import LossTrial
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
-from .entries import Collated, FittingCollate, ReadableEntries
+from .entries import BadShare, Collated, FittingCollate, ReadableEntries
 from .lengths import Lengths, PadTo
 from .packed import DocumentsOf, PackedCollate, PackedSampler
 from .plan import SamplingPlan
@@ -154,6 +154,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self.order = RowOrder()
         groups = plan.groups
         self.bad_entries = 0 if groups is None else groups.left_out
+        self._bad_share = BadShare(1 if groups is None or groups.are_drawn else groups.limit)
         self._mark: BatchMark | None = None
         self._trial: LossTrial | None = None
         self._draws: DrawSampler | None = None
@@ -323,7 +324,9 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     def _without(self, bad: Sequence[int], mark: BatchMark) -> BatchMark:
         """The mark of a batch in which padding is in place of some entries."""
         left = mark.without(bad)
-        self.bad_entries += mark.count - left.count
+        count = mark.count
+        self.bad_entries += count - left.count
+        self._bad_share.observe(count, count - left.count, is_last=mark.last)
         return left
 
     def try_losses(self, trial: LossTrial) -> None:

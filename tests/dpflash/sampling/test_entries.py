@@ -1,8 +1,11 @@
 """A bad entry adds nothing and says nothing: training is as if its row were padding."""
 
+import collections
+import contextlib
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -12,7 +15,8 @@ from dpflash import PrivateRefusal
 from dpflash.kernels import native
 from dpflash.packing import PackTo
 from dpflash.sampling import PadTo
-from dpflash.sampling.entries import FittingCollate, ReadableEntries, Unreadable
+from dpflash.sampling.entries import BadShare, FittingCollate, ReadableEntries, Unreadable
+from dpflash.verification.nested import tensors_of
 
 BAD, ENTRIES = 5, 40
 
@@ -200,8 +204,100 @@ def test_what_is_not_of_one_entry_alone_is_refused_without_a_value():
     # A dataset most of whose entries cannot be read has its own error there.
     unread = FittingCollate(default_collate, [Unreadable("KeyError('secret')")] * 7)
     with pytest.raises(PrivateRefusal, match="__getitem__ failed") as refusal:
-        unread(list(unread._dataset))
+        unread(list(unread.dataset))
     assert refusal.value.details == {"error": "KeyError('secret')"}
+
+
+class Curriculum(Entries):
+    """Entries that all change."""
+
+    has_changed = False
+
+    def __getitem__(self, index):
+        entry = self.x[index], self.y[index]
+        return self.change(*entry) if self.has_changed else entry
+
+
+LATER = {
+    "longer": lambda x, y: (torch.cat([x, x]), y),
+    "another dtype": lambda x, y: (x.double(), y),
+    "a field more": lambda x, y: (x, y, x),
+    "another structure": lambda x, y: {"x": x, "y": y},
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_where_all_entries_change_they_are_trained_on_in_their_new_form(kind):
+    """As by progressive resizing, a curriculum of lengths or a transform that is switched on."""
+
+    def losses_of(model, batch):
+        x, y, *_ = batch.values() if isinstance(batch, dict) else batch
+        forms.append((type(batch), len(batch), x.dtype, x.shape[1]))
+        dataset.has_changed = len(forms) > 5
+        return dpflash.losses.cross_entropy(model(x.float()[:, :4]), y)
+
+    forms, dataset = [], Curriculum(LATER[kind])
+    _, engine = train(dataset, losses_of=losses_of)
+    assert len(set(forms)) == 2 and engine.diagnostics()["bad_entries"] == 0
+
+
+@pytest.mark.parametrize("unlike", [3, 4, 7])
+def test_a_form_that_changes_is_that_of_most_of_the_first_again(unlike):
+    entries = [torch.ones(4)] * 7
+    fitting = FittingCollate(default_collate, ReadableEntries(entries))
+    assert fitting([torch.ones(4)] * 2).bad == ()
+    entries[:unlike] = [torch.ones(3)] * unlike
+    assert fitting([torch.ones(3)] * 2).bad == ([] if unlike == 7 else [0, 1])
+
+
+Pair = collections.namedtuple("Pair", ["y", "text"])
+INTEGERS = {
+    "numbers": (3, 2.5),
+    "of numpy": (np.int64(3), np.float32(2.5)),
+    "arrays": (np.array([3]), np.array([2.5])),
+    "tensors": (torch.tensor(3), torch.tensor(2.5)),
+}
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("nest", [lambda y: y, lambda y: {"y": y}, lambda y: [Pair(y, "text")]])
+def test_an_integer_among_floats_is_one_of_them(kind, nest):
+    """As in targets that JSON holds; its row is the same whichever other entries there are."""
+    integer, number = map(nest, INTEGERS[kind])
+    fitting = FittingCollate(default_collate, ReadableEntries([number] * 7))
+    for entries in ([integer, integer], [integer, number], [number, integer]):
+        batch, bad = fitting(entries)
+        (x,) = [x for _, x in tensors_of(batch)]
+        wanted = [3.0 if entry is integer else 2.5 for entry in entries]
+        assert not bad and x.is_floating_point() and x.flatten().tolist() == wanted
+
+
+@pytest.mark.parametrize("keywords", [{}, {"physical_batch_size": 1}, {"sampling": "shuffled"}])
+def test_where_most_entries_are_bad_training_ends(keywords):
+    """The first seven show what entries are like, so they must be like most."""
+    rows = [(torch.ones(4), 1 if i < 10 else {"label": 1}) for i in range(ENTRIES)]
+    with pytest.raises(PrivateRefusal, match="most of the entries"):
+        train(rows, keywords=keywords)
+    _, engine = train(rows[:20], keywords=keywords)  # half of them
+    assert engine.diagnostics()["bad_entries"] > 0
+
+
+@pytest.mark.parametrize("per_unit", [1, 3])
+def test_no_unit_ends_training_unless_half_of_the_others_are_bad(per_unit):
+    generator = torch.Generator().manual_seed(0)
+    ended = 0
+    for share_of_bad in torch.linspace(0.3, 1, 300):
+        share, seen, bad = BadShare(per_unit), 0, 0
+        with contextlib.suppress(PrivateRefusal):
+            while seen < 64:
+                size = int(torch.randint(8, (), generator=generator))
+                others = int((torch.rand(size, generator=generator) < share_of_bad).sum())
+                seen, bad = seen + size, bad + others
+                share.observe(size + per_unit, others + per_unit, is_last=True)
+            continue
+        ended += 1
+        assert 2 * bad > seen
+    assert ended > 10
 
 
 class Documents(Dataset):
