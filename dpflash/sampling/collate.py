@@ -54,18 +54,11 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """
     if loader.num_workers or _is_known(loader.collate_fn):
         return
-    dataset = ReadableEntries(loader.dataset)
-    fitting = FittingCollate(loader.collate_fn, dataset)
-    last = len(dataset) - 1
-    indices = {last * k // (_ENTRIES - 1) for k in range(_ENTRIES)}
-    with _randomness_kept():
-        entries = [dataset[index] for index in sorted(indices)]
-        entries = list(compress(entries, fitting.fit(entries)))
-    _refuse(loader.collate_fn, entries, may_sort)
+    _try(FittingCollate(loader.collate_fn, ReadableEntries(loader.dataset)), may_sort)
 
 
 class TriedCollate:
-    """A collate function that a DataLoader worker tries on the first entries that it fetches.
+    """A collate function that a DataLoader worker tries before its first batch.
 
     In the main process, files that the dataset opens lazily would be open before the fork.
     """
@@ -76,12 +69,20 @@ class TriedCollate:
         self.is_tried = _is_known(collate.collate)
 
     def __call__(self, entries: list[Any]) -> Collated:
-        if not self.is_tried and len(entries) > 1:
+        if not self.is_tried:
             self.is_tried = True
-            first = entries[:_ENTRIES]
-            fitting = list(compress(first, self.collate.fit(first)))
-            _refuse(self.collate.collate, fitting, self.may_sort)
+            _try(self.collate, self.may_sort)
         return self.collate(entries)
+
+
+def _try(fitting: FittingCollate, may_sort: bool) -> None:
+    """Try the function on entries from all over the dataset, as `refuse_mixing` says."""
+    last = len(fitting.dataset) - 1
+    indices = {last * k // (_ENTRIES - 1) for k in range(_ENTRIES)}
+    with _randomness_kept():
+        entries = [fitting.dataset[index] for index in sorted(indices)]
+        entries = list(compress(entries, fitting.fit(entries)))
+    _refuse(fitting.collate, entries, may_sort)
 
 
 def _is_known(collate: Collate) -> bool:
