@@ -185,7 +185,8 @@ def test_whether_an_entry_fits_depends_on_no_entry_but_itself_while_the_first_ag
     first = [short] * bad + [good] * (7 - bad)
     for entries in (first, first[::-1]):
         fitting = FittingCollate(default_collate, ReadableEntries(entries))
-        assert fitting.fit([good, short, good.double(), None]) == [True, False, False, False]
+        others = [short, good.double(), good.bfloat16(), None]
+        assert fitting.fit([good, *others]) == [True, False, False, False, False]
         batch, rows = fitting([short, short])
         assert rows == [0, 1] and torch.equal(batch, torch.ones(2, 4))
 
