@@ -182,10 +182,12 @@ def _report(
         worst = max(group, key=lambda d: max(d.loss, d.worst_grad()))
         hows = list(dict.fromkeys(d.variant.how for d in group))
         hows.remove(worst.variant.how)
-        message = (
-            f"losses[{worst.index}] changes by {worst.loss:.1e} and its gradient by "
-            f"{worst.worst_grad():.1e} of its size when {worst.variant.how}"
+        changes = (
+            f"changes by {worst.loss:.1e} and its gradient by {worst.worst_grad():.1e} of its size"
         )
+        if not math.isfinite(worst.loss + worst.worst_grad()):
+            changes = "or its gradient becomes NaN or infinite"
+        message = f"losses[{worst.index}] {changes} when {worst.variant.how}"
         if hows:
             message += f" (likewise when {'; '.join(hows)})"
         if worst.grads:

@@ -516,6 +516,15 @@ def test_coupling_of_tokens_is_found_by_derivatives_beside_as_many_positions_as_
     assert "with respect to other samples in the output of 'tokens'" in problem.message
 
 
+def test_coupling_that_makes_a_loss_no_number_is_said_in_words():
+    def losses(model, batch):
+        logits = model(batch[0])
+        return dpflash.losses.cross_entropy(logits / logits.std(0), batch[1])
+
+    report = dpflash.PrivacyEngine().check(nn.Linear(WIDTH, CLASSES), vectors(), losses)
+    assert "becomes NaN or infinite when" in str(report).replace("\n    ", " ")
+
+
 def test_coupling_in_the_backward_alone_is_found():
     report = check(around(BackwardScale()), vectors())
     assert found(report, "coupling")
