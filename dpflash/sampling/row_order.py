@@ -236,13 +236,19 @@ class RowOrder:
 
         Its own rows are unequal then, and as many rows of other samples are equal.
         """
-        if self._copies is None or _are_equal(rows.digests[self._copies]):
+        if self._copies is None:
             return False
-        _, inverse, counts = rows.digests.unique(return_inverse=True, return_counts=True)
+        size = len(self._copies)
+        digests = _of_samples(rows, size)
+        if _are_equal(digests[self._copies]):
+            return False
+        batch = [_of_samples(own, size) for own in self._batch if len(own.x) % size == 0]
+        _, inverse, counts = digests.unique(return_inverse=True, return_counts=True)
         for group in (counts >= int(self._copies.sum())).nonzero():
             equal = inverse == group
-            were_equal = self._batch and all(_are_equal(own.digests[equal]) for own in self._batch)
-            if not were_equal and _is_telling(rows.x[int(equal.int().argmax())]):
+            were_equal = batch and all(_are_equal(own[equal]) for own in batch)
+            first = int(equal.int().argmax())
+            if not were_equal and _is_telling(rows.x.reshape(size, -1)[first]):
                 return True
         return False
 
@@ -338,6 +344,13 @@ class _Rows:
         is_text = len(shape) == 2 and not dtype.is_floating_point
         form = (dtype,) if is_text else (shape[1:], dtype)
         return [hash((form, row)) for row in self.digests.tolist()]
+
+
+def _of_samples(rows: _Rows, size: int) -> Tensor:
+    """Digests `[size]` of samples, which may have several rows each."""
+    if len(rows.x) == size:
+        return rows.digests
+    return row_digests(rows.x.reshape(size, -1)).cpu()
 
 
 def _storages(tensors: Sequence[Tensor]) -> set[int]:
