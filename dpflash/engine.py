@@ -82,7 +82,12 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 def _of_run(
     method: Callable[Concatenate[PrivateRun, _P], _R], *, by_name: bool = False
 ) -> Callable[Concatenate[PrivacyEngine, _P], _R]:
-    """A method of the engine's run; where no model is private, the error has its name or not."""
+    """Forward a method of the engine to its run.
+
+    Args:
+        method: of the run.
+        by_name: whether the error without a private model names it.
+    """
 
     @functools.wraps(method)
     def of_run(self: PrivacyEngine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -549,13 +554,13 @@ class PrivacyEngine(Uncopied, OnlySettable):
         return model
 
     def _described(self, method: str) -> PrivateRun:
-        """The run, for what only tells of it."""
+        """The run, for a method that only reports."""
         if self._run is None:
             raise ValueError(f"{method}: {_NOT_PRIVATE}")
         return self._run
 
     def _running(self) -> PrivateRun:
-        """The run, for what goes on with it."""
+        """The run, for a method that changes it."""
         if self._run is None:
             raise RuntimeError(_NOT_PRIVATE)
         self._run.step.public.refuse_inside("a call of the engine")

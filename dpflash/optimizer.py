@@ -84,7 +84,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self._step = step
         self._step_hooks: list[Callable[[PrivateOptimizer], None]] = []
         self._releasing = False
-        self._goes_on = _has_stepped(optimizer)
+        self._is_resumed = _has_stepped(optimizer)
         self._released: list[weakref.ref[Tensor]] = []
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
 
@@ -228,7 +228,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.original_optimizer.load_state_dict(state_dict)
-        self._goes_on = _has_stepped(self.original_optimizer)
+        self._is_resumed = _has_stepped(self.original_optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(
@@ -277,8 +277,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
                 self._step.public.begin_batch(begins_draw=False)
                 return result
             is_public = self._step.has_public_alone
-            if self._goes_on and not is_public:
-                self._goes_on = False
+            if self._is_resumed and not is_public:
+                self._is_resumed = False
                 self._step.warn_of_forgotten_releases()
             if not is_public:
                 self._step.finish_backward()

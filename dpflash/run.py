@@ -57,7 +57,7 @@ class PrivateRun:
         backward: clips, through the gates of the model's layers.
         wrapper: the model's forward.
         trial: of the losses of packed documents; None where none is made.
-        keys, spending: of the engine, which goes on with them behind `detach`.
+        keys, spending: of the engine, which keeps them after `detach`.
         as_folder: whether checkpoints are folders.
     """
 
@@ -74,12 +74,12 @@ class PrivateRun:
     as_folder: bool
 
     def leave_ranks(self) -> None:
-        """Go on in a forked process, which is none of the ranks, after the keys did."""
+        """Continue in a forked process, which is none of the ranks; its keys are new already."""
         self.loader.load_state_dict(self.loader.state_dict(), key=self.keys.sampling)
         self.step.leave_ranks()
         self.wrapper.leave_compiler("the process was forked")
 
-    # What it tells
+    # Reports
 
     def groups(self) -> ClippingGroups:
         """The clipping groups of the private model: their parameters, bounds and sensitivity.
@@ -310,7 +310,7 @@ class PrivateRun:
 
     @property
     def _fixed(self) -> dict[str, Any]:
-        """What a run that goes on has from its own `make_private`; a checkpoint has it too."""
+        """What `make_private` fixes and a resumed run must have in common with a checkpoint."""
         return {
             "sampling": self.loader.plan.scheme,
             "clipping": self.settings.clipping,

@@ -629,11 +629,11 @@ class PrivateStep(ClippedSums):
             self._changed = next(n for n in both if options.get(n) != self._options.get(n))
 
     def warn_of_forgotten_releases(self) -> None:
-        """Warn that an optimizer goes on whose earlier steps nobody counts."""
+        """Warn if epsilon counts no releases for the steps that the optimizer has made."""
         if not self.releases and self._spending.is_empty:
             warnings.warn(
-                "the optimizer has made steps already, as its state says, and this engine counts "
-                "none of them. Where they were on private data, epsilon lacks them: go on by "
+                "the optimizer's state is of a run that made steps, and this engine counts none "
+                "of them. If they were on private data, epsilon is too small: resume with "
                 "engine.save_checkpoint and load_checkpoint, or save engine.state_dict() beside "
                 "those of model and optimizer, and load all three before the first step",
                 stacklevel=3,

@@ -55,7 +55,7 @@ def audit(
     Source:
         Steinke, Nasr, Jagielski 2023; see `dpflash.audit.bounds`.
     """
-    # A second, which no training run needs: scipy's distributions and torch's FSDP.
+    # These import scipy's distributions and torch's FSDP, which takes a second.
     from .ranks import Audited
     from .run import audit_losses, auditable, run_audit
 

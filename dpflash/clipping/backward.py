@@ -374,16 +374,16 @@ class PrivateBackward:
                 ) from None
 
     def _warn_uncalled(self) -> None:
-        """Warn once where the losses are of no call of the model that was seen."""
+        """Warn once if the losses were computed without a call of the model itself."""
         if self._is_called or self._has_warned or not self.proof.is_on:
             return
         self._has_warned = True
         warnings.warn(
-            "no call of the private model itself belongs to these losses: its layers were called "
-            "one by one, by a method of it, or through your own torch.compile. Then samples that "
-            "mix in the forward, rows in another order and random masks are not checked, see "
-            "engine.verified. Call model(x), with all that trains in its forward; compile by "
-            "make_private(optimize='aggressive')",
+            "the losses were computed without a call of the private model itself: its layers were "
+            "called one by one, by one of its methods, or through your own torch.compile. So "
+            "dpflash does not check whether its forward mixes samples, the order of rows, or "
+            "random masks; see engine.verified. Call model(x), and compute in its forward all "
+            "that is trained; to compile it, pass make_private(optimize='aggressive')",
             stacklevel=5,
         )
 

@@ -250,7 +250,7 @@ class SamplingPlan:
 
     @property
     def scheme(self) -> dict[str, Any]:
-        """What a run that goes on must draw alike."""
+        """What a resumed run must have in common with the one that was saved."""
         scheme = {
             "sampler": self.sampler_name,
             "num_samples": self.dataset_size,

@@ -199,8 +199,10 @@ class RowOrder:
             ) from None
         if is_released:
             return
-        moved = any(_reordered(rows, self._batch) or self._moves(rows.x) for rows in found)
-        moved = moved or _are_moved_alike(found, self._batch)
+        orders = [(rows, own) for rows in found for own in _orders(rows, self._batch)]
+        # Few labels that were changed at random may be as many of each as before.
+        moved = any(_is_rich(rows.x[rows.digests != own]) for rows, own in orders)
+        moved = moved or any(self._moves(rows.x) for rows in found) or _are_moved_alike(orders)
         if moved or any(map(self._gathers, found)):
             raise PrivateRefusal(
                 f"the model got the rows of the loader's batch in another order, {SORTING}"
@@ -269,9 +271,9 @@ class RowOrder:
                 continue
             kept = (own.to(x.dtype) if x.is_floating_point() else own).reshape(size, -1)
             step = max(1, rows.shape[1] // _COLUMNS)
-            ranks = [_Rows(_ranks(part[:, ::step]).cpu()) for part in (rows, kept)]
             # Columns that are increasing functions of each other have equal ranks.
-            if _reordered(ranks[0], ranks[1:], ranks[0].x):
+            now, before = (_Rows(_ranks(part[:, ::step]).cpu()) for part in (rows, kept))
+            if any(_is_no_chance(now.x[now.digests != own]) for own in _orders(now, [before])):
                 return True
         return False
 
@@ -431,25 +433,13 @@ def _orders(rows: _Rows, batch: Sequence[_Rows]) -> list[Tensor]:
     return [own for own in alike if torch.equal(ordered, own.sort().values)]
 
 
-def _reordered(rows: _Rows, batch: Sequence[_Rows], x: Tensor | None = None) -> bool:
-    """Whether this is a tensor of the batch with its rows in another order.
+def _are_moved_alike(orders: Sequence[tuple[_Rows, Tensor]]) -> bool:
+    """Whether tensors were moved together, each of which alone may be so by chance.
 
     Args:
-        rows: of the tensor.
-        batch: of the batch's tensors.
-        x: the values `[B, n]` where rows are their ranks.
+        orders: tensors, and the digests of one of the batch with the same rows.
     """
-    for own in _orders(rows, batch):
-        # Few labels that were changed at random may be as many of each as before.
-        moved = rows.digests != own
-        if _is_rich(rows.x[moved]) if x is None else _is_no_chance(x[moved]):
-            return True
-    return False
-
-
-def _are_moved_alike(given: Sequence[_Rows], batch: Sequence[_Rows]) -> bool:
-    """Whether tensors have rows of the batch in one other order, which each may have by chance."""
-    pairs = [(rows.digests, own) for rows in given for own in _orders(rows, batch)[:1]]
+    pairs = {id(rows): (rows.digests, own) for rows, own in reversed(orders)}.values()
     if len(pairs) < 2:
         return False
     now, before = (torch.stack(digests, 1) for digests in zip(*pairs, strict=True))

@@ -37,7 +37,7 @@ _INCOMPLETE = (
     "the sum of a logical batch lacks a microbatch, so it is not released: each microbatch of the "
     "private loader needs its engine.backward(losses) before the next one, without an error, "
     "outside of engine.public_data(), an empty one too, and whatever its losses are. A backward "
-    "of another model, such as a copy, is not one of the private model. Samples "
+    "through a copy of the model does not count. Samples "
     "whose gradient is not finite contribute zero by themselves: remove a guard such as "
     f"`if not torch.isfinite(loss): continue`. {_ONLY_READ}"
 )

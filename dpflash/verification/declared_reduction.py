@@ -34,8 +34,8 @@ _OVER_TOKENS = (
     "others. " + _REMEDY
 )
 _OF_NO_KNOWN_SCALE = (
-    "loss_reduction={declared!r}, but the scalar weights tokens by another number than the "
-    "{declared} over samples does, so nothing was released: it may be a mean over the valid "
+    "loss_reduction={declared!r}, but the tokens' weights in the scalar are not those of a "
+    "{declared} over samples, so nothing was released: it may be a mean over the valid "
     "tokens of the batch, or over their class weights, times a factor, and then each sample's "
     "gradient depends on the others. Leave out a division for gradient accumulation (loss / 4): "
     "the loader cuts batches, and a step is divided by optimizer.expected_batch_size. " + _REMEDY
@@ -112,16 +112,16 @@ def refuse_weights(
 
 
 def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool:
-    """Whether the weights of tokens hang on their classes alone, but not by a public factor.
+    """Whether the weights of tokens depend on their classes alone, and their factor is unknown.
 
     Args:
         weights: `[B, T]`, of which samples have different sums.
         targets: `[B, T]`, the classes.
         unit: weight of a sample in the declared reduction.
 
-    Sums over the tokens of a sample are known by their factor, and so are means over all T, or
+    Known factors are those of a sum over the tokens of a sample, and of a mean over all T, or
     over T - 1 where labels are shifted. Losses that weight samples, or tokens by how likely
-    they are, give a class different weights; nothing is known of them.
+    they are, give a class different weights, and are not judged.
     """
     used = weights > 0
     classes, index = targets[used].unique(return_inverse=True)

@@ -1029,7 +1029,7 @@ def test_outputs_may_be_changed_in_place_where_a_scalar_is_declared(private):
 
 def test_a_model_whose_layers_are_called_one_by_one_is_proven_by_its_gradients_alone(private):
     torch.manual_seed(0)
-    expected = pytest.warns(UserWarning, match="no call of the private model itself")
+    expected = pytest.warns(UserWarning, match="without a call of the private model itself")
     engine, model, optimizer, _ = private(Between())
     for _ in range(2):
         losses = model.c(torch.tanh(model.a(data()))).square().sum(1)
