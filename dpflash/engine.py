@@ -337,7 +337,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
             if losses.ndim == 1:
                 backward.step.tracker.before_backward(losses.shape[0])
                 if losses.shape[0] == 0 and self._ranks.everyone is None:
-                    return  # With other ranks an empty batch takes part in the exchanges.
+                    # With other ranks an empty batch takes part in the exchanges.
+                    backward.step.end_backward()
+                    return
             if self._trial is not None and self._is_tried(losses, self._trial):
                 return
             with without_autocast(losses.device.type):

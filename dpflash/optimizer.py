@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dpflash.kernels import refuse_capture
 
-from .distributed.fsdp import is_sharded
 from .privacy.keys import Uncopied
 from .refusal import PrivateRefusal
 from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
@@ -85,8 +82,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self._step_hooks: list[Callable[[PrivateOptimizer], None]] = []
         self._releasing = False
         self._is_resumed = _has_stepped(optimizer)
-        self._released: list[weakref.ref[Tensor]] = []
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
+        step.watch_gradients()
 
     def _patch_step_function(self) -> None:
         """Keep PyTorch from wrapping `step` in the step hooks of the wrapped optimizer.
@@ -133,8 +130,12 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Never: a GradScaler would have sums clipped at its scale."""
-        return False
+        """Asked by GradScaler.step, which is refused: losses that it scaled were clipped so."""
+        raise RuntimeError(
+            "GradScaler.step(optimizer) with a private optimizer: per-sample gradients of scaled "
+            "losses are clipped at that scale, so nearly all of them to max_grad_norm. Call "
+            "engine.backward(losses) and optimizer.step() without the scaler; bfloat16 needs none"
+        )
 
     @property
     def accumulated_iterations(self) -> int:
@@ -237,8 +238,17 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, public ones too; keeps those of an unfinished logical batch."""
+        """Clear gradients, public ones too; keeps those of an unfinished logical batch.
+
+        Raises:
+            RuntimeError: a release waits for its step, which would have no gradients then.
+        """
         self._step.public.refuse_inside("optimizer.zero_grad()")
+        if self._step.released is not None:
+            raise RuntimeError(
+                "optimizer.zero_grad() between the last backward of a logical batch and "
+                "optimizer.step() would drop what was released: call it after step()"
+            )
         if self._is_last_step_skipped or self._step.tracker.is_within_draw:
             return
         self._step.public.drop()
@@ -277,15 +287,14 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
                 self._step.public.begin_batch(begins_draw=False)
                 return result
             is_public = self._step.has_public_alone
-            if self._is_resumed and not is_public:
-                self._is_resumed = False
-                self._step.warn_of_forgotten_releases()
-            if not is_public:
-                self._step.finish_backward()
             self._check_others_have_no_gradient()
-            self._check_only_gates_wrote()
-            set_ = self._step.set_public_gradients() if is_public else self._step.release()
-        self._released = [weakref.ref(p.grad) for p in set_ if p.grad is not None]
+            if is_public:
+                self._step.set_public_gradients()
+            else:
+                self._step.take_release()
+                if self._is_resumed:
+                    self._is_resumed = False
+                    self._step.warn_of_forgotten_releases()
         for hook in () if is_public else self._step_hooks:
             hook(self)
         self._releasing = True
@@ -310,86 +319,9 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
                         "make_private again"
                     ) from None
 
-    def _written_by_others(self) -> list[nn.Parameter]:
-        """Parameters whose `.grad` is not their clipped sum. Waits for a device once."""
-        sums = self._step.sums
-        having = [parameter for parameter in self.params if parameter.grad is not None]
-        flags = [_differs(parameter, sums.get(parameter)) for parameter in having]
-        waiting: dict[torch.device, list[Tensor]] = {}
-        for flag in flags:
-            if isinstance(flag, Tensor):
-                waiting.setdefault(flag.device, []).append(flag)
-        if True not in [flag for flag in flags if isinstance(flag, bool)] and not any(
-            bool(torch.stack(on_device).any()) for on_device in waiting.values()
-        ):
-            return []
-        return [parameter for parameter, flag in zip(having, flags, strict=True) if flag]
-
-    def _check_only_gates_wrote(self) -> None:
-        for parameter in self._written_by_others():
-            total = self._step.sums.get(parameter)
-            grad = parameter.grad
-            assert grad is not None
-            name = self._step.names[parameter]
-            stale = any(grad is released() for released in self._released)
-            scale = None if total is None or is_sharded(parameter) else _scale(grad, total)
-            self._step.discard()
-            if scale is not None:
-                raise PrivateRefusal(
-                    f"the gradient of parameter '{name}' is a fraction of its clipped sum, as a "
-                    "GradScaler leaves it, so nothing was released: losses that are "
-                    "scaled are clipped at that scale. Call engine.backward(losses) and "
-                    "optimizer.step() without the scaler; bfloat16 needs none"
-                ) from None
-            if stale:
-                raise PrivateRefusal(
-                    "optimizer.zero_grad() was not called after the last step, but before it or "
-                    "not at all, or step() was called twice: .grad still held what was released "
-                    f"then, for instance of parameter '{name}', so nothing was released. Call "
-                    "zero_grad() once after each step(); the batch is dropped"
-                ) from None
-            raise PrivateRefusal(
-                f"the gradient of parameter '{name}' is not the clipped sum that its private "
-                "layer made, so nothing was released. Either the parameter is used outside of its "
-                "own module (tie modules instead: lm_head.weight = embedding.weight; in place of "
-                "a penalty on weights use weight_decay, or run its backward inside "
-                "engine.public_data()), or .grad was changed between backward and step: by "
-                "clip_grad_norm_ (leave it out, samples are clipped already), by a hook of the "
-                "parameter (remove it), by a DistributedDataParallel that was put around the "
-                "model after make_private (wrap it before), or by the backward of a public loss "
-                "(run it inside engine.public_data() too)"
-            ) from None
-
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return any(float(s["step"]) > 0 if "step" in s else bool(s) for s in optimizer.state.values())
-
-
-def _scale(grad: Tensor, total: Tensor) -> float | None:
-    """GradScaler scale found in `.grad`, or None."""
-    if grad.layout != torch.strided or grad.shape != total.shape or not grad.numel():
-        return None
-    largest, divided = float(total.abs().max()), float(grad.abs().max())
-    # GradScaler's scales are powers of two.
-    scale = 2.0 ** round(math.log2(largest / divided)) if 0 < divided < largest < math.inf else 1.0
-    return scale if scale > 1 and _same(grad, total / scale) else None
-
-
-def _differs(parameter: Tensor, total: Tensor | None) -> Tensor | bool:
-    """Whether `.grad` differs from the parameter's sum; on its device, without waiting."""
-    grad = parameter.grad
-    assert grad is not None
-    if grad.layout != torch.strided:
-        return True
-    if is_sharded(parameter):
-        return total is not None or grad.any()
-    if total is None:
-        return grad.any()
-    return grad.shape != total.shape or (grad != total.to(grad.dtype)).any()
-
-
-def _same(grad: Tensor, total: Tensor) -> bool:
-    return torch.equal(grad, total.to(grad.dtype))
 
 
 def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

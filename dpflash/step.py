@@ -8,28 +8,34 @@
             if last microbatch:
                 charge the accountant and the ledger   # _charge: before a noisy value exists
                 sums[parameter] += N(0, (sigma C)^2)   # BatchNoise
+        if last microbatch:                            # release
+            charge, all-reduce over the ranks, add noise   # what the gates did not do
+            parameter.grad = sums[parameter] / expected_batch_size
     optimizer.step():
-        charge, all-reduce over the ranks, add noise   # release: unless the backward did
-        parameter.grad = sums[parameter] / expected_batch_size
+        release                                        # if no backward could: a batch of others
         parameter.grad += gradient of public data      # see dpflash.privacy.public_data
         the wrapped optimizer's step
 
-A backward charges and adds noise where it is known to be the last one of the logical batch and
-the sum is complete on this rank: with the private loader, on a single rank. Otherwise `release`
-does both. Sums and noise are multiples of one grid (see `dpflash.kernels.grid_of`), so the order
-of microbatches and ranks does not change a bit of the result.
+Until the release `.grad` of a private parameter is None; what is done with it afterwards is
+post-processing. The gates of the last microbatch charge and add noise where the sum is complete
+on this rank: with the private loader, on a single rank. Sums and noise are multiples of one grid
+(see `dpflash.kernels.grid_of`), so the order of microbatches and ranks does not change a bit of
+the result.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dpflash.kernels import (
     NoiseStream,
@@ -58,6 +64,12 @@ if TYPE_CHECKING:
     from .privacy.keys import RunKeys
     from .privacy.spending import Spending
 
+_AGREED = (
+    "noise_multiplier",
+    "max_grad_norm",
+    "expected_batch_size",
+    "batch of the private loader",
+)
 _OPTIONS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 CAPTURED = "each replay would release again, without charging for it and with the same noise"
 
@@ -157,8 +169,7 @@ class BatchNoise:
 class ClippedSums:
     """Sums of the clipped gradients of one logical batch, over its microbatches.
 
-    Only the clipping gates add to `sums`, and only `sums` is released. A gradient that reached
-    `parameter.grad` in another way is never released.
+    Only the clipping gates add to `sums`, and only `sums` is released.
 
     Args:
         trained: the parameters with private gradients.
@@ -294,33 +305,29 @@ class ClippedSums:
                 rows=rows,
             ) from None
 
-    def add_clipped(
-        self, parameter: nn.Parameter, grads: Tensor, factors: Tensor
-    ) -> Tensor | None:
+    def end_backward(self) -> None:
+        """A backward has run to its end."""
+
+    def add_clipped(self, parameter: nn.Parameter, grads: Tensor, factors: Tensor) -> None:
         """Reduce per-sample gradients `[B, ...]` by their clipping factors, and add the sum."""
-        into = self.sum_to_extend(parameter)
+        into = self._sum_to_extend(parameter)
         self._note_rounding(parameter)
         noise = self._noise_to_fuse(parameter)
         total = clip_reduce(grads, factors, grid=self.grid, into=into, noise=noise)
-        return self._add(parameter, total, has_noise=noise is not None)
+        self._add(parameter, total, has_noise=noise is not None)
 
-    def add(
-        self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True
-    ) -> Tensor | None:
+    def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
         """Add a microbatch's clipped sum, and the noise where it is due.
 
         Args:
             parameter: the parameter of the sum.
-            total: the sum of this microbatch; or of all so far, if it extends `sum_to_extend`.
+            total: the sum.
             is_exact: whether `total` is a multiple of the grid, where there is one.
-
-        Returns:
-            The gradient that autograd adds to `.grad`.
         """
         if not is_exact:
             self.rounded.add(self.names[parameter])
         self._note_rounding(parameter)
-        return self._add(parameter, total)
+        self._add(parameter, total)
 
     def add_zero(self, parameter: nn.Parameter) -> None:
         """Take part in the exchange of a sharded parameter that got no gradient on this rank."""
@@ -330,23 +337,12 @@ class ClippedSums:
             zeros = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
             self._add_rows(parameter, zeros)
 
-    def sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
+    def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
         """The exact sum of earlier microbatches, to which a kernel may add in place, or None."""
         held = self.sums.get(parameter)
         if held is None or is_sharded(parameter):
             return None
-        grad = parameter.grad
-        if grad is not None and torch.equal(grad, held.to(grad.dtype)):
-            # `.grad` gets the whole sum again; a sum of rounded sums would differ from it.
-            # Anything else in `.grad` stays, and is refused by the optimizer's step.
-            parameter.grad = None
         return held if self.grid is not None and held.dtype == torch.float64 else None
-
-    def settled(
-        self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients for autograd, once all noise in them is decided."""
-        return tuple(grads)
 
     def mark_of(self, parameter: nn.Parameter) -> int:
         """A number that travels with a parameter's gradient and identifies it."""
@@ -358,13 +354,16 @@ class ClippedSums:
             refuse_mixed(self._mixed)
 
     def discard(self) -> None:
-        """Drop the sums of an unreleased logical batch, and the gradients made of them."""
-        for parameter in self.trained:
-            parameter.grad = None
+        """Drop the sums of a logical batch, or its release."""
+        self._drop_gradients()
         self._clear()
         self.tracker.dropped()
         if self._clipper is not None:
             self._clipper.end_batch(released=False)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.trained:
+            parameter.grad = None
 
     def _clear(self) -> None:
         self.sums = {}
@@ -379,23 +378,19 @@ class ClippedSums:
         """Noise for the kernel that makes a parameter's sum, or None."""
         return None
 
-    def _add(
-        self, parameter: nn.Parameter, total: Tensor, *, has_noise: bool = False
-    ) -> Tensor | None:
+    def _add(self, parameter: nn.Parameter, total: Tensor, *, has_noise: bool = False) -> None:
         sharded: bool = is_sharded(parameter)
         if sharded:
             self._add_rows(parameter, total)
-            return None
+            return
         held = self.sums.get(parameter)
         if held is not None and total is not held:
             total = held + total
-        total = self._with_noise(parameter, total, has_noise)
-        return total.to(parameter.dtype)
+        self._store(parameter, total, has_noise)
 
-    def _with_noise(self, parameter: nn.Parameter, total: Tensor, has_noise: bool) -> Tensor:
+    def _store(self, parameter: nn.Parameter, total: Tensor, has_noise: bool) -> None:
         """Store a parameter's sum; with its noise, where it is due."""
         self.sums[parameter] = total
-        return total
 
     def _add_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add this rank's rows of a sharded parameter's sum; `release` adds their noise."""
@@ -431,7 +426,8 @@ class PrivateStep(ClippedSums):
     Attributes:
         noise_multiplier: of the next release; `set_noise_multiplier` changes it.
         expected_batch_size: of the next release; `set_expected_batch_size` changes it.
-        noise: of the release under way; None before it was charged.
+        noise: of the release under way; None before it was charged and after it was made.
+        released: the parameters whose `.grad` is a release that waits for its step, or None.
         public: gradients of public data that the next step adds to its release.
 
     Guarantees:
@@ -468,8 +464,11 @@ class PrivateStep(ClippedSums):
             exact=exact,
         )
         self.noise: BatchNoise | None = None
+        self.released: list[nn.Parameter] | None = None
+        self._hooks: list[RemovableHandle] = []
         self._options: dict[Any, Any] | None = None
         self._changed: Any = None
+        self._is_first = False
         self.public = PublicGradients(self.trained, names)
         self._optimizer = optimizer
         self._sampler = sampler
@@ -533,10 +532,19 @@ class PrivateStep(ClippedSums):
             )
         self._expected_batch_size = float(value)
 
+    def watch_gradients(self) -> None:
+        """Refuse gradients that reach a parameter past its gate, from now on."""
+        # A parameter that held the step would be in a cycle.
+        refuse = functools.partial(_refuse_gradient, weakref.ref(self))
+        whole = (p for p in self.trained if not is_sharded(p))
+        self._hooks = [p.register_post_accumulate_grad_hook(refuse) for p in whole]
+
     def close(self) -> None:
         """Refuse further releases: the keys are those of the engine's next model from now on."""
         self._is_closed = True
         self.public.drop()
+        for hook in self._hooks:
+            hook.remove()
 
     def refuse_closed(self) -> None:
         """Raises RuntimeError where the model was detached, or another engine has it."""
@@ -583,7 +591,7 @@ class PrivateStep(ClippedSums):
     @property
     def is_open(self) -> bool:
         # A backward that failed may leave a release without sums.
-        return bool(self.sums) or self.noise is not None
+        return bool(self.sums) or self.noise is not None or self.released is not None
 
     def begin_batch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         self.public.refuse_inside("a batch of the private loader")
@@ -606,9 +614,34 @@ class PrivateStep(ClippedSums):
                 "a backward pass on a draw whose release was charged and dropped: two releases of "
                 "one draw cost more than those of two draws. Go on with the loader's next batch"
             )
+        if math.isnan(self.bound):
+            self._drop_gradients()  # of the release before
+            self._refuse_hooks()
         super().begin_backward()
         self.note_options()
         self._may_charge = True
+
+    def end_backward(self) -> None:
+        with self.noting_refusals():
+            if self._ends_here():
+                self.release(signalled=self.tracker.waiting_signals > 0)
+
+    def _refuse_hooks(self) -> None:
+        """Refuse hooks on gradients, which would see nothing: autograd makes none of parameters.
+
+        Raises:
+            RuntimeError: naming the first parameter.
+        """
+        own = {hook.id for hook in self._hooks}
+        for parameter in self.trained:
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            if parameter._backward_hooks or not hooks.keys() <= own:
+                name = self.names[parameter]
+                raise RuntimeError(
+                    f"parameter '{name}' has a hook on its gradient, which would "
+                    "not run in private training: remove it, and read .grad after the last "
+                    "engine.backward of a logical batch"
+                )
 
     def note_refusal(self) -> None:
         # A ledger that cannot be written is refused at the next release; this error tells more.
@@ -630,7 +663,7 @@ class PrivateStep(ClippedSums):
 
     def warn_of_forgotten_releases(self) -> None:
         """Warn if epsilon counts no releases for the steps that the optimizer has made."""
-        if not self.releases and self._spending.is_empty:
+        if self._is_first:
             warnings.warn(
                 "the optimizer's state is of a run that made steps, and this engine counts none "
                 "of them. If they were on private data, epsilon is too small: resume with "
@@ -665,25 +698,16 @@ class PrivateStep(ClippedSums):
         self.tracker.forget_signals()
         super().abandon()
 
-    def settled(
-        self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
-        with self.dropping():
-            if self.noise is None or not self.noise.settle():
-                return tuple(grads)
-        pairs = zip(parameters, grads, strict=True)
-        return tuple(None if grad is None else self.sums[p].to(p.dtype) for p, grad in pairs)
-
     def _clear(self) -> None:
         super()._clear()
-        self.noise = self._options = self._changed = None
+        self.noise = self.released = self._options = self._changed = None
 
     def _noise_to_fuse(self, parameter: nn.Parameter) -> NoiseStream | None:
         # Only into a sum that is exact, complete and of this process alone.
         alone = self.grid is not None and parameter not in self.sums
         return self._noise_due(parameter) if alone and not is_sharded(parameter) else None
 
-    def _with_noise(self, parameter: nn.Parameter, total: Tensor, has_noise: bool) -> Tensor:
+    def _store(self, parameter: nn.Parameter, total: Tensor, has_noise: bool) -> None:
         if not has_noise:
             stream = self._noise_due(parameter)
             if stream is not None:
@@ -696,25 +720,21 @@ class PrivateStep(ClippedSums):
         if has_noise:
             assert self.noise is not None
             self.noise.was_added(parameter, total)
-        return total
 
     def _noise_due(self, parameter: nn.Parameter) -> NoiseStream | None:
         """Noise to add in this backward; the first call of the last backward charges for it."""
         if self._may_charge:
             self._may_charge = False
-            if self.noise is None and self._ends_here():
-                self.noise = self._charge(signalled=False)
+            # Noise is for the sum over all ranks' samples.
+            alone = self.ranks.data is None and not self.is_sharded
+            if alone and self.noise_multiplier != 0 and self._ends_here():
+                self.noise = self._charge(signalled=self.tracker.waiting_signals > 0)
         return None if self.noise is None else self.noise.stream(parameter)
 
     def _ends_here(self) -> bool:
         """Whether the backward under way completes the sums of the logical batch."""
         refuse_capture(CAPTURED)
-        mark = self.tracker.current
-        if self.tracker.waiting_signals or mark is None or not mark.last:
-            return False
-        if self.ranks.data is not None or self.is_sharded:
-            return False  # Noise is for the sum over all ranks' samples.
-        return self.noise_multiplier != 0
+        return self.tracker.step_will_release
 
     # Charge
 
@@ -749,6 +769,7 @@ class PrivateStep(ClippedSums):
             if drawn
             else Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
         )
+        self._is_first = not self.releases and self._spending.is_empty
         try:
             self._spending.admit(event)
         except (BudgetSpent, ValueError):
@@ -802,17 +823,18 @@ class PrivateStep(ClippedSums):
         Raises:
             ValueError: on all ranks, naming the difference; the batch is dropped.
         """
-        if self.ranks.everyone is None:
-            return
         try:
-            self._agree("a private batch", noise_multiplier, bound, drawn)
+            now = noise_multiplier, bound, self.expected_batch_size, drawn
+            self._agree("a private batch", dict(zip(_AGREED, now, strict=True)))
         except ValueError:
             self.discard()
             self.tracker.refused()
             raise
 
-    def _agree(self, kind: str, noise_multiplier: float, bound: float, drawn: bool) -> None:
+    def _agree(self, kind: str, values: dict[str, Any] | None = None) -> None:
         """Raise a ValueError on all ranks where they are about to make different steps."""
+        if self.ranks.everyone is None:
+            return
         current = self.tracker.current
         self.ranks.agree(
             "optimizer.step()",
@@ -820,12 +842,11 @@ class PrivateStep(ClippedSums):
                 "data of the step": kind,
                 "release": self.releases,
                 "draw": None if current is None else (self.tracker.returns, current.draw),
-                "noise_multiplier": noise_multiplier,
-                "max_grad_norm": bound,
-                "expected_batch_size": self.expected_batch_size,
-                "batch of the private loader": drawn,
+                **dict.fromkeys(_AGREED),
+                **(values or {}),
                 "trained parameters": [self.names[p] for p in self.parameters],
-                "parameters with a public gradient": self.public.names,
+                # Those beside a release are made until its step.
+                "parameters with a public gradient": () if values else self.public.names,
             },
         )
 
@@ -843,23 +864,22 @@ class PrivateStep(ClippedSums):
 
     # Release
 
-    def finish_backward(self) -> None:
-        """Settle the noise that a failed backward left."""
-        if self.noise is not None:
-            self.noise.settle()
-
-    def release(self) -> list[nn.Parameter]:
+    def release(self, *, signalled: bool) -> None:
         """Set the gradients of the logical batch: sums with noise, over the public divisor.
 
         A release that is interrupted can be made again: sums and noise are the same then.
 
-        Returns:
-            The parameters whose gradients were set.
+        Args:
+            signalled: see `_charge`.
         """
+        with self.dropping():
+            self.refuse_changed_options()
+            self._refuse_written_gradients()
         self.check_exchanges()
         parameters = self.parameters
         if self.noise is None:
-            self.noise = self._charge(signalled=self.tracker.signalled_now)
+            self.noise = self._charge(signalled=signalled)
+        self.noise.settle()
         if self._planned is not None and self.releases > self._planned[0]:
             (most, epsilon), self._planned = self._planned, None
             warnings.warn(
@@ -883,6 +903,25 @@ class PrivateStep(ClippedSums):
         for parameter, total in zip(parameters, totals, strict=True):
             total = total.to(torch.promote_types(parameter.dtype, torch.float32))
             parameter.grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
+        options = self._options
+        self._clear()
+        self._options, self.released = options, parameters
+
+    def take_release(self) -> None:
+        """End the logical batch; `.grad` is its release, with the gradients of public data.
+
+        Raises:
+            RuntimeError: the released gradients are gone.
+        """
+        if self.released is None:
+            self.release(signalled=self.tracker.signalled_now)
+        if self.released and all(p.grad is None for p in self.released):
+            self.discard()
+            raise RuntimeError(
+                "every .grad was cleared between the last backward of a logical batch and "
+                "optimizer.step(), so its release is lost: call model.zero_grad() after step()"
+            )
+        self._agree("a private batch")
         for parameter, grad in self.public.mean(self.ranks).items():
             if parameter.grad is not None:
                 parameter.grad.add_(grad)
@@ -891,28 +930,57 @@ class PrivateStep(ClippedSums):
         if self._clipper is not None:
             self._clipper.end_batch(released=True)
         self.tracker.released()
-        return parameters
+
+    def _refuse_written_gradients(self) -> None:
+        """Refuse `.grad` before the release: what others wrote there is not private."""
+        if self.noise is not None:
+            return  # an interrupted release
+        if math.isnan(self.bound):
+            self._drop_gradients()  # of the release before
+        for parameter in self.trained:
+            if parameter.grad is not None:
+                parameter.grad = None
+                name = self.names[parameter]
+                raise PrivateRefusal(
+                    f".grad of parameter '{name}' was written before the release "
+                    "of the logical batch, so nothing was released: leave it alone between the "
+                    "first backward of a logical batch and its last one; it is None there. The "
+                    "backward of a public loss runs inside engine.public_data()"
+                ) from None
 
     @property
     def has_public_alone(self) -> bool:
         """Whether the step under way is of public gradients, and no private batch waits for it."""
         return self.public.are_waiting and not self.is_open and self.tracker.is_between_batches
 
-    def set_public_gradients(self) -> list[nn.Parameter]:
-        """Set the gradients of public data alone; nothing is released or charged.
-
-        Returns:
-            The parameters whose gradients were set.
-        """
-        self._agree("public data alone", self.noise_multiplier, self.max_grad_norm, False)
+    def set_public_gradients(self) -> None:
+        """Set the gradients of public data alone; nothing is released or charged."""
+        self._agree("public data alone")
+        self._drop_gradients()
         for parameter, grad in self.public.mean(self.ranks).items():
             parameter.grad = grad
-        parameters = [p for p in self.parameters if p.grad is not None]
         self.public.drop()
         if self._clipper is not None:
             # Parameters are about to change, as behind a release.
             self._clipper.end_batch(released=True)
-        return parameters
+
+
+def _refuse_gradient(step: weakref.ref[PrivateStep], parameter: nn.Parameter) -> None:
+    """Refuse a gradient that reached a parameter past its gate."""
+    owner = step()
+    if owner is None or owner.public.is_inside or parameter.grad is None:
+        return
+    parameter.grad = None
+    name = owner.names[parameter]
+    with owner.dropping():
+        raise PrivateRefusal(
+            f"parameter '{name}' got a gradient past its private layer, which "
+            "is neither clipped nor noised, so nothing was released. Either it is used outside of "
+            "its own module (tie modules instead: lm_head.weight = embedding.weight; in place of "
+            "a penalty on weights use weight_decay, or run its backward inside "
+            "engine.public_data()), or this is the backward of a public loss (run it inside "
+            "engine.public_data() too)"
+        ) from None
 
 
 def refuse_mixed(mixed: Sequence[Tensor]) -> None:

@@ -195,6 +195,7 @@ class PrivateBackward:
             self._summing = None
             self._in_backward = False
             self._expected_size = None
+        self.step.end_backward()
 
     @property
     def meeting(self) -> ProcessGroup | None:
@@ -359,20 +360,6 @@ class PrivateBackward:
         self.statistics.begin_backward(losses)
         self.step.begin_backward()
 
-    def refuse_returned(self, leaves: Sequence[tuple[Any, int]]) -> None:
-        """Refuse a backward that returns gradients of private parameters, given their nodes."""
-        if self._in_backward:
-            return
-        for leaf, _ in leaves:
-            try:
-                torch._C._will_engine_execute_node(leaf)
-            except RuntimeError:  # raised in torch.autograd.grad, for its inputs alone
-                raise RuntimeError(
-                    "torch.autograd.grad was called for parameters of a private model: it would "
-                    "return their gradients without noise. Call engine.backward(losses), then "
-                    "optimizer.step()"
-                ) from None
-
     def _warn_uncalled(self) -> None:
         """Warn once if the losses were computed without a call of the model itself."""
         if self._is_called or self._has_warned or not self.proof.is_on:
@@ -403,6 +390,7 @@ class PrivateBackward:
                 self._meet(None)
                 self._task = task
                 self.step.tracker.before_backward(gate.batch_size)
+                torch.autograd.Variable._execution_engine.queue_callback(self.step.end_backward)
         elif self._expected_size is None and not self._arrived:
             self.step.tracker.before_backward(gate.batch_size)
         if self._expected_size is not None and gate.batch_size != self._expected_size:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpflash.kernels import clip_reduce, squared_norm
 
@@ -116,17 +116,14 @@ class ContextGate(Gate):
             self._settle(grads)
         return super()._factors(grads)
 
-    def _clipped(
-        self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
-    ) -> Tensor | None:
+    def _add_clipped(self, position: int, grad: Tensor | None, factors: Tensor) -> None:
         total, piece = self._sums.get(position), self._slices.get(position)
         if piece is not None:
             own = clip_reduce(piece, factors, grid=self.step.grid)
             total = own if total is None else total + own
         # `_settle` has a slice of every parameter.
         assert total is not None
-        self.step.sum_to_extend(parameter)
-        return self.step.add(parameter, self._whole(position, total))
+        self.step.add(self.group.parameters[position], self._whole(position, total))
 
     def _cut(self, position: int) -> tuple[int, int, int]:
         """(begin, end, size): this rank's slice of a parameter, and the largest slice's size."""

@@ -39,36 +39,32 @@ _CLIPS = ("clip", "prove")
 
 
 class _ClipGate(torch.autograd.Function):
+    """Hangs on a stand-in for the parameters, so that no `.grad` holds a sum without noise."""
+
     @staticmethod
-    def forward(ctx: Any, gate: Gate, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, gate: Gate, stand_in: Tensor) -> tuple[Tensor, ...]:
         ctx.gate = gate
         ctx.set_materialize_grads(False)
-        shapes = (p.shape for p in gate.group.parameters)
         # Views of the parameters could not be used after a write to these in place.
-        return tuple(
-            p.data.expand(gate.batch_size, *shape)
-            for p, shape in zip(parameters, shapes, strict=True)
-        )
+        return tuple(_value(p).expand(gate.batch_size, *p.shape) for p in gate.group.parameters)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         gate = ctx.gate
         gate.owner.refuse_coarse_products(gate.device.type)
         gate.owner.refuse_coarse_use(gate.group.parameters[0])
-        gate.owner.refuse_returned(ctx.next_functions)
         # The user may call `loss.backward()` inside an autocast region.
         with without_autocast(gate.device.type):
-            sums = gate.finish(grads)
-            return (None, *gate.step.settled(gate.group.parameters, sums))
+            gate.finish(grads)
+        return None, None
 
 
-def _source(parameter: nn.Parameter) -> Tensor:
-    """The tensor that a handle expands: the parameter, or a stand-in for a sharded one."""
+def _value(parameter: nn.Parameter) -> Tensor:
+    """What a handle expands: the parameter, or zeros for a sharded one, which no use reads."""
     if not is_sharded(parameter):
-        return parameter
-    stand_in = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-    return stand_in.requires_grad_()
+        return parameter.data
+    return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
 
 
 class Gate:
@@ -103,7 +99,8 @@ class Gate:
 
     def open(self) -> tuple[Tensor, ...]:
         """Make the handles. Their node holds the gate, which must hold nothing of the graph."""
-        handles: tuple[Tensor, ...] = _ClipGate.apply(self, *map(_source, self.group.parameters))
+        stand_in = torch.zeros((), device=self.device, requires_grad=True)
+        handles: tuple[Tensor, ...] = _ClipGate.apply(self, stand_in)
         return handles
 
     @property
@@ -283,18 +280,17 @@ class Gate:
                 squares += squared_norm(grad)
         return squares
 
-    def finish(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward of the gate: per-sample gradients in, clipped sums out."""
+    def finish(self, grads: Sequence[Tensor | None]) -> None:
+        """Run the backward of the gate: add the clipped per-sample gradients to the sums."""
         self._enter()
         self._refuse_written()
         with self.owner.step.noting_refusals():
             self.owner.check_gate(self)
         self.owner.compare(self, grads)
         factors = self._factors(grads)
-        pairs = enumerate(zip(self.group.parameters, grads, strict=True))
-        results = [self._clipped(position, *pair, factors) for position, pair in pairs]
+        for position, grad in enumerate(grads):
+            self._add_clipped(position, grad, factors)
         self.reset()
-        return results
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Clipping factors, `[B]`."""
@@ -307,25 +303,22 @@ class Gate:
         owner.statistics.note(squares, factors)
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
-    def _clipped(
-        self, position: int, parameter: nn.Parameter, grad: Tensor | None, factors: Tensor
-    ) -> Tensor | None:
-        """Add the clipped sum of one parameter; returns what autograd adds to `.grad`."""
-        step = self.step
+    def _add_clipped(self, position: int, grad: Tensor | None, factors: Tensor) -> None:
+        """Add the clipped sum of one parameter."""
+        step, parameter = self.step, self.group.parameters[position]
         total, kept = self._sums.get(position), self._kept.get(position)
         if kept is not None:
             own = kept.clipped(factors, self.bound)
             total = own if total is None else total + own
         if grad is None and total is None:
             step.add_zero(parameter)
-            return None
-        if total is None:
+        elif total is None:
             assert grad is not None
-            return step.add_clipped(parameter, grad, factors)
-        step.sum_to_extend(parameter)
-        if grad is not None:
-            total = total + clip_reduce(grad, factors, grid=step.grid)
-        return step.add(parameter, total, is_exact=False)
+            step.add_clipped(parameter, grad, factors)
+        else:
+            if grad is not None:
+                total = total + clip_reduce(grad, factors, grid=step.grid)
+            step.add(parameter, total, is_exact=False)
 
     def reset(self) -> None:
         self._kept: dict[int, DeferredGradients] = {}

@@ -4,14 +4,12 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..privacy.keys import derive_key, uniform_words
@@ -115,7 +113,7 @@ def _check_context(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _check_replicas(module: DistributedDataParallel, ranks: Ranks) -> None:
-    if module._comm_hooks and module.__dict__.get(_REDUCTION) is None:
+    if module._comm_hooks:
         raise ValueError(
             "module has its own communication hook, which would see gradients before the noise is "
             "added; remove the call to register_comm_hook"
@@ -200,36 +198,11 @@ def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
             if is_sharded(x) and not others & set(x.device_mesh.mesh.flatten().tolist()):
                 collectives.broadcast_(x.to_local(), ranks.context, operation)
     if isinstance(module, DistributedDataParallel):
-        reduction = module.__dict__.get(_REDUCTION)
-        if reduction is None:
-            reduction = module.__dict__[_REDUCTION] = _Reduction(module.process_group)
-            module.register_comm_hook(reduction, _reduce)
-        reduction.is_private = True
+        # Its reducer would write zeros into `.grad`, and clipped sums are added by the step.
+        module.require_backward_grad_sync = False
 
 
 def release_ranks(module: nn.Module) -> None:
     """Enable DDP's all-reduce of gradients again, see `synchronize_ranks`."""
-    reduction = module.__dict__.get(_REDUCTION)
-    if reduction is not None:
-        reduction.is_private = False
-
-
-# A module accepts one communication hook and cannot remove it, so the hook has a switch.
-_REDUCTION = "_dpflash_reduction"
-
-
-@dataclass
-class _Reduction:
-    """The state of the communication hook on a DistributedDataParallel module."""
-
-    group: dist.ProcessGroup
-    is_private: bool = True
-
-
-def _reduce(reduction: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Leave private gradients unreduced: the private step sums the clipped gradients itself."""
-    if not reduction.is_private:
-        return allreduce_hook(reduction.group, bucket)
-    unreduced: torch.futures.Future[Tensor] = torch.futures.Future()
-    unreduced.set_result(bucket.buffer())
-    return unreduced
+    if isinstance(module, DistributedDataParallel):
+        module.require_backward_grad_sync = True

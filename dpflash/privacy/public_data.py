@@ -48,6 +48,11 @@ class PublicGradients:
         """Names of the parameters with a waiting gradient."""
         return [self._names[p] for p in self._trained if p in self._waiting]
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a region of public data is open."""
+        return self._is_inside
+
     def refuse_inside(self, call: str) -> None:
         """Raise a RuntimeError if a region of public data is open."""
         if self._is_inside:
@@ -60,6 +65,8 @@ class PublicGradients:
         """Raise a RuntimeError if a region of public data is open: a clipping gate runs in it."""
         if self._is_inside:
             self._reached_gate = True
+            for parameter in self._trained:
+                parameter.grad = None
             self._refuse_gate()
 
     @staticmethod

@@ -213,6 +213,13 @@ class BatchTracker:
         """The number of signals that no step has used yet."""
         return len(self._signals)
 
+    @property
+    def step_will_release(self) -> bool:
+        """Whether the step that follows the current backward is that of a logical batch."""
+        if self._signals:
+            return not self._signals[0]
+        return self.current is not None and self.current.last
+
     def forget_signals(self) -> None:
         """Drop signals for batches that will not come."""
         self._signals.clear()

@@ -228,11 +228,16 @@ class DpflashStep:
         """What noise is added to."""
         self._build(0.0, 0)
         parts: list[Tensor] = []
+        step = self._engine._step
+        assert step is not None
+        release = step.release
+
+        def keep(**options: Any) -> None:
+            parts[:] = [step.sums.get(p, torch.zeros_like(p)) for p in self._model.parameters()]
+            release(**options)
+
+        step.release = keep  # type: ignore[method-assign]
         for _ in self._after_each_backward(present):
-            step = self._engine._step
-            assert step is not None
-            held = step.sums
-            parts = [held.get(p, torch.zeros_like(p)) for p in self._model.parameters()]
             self._optimizer.step()
         return _flat(parts)
 

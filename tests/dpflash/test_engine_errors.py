@@ -537,11 +537,15 @@ def test_gradients_that_autograd_would_return_are_refused(before, clipping, priv
         optimizer.step()
         optimizer.zero_grad()
     for asked in (list(model.parameters()), model[0].bias, [x, model[1].weight]):
-        with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad was called"):
+        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
             torch.autograd.grad(model(x).square().mean(), asked)
+    grads = torch.autograd.grad(model(x).square().mean(), [x, model[0].bias], allow_unused=True)
+    assert grads[0] is not None and grads[1] is None
     torch.autograd.backward(model(x).square().mean(), inputs=list(model.parameters()))
-    optimizer.step()
-    assert optimizer.releases == before + 1
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(PrivateRefusal, match="each microbatch of the private loader needs its"):
+        optimizer.step()
+    assert optimizer.releases == before
 
 
 @pytest.mark.parametrize("losses", [1.0, None, [1.0, 2.0]], ids=str)
@@ -601,10 +605,9 @@ def test_a_hook_on_the_gradient_of_a_trained_parameter_is_refused(register, priv
         private(model)
     hook.remove()
     engine, model, optimizer, _ = private(model)
-    model.weight.register_hook(lambda grad: grad * 2)
-    engine.backward(model(torch.ones(4, 3)).sum(1))
-    with pytest.raises(PrivateRefusal, match=r"by a hook of the parameter \(remove it\)"):
-        optimizer.step()
+    getattr(model.weight, register)(lambda grad: None)
+    with pytest.raises(RuntimeError, match="'weight' has a hook on its gradient"):
+        engine.backward(model(torch.ones(4, 3)).sum(1))
 
 
 def test_a_call_before_make_private_is_refused(tmp_path):
@@ -842,7 +845,7 @@ def test_a_grad_scaler_is_refused_by_its_name_and_its_scale(fused, dtype):
     before = copy.deepcopy(model.state_dict())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     engine.backward(scaler.scale(model(torch.randn(4, 3).to(dtype)).sum(1)))
-    with pytest.raises(RuntimeError, match="a GradScaler leaves it.*without the scaler"):
+    with pytest.raises(RuntimeError, match=r"GradScaler\.step.*without the scaler"):
         scaler.step(optimizer)
     assert optimizer.releases == 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

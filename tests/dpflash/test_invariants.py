@@ -385,12 +385,11 @@ def test_invariant_3_the_divisor_is_the_expected_batch_size_not_the_drawn_one(ki
     for (batch,) in loader:
         optimizer.zero_grad()
         engine.backward(model(batch).square().mean(1))
-        before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        sums = dict(engine._step.sums)
         optimizer.step()
         sizes.append(int(loader.is_real.sum()))
-        for name, parameter in model.named_parameters():
-            if name in before:
-                torch.testing.assert_close(parameter.grad, before[name] / 5)
+        for parameter in model.parameters():
+            torch.testing.assert_close(parameter.grad, sums[parameter].float() / 5)
     assert len(set(sizes)) > 2
 
 
@@ -428,8 +427,9 @@ def test_invariant_3_an_empty_batch_of_a_plain_loss_backward_gives_noise_and_no_
     for (batch,) in loader:
         optimizer.zero_grad()
         getattr(model(batch).square(), reduction)().backward()
+        ends = loader.is_last
         optimizer.step()
-        assert all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+        assert not ends or all(bool(torch.isfinite(p.grad).all()) for p in model.parameters())
     assert engine.accountant.history == [(1.0, 1 / 60, 60)]
 
 
@@ -964,44 +964,27 @@ class Outside(nn.Module):
         return self.layer(x) @ self.layer.weight
 
 
-def test_invariant_9_a_parameter_used_outside_of_its_module_is_refused_at_the_step(private):
-    engine, model, optimizer, _ = private(Outside(), noise_multiplier=1.0)
-    engine.backward(model(torch.randn(4, 3)).square().mean(1))
-    before = model.layer.weight.detach().clone()
+@pytest.mark.parametrize("reduction", [None, "mean"])
+def test_invariant_9_a_parameter_used_outside_of_its_module_is_refused(reduction, private):
+    engine, model, optimizer, _ = private(
+        Outside(), noise_multiplier=1.0, loss_reduction=reduction
+    )
+    losses = model(torch.randn(4, 3)).square().mean(1)
     with pytest.raises(RuntimeError, match=r"'layer\.weight'.*outside of its own module"):
-        optimizer.step()
-    assert torch.equal(model.layer.weight, before)
+        losses.mean().backward() if reduction else engine.backward(losses)
+    assert not engine._step.sums and all(p.grad is None for p in model.parameters())
     assert engine.accountant.history == []
 
 
-@pytest.mark.parametrize(
-    "tamper",
-    [
-        lambda p: p.grad.mul_(100),
-        lambda p: setattr(p, "grad", p.grad * 100),
-        lambda p: p.grad.add_(1e-3),
-        lambda p: p.grad.fill_(math.nan),
-        lambda p: p.grad.resize_(0),
-        lambda p: setattr(p, "grad", p.grad.to_sparse()),
-    ],
-    ids=["scaled in place", "replaced", "shifted", "nan", "resized", "sparse"],
-)
-def test_invariant_9_a_gradient_changed_between_backward_and_step_is_refused(tamper, private):
-    engine, model, optimizer, _ = private(nn.Linear(3, 2))
-    engine.backward(model(torch.randn(4, 3)).square().mean(1))
-    tamper(model.weight)
-    with pytest.raises(RuntimeError, match=r"'weight' is not the clipped sum"):
-        optimizer.step()
-    assert not engine._step.sums and model.bias.grad is None
-
-
-def test_invariant_9_a_gradient_of_a_parameter_that_no_gate_reached_is_refused(private):
+@pytest.mark.parametrize("name", ["used", "unused"])
+def test_invariant_9_a_gradient_that_others_wrote_before_the_release_is_refused(name, private):
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
     engine, model, optimizer, _ = private(model)
     engine.backward(model["used"](torch.randn(4, 3)).square().mean(1))
-    model["unused"].weight.grad = torch.full((2, 3), 0.5)
-    with pytest.raises(RuntimeError, match=r"'unused\.weight' is not the clipped sum"):
+    model[name].weight.grad = torch.full((2, 3), 0.5)
+    with pytest.raises(RuntimeError, match=rf"grad of parameter '{name}\.weight' was written"):
         optimizer.step()
+    assert not engine._step.sums and model[name].weight.grad is None
 
 
 def test_diagnostics_count_clipped_samples_and_removed_ones_apart(private):
@@ -1081,8 +1064,8 @@ def test_invariant_9_a_batch_memory_manager_left_in_mid_batch_starts_afresh(samp
                 if number == limit:
                     break
                 optimizer.zero_grad()
-                engine.backward(model(batch).square().mean(1))
                 before = optimizer.releases
+                engine.backward(model(batch).square().mean(1))
                 optimizer.step()
                 size += len(batch)
                 if optimizer.releases > before:

@@ -1,5 +1,6 @@
 """The noise of a release is added inside the last backward of its logical batch, exactly once."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def small():
     [("per_layer", torch.bfloat16), ("book_keeping", torch.float32), ("outside", torch.float32)],
     ids=["per_layer", "book_keeping", "outside"],
 )
-def test_noise_that_a_gpu_left_undecided_is_there_when_a_gate_is_done(
+def test_noise_that_a_gpu_left_undecided_is_there_when_a_backward_is_done(
     private, kernels_of_a_gpu, kind, dtype, monkeypatch
 ):
     options = (
@@ -83,19 +84,12 @@ def test_noise_that_a_gpu_left_undecided_is_there_when_a_gate_is_done(
             small().to(dtype), data().to(dtype), noise_multiplier=2.0, one_part=True, **options
         )
         x = data()[:8].to(dtype) if kind == "outside" else next(iter(loader))[0]
-        seen = []
-
-        def see(parameter, seen=seen):
-            seen.append(parameter.grad.clone())
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(see)
         # Autograd's anomaly mode refuses a gate that hands on NaN.
         monkeypatch.setattr(backward_module, "refuse_anomaly_mode", lambda: None)
         with torch.autograd.set_detect_anomaly(True, check_nan=True):
             engine.backward(losses_of(model, x))
-        now = [p.grad.clone() for p in model.parameters()]
-        assert all(grad.isfinite().all() for grad in [*seen, *now])
+        now = [] if kind == "outside" else [p.grad.clone() for p in model.parameters()]
+        assert all(grad.isfinite().all() for grad in now)
         optimizer.step()
         found.append([*now, *[p.detach().clone() for p in model.parameters()]])
     for plain, settled in zip(*found, strict=True):
@@ -120,11 +114,8 @@ def test_a_draw_of_several_batches_is_settled_in_the_sum_that_is_released(
         if loader.is_last and batches > 1:
             break
         optimizer.step()
-        optimizer.zero_grad()
         batches = 0 if loader.is_last else batches
-    # Sums of several batches are fp64 until they have their noise.
-    assert batches > 1 and all(t.isfinite().all() for t in engine._step.sums.values())
-    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert batches > 1 and all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_a_step_after_a_backward_that_failed_behind_its_gate_releases_no_nan(
@@ -135,16 +126,14 @@ def test_a_step_after_a_backward_that_failed_behind_its_gate_releases_no_nan(
         small(), data(), noise_multiplier=2.0, one_part=True, grad_sample_mode="book_keeping",
         loss_reduction="sum",
     )  # fmt: skip
-    real = engine._step.settled
 
-    def fails(parameters, sums):
+    def fails(*_):
         raise MemoryError
 
-    monkeypatch.setattr(engine._step, "settled", fails)
     (x,) = next(iter(loader))
-    with pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(engine._step, "release", fails)
         losses_of(model, x).sum().backward()
-    monkeypatch.setattr(engine._step, "settled", real)
     assert all(total.isnan().all() for total in engine._step.sums.values())
     optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
@@ -193,13 +182,12 @@ def test_a_step_whose_noise_could_not_be_settled_can_be_tried_again(
 
     (x,) = next(iter(loader))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._step, "settled", fails)
-        with pytest.raises(MemoryError):
-            losses_of(model, x).sum().backward()
-    with monkeypatch.context() as patch:
         patch.setattr(step_module, "settle_noise", fails)
         with pytest.raises(MemoryError):
+            losses_of(model, x).sum().backward()
+        with pytest.raises(MemoryError):
             optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
     optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -209,6 +197,8 @@ def test_the_gradient_has_its_noise_before_the_step(private, kind):
     runs = [
         private(build(), data(), noise_multiplier=m, one_part=True, **kind) for m in (0.0, 2.0)
     ]
+    for engine, *_ in runs:
+        engine._step.set_expected_batch_size(1.0)
     for engine, model, _, loader in runs:
         for (x,) in loader:
             engine.backward(losses_of(model, x))
@@ -221,12 +211,10 @@ def test_the_gradient_has_its_noise_before_the_step(private, kind):
         grid = grid_of(1.0)
         gaussian_noise_(noise, std=2.0, grid=grid, key=key, step=0, parameter_id=number)
         torch.testing.assert_close(with_noise.grad - without.grad, noise, atol=1e-5, rtol=0)
-        assert torch.equal(engine._step.sums[with_noise], with_noise.grad)
     assert optimizer.releases == 1 and engine.accountant.history == [(2.0, 1 / 6, 1)]
     before = {p: p.grad.clone() for p in noisy.parameters()}
     optimizer.step()
-    # The step divides by the expected batch size and adds nothing.
-    assert all(torch.equal(p.grad, before[p] / 4) for p in noisy.parameters())
+    assert all(torch.equal(p.grad, before[p]) for p in noisy.parameters())
     assert optimizer.releases == 1 and engine.accountant.history == [(2.0, 1 / 6, 1)]
 
 
@@ -256,7 +244,7 @@ def test_only_the_last_physical_batch_is_noised(private, kind, monkeypatch):
 
 
 def test_the_noise_is_the_same_wherever_it_is_added(private):
-    """A part of an empty draw, or a gradient that is missing, is noised by the step instead."""
+    """A part of an empty draw, or a gradient that is missing, is noised by the release."""
 
     class Partly(nn.Module):
         def __init__(self):
@@ -272,8 +260,6 @@ def test_the_noise_is_the_same_wherever_it_is_added(private):
     )
     for (x,) in loader:
         engine.backward(losses_of(model, x))
-        assert model.unused.weight.grad is None and model.used.weight.grad is not None
-        optimizer.step()
         break
     noise = torch.zeros(2, 3)
     key = engine._keys.noise
@@ -282,7 +268,7 @@ def test_the_noise_is_the_same_wherever_it_is_added(private):
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
-@pytest.mark.parametrize("drop", ["zero_grad", "failing_backward", "failing_step"])
+@pytest.mark.parametrize("drop", ["cleared", "failing_backward"])
 def test_a_draw_whose_release_was_dropped_is_paid_for_and_not_released_again(
     drop, sampling, private, monkeypatch
 ):
@@ -292,16 +278,18 @@ def test_a_draw_whose_release_was_dropped_is_paid_for_and_not_released_again(
         build(), data(), noise_multiplier=1.0, accountant="contour", **options
     )
     for (x,) in loader:
+        x.requires_grad_()
         if drop == "failing_backward":
-            model[0].weight.register_hook(lambda grad: _interrupt())
+            hook = x.register_hook(lambda grad: _interrupt())
             with pytest.raises(KeyboardInterrupt):
                 engine.backward(losses_of(model, x))
-            model[0].weight._backward_hooks.clear()
+            hook.remove()
         else:
             engine.backward(losses_of(model, x))
-        if drop == "failing_step":
-            model[0].weight.grad.mul_(0.5)
-            with pytest.raises(RuntimeError, match="nothing was released"):
+            with pytest.raises(RuntimeError, match="would drop what was released"):
+                optimizer.zero_grad()
+            model.zero_grad()
+            with pytest.raises(RuntimeError, match="its release is lost"):
                 optimizer.step()
         optimizer.zero_grad()
         spent = engine.get_epsilon(1e-5)
@@ -325,15 +313,11 @@ def test_an_interrupted_step_goes_on_with_the_same_release(private, monkeypatch)
         )
         model[2].requires_grad_(True)
         for (x,) in loader:
-            engine.backward(losses_of(model, x))
-            if interrupted:
-                with monkeypatch.context() as patch:
+            with monkeypatch.context() as patch:
+                if interrupted:
                     patch.setattr(engine._step, "_clear", _interrupt)
-                    with pytest.raises(KeyboardInterrupt):
-                        optimizer.step()
-                # What the interrupted step wrote is not a clipped sum.
-                for parameter in model.parameters():
-                    parameter.grad = None
+                with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+                    engine.backward(losses_of(model, x))
             optimizer.step()
             break
         assert optimizer.releases == 1 and len(engine.accountant) == 1
@@ -350,11 +334,9 @@ def test_a_backward_after_an_interrupted_release_does_not_get_its_noise(private,
         build(), data(), noise_multiplier=1.0, one_part=True, loss_reduction="sum"
     )
     for (x,) in loader:
-        losses_of(model, x).sum().backward()
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(engine._step, "_clear", _interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
+            losses_of(model, x).sum().backward()
         first = [p.grad for p in model.parameters()]
         model.zero_grad()
         with pytest.raises(RuntimeError, match="after a release of this logical batch was begun"):
@@ -479,11 +461,35 @@ def test_another_clipping_than_the_checkpoints_is_told(private, tmp_path):
         again.load_checkpoint(tmp_path / "state")
 
 
-def test_a_forgotten_zero_grad_is_named(private):
-    engine, model, optimizer, loader = private(
-        build(), data(), noise_multiplier=1.0, one_part=True
-    )
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was not called"):
+def test_a_forgotten_zero_grad_adds_no_release_twice(private):
+    found = []
+    for forgets in (False, True):
+        _, model, optimizer, loader = made = private(build(), data(), noise_multiplier=1.0)
         for (x,) in loader:
-            engine.backward(losses_of(model, x))
+            made[0].backward(losses_of(model, x))
             optimizer.step()
+            if not forgets:
+                optimizer.zero_grad()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_optimizers_made_later_and_kept_gradients_see_releases_alone(private):
+    """An optimizer of the loop's own steps before and after each backward."""
+    engine, model, optimizer, loader = private(
+        build(), data(), noise_multiplier=1e4, physical_batch_size=2
+    )
+    later = torch.optim.SGD(model.parameters(), lr=1e-9)
+    kept, noisy = [], 0
+    for (x,) in loader:
+        later.step()
+        engine.backward(losses_of(model, x))
+        later.step()
+        ends = loader.is_last
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert bool(grads) == ends and all(g.abs().max() > 100 for g in grads)
+        kept += [(g, g.clone()) for g in grads]
+        noisy += ends
+        optimizer.step()
+    assert optimizer.releases == noisy > 1
+    assert all(torch.equal(now, before) for now, before in kept)

@@ -45,14 +45,14 @@ def _unclipped(name: str) -> Callable[[Put], None]:
     """Parameters whose names end so are not clipped."""
 
     def apply(put: Put) -> None:
-        original = Gate._clipped
+        original = Gate._add_clipped
 
-        def clipped(self: Any, position: int, parameter: Any, grad: Any, factors: Any) -> Any:
-            if self.step.names[parameter].endswith(name):
+        def add_clipped(self: Any, position: int, grad: Any, factors: Any) -> None:
+            if self.step.names[self.group.parameters[position]].endswith(name):
                 factors = (factors > 0).to(factors.dtype)
-            return original(self, position, parameter, grad, factors)
+            original(self, position, grad, factors)
 
-        put(Gate, "_clipped", clipped)
+        put(Gate, "_add_clipped", add_clipped)
 
     return apply
 
@@ -80,11 +80,11 @@ def _same_noise_for_all_parameters(put: Put) -> None:
 def _divisor_by_drawn_size(put: Put) -> None:
     original = PrivateStep.release
 
-    def release(self: Any) -> Any:
+    def release(self: Any, **options: Any) -> Any:
         expected = self._expected_batch_size
         self._expected_batch_size = float(max(self.tracker.current.count, 1))
         try:
-            return original(self)
+            return original(self, **options)
         finally:
             self._expected_batch_size = expected
 

@@ -60,14 +60,14 @@ class Taking(nn.Module):
         return self.layer(x - x.mean(0) if self.mixes else x)
 
 
-def make(kind, mixes=False, **options):
+def make(kind, mixes=False, noise_multiplier=1.0, **options):
     engine = dpflash.PrivacyEngine(seed=0)
     model = Taking(TAKEN[kind], mixes)
     return engine, *engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(ROWS, collate_fn=COLLATED[kind], **{"batch_size": 8, **options}),
-        noise_multiplier=1.0,
+        noise_multiplier=noise_multiplier,
         max_grad_norm=1.0,
     )
 
@@ -106,7 +106,9 @@ def test_rows_in_another_order_are_seen_in_a_nested_batch(kind):
 @pytest.mark.parametrize("kind", ["dict", "dataclass"])
 def test_an_empty_draw_of_opacus_manager_is_noise_alone(kind, workers):
     manager = pytest.importorskip("opacus.utils.batch_memory_manager").BatchMemoryManager
-    engine, model, optimizer, loader = make(kind, batch_size=1, num_workers=workers)
+    engine, model, optimizer, loader = make(
+        kind, batch_size=1, num_workers=workers, noise_multiplier=0.0
+    )
     empty = 0
     drawn = [len(loader._draws.draw(index)) for index in range(30)]
     with manager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as batches:
