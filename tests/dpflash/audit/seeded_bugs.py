@@ -80,13 +80,11 @@ def _same_noise_for_all_parameters(put: Put) -> None:
 def _divisor_by_drawn_size(put: Put) -> None:
     original = PrivateStep.release
 
-    def release(self: Any, **options: Any) -> Any:
-        expected = self._expected_batch_size
-        self._expected_batch_size = float(max(self.tracker.current.count, 1))
-        try:
-            return original(self, **options)
-        finally:
-            self._expected_batch_size = expected
+    def release(self: Any, **options: Any) -> None:
+        original(self, **options)
+        drawn = float(max(self.tracker.current.count, 1))
+        for parameter in self.parameters:
+            parameter.grad.mul_(self.expected_batch_size / drawn)
 
     put(PrivateStep, "release", release)
 
