@@ -448,6 +448,16 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
     )
 
 
+def refuse_noise_multiplier(privacy: PrivacyConfig | None, keywords: Mapping[str, Any]) -> None:
+    """Raise ValueError for noise beside the target_epsilon that determines it."""
+    noise = keywords.get("noise_multiplier", getattr(privacy, "noise_multiplier", None))
+    if noise is not None:
+        raise ValueError(
+            f"noise_multiplier={noise!r} conflicts with target_epsilon, which determines it. "
+            "Drop it, or call make_private"
+        )
+
+
 def take_targets(
     privacy: PrivacyConfig, target_epsilon: float | None, target_delta: float | None
 ) -> tuple[PrivacyConfig, float, float]:

@@ -25,7 +25,6 @@ from .audit.engine import audit as audit_engine
 from .build import Given, build, calibrated, sampling_plan
 from .check import run_check
 from .check.compatible import get_compatible_module, is_compatible, validate
-from .clipping.backward import PrivateBackward
 from .clipping.precision import without_autocast
 from .config import (
     FIELDS,
@@ -33,6 +32,7 @@ from .config import (
     PerformanceConfig,
     PrivacyConfig,
     configs_of,
+    refuse_noise_multiplier,
     resolved,
     take_targets,
     takes_fields,
@@ -41,18 +41,15 @@ from .distributed.mesh import Ranks
 from .distributed.validate import open_ledger
 from .opacus_calls import refuse_keywords_of
 from .optimize.levels import Optimization
-from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer
 from .privacy.keys import RunKeys, Uncopied
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
-from .refusal import PrivateRefusal
 from .run import OF_STEPS, Attachment, PrivateRun, attachments_of
 from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
 from .step import PrivateStep
-from .verification.loss_trial import LossTrial
 from .verification.settable import OnlySettable
 
 _P = ParamSpec("_P")
@@ -109,10 +106,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
         ledger: path of a file that gets one line for each release, before it leaves. Its lines
             so far count: several runs on the same data compose in one ledger.
         mesh: the ranks that train one model together: a `DeviceMesh` of all of them with the
-            dimensions "data" (other samples), "context" (other tokens of the same samples, for a
-            model that went through `dpflash.distributed.context_parallel`), or both. Every rank
-            makes the same calls, on the same dataset (of which some entries are compared). None
-            for a single process.
+            dimensions "data" (other samples), "context" (other tokens of the same samples, see
+            `dpflash.distributed.context_parallel`), or both. Every rank makes the same calls, on
+            the same dataset (of which some entries are compared). None for a single process.
         neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
             None for the samplers' own ("add_remove" for Poisson sampling with a public
             dataset_size, "zero_out" without one, for shuffled batches, foreign ones and mixtures,
@@ -155,17 +151,14 @@ class PrivacyEngine(Uncopied, OnlySettable):
             )
         self._has_mesh = mesh is not None
         self._spending = Spending(
-            accountant,
-            relation=neighboring_relation,
-            ledger=open_ledger(ledger, self._ranks),
+            accountant, relation=neighboring_relation, ledger=open_ledger(ledger, self._ranks)
         )
         self._ranks.agree(
             "PrivacyEngine",
             {"seed": seed, "accountant": self._spending.state_dict(), "ledger": ledger is None},
         )
         own = self._spending.ledger
-        spent = 0 if own is None else own.releases
-        self._keys = RunKeys(seed, self._ranks, ledger_releases=spent)
+        self._keys = RunKeys(seed, self._ranks, ledger_releases=own.releases if own else 0)
         self._run: PrivateRun | None = None
         self._sampler = "none"
         _engines.add(self)
@@ -202,20 +195,18 @@ class PrivacyEngine(Uncopied, OnlySettable):
             module: the model; its layers are changed in place and keep their state_dict keys.
             optimizer: any torch optimizer over parameters of the model.
             data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
-                privacy unit, batch_size the expected batch size, over all ranks together. The
-                dataset and collate_fn must make each row of its own entry alone: a collate_fn
-                that visibly mixes entries (mixup) is refused, which a dataset's __getitem__
-                cannot be.
+                privacy unit, batch_size the expected batch size, over all ranks together. Each
+                row must be made of its own entry alone: a collate_fn that visibly mixes entries
+                (mixup) is refused, which a dataset's __getitem__ cannot be.
             privacy: what decides epsilon; or its fields as keywords, see `dpflash.PrivacyConfig`.
             performance: what decides time and memory; or its fields as keywords, see
                 `dpflash.PerformanceConfig`.
             poisson_sampling: Opacus' keyword; False means sampling="shuffled".
 
         The first batches prove that the model keeps its samples apart, by more forwards and one
-        more backward; where losses are of packed documents, a trial precedes some microbatches.
-        All batches have a public number of rows, with padding rows (`~loader.is_real`) that count
-        for nothing: keep the loader's order of rows up to the losses. What is tested, what is
-        exact and what is not covered: docs/guarantees.md.
+        more backward, and a trial precedes some microbatches of packed documents. All batches
+        have a public number of rows; padding rows (`~loader.is_real`) count for nothing. Keep the
+        loader's order of rows up to the losses. What is not covered: docs/guarantees.md.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
@@ -283,14 +274,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         The other arguments, the result and the errors are those of `make_private`.
         """
-        noise = keywords.get("noise_multiplier")
-        if noise is None and isinstance(privacy, PrivacyConfig):
-            noise = privacy.noise_multiplier
-        if noise is not None:
-            raise ValueError(
-                f"noise_multiplier={noise!r} conflicts with target_epsilon, which determines it. "
-                "Drop it, or call make_private"
-            )
+        refuse_noise_multiplier(privacy, keywords)
         method = self.make_private_with_epsilon
         asked, performance = configs_of(method, privacy, performance, keywords)
         asked, target_epsilon, target_delta = take_targets(asked, target_epsilon, target_delta)
@@ -302,8 +286,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             epochs=epochs, steps=steps, epsilon=target_epsilon, delta=target_delta,
         )  # fmt: skip
         asked = replace(asked, noise_multiplier=noise)
-        given = Given(module, optimizer, data_loader)
-        made = self._make_private(given, asked, performance, plan)
+        made = self._make_private(Given(module, optimizer, data_loader), asked, performance, plan)
         self._running().step.plan(steps, target_epsilon=target_epsilon)
         if asked.budget is None:
             self._spending.set_delta(target_delta)
@@ -331,73 +314,19 @@ class PrivacyEngine(Uncopied, OnlySettable):
             together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
             batches without public slots this holds up to rounding, see `make_private`.
         """
-        backward = self._attached()
-        with backward.step.noting_refusals():
-            losses = self._losses_of_samples(backward, losses)
+        run = self._running()
+        with run.step.noting_refusals():
+            losses = run.losses_of_samples(losses)
             if losses.ndim == 1:
-                backward.step.tracker.before_backward(losses.shape[0])
+                run.step.tracker.before_backward(losses.shape[0])
                 if losses.shape[0] == 0 and self._ranks.everyone is None:
                     # With other ranks an empty batch takes part in the exchanges.
-                    backward.step.end_backward()
+                    run.step.end_backward()
                     return
-            if self._trial is not None and self._is_tried(losses, self._trial):
+            if run.is_tried(losses):
                 return
             with without_autocast(losses.device.type):
-                backward.backward(losses)
-
-    def _losses_of_samples(self, backward: PrivateBackward, losses: Tensor) -> Tensor:
-        """Losses [B] of samples, or a scalar where loss_reduction is declared."""
-        is_tensor = isinstance(losses, Tensor)
-        dims = (1,) if backward.loss_reduction is None else (0, 1)
-        if not is_tensor or losses.ndim not in dims:
-            raise PrivateRefusal(
-                "losses is not one loss per sample: expected a tensor [B] in each batch. Use "
-                "dpflash.losses, or reduction='none' and a mean over each sample's own elements; "
-                "a scalar is taken only where it is a reduction over samples, declared by "
-                "make_private(loss_reduction='mean' or 'sum'), as a classifier's is; that of a "
-                "language model of Hugging Face, over tokens, is not",
-                losses=tuple(losses.shape) if is_tensor else type(losses).__name__,
-            ) from None
-        units = backward.forward.units
-        if units is not None and units.are_rows and losses.ndim == 1:
-            assert self._loader is not None
-            has_pairs = self._loader.has_pairs
-            if losses.shape[0] == units.positions:
-                losses = units.mean(losses)
-            elif not (has_pairs and losses.shape[0] == units.size):
-                raise PrivateRefusal(
-                    "losses has another number of entries than the batch has rows: give one loss "
-                    "for each row, padding rows included, in the loader's order"
-                    + (", or one for each pair" if has_pairs else ""),
-                    losses=losses.shape[0],
-                    rows=units.positions,
-                ) from None
-        if not losses.requires_grad and (losses.numel() or self._ranks.everyone is not None):
-            raise PrivateRefusal(
-                "losses do not require grad, so they reach no private layer: compute them from "
-                "the model's output outside of torch.no_grad() and without detach(), also in a "
-                "batch none of whose rows counts: give those the weight 0"
-            ) from None
-        return losses
-
-    def _is_tried(self, losses: Tensor, trial: LossTrial) -> bool:
-        """Whether losses are of a trial, which has no backward; compares those that follow it."""
-        backward = self._attached()
-        mark = backward.step.tracker.current
-        if mark is not None and mark.is_trial:
-            assert self._step is not None
-            self._step.note_options()
-            trial.hold(losses)
-            return True
-        if trial.decides:
-            try:
-                backward.proof.refuse(trial.refusal(losses))
-            except RuntimeError as error:
-                # A loop that catches the error meets it again.
-                trial.restart(str(error))
-                backward.discard()
-                raise
-        return False
+                run.backward.backward(losses)
 
     @contextmanager
     def public_data(self) -> Iterator[None]:
@@ -435,10 +364,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
             was computed from it, apart from the released parameters. Public data gets no
             protection.
         """
-        self._attached()
-        assert self._step is not None and self._wrapper is not None
-        self._step.public.refuse_ranks(self._ranks)
-        with self._step.public.collected(), self._wrapper.plain():
+        run = self._running()
+        run.step.public.refuse_ranks(self._ranks)
+        with run.step.public.collected(), run.wrapper.plain():
             yield
 
     @overload
@@ -473,9 +401,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
     @property
     def sampler(self) -> str:
         """The sampling scheme that the accountant assumes."""
-        if self._spending.has_foreign_batches:
-            return f"{self._sampler}, some batches not from its loader"
-        return self._sampler
+        others = ", some batches not from its loader" * self._spending.has_foreign_batches
+        return self._sampler + others
 
     @property
     def neighboring_relation(self) -> str:
@@ -546,7 +473,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             for attachment in attachments:
                 attachment.give_back()
             return model
-        own = self._attached().attachment
+        own = self._running().backward.attachment
         assert isinstance(own, Attachment)
         own.give_back()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
@@ -568,23 +495,6 @@ class PrivacyEngine(Uncopied, OnlySettable):
         self._run.step.public.refuse_inside("a call of the engine")
         return self._run
 
-    # Parts of the run.
-
-    def _attached(self) -> PrivateBackward:
-        return self._running().backward
-
     @property
-    def _step(self) -> PrivateStep | None:
-        return None if self._run is None else self._run.step
-
-    @property
-    def _loader(self) -> PrivateDataLoader | None:
-        return None if self._run is None else self._run.loader
-
-    @property
-    def _wrapper(self) -> ForwardWrapper | None:
-        return None if self._run is None else self._run.wrapper
-
-    @property
-    def _trial(self) -> LossTrial | None:
-        return None if self._run is None else self._run.trial
+    def _step(self) -> PrivateStep:
+        return self._described("_step").step

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ._validate import positive_int
 from .checkpoint import sharded
@@ -35,7 +35,7 @@ from .packing import PackedBatch
 from .privacy.keys import RunKeys, place_of
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import Spending
-from .refusal import PrivateWarning
+from .refusal import PrivateRefusal, PrivateWarning
 from .sampling.loader import PrivateDataLoader
 from .step import PrivateStep
 from .verification.loss_trial import LossTrial
@@ -78,6 +78,61 @@ class PrivateRun:
         self.loader.load_state_dict(self.loader.state_dict(), key=self.keys.sampling)
         self.step.leave_ranks()
         self.wrapper.leave_compiler("the process was forked")
+
+    # Losses
+
+    def losses_of_samples(self, losses: Tensor) -> Tensor:
+        """Losses [B] of samples, or a scalar where loss_reduction is declared."""
+        is_tensor = isinstance(losses, Tensor)
+        dims = (1,) if self.backward.loss_reduction is None else (0, 1)
+        if not is_tensor or losses.ndim not in dims:
+            raise PrivateRefusal(
+                "losses is not one loss per sample: expected a tensor [B] in each batch. Use "
+                "dpflash.losses, or reduction='none' and a mean over each sample's own elements; "
+                "a scalar is taken only where it is a reduction over samples, declared by "
+                "make_private(loss_reduction='mean' or 'sum'), as a classifier's is; that of a "
+                "language model of Hugging Face, over tokens, is not",
+                losses=tuple(losses.shape) if is_tensor else type(losses).__name__,
+            ) from None
+        units = self.backward.forward.units
+        if units is not None and units.are_rows and losses.ndim == 1:
+            has_pairs = self.loader.has_pairs
+            if losses.shape[0] == units.positions:
+                losses = units.mean(losses)
+            elif not (has_pairs and losses.shape[0] == units.size):
+                raise PrivateRefusal(
+                    "losses has another number of entries than the batch has rows: give one loss "
+                    "for each row, padding rows included, in the loader's order"
+                    + (", or one for each pair" if has_pairs else ""),
+                    losses=losses.shape[0],
+                    rows=units.positions,
+                ) from None
+        if not losses.requires_grad and (losses.numel() or self.step.ranks.everyone is not None):
+            raise PrivateRefusal(
+                "losses do not require grad, so they reach no private layer: compute them from "
+                "the model's output outside of torch.no_grad() and without detach(), also in a "
+                "batch none of whose rows counts: give those the weight 0"
+            ) from None
+        return losses
+
+    def is_tried(self, losses: Tensor) -> bool:
+        """Whether losses are of a trial, which has no backward; compares those that follow it."""
+        trial, mark = self.trial, self.step.tracker.current
+        if trial is None:
+            return False
+        if mark is not None and mark.is_trial:
+            self.step.note_options()
+            trial.hold(losses)
+            return True
+        if trial.decides:
+            try:
+                self.backward.proof.refuse(trial.refusal(losses))
+            except RuntimeError as error:
+                # A loop that catches the error meets it again.
+                trial.restart(str(error))
+                self.backward.discard()
+                raise
+        return False
 
     # Reports
 

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
     from .privacy.keys import RunKeys
     from .privacy.spending import Spending
+    from .sampling.plan import SamplingPlan
 
 _AGREED = (
     "noise_multiplier",
@@ -82,21 +83,6 @@ class Clipper(Protocol):
 
     def end_batch(self, *, released: bool) -> None:
         """The logical batch was released, and parameters are about to change, or was dropped."""
-
-
-class Sampler(Protocol):
-    """Draws the logical batches."""
-
-    @property
-    def event_covers_epoch(self) -> bool:
-        """Whether `event` is the cost of a whole epoch."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Logical batches of an epoch."""
-
-    def event(self, noise_multiplier: float) -> Event:
-        """The accountant's event for releasing one logical batch with this noise."""
 
 
 class BatchNoise:
@@ -445,7 +431,7 @@ class PrivateStep(ClippedSums):
         *,
         names: dict[nn.Parameter, str],
         tracker: BatchTracker,
-        sampler: Sampler,
+        sampler: SamplingPlan,
         spending: Spending,
         keys: RunKeys,
         ranks: Ranks,

@@ -1042,7 +1042,7 @@ def test_invariant_9_a_loop_left_in_mid_batch_starts_afresh(private):
         if done:
             sizes.append(size)
             size = 0
-    draws = [engine._loader._draws.draw(i) for i in (1, 2)]
+    draws = [engine._run.loader._draws.draw(i) for i in (1, 2)]
     assert sizes == [len(d) for d in draws] and size == 0
 
 
@@ -1081,7 +1081,7 @@ def test_invariant_9_a_batch_memory_manager_left_in_mid_batch_starts_afresh(samp
         assert sizes == [16, 16]
         return
     assert engine.accountant.history == [(0.5, 0.5, 2)]
-    assert sizes == [len(engine._loader._draws.draw(i)) for i in (1, 2)]
+    assert sizes == [len(engine._run.loader._draws.draw(i)) for i in (1, 2)]
 
 
 @pytest.mark.parametrize("managed", [False, pytest.param(True, marks=needs_opacus)])
@@ -1114,7 +1114,7 @@ def test_invariant_9_nothing_of_a_batch_that_was_left_gets_into_the_next_release
     train(2)
     assert optimizer.releases == 0
     train(100)
-    count = len(engine._loader._draws.draw(1))
+    count = len(engine._run.loader._draws.draw(1))
     assert float(model.weight.grad) * 16 == pytest.approx(count, abs=1e-3)
 
 

@@ -127,7 +127,7 @@ def test_a_step_after_a_backward_that_failed_behind_its_gate_releases_no_nan(
         loss_reduction="sum",
     )  # fmt: skip
 
-    def fails(**_):
+    def fails(*_, **__):
         raise MemoryError
 
     (x,) = next(iter(loader))
@@ -177,7 +177,7 @@ def test_a_step_whose_noise_could_not_be_settled_can_be_tried_again(
         loss_reduction="sum",
     )  # fmt: skip
 
-    def fails(**_):
+    def fails(*_, **__):
         raise MemoryError
 
     (x,) = next(iter(loader))

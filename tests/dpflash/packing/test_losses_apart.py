@@ -218,7 +218,7 @@ def test_a_chunked_head_takes_trials_that_leave_documents_out(run, documents, la
     own = run(language_model(chunked_loss=True), documents(LENGTHS))
     for _ in range(2):
         own.sums()
-    assert own.engine._trial.has_compared
+    assert own.engine._run.trial.has_compared
 
 
 def test_no_microbatch_passes_behind_one_that_was_refused(run, documents, language_model):

@@ -268,7 +268,7 @@ def test_a_loop_of_a_batch_memory_manager_ends_by_itself_too(kind, run):
             data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
         ) as parts:
             for (x,) in parts:
-                if engine._loader.sampler_name == "shuffled" and optimizer.releases % PASS:
+                if engine._run.loader.sampler_name == "shuffled" and optimizer.releases % PASS:
                     left = -optimizer.releases % PASS
                     whole = PASS * (events - optimizer.releases // PASS - 1)
                     assert engine.remaining_steps() == left + whole
