@@ -41,7 +41,7 @@ from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
 from .sampling.slots import check_slots
 from .sampling.unit_groups import UnitGroups
-from .step import PrivateStep
+from .step import Charge, ClippedSums, PrivateStep, ReleaseOptions, RoundedGaussian
 from .verification.loss_trial import LossTrial
 from .verification.proof import Proof, allow_second_backwards
 from .verification.unchanged import Unchanged, check_allowed
@@ -129,18 +129,17 @@ def build(
     synchronize_ranks(module, ranks)
     step = PrivateStep(
         optimizer,
-        trained,
-        names=names,
+        ClippedSums(trained, names=names, ranks=ranks, exact=privacy.exact is not False),
         tracker=loader.tracker,
-        sampler=plan,
-        spending=spending,
-        keys=keys,
-        ranks=ranks,
-        noise_multiplier=settings.noise_multiplier,
-        max_grad_norm=privacy.bound,
-        expected_batch_size=loader.expected_batch_size,
-        divides=privacy.loss_reduction != "sum",
-        exact=privacy.exact is not False,
+        options=ReleaseOptions(
+            optimizer,
+            noise_multiplier=settings.noise_multiplier,
+            max_grad_norm=privacy.bound,
+            expected_batch_size=loader.expected_batch_size,
+            divides=privacy.loss_reduction != "sum",
+        ),
+        charge=Charge(spending, keys, plan, loader.tracker, ranks),
+        kind_of_noise=RoundedGaussian(keys, trained),
     )
     _warn_of_sizes(data_loader, plan)
     for parameter in trained:
@@ -337,11 +336,11 @@ def _backward(
     uncovered: Uncovered,
 ) -> PrivateBackward:
     privacy, performance = settings.privacy, settings.performance
-    ranks, device, order = step.ranks, checked.trained[0].device, checked.loader.order
+    ranks, device, order = step.sums.ranks, checked.trained[0].device, checked.loader.order
     proof = Proof(
         module.modules(),
         device=device,
-        group=ranks.everyone if step.is_sharded else ranks.context,
+        group=ranks.everyone if step.sums.is_sharded else ranks.context,
         context=ranks.context,
         is_on=privacy.verify_first_batch,
     )

@@ -287,7 +287,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         )  # fmt: skip
         asked = replace(asked, noise_multiplier=noise)
         made = self._make_private(Given(module, optimizer, data_loader), asked, performance, plan)
-        self._running().step.plan(steps, target_epsilon=target_epsilon)
+        self._running().step.charge.expect(steps, target_epsilon=target_epsilon)
         if asked.budget is None:
             self._spending.set_delta(target_delta)
         return made
@@ -391,7 +391,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         With a shuffled loader: the rest of an epoch that is paid for, and then whole epochs.
         """
-        return None if self._run is None else self._run.step.remaining_steps()
+        return None if self._run is None else self._run.remaining_steps()
 
     @property
     def accountant(self) -> Accountant:
@@ -459,7 +459,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         The sums of all other parameters were exact: one sample moves them by at most its bound in
         real arithmetic, whatever the order of the samples.
         """
-        return tuple(sorted(self._described("rounded_sums").step.rounded))
+        return tuple(sorted(self._described("rounded_sums").step.sums.rounded))
 
     def detach(self, model: nn.Module) -> nn.Module:
         """Return the plain model, with its parameters; the engine keeps its spent privacy.

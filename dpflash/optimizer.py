@@ -80,7 +80,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self._loss_reduction = loss_reduction
         self._step = step
         self._step_hooks: list[Callable[[PrivateOptimizer], None]] = []
-        self._releasing = False
+        self._releasing = self._is_closed = False
         self._is_resumed = _has_stepped(optimizer)
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
         step.watch_gradients()
@@ -102,6 +102,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     def release_original(self) -> torch.optim.Optimizer:
         """Let the wrapped optimizer step by itself again, as engine.detach does."""
         self._guard.remove()
+        self._is_closed = True
         return self.original_optimizer
 
     @property
@@ -116,7 +117,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Say whether the next `step` call ends a microbatch only."""
-        if self._step.ranks.everyone is not None:
+        if self._step.sums.ranks.everyone is not None:
             raise RuntimeError(
                 "signal_skip_step (BatchMemoryManager) with a mesh: ranks would split their "
                 "parts of a draw into unequal numbers of microbatches. Pass physical_batch_size= "
@@ -148,27 +149,27 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     @property
     def noise_multiplier(self) -> float:
-        return self._step.noise_multiplier
+        return self._step.options.noise_multiplier
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
-        self._step.set_noise_multiplier(value)
+        self._step.options.set_noise_multiplier(value)
 
     @property
     def max_grad_norm(self) -> float:
-        return self._step.max_grad_norm
+        return self._step.options.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
-        self._step.set_max_grad_norm(value)
+        self._step.options.set_max_grad_norm(value)
 
     @property
     def expected_batch_size(self) -> float:
-        return self._step.expected_batch_size
+        return self._step.options.expected_batch_size
 
     @expected_batch_size.setter
     def expected_batch_size(self, value: float) -> None:
-        self._step.set_expected_batch_size(value)
+        self._step.options.set_expected_batch_size(value)
 
     @property
     def _is_last_step_skipped(self) -> bool:
@@ -276,13 +277,18 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         refuse_capture(CAPTURED)
         refuse_lightning(closure)
         self._step.public.refuse_inside("optimizer.step()")
-        self._step.refuse_closed()
+        if self._is_closed:
+            raise RuntimeError(
+                "the model of this optimizer was detached, so it releases nothing more: its noise "
+                "would be that of the engine's next model. Use the optimizer that the last "
+                "make_private returned"
+            )
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         with self._step.noting_refusals():
-            self._step.refuse_changed_options()
+            self._step.options.refuse_changed()
             if self._step.tracker.step_ends_microbatch():
                 self._step.public.begin_batch(begins_draw=False)
                 return result
@@ -294,7 +300,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
                 self._step.take_release()
                 if self._is_resumed:
                     self._is_resumed = False
-                    self._step.warn_of_forgotten_releases()
+                    self._step.charge.warn_of_forgotten_releases()
         for hook in () if is_public else self._step_hooks:
             hook(self)
         self._releasing = True
@@ -310,8 +316,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     parameter.grad = None
-                elif not self._step.is_trained(parameter) and parameter.grad is not None:
-                    name = self._step.names.get(parameter, "(added later)")
+                elif not self._step.sums.is_trained(parameter) and parameter.grad is not None:
+                    name = self._step.sums.names.get(parameter, "(added later)")
                     parameter.grad = None
                     raise PrivateRefusal(
                         f"parameter '{name}' was frozen when the model was made private and has a "

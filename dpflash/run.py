@@ -107,7 +107,9 @@ class PrivateRun:
                     losses=losses.shape[0],
                     rows=units.positions,
                 ) from None
-        if not losses.requires_grad and (losses.numel() or self.step.ranks.everyone is not None):
+        if not losses.requires_grad and (
+            losses.numel() or self.step.sums.ranks.everyone is not None
+        ):
             raise PrivateRefusal(
                 "losses do not require grad, so they reach no private layer: compute them from "
                 "the model's output outside of torch.no_grad() and without detach(), also in a "
@@ -121,7 +123,7 @@ class PrivateRun:
         if trial is None:
             return False
         if mark is not None and mark.is_trial:
-            self.step.note_options()
+            self.step.options.note()
             trial.hold(losses)
             return True
         if trial.decides:
@@ -135,6 +137,10 @@ class PrivateRun:
         return False
 
     # Reports
+
+    def remaining_steps(self) -> int | None:
+        """How many more steps like the next one the budget allows; None without a budget."""
+        return self.step.charge.remaining_steps(self.step.options.noise_multiplier)
 
     def groups(self) -> ClippingGroups:
         """The clipping groups of the private model: their parameters, bounds and sensitivity.
@@ -267,13 +273,13 @@ class PrivateRun:
             raise ValueError("checkpoint_dict with extra, which is the same: pass one of them")
         extra = checkpoint_dict if extra is None else extra
         theirs = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
-        self.step.ranks.run_on_all("save_checkpoint", self.model.state_dict)
+        self.step.sums.ranks.run_on_all("save_checkpoint", self.model.state_dict)
         sharded.save(
             path,
             lambda: self._own_state(with_schedulers(extra, theirs)),
             model=self.model,
             optimizer=self.optimizer.original_optimizer,
-            ranks=self.step.ranks,
+            ranks=self.step.sums.ranks,
             as_folder=self.as_folder,
         )
 
@@ -328,7 +334,7 @@ class PrivateRun:
             path,
             model=self.model,
             optimizer=self.optimizer.original_optimizer,
-            ranks=self.step.ranks,
+            ranks=self.step.sums.ranks,
             check=check,
         )
         self._restore(where, state)
@@ -352,7 +358,7 @@ class PrivateRun:
             ValueError: it is not that of an engine, or does not fit; nothing is changed then.
             RuntimeError: steps were released already and no ledger remembers them.
         """
-        where, ranks = "state_dict", self.step.ranks
+        where, ranks = "state_dict", self.step.sums.ranks
 
         def read() -> dict[str, Any]:
             state = checkpoint.from_text(state_dict)
@@ -383,7 +389,7 @@ class PrivateRun:
             "releases": self.step.releases,
             "ledger_releases": None if ledger is None else ledger.releases,
             "ledger_digest": None if ledger is None else ledger.digest(),
-            **{name: getattr(self.step, name) for name in OF_STEPS},
+            **{name: getattr(self.step.options, name) for name in OF_STEPS},
             "loader": self.loader.state_dict(),
             **self._fixed,
             "extra": extra,
@@ -411,7 +417,7 @@ class PrivateRun:
         self.spending.load_state_dict(state["spending"])
         checkpoint.warn_of_changes(
             state,
-            restored={name: getattr(step, name) for name in OF_STEPS},
+            restored={name: getattr(step.options, name) for name in OF_STEPS},
             unchanged={name: self._fixed[name] for name in ("clipping", "clip_function")},
         )
         if "module" in state:

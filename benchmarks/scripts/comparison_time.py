@@ -28,7 +28,7 @@ from dpflash.optimize import wrapper
 from dpflash.sampling.entries import FittingCollate
 from dpflash.sampling.row_order import RowOrder
 from dpflash.sampling.tracker import BatchTracker
-from dpflash.step import PrivateStep
+from dpflash.step import ReleaseOptions
 from dpflash.verification.contents import EVERY
 from dpflash.verification.rewritten import Rewritten
 from dpflash.verification.unchanged import Unchanged
@@ -45,8 +45,8 @@ COMPARISONS: list[tuple[Any, str]] = [
     (RowOrder, "check"),
     (FittingCollate, "_refuse_moved"),
     (BatchTracker, "before_backward"),
-    (PrivateStep, "note_options"),
-    (PrivateStep, "refuse_changed_options"),
+    (ReleaseOptions, "note"),
+    (ReleaseOptions, "refuse_changed"),
     (wrapper, "refuse_transforms"),
 ]
 # Contents are compared in one of EVERY steps.

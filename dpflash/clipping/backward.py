@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,9 @@ from ..distributed.collectives import agree, gather_rows, rank_in, world_size
 from ..distributed.layout import Layout
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
-from ..sampling.tracker import STEP_OF_ANOTHER
-from ..step import ClippedSums
+from ..sampling.slots import RealRows
+from ..sampling.tracker import STEP_OF_ANOTHER, BatchTracker
+from ..step import ClippedSums, Clipper
 from ..verification.declared_reduction import refuse_weights
 from ..verification.proof import OFF, Proof
 from ..verification.two_backwards import (
@@ -38,6 +39,41 @@ from .statistics import ClipStatistics
 
 # See `Uncovered.refusal`.
 Refusal = Callable[[Tensor | None, object, Sequence[int | None]], str | None]
+
+
+class Step(Protocol):
+    """The logical batch of a backward and its gates, see `dpflash.step.PrivateStep`."""
+
+    sums: ClippedSums
+    tracker: BatchTracker
+    rows: RealRows
+
+    def attach(self, clipper: Clipper) -> None:
+        """Report to `clipper` where logical batches begin and end."""
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
+    def before_gate(self) -> None:
+        """A backward has reached a use of a private parameter, or a gate."""
+
+    def add_clipped(self, parameter: nn.Parameter, grads: Tensor, factors: Tensor) -> None:
+        """Reduce per-sample gradients by their clipping factors, and add the sum."""
+
+    def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
+        """Add a microbatch's clipped sum."""
+
+    def end_backward(self) -> None:
+        """A backward has run to its end."""
+
+    def discard(self) -> None:
+        """Drop the logical batch."""
+
+    def noting_refusals(self) -> AbstractContextManager[None]:
+        """Note a private refusal that the block raises."""
+
+    def dropping(self) -> AbstractContextManager[None]:
+        """Drop the logical batch where the block fails."""
 
 
 class PrivateBackward:
@@ -68,7 +104,7 @@ class PrivateBackward:
     def __init__(
         self,
         groups: Sequence[Group],
-        step: ClippedSums,
+        step: Step,
         planner: Planner,
         *,
         loss_reduction: str | None,
@@ -81,8 +117,8 @@ class PrivateBackward:
         self.groups = list(groups)
         self.step = step
         self.planner = planner
-        self.ranks = step.ranks
-        self.names = step.names
+        self.ranks = step.sums.ranks
+        self.names = step.sums.names
         self.loss_reduction = loss_reduction
         self.clip_function = clip_function
         self.convolves = convolves
@@ -200,7 +236,7 @@ class PrivateBackward:
     @property
     def meeting(self) -> ProcessGroup | None:
         """The ranks that exchange gradients in the backward; None where none do."""
-        return self.ranks.everyone if self.step.is_sharded else self.ranks.context
+        return self.ranks.everyone if self.step.sums.is_sharded else self.ranks.context
 
     def _meet(
         self, losses: Tensor | None, twice: bool = False, proving: bool = False
@@ -231,7 +267,7 @@ class PrivateBackward:
         # With other modules, or another order, gradients of different parameters would be added.
         same = {
             "(draw, part) of the batch": self.step.tracker.place(),
-            "max_grad_norm": self.step.bound,
+            "max_grad_norm": self.step.sums.bound,
             "modules that ran, and how often": list(self.forward.state.used.items()),
         }
         samples = {"number of samples": self.forward.state.batch_size}
@@ -407,7 +443,7 @@ class PrivateBackward:
                 "engine.backward after each forward, and give every layer inputs whose first "
                 f"dimension is the batch. {ALL_ROWS}. {SHARED}{self.forward.misfit}"
             ) from None
-        self.step.refuse_inexact(gate.batch_size)
+        self.step.sums.refuse_inexact(gate.batch_size)
         self._arrived.add(id(gate))
         self._arrived_generation = gate.generation
         self.forward.finish()
@@ -422,7 +458,7 @@ class PrivateBackward:
         ) from None
 
     def discard(self) -> None:
-        """Drop the logical batch; see `ClippedSums.discard`."""
+        """Drop the logical batch; see `PrivateStep.discard`."""
         self.step.discard()
 
     def end_batch(self, *, released: bool) -> None:

@@ -80,7 +80,7 @@ class ContextGate(Gate):
             self._add_slice(position, piece)
             return
         if mode == "sum":
-            self._sums[position] = clip_reduce(piece, self.owner.factors, grid=self.step.grid)
+            self._sums[position] = clip_reduce(piece, self.owner.factors, grid=self.step.sums.grid)
             if not self.owner.norms_again:
                 return
         squares = squared_norm(piece)
@@ -119,7 +119,7 @@ class ContextGate(Gate):
     def _add_clipped(self, position: int, grad: Tensor | None, factors: Tensor) -> None:
         total, piece = self._sums.get(position), self._slices.get(position)
         if piece is not None:
-            own = clip_reduce(piece, factors, grid=self.step.grid)
+            own = clip_reduce(piece, factors, grid=self.step.sums.grid)
             total = own if total is None else total + own
         # `_settle` has a slice of every parameter.
         assert total is not None
@@ -143,7 +143,7 @@ class ContextGate(Gate):
         if batch == 0:
             return grad.new_zeros((0, end - begin), dtype=dtype)
         # The last element tells gradients of different parameters apart.
-        mark = self.step.mark_of(parameter)
+        mark = self.step.sums.mark_of(parameter)
         sent = grad.new_zeros((count, batch * size + 1), dtype=dtype)
         sent[:, -1] = mark
         for rank, row in enumerate(sent):

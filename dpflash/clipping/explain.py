@@ -174,7 +174,7 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
                 seconds=found.seconds,
                 share=0.0,
                 why="you asked for it" if asked else _why(of_parameter, mode, ceilings),
-                exact=backward.step.exact and mode == "instantiate",
+                exact=backward.step.sums.exact and mode == "instantiate",
             )
             uses.append(use)
     total = sum(use.seconds for use in uses)

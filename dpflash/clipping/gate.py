@@ -31,8 +31,7 @@ from .planner import LinearShape, Plan
 from .precision import without_autocast
 
 if TYPE_CHECKING:
-    from ..step import ClippedSums
-    from .backward import PrivateBackward
+    from .backward import PrivateBackward, Step
 
 # In these modes a gate follows the planner; "prove" only compares.
 _CLIPS = ("clip", "prove")
@@ -109,7 +108,7 @@ class Gate:
         return alive(self._owner)
 
     @property
-    def step(self) -> ClippedSums:
+    def step(self) -> Step:
         """The logical batch that clipped sums are added to."""
         return self.owner.step
 
@@ -210,7 +209,7 @@ class Gate:
     @property
     def bound(self) -> float:
         """L2 bound of one sample's contribution to this group's sums."""
-        return self.group.share * self.step.bound
+        return self.group.share * self.step.sums.bound
 
     def plan(self) -> Plan:
         """The planner's choice for this gate's matrix parameters, in the order of `shapes`."""
@@ -311,13 +310,13 @@ class Gate:
             own = kept.clipped(factors, self.bound)
             total = own if total is None else total + own
         if grad is None and total is None:
-            step.add_zero(parameter)
+            step.sums.add_zero(parameter)
         elif total is None:
             assert grad is not None
             step.add_clipped(parameter, grad, factors)
         else:
             if grad is not None:
-                total = total + clip_reduce(grad, factors, grid=step.grid)
+                total = total + clip_reduce(grad, factors, grid=step.sums.grid)
             step.add(parameter, total, is_exact=False)
 
     def reset(self) -> None:

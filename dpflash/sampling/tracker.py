@@ -112,7 +112,9 @@ class LogicalBatch(Protocol):
     def is_open(self) -> bool:
         """Whether a part of a logical batch waits for its release."""
 
-    releases: int
+    @property
+    def releases(self) -> int:
+        """How many releases were charged so far."""
 
     def begin_batch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""

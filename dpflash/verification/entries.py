@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .contents import digest
-from .nested import map_tensors
 
 
 class Entries:
@@ -124,14 +123,19 @@ def _is_cast(value: Tensor, held: Tensor | None) -> bool:
 def _summary(value: Any) -> bytes | None:
     """What is equal for equal values; None where that cannot be said."""
     file = io.BytesIO()
-    pickler = pickle.Pickler(file)
+    pickler = _Pickler(file)
     pickler.fast = True  # Objects that occur twice would be written as references.
     try:
-        pickler.dump(map_tensors(_contents, value))
+        pickler.dump(value)
     except Exception:
         return None
     return blake2b(file.getvalue()).digest()
 
 
-def _contents(tensor: Tensor) -> Any:
-    return str(tensor.dtype), tuple(tensor.shape), int(digest(tensor))
+class _Pickler(pickle.Pickler):
+    """Writes the contents of tensors, also inside of objects, in place of their addresses."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        return tuple, ((str(value.dtype), tuple(value.shape), int(digest(value))),)

@@ -25,9 +25,9 @@ _release = PrivateStep.release
 
 
 def _release_and_keep_sums(step: PrivateStep, **options: Any) -> None:
-    sums = step.sums
+    sums = step.sums._sums
     _release(step, **options)
-    step.sums = sums  # until its step, to be compared
+    step.sums._sums = sums  # until its step, to be compared
 
 
 PrivateStep.release = _release_and_keep_sums  # type: ignore[method-assign]

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash import PrivacyEngine
-from dpflash import step as step_module
 from dpflash.accounting import Gaussian, ShuffledGaussian
 from dpflash.kernels import clip_factors
+from dpflash.step import noise as noise_module
 
 try:
     import opacus
@@ -1227,7 +1227,7 @@ def test_invariant_10_the_ledger_is_on_disk_before_the_noise_is_drawn(
         lines.extend(ledger.read_text().splitlines())
         raise MemoryError
 
-    monkeypatch.setattr(step_module, "NoiseStream", fail)
+    monkeypatch.setattr(noise_module, "NoiseStream", fail)
     before = model.weight.detach().clone()
     for (x,) in loader:
         with pytest.raises(MemoryError):

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash import PrivacyEngine, PrivateRefusal
-from dpflash import step as step_module
 from dpflash.clipping import backward as backward_module
 from dpflash.kernels import NoiseStream, gaussian_noise_, grads, grid_of
+from dpflash.step import noise, sums
 
 KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
 KINDS.append({"clipping": "per_layer"})
@@ -160,7 +160,7 @@ def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw
         optimizer.zero_grad()
         (x,) = next(batches)
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "clip_reduce", fails)
+        patch.setattr(sums, "clip_reduce", fails)
         with pytest.raises(MemoryError):
             losses_of(model, x).sum().backward()
     assert engine._step.noise is not None and not engine._step.sums
@@ -182,7 +182,7 @@ def test_a_step_whose_noise_could_not_be_settled_can_be_tried_again(
 
     (x,) = next(iter(loader))
     with monkeypatch.context() as patch:
-        patch.setattr(step_module, "settle_noise", fails)
+        patch.setattr(noise, "settle_noise", fails)
         with pytest.raises(MemoryError):
             losses_of(model, x).sum().backward()
         with pytest.raises(MemoryError):
@@ -198,7 +198,7 @@ def test_the_gradient_has_its_noise_before_the_step(private, kind):
         private(build(), data(), noise_multiplier=m, one_part=True, **kind) for m in (0.0, 2.0)
     ]
     for engine, *_ in runs:
-        engine._step.set_expected_batch_size(1.0)
+        engine._step.options.set_expected_batch_size(1.0)
     for engine, model, _, loader in runs:
         for (x,) in loader:
             engine.backward(losses_of(model, x))
@@ -229,7 +229,7 @@ def test_only_the_last_physical_batch_is_noised(private, kind, monkeypatch):
         drawn.append((address["step"], address["parameter_id"]))
         return NoiseStream(**address)
 
-    monkeypatch.setattr(step_module, "NoiseStream", count)
+    monkeypatch.setattr(noise, "NoiseStream", count)
     parts = 0
     for (x,) in loader:
         optimizer.zero_grad()
@@ -315,7 +315,7 @@ def test_an_interrupted_step_goes_on_with_the_same_release(private, monkeypatch)
         for (x,) in loader:
             with monkeypatch.context() as patch:
                 if interrupted:
-                    patch.setattr(engine._step, "_clear", _interrupt)
+                    patch.setattr(engine._step.sums, "clear", _interrupt)
                 with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
                     engine.backward(losses_of(model, x))
             optimizer.step()
@@ -335,7 +335,7 @@ def test_a_backward_after_an_interrupted_release_does_not_get_its_noise(private,
     )
     for (x,) in loader:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(engine._step, "_clear", _interrupt)
+            patch.setattr(engine._step.sums, "clear", _interrupt)
             losses_of(model, x).sum().backward()
         first = [p.grad for p in model.parameters()]
         model.zero_grad()

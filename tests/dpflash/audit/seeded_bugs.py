@@ -23,7 +23,7 @@ from dpflash.kernels.noise import NoiseStream
 from dpflash.sampling.samplers import PoissonBatchSampler
 from dpflash.sampling.slots import RealRows
 from dpflash.sampling.tracker import BatchTracker
-from dpflash.step import BatchNoise, PrivateStep
+from dpflash.step import BatchNoise, ClippedSums, PrivateStep
 
 Put = Callable[[Any, str, Any], None]
 
@@ -48,7 +48,7 @@ def _unclipped(name: str) -> Callable[[Put], None]:
         original = Gate._add_clipped
 
         def add_clipped(self: Any, position: int, grad: Any, factors: Any) -> None:
-            if self.step.names[self.group.parameters[position]].endswith(name):
+            if self.step.sums.names[self.group.parameters[position]].endswith(name):
                 factors = (factors > 0).to(factors.dtype)
             original(self, position, grad, factors)
 
@@ -84,7 +84,7 @@ def _divisor_by_drawn_size(put: Put) -> None:
         original(self, **options)
         drawn = float(max(self.tracker.current.count, 1))
         for parameter in self.parameters:
-            parameter.grad.mul_(self.expected_batch_size / drawn)
+            parameter.grad.mul_(self.options.expected_batch_size / drawn)
 
     put(PrivateStep, "release", release)
 
@@ -188,7 +188,7 @@ def _float_lattice(put: Put) -> None:
         return out.add_(torch.randn(out.shape, dtype=torch.float32) * self.std)
 
     put(NoiseStream, "add_to_", add_to_)
-    put(PrivateStep, "_noise_to_fuse", lambda self, parameter: None)
+    put(ClippedSums, "takes_noise", lambda self, parameter: False)
 
 
 def _coarse_noise_on_the_grid(put: Put) -> None:
@@ -197,7 +197,7 @@ def _coarse_noise_on_the_grid(put: Put) -> None:
         return out.add_((noise.double() / self.grid).round() * self.grid)
 
     put(NoiseStream, "add_to_", add_to_)
-    put(PrivateStep, "_noise_to_fuse", lambda self, parameter: None)
+    put(ClippedSums, "takes_noise", lambda self, parameter: False)
 
 
 def _squares_of_shards(put: Put) -> None:

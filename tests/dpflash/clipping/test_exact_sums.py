@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from dpflash import PrivateRefusal
-from dpflash import step as step_module
 from dpflash.clipping.deferred import DeferredGradients
 from dpflash.clipping.groups import per_layer_groups
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
 from dpflash.step import BatchNoise
+from dpflash.step import noise as noise_module
+from dpflash.step import sums as sums_module
 
 EXACT = [
     {"grad_sample_mode": "instantiate"},
@@ -141,7 +142,7 @@ def test_what_leaves_is_a_function_of_grid_sum_plus_noise(kind, private, monkeyp
         )
     (quiet, still, _, still_loader), (engine, made, optimizer, loader) = runs
     for run in runs:
-        run[0]._step.set_expected_batch_size(1.0)
+        run[0]._step.options.set_expected_batch_size(1.0)
     for (x,), (y,) in zip(still_loader, loader, strict=True):
         quiet.backward(losses_of(still, x))
         engine.backward(losses_of(made, y))
@@ -211,10 +212,10 @@ def test_numbers_of_numpy_that_a_scheduler_sets_are_taken_in_float64(
     engine, made, optimizer, _ = private(model(), data(), noise_multiplier=1.0, clipping=clipping)
     optimizer.max_grad_norm, optimizer.noise_multiplier = np.float16(0.7), np.float16(1.1)
     engine.backward(losses_of(made, data()[:4]))
-    bounds = [group.share * engine._step.bound for group in engine._run.backward.groups]
+    bounds = [group.share * engine._step.sums.bound for group in engine._run.backward.groups]
     assert all(type(bound) is float for bound in bounds)
     drawn = []
-    monkeypatch.setattr(step_module, "BatchNoise", lambda *values, **_: drawn.append(values))
+    monkeypatch.setattr(noise_module, "BatchNoise", lambda *values, **_: drawn.append(values))
     engine._step._charge(signalled=False)
     ((noise, bound),) = drawn
     assert type(noise) is type(bound) is float
@@ -227,7 +228,7 @@ def test_a_batch_of_ones_own_whose_sum_would_be_rounded_is_refused(private, monk
     engine, made, _, _ = private(
         nn.Linear(1, 1), torch.zeros(16, 1), grad_sample_mode="instantiate"
     )
-    monkeypatch.setattr(step_module, "exact_slots", lambda grid, bound: 5)
+    monkeypatch.setattr(sums_module, "exact_slots", lambda grid, bound: 5)
     engine.backward(made(torch.ones(5, 1)).flatten())
     assert engine._step.sums
     engine._step.tracker.backward_done = False

@@ -142,7 +142,7 @@ def test_one_sample_in_or_out_moves_the_sum_by_at_most_the_bound(name, kind, pri
         engine, made, _, _ = private(copy.deepcopy(model), max_grad_norm=bound, **kind)
         engine.backward(losses(made, batch) * weights)
         found.append(
-            torch.cat([engine._step.sums[p].double().flatten() for p in engine._step.trained])
+            torch.cat([engine._step.sums[p].double().flatten() for p in engine._step.sums.trained])
         )
     moved = float((found[0] - found[1]).norm())
     assert 0.2 * bound < moved <= bound * (1 + 2.0**-18)

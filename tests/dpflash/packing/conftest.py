@@ -79,7 +79,7 @@ def gradients(model, documents, width, reduction="mean"):
 
 def clipped(engine, grads, bound, function="hard"):
     """The sum of documents' gradients, clipped in the groups of the engine."""
-    of = {id(p): i for i, p in enumerate(engine._step.trained)}
+    of = {id(p): i for i, p in enumerate(engine._step.sums.trained)}
     sums = [torch.zeros_like(g) for g in grads[0]]
     for own in grads:
         for group in engine._run.backward.groups:
@@ -128,7 +128,7 @@ class Run:
             if self.loader.is_last:
                 break
         step = self.engine._step
-        sums = [step.sums[p].detach().clone() for p in step.trained]
+        sums = [step.sums[p].detach().clone() for p in step.sums.trained]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.optimizer.step()

@@ -64,7 +64,7 @@ class Packings:
         self.engine.backward(losses)
         step = self.engine._step
         step.tracker.dropped()  # the next batch is no second backward
-        sums = [step.sums[p].double() for p in step.trained]
+        sums = [step.sums[p].double() for p in step.sums.trained]
         step.discard()
         return sums
 

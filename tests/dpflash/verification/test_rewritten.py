@@ -240,7 +240,7 @@ def test_an_entry_of_state_dict_that_holds_the_data_does_not_leave(kind, name, p
         engine.detach(model)
 
 
-@pytest.mark.parametrize("kept", [torch.Generator(), threading.Lock(), lambda: 1], ids=type)
+@pytest.mark.parametrize("kept", [threading.Lock(), lambda: 1], ids=type)
 def test_an_entry_that_cannot_be_compared_is_refused_before_training(kept, private):
     model = Saving(None)
     model.extra.get_extra_state = lambda: kept
@@ -248,6 +248,17 @@ def test_an_entry_that_cannot_be_compared_is_refused_before_training(kept, priva
         private(model)
     private(model, allow_buffers=["extra._extra_state"])
     assert model.state_dict()["extra._extra_state"] is kept
+
+
+def test_a_generator_that_is_saved_is_compared_by_its_state(private):
+    model, generator = Saving(None), torch.Generator()
+    model.extra.get_extra_state = lambda: {"generators": [generator]}
+    engine, model, optimizer, _ = private(model)
+    step(engine, model, optimizer)
+    assert model.state_dict()["extra._extra_state"]["generators"] == [generator]
+    torch.rand(1, generator=generator)
+    with pytest.raises(RuntimeError, match=r"^'extra._extra_state' of state_dict"):
+        model.state_dict()
 
 
 def test_entries_that_are_loaded_cast_or_allowed_by_name_leave(private):

@@ -1,0 +1,19 @@
+"""The private step: clipped sums, charge, noise and release of one logical batch after another."""
+
+from .charge import Charge
+from .noise import BatchNoise, RoundedGaussian
+from .options import ReleaseOptions
+from .step import CAPTURED, Clipper, PrivateStep
+from .sums import ClippedSums, refuse_mixed
+
+__all__ = [
+    "CAPTURED",
+    "BatchNoise",
+    "Charge",
+    "ClippedSums",
+    "Clipper",
+    "PrivateStep",
+    "ReleaseOptions",
+    "RoundedGaussian",
+    "refuse_mixed",
+]

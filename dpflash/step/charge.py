@@ -1,0 +1,171 @@
+"""Charge: pays for releases, in the accountant and in the ledger."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..distributed.mesh import Ranks
+from ..sampling.tracker import BatchTracker
+
+if TYPE_CHECKING:
+    from dpflash.accounting import Event
+
+    from ..privacy.keys import RunKeys
+    from ..privacy.spending import Spending
+    from ..sampling.plan import SamplingPlan
+
+
+class Charge:
+    """Charges each release to accountant and ledger, on all ranks alike.
+
+    Args:
+        spending: the privacy cost of all releases so far.
+        keys: of the noise.
+        plan: how logical batches are drawn; knows the privacy cost of each.
+        tracker: follows the microbatches of the training loop.
+        ranks: this process and its peers.
+
+    Attributes:
+        releases: how many releases were charged so far; each has its own noise.
+
+    Guarantees:
+        A release is in the accountant, and in the ledger, before `pay` returns its number.
+    """
+
+    def __init__(
+        self,
+        spending: Spending,
+        keys: RunKeys,
+        plan: SamplingPlan,
+        tracker: BatchTracker,
+        ranks: Ranks,
+    ):
+        self.releases = 0
+        self._spending = spending
+        self._keys = keys
+        self._plan = plan
+        self._tracker = tracker
+        self._ranks = ranks
+        self._calibrated: tuple[int, float] | None = None
+        self._is_first = False
+        # The last epoch of a shuffled loader that was charged, and its noise.
+        self._paid = (0, math.inf)
+
+    def resume(self, releases: int) -> None:
+        """Go on behind so many releases."""
+        self.releases = releases
+
+    def leave_ranks(self) -> None:
+        """Continue as a process by itself."""
+        self._ranks = Ranks()
+
+    def event(self, noise_multiplier: float, *, is_foreign: bool) -> Event | None:
+        """What the next release is charged as; None if it is charged already."""
+        if not is_foreign:
+            return self._next_event(noise_multiplier)
+        # Models that are not private need no accounting, which is slow to import.
+        from dpflash.accounting import Gaussian
+
+        # No amplification can be claimed for a batch of unknown origin.
+        return Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
+
+    def admit(self, event: Event | None) -> None:
+        """Ask the budget and the accountant for a release.
+
+        Raises:
+            BudgetSpent: the release does not fit into the budget.
+            ValueError: the accountant does not support this event.
+        """
+        self._is_first = not self.releases and self._spending.is_empty
+        self._spending.admit(event)
+
+    def pay(self, event: Event | None, noise_multiplier: float, *, is_foreign: bool) -> int:
+        """Charge a release that was admitted; returns its number."""
+        if self._spending.ledger is None and noise_multiplier > 0:
+            self._keys.claim(self.releases)
+        self._charge_on_all_ranks(event, is_foreign=is_foreign)
+        if not is_foreign and event is not None:
+            self._paid = (self._tracker.epochs, noise_multiplier)
+        number = self.releases
+        self.releases += 1
+        return number
+
+    def _charge_on_all_ranks(self, event: Event | None, *, is_foreign: bool) -> None:
+        """Charge a release on all ranks; first on the first rank, which writes the ledger."""
+
+        def charge() -> bytes:
+            keys = self._keys
+            self._spending.charge(event, run=keys.run, branch=keys.branch, is_foreign=is_foreign)
+            return b""
+
+        self._ranks.run_on_first("the payment of a release", charge)
+        if not self._ranks.is_first:
+            charge()
+
+    def _next_event(self, noise_multiplier: float, *, new_epoch: bool = False) -> Event | None:
+        event = self._plan.event(noise_multiplier)
+        if self._plan.event_covers_epoch and not new_epoch:
+            # Batches of an epoch are disjoint, so the step with the least noise covers all.
+            epoch, least = self._paid
+            if epoch == self._tracker.epochs and noise_multiplier >= least:
+                return None
+        return event
+
+    # The budget
+
+    def may_begin(self, noise_multiplier: float, *, new_epoch: bool) -> bool:
+        """Whether the budget allows the release of a logical batch that is not drawn yet."""
+        budget = self._spending.budget
+        if budget is None or budget.when_spent != "stop":
+            return True
+        return self._spending.fits(self._next_event(noise_multiplier, new_epoch=new_epoch))
+
+    def remaining_steps(self, noise_multiplier: float) -> int | None:
+        """How many more releases the budget allows; None without a budget."""
+        if self._spending.budget is None:
+            return None
+        fit = self._spending.remaining(self._plan.event(noise_multiplier))
+        if not self._plan.event_covers_epoch:
+            return fit
+        left, whole = self._tracker.left_of_epoch, self._plan.steps_per_epoch
+        if self._next_event(noise_multiplier) is None:
+            return left + fit * whole
+        return left + (fit - 1) * whole if fit and left else fit * whole
+
+    # Warnings
+
+    def expect(self, releases: int, *, target_epsilon: float) -> None:
+        """Warn at the first release beyond those that the noise was calibrated for."""
+        self._calibrated = (self.releases + releases, target_epsilon)
+
+    def warn_beyond_target(self) -> None:
+        """Warn once if there are more releases than the noise was calibrated for."""
+        if self._calibrated is not None and self.releases > self._calibrated[0]:
+            (most, epsilon), self._calibrated = self._calibrated, None
+            warnings.warn(
+                f"release {self.releases}: the noise was calibrated for {most} releases, so "
+                f"epsilon is above target_epsilon={epsilon!r} from now on. Pass the epochs or "
+                "steps that you train for to make_private_with_epsilon; "
+                "budget=PrivacyBudget(...) stops training by itself",
+                stacklevel=4,
+            )
+
+    def warn_of_forgotten_releases(self) -> None:
+        """Warn if epsilon counts no releases for the steps that the optimizer has made."""
+        if self._is_first:
+            warnings.warn(
+                "the optimizer's state is of a run that made steps, and this engine counts none "
+                "of them. If they were on private data, epsilon is too small: resume with "
+                "engine.save_checkpoint and load_checkpoint, or save engine.state_dict() beside "
+                "those of model and optimizer, and load all three before the first step",
+                stacklevel=3,
+            )
+
+    def note_refusal(self) -> None:
+        """Write into the ledger that private data ended the training loop."""
+        # A ledger that cannot be written is refused at the next release; this error tells more.
+        with suppress(OSError, RuntimeError):
+            self._spending.note_refusal(self._keys.run)

@@ -1,0 +1,111 @@
+"""Gradients: what `.grad` of the trained parameters holds. Before a release, nothing."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..distributed.fsdp import is_sharded
+from ..privacy.public_data import PublicGradients
+from ..refusal import PrivateRefusal
+
+
+class Gradients:
+    """Sets `.grad` of the trained parameters, and refuses what others write there.
+
+    Args:
+        trained: the parameters with private gradients.
+        names: dotted name of each parameter.
+        public: gradients of public data, which reach parameters past their gates.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[nn.Parameter],
+        names: dict[nn.Parameter, str],
+        public: PublicGradients,
+    ):
+        self._trained = trained
+        self._names = names
+        self._public = public
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, dropping: Callable[[], AbstractContextManager[None]]) -> None:
+        """Refuse gradients that reach a parameter past its gate, from now on.
+
+        Args:
+            dropping: a method of the step; drops the logical batch where its block fails.
+        """
+        # A parameter that held the step would be in a cycle.
+        refuse = functools.partial(
+            _refuse_past_gate, weakref.ref(self), weakref.WeakMethod(dropping)
+        )
+        whole = (p for p in self._trained if not is_sharded(p))
+        self._hooks = [p.register_post_accumulate_grad_hook(refuse) for p in whole]
+
+    def unwatch(self) -> None:
+        """Let gradients reach the parameters again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def drop(self) -> None:
+        """Drop a release, or what others wrote."""
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def refuse_hooks(self) -> None:
+        """Refuse hooks on gradients, which would see nothing: autograd makes none of parameters.
+
+        Raises:
+            RuntimeError: naming the first parameter.
+        """
+        own = {hook.id for hook in self._hooks}
+        for parameter in self._trained:
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+            if parameter._backward_hooks or not hooks.keys() <= own:
+                name = self._names[parameter]
+                raise RuntimeError(
+                    f"parameter '{name}' has a hook on its gradient, which would "
+                    "not run in private training: remove it, and read .grad after the last "
+                    "engine.backward of a logical batch"
+                )
+
+    def refuse_written(self) -> None:
+        """Refuse `.grad` before the release: what others wrote there is not private."""
+        for parameter in self._trained:
+            if parameter.grad is not None:
+                parameter.grad = None
+                name = self._names[parameter]
+                raise PrivateRefusal(
+                    f".grad of parameter '{name}' was written before the release "
+                    "of the logical batch, so nothing was released: leave it alone between the "
+                    "first backward of a logical batch and its last one; it is None there. The "
+                    "backward of a public loss runs inside engine.public_data()"
+                ) from None
+
+
+def _refuse_past_gate(
+    gradients: weakref.ref[Gradients],
+    dropping: weakref.WeakMethod[Callable[[], AbstractContextManager[None]]],
+    parameter: nn.Parameter,
+) -> None:
+    """Refuse a gradient that reached a parameter past its gate."""
+    own, drop = gradients(), dropping()
+    if own is None or drop is None or own._public.is_inside or parameter.grad is None:
+        return
+    parameter.grad = None
+    name = own._names[parameter]
+    with drop():
+        raise PrivateRefusal(
+            f"parameter '{name}' got a gradient past its private layer, which "
+            "is neither clipped nor noised, so nothing was released. Either it is used outside of "
+            "its own module (tie modules instead: lm_head.weight = embedding.weight; in place of "
+            "a penalty on weights use weight_decay, or run its backward inside "
+            "engine.public_data()), or this is the backward of a public loss (run it inside "
+            "engine.public_data() too)"
+        ) from None

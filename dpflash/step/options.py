@@ -1,0 +1,165 @@
+"""ReleaseOptions: public numbers of the next release, which must not depend on private data."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._validate import finite, noise_fits, positive
+from ..refusal import PrivateRefusal
+
+_OPTIONS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
+
+
+class ReleaseOptions:
+    """Noise, bound and divisor of the next release, and the options of the wrapped optimizer.
+
+    The loop may change them between logical batches. Within one, a change would be as often as
+    there are microbatches, whose number is private: `refuse_changed` refuses it.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        noise_multiplier: standard deviation of the noise over the bound.
+        max_grad_norm: L2 bound C of one sample's contribution.
+        expected_batch_size: the divisor of the released sums; public.
+        divides: whether sums are divided.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: float,
+        divides: bool,
+    ):
+        self._optimizer = optimizer
+        self._divides = divides
+        self._noted: dict[Any, Any] | None = None
+        self._changed: Any = None
+        self.load(
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+        )
+
+    def load(
+        self, *, noise_multiplier: float, max_grad_norm: float, expected_batch_size: float
+    ) -> None:
+        """Take the numbers of a checkpoint."""
+        noise_fits(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
+        self._noise_multiplier = float(noise_multiplier)
+        self._max_grad_norm = float(max_grad_norm)
+        self._expected_batch_size = float(expected_batch_size)
+        self.end_batch()
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over the bound, of the next release."""
+        return self._noise_multiplier
+
+    def set_noise_multiplier(self, value: float) -> None:
+        """Change the noise from the next release on; 0 warns.
+
+        Raises:
+            ValueError: it is not a number >= 0 that fits the bound.
+        """
+        noise_fits(max_grad_norm=self._max_grad_norm, noise_multiplier=value)
+        if value == 0 < self._noise_multiplier:
+            warnings.warn(
+                "noise_multiplier=0: the next release has no noise, and epsilon is inf then",
+                stacklevel=4,
+            )
+        # numpy's narrower numbers would round products with it.
+        self._noise_multiplier = float(value)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """L2 bound of one sample's contribution to the next logical batch."""
+        return self._max_grad_norm
+
+    def set_max_grad_norm(self, value: float) -> None:
+        """Change the bound, and the noise that is scaled to it, from the next logical batch on.
+
+        Raises:
+            ValueError: it is not a finite number > 0 that fits the noise.
+        """
+        positive(max_grad_norm=value)
+        finite(max_grad_norm=value)
+        noise_fits(max_grad_norm=value, noise_multiplier=self._noise_multiplier)
+        self._max_grad_norm = float(value)
+
+    @property
+    def expected_batch_size(self) -> float:
+        """Divisor of the next release."""
+        return self._expected_batch_size
+
+    @property
+    def divisor(self) -> float:
+        """What the next release is divided by: the expected batch size, or 1."""
+        return self._expected_batch_size if self._divides else 1.0
+
+    def set_expected_batch_size(self, value: float) -> None:
+        """Change the divisor from the next release on; the sample rate stays as it is.
+
+        Raises:
+            ValueError: it is not a finite number > 0, or sums are released undivided.
+        """
+        positive(expected_batch_size=value)
+        finite(expected_batch_size=value)
+        if not self._divides:
+            raise ValueError(
+                f"expected_batch_size={value!r} with loss_reduction='sum', where sums are not "
+                "divided; scale the learning rate in optimizer.param_groups"
+            )
+        self._expected_batch_size = float(value)
+
+    def note(self) -> None:
+        """Compare the options of the next release with those of the draw's first backward."""
+        options: dict[Any, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        for number, group in enumerate(self._optimizer.param_groups):
+            for name, value in group.items():
+                if name != "params":
+                    options[number, name] = _comparable(value)
+        if self._noted is None:
+            self._noted = options
+        elif self._changed is None and options != self._noted:
+            both = self._noted.keys() | options.keys()
+            self._changed = next(n for n in both if options.get(n) != self._noted.get(n))
+
+    def refuse_changed(self) -> None:
+        """Refuse a step whose learning rate, or another option, is not that of its first backward.
+
+        Raises:
+            PrivateRefusal: naming the option and the line to write.
+        """
+        if self._noted is not None:
+            self.note()
+        changed = self._changed
+        if changed is None:
+            return
+        if isinstance(changed, tuple):
+            changed = f"param_groups[{changed[0]}]['{changed[1]}']"
+        raise PrivateRefusal(
+            f"optimizer.{changed} changed between the first backward of a logical batch and its "
+            "step(), so nothing was released: the number of microbatches between is private. "
+            "Behind optimizer.step() write\n"
+            "    if loader.is_last: scheduler.step()\n"
+            "(of BatchMemoryManager `if not optimizer.step_was_skipped: scheduler.step()`), and "
+            "compute what you set by hand from loader.releases"
+        ) from None
+
+    def end_batch(self) -> None:
+        """The logical batch has ended: options may change."""
+        self._noted = self._changed = None
+
+
+def _comparable(option: Any) -> Any:
+    """An option of an optimizer, to compare later without waiting for a GPU."""
+    if isinstance(option, Tensor):
+        return id(option), option._version
+    return tuple(map(_comparable, option)) if isinstance(option, (tuple, list)) else option

@@ -1,0 +1,413 @@
+"""PrivateStep: owns one logical batch, from its first microbatch to its release.
+
+    for microbatch in logical_batch:                   # the loader marks the last one
+        losses = model(microbatch)                     # [B]
+        losses.backward():                             # autograd runs the clipping gates, which
+            factors = min(1, C / norms)                #   clip per-sample gradients
+            sums[parameter] += sum_i factors_i g_i     # add, add_clipped
+            if last microbatch:
+                charge the accountant and the ledger   # _charge: before a noisy value exists
+                sums[parameter] += N(0, (sigma C)^2)   # BatchNoise
+        if last microbatch:                            # release
+            charge, all-reduce over the ranks, add noise   # what the gates did not do
+            parameter.grad = sums[parameter] / expected_batch_size
+    optimizer.step():
+        release                                        # if no backward could: a batch of others
+        parameter.grad += gradient of public data      # see dpflash.privacy.public_data
+        the wrapped optimizer's step
+
+Until the release `.grad` of a private parameter is None; what is done with it afterwards is
+post-processing. The gates of the last microbatch charge and add noise where the sum is complete
+on this rank: with the private loader, on a single rank. Sums and noise are multiples of one grid
+(see `dpflash.kernels.grid_of`), so the order of microbatches and ranks does not change a bit of
+the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dpflash.kernels import NoiseStream, refuse_capture
+
+from .._validate import noise_fits
+from ..distributed.fsdp import as_grad, is_sharded
+from ..packing import Units
+from ..privacy.public_data import PublicGradients
+from ..refusal import PrivateRefusal
+from ..sampling.slots import RealRows
+from ..sampling.tracker import FOREIGN, BatchTracker
+from .charge import Charge
+from .gradients import Gradients
+from .noise import BatchNoise, Noise
+from .options import ReleaseOptions
+from .sums import ClippedSums
+
+_AGREED = (
+    "noise_multiplier",
+    "max_grad_norm",
+    "expected_batch_size",
+    "batch of the private loader",
+)
+CAPTURED = "each replay would release again, without charging for it and with the same noise"
+
+
+class Clipper(Protocol):
+    """Clips the gradients of a model. The step reports where logical batches begin and end."""
+
+    def begin_batch(self, samples: int, units: Units | None) -> None:
+        """The loader yields a microbatch of so many samples, which are its rows or units."""
+
+    def end_batch(self, *, released: bool) -> None:
+        """The logical batch was released, and parameters are about to change, or was dropped."""
+
+
+class PrivateStep:
+    """One logical batch at a time: clipped sums, charge, noise, and release to the optimizer.
+
+    Args:
+        optimizer: the wrapped optimizer; a release sets the gradients of its parameters.
+        sums: of the clipped gradients of the logical batch.
+        tracker: follows the microbatches of the training loop.
+        options: noise, bound and divisor of the next release.
+        charge: pays for releases.
+        kind_of_noise: makes the noise of each release.
+
+    Attributes:
+        noise: of the release under way; None before it was charged and after it was made.
+        released: the parameters whose `.grad` is a release that waits for its step, or None.
+        public: gradients of public data that the next step adds to its release.
+        rows: which rows of the current microbatch are samples.
+
+    Guarantees:
+        A release is charged to the accountant, and written to the ledger, before its first noisy
+        value exists. Noise of standard deviation noise_multiplier * max_grad_norm is added to
+        each coordinate once for a logical batch, over all ranks, also where a parameter got no
+        gradient. A logical batch that is dropped after its charge stays charged. Public gradients
+        change neither the sums nor the noise nor the charge.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        sums: ClippedSums,
+        *,
+        tracker: BatchTracker,
+        options: ReleaseOptions,
+        charge: Charge,
+        kind_of_noise: Noise,
+    ):
+        self.sums = sums
+        self.tracker = tracker
+        self.options = options
+        self.charge = charge
+        self.noise: BatchNoise | None = None
+        self.released: list[nn.Parameter] | None = None
+        self.public = PublicGradients(sums.trained, sums.names)
+        self.gradients = Gradients(sums.trained, sums.names, self.public)
+        self.rows = RealRows(tracker.real_rows)
+        self._optimizer = optimizer
+        self._kind_of_noise = kind_of_noise
+        self._clipper: Clipper | None = None
+        self._may_charge = False
+        tracker.attach(self)
+
+    @property
+    def releases(self) -> int:
+        """How many releases were charged so far."""
+        return self.charge.releases
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that a release changes."""
+        # The wrapped optimizer's as it is now: groups can be added, parameters frozen.
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for p in held if self.sums.is_trained(p) and p.requires_grad]
+
+    def attach(self, clipper: Clipper) -> None:
+        """Report to `clipper` where logical batches begin and end."""
+        self._clipper = clipper
+
+    def watch_gradients(self) -> None:
+        """Refuse gradients that reach a parameter past its gate, from now on."""
+        self.gradients.watch(self.dropping)
+
+    def resume(self, *, releases: int, **options: float) -> None:
+        """Go on where a checkpoint was written."""
+        self.options.load(**options)
+        self.charge.resume(releases)
+        self.public.drop()
+        self.discard()
+
+    def close(self) -> None:
+        """The model is made plain again."""
+        self.public.drop()
+        self.gradients.unwatch()
+
+    # Microbatches: called by the tracker, for the loader.
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of a logical batch waits for its release, or a release for its step."""
+        # A backward that failed may leave a release without sums.
+        return bool(self.sums) or self.noise is not None or self.released is not None
+
+    def begin_batch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
+        """The loader yields a microbatch of so many samples, which are its rows or units."""
+        self.public.refuse_inside("a batch of the private loader")
+        self.public.begin_batch(begins_draw=begins_draw)
+        if self._clipper is not None:
+            self._clipper.begin_batch(samples, units)
+
+    def may_begin(self, new_epoch: bool) -> bool:
+        """Whether the budget allows the release of a logical batch that is not drawn yet."""
+        return self.charge.may_begin(self.options.noise_multiplier, new_epoch=new_epoch)
+
+    def abandon(self) -> None:
+        """Drop the logical batch: the loop began another epoch."""
+        self.tracker.forget_signals()
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the sums of a logical batch, or its release."""
+        self.gradients.drop()
+        self._clear()
+        self.tracker.dropped()
+        if self._clipper is not None:
+            self._clipper.end_batch(released=False)
+
+    def _clear(self) -> None:
+        self.sums.clear()
+        self.options.end_batch()
+        self.noise = self.released = None
+
+    @contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Note a private refusal that the block raises."""
+        try:
+            yield
+        except PrivateRefusal:
+            self.charge.note_refusal()
+            raise
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Drop the logical batch where the block fails."""
+        try:
+            with self.noting_refusals():
+                yield
+        except BaseException:
+            self.discard()
+            raise
+
+    # The backward: called by the private backward and its gates.
+
+    def begin_backward(self) -> None:
+        """A backward begins; the first of a logical batch fixes the bound."""
+        if self.noise is not None:
+            raise RuntimeError(
+                "a backward pass after a release of this logical batch was begun: its noise would "
+                "be used for another sum, so the batch is dropped. To complete a release that was "
+                "interrupted, call optimizer.step() again without a backward pass"
+            )
+        if self.tracker.is_charged:
+            self.discard()
+            raise RuntimeError(
+                "a backward pass on a draw whose release was charged and dropped: two releases of "
+                "one draw cost more than those of two draws. Go on with the loader's next batch"
+            )
+        if not self.sums.has_begun:
+            self.gradients.drop()  # of the release before
+            self.gradients.refuse_hooks()
+            self.sums.begin(self.options.max_grad_norm)
+        self.options.note()
+        self._may_charge = True
+
+    def before_gate(self) -> None:
+        """A backward has reached a use of a private parameter, or a gate."""
+        self.public.refuse_gate()
+
+    def add_clipped(self, parameter: nn.Parameter, grads: Tensor, factors: Tensor) -> None:
+        """Reduce per-sample gradients `[B, ...]` by their factors; see `ClippedSums`."""
+        noise = self._noise_due(parameter) if self.sums.takes_noise(parameter) else None
+        self.sums.add_clipped(parameter, grads, factors, noise)
+        self._finish(parameter, has_noise=noise is not None)
+
+    def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
+        """Add a microbatch's clipped sum; see `ClippedSums`."""
+        self.sums.add(parameter, total, is_exact=is_exact)
+        self._finish(parameter, has_noise=False)
+
+    def _finish(self, parameter: nn.Parameter, *, has_noise: bool) -> None:
+        """Add the noise of a sum where it is due, and was not added by the sum's own kernel."""
+        if not has_noise and not is_sharded(parameter):
+            stream = self._noise_due(parameter)
+            has_noise = stream is not None
+            if stream is not None:
+                self.sums.add_noise(parameter, stream)
+        # Last: a failure above leaves a sum marked as lacking noise, never one without noise.
+        if has_noise:
+            assert self.noise is not None
+            self.noise.was_added(parameter, self.sums[parameter])
+
+    def _noise_due(self, parameter: nn.Parameter) -> NoiseStream | None:
+        """Noise to add in this backward; the first call of the last backward charges for it."""
+        if self._may_charge:
+            self._may_charge = False
+            # Noise is for the sum over all ranks' samples.
+            alone = self.sums.ranks.data is None and not self.sums.is_sharded
+            if alone and self.options.noise_multiplier != 0 and self._ends_here():
+                self.noise = self._charge(signalled=self.tracker.waiting_signals > 0)
+        return None if self.noise is None else self.noise.stream(parameter)
+
+    def _ends_here(self) -> bool:
+        """Whether the backward under way completes the sums of the logical batch."""
+        refuse_capture(CAPTURED)
+        return self.tracker.step_will_release
+
+    def end_backward(self) -> None:
+        """A backward has run to its end; that of the last microbatch releases."""
+        with self.noting_refusals():
+            if self._ends_here():
+                self.release(signalled=self.tracker.waiting_signals > 0)
+
+    # The release
+
+    def _charge(self, *, signalled: bool) -> BatchNoise:
+        """Charge accountant and ledger for this logical batch; only then is there noise for it.
+
+        Args:
+            signalled: whether another loader signalled that the logical batch ends here.
+
+        Raises:
+            BudgetSpent: the release does not fit into the budget; the batch is dropped.
+            ValueError: the accountant does not support this event, or ranks are about to make
+                different releases; the batch is dropped.
+            RuntimeError: the batch is not of the private loader; it is dropped.
+        """
+        multiplier = self.options.noise_multiplier
+        bound = self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
+        noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
+        drawn = self.tracker.came_from_loader(signalled)
+        now = multiplier, bound, self.options.expected_batch_size, drawn
+        try:
+            self._agree("a private batch", dict(zip(_AGREED, now, strict=True)))
+            takes_others = self.tracker.foreign_batches and self.sums.ranks.everyone is None
+            if not drawn and not takes_others:
+                # What another loader signalled may hang on which samples the loop left out.
+                raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
+            event = self.charge.event(multiplier, is_foreign=not drawn)
+            self.charge.admit(event)
+        except Exception:
+            self.discard()
+            self.tracker.refused()
+            raise
+        number = self.charge.pay(event, multiplier, is_foreign=not drawn)
+        self.tracker.charged()
+        return self._kind_of_noise.begin(number, bound, multiplier)
+
+    def release(self, *, signalled: bool) -> None:
+        """Set the gradients of the logical batch: sums with noise, over the public divisor.
+
+        A release that is interrupted can be made again: sums and noise are the same then.
+
+        Args:
+            signalled: see `_charge`.
+        """
+        with self.dropping():
+            self.options.refuse_changed()
+            if self.noise is None:  # not of an interrupted release
+                if not self.sums.has_begun:
+                    self.gradients.drop()  # of the release before
+                self.gradients.refuse_written()
+            self.sums.refuse_mixed()
+        parameters = self.parameters
+        if self.noise is None:
+            self.noise = self._charge(signalled=signalled)
+        self.noise.settle()
+        self.charge.warn_beyond_target()
+        totals = self.sums.over_ranks(parameters)
+        for parameter, total in totals.items():
+            stream = self.noise.stream(parameter)
+            if stream is not None:
+                stream.add_to_(total)
+        self.noise.settle()
+        divisor = self.options.divisor
+        for parameter, total in totals.items():
+            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
+            parameter.grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
+        self.sums.clear()
+        self.noise, self.released = None, parameters
+
+    # The step: called by the private optimizer.
+
+    def take_release(self) -> None:
+        """End the logical batch; `.grad` is its release, with the gradients of public data.
+
+        Raises:
+            RuntimeError: the released gradients are gone.
+        """
+        if self.released is None:
+            self.release(signalled=self.tracker.signalled_now)
+        if self.released and all(p.grad is None for p in self.released):
+            self.discard()
+            raise RuntimeError(
+                "every .grad was cleared between the last backward of a logical batch and "
+                "optimizer.step(), so its release is lost: call model.zero_grad() after step()"
+            )
+        self._agree("a private batch")
+        for parameter, grad in self.public.mean(self.sums.ranks).items():
+            if parameter.grad is not None:
+                parameter.grad.add_(grad)
+        self.public.drop()
+        self._clear()
+        if self._clipper is not None:
+            self._clipper.end_batch(released=True)
+        self.tracker.released()
+
+    @property
+    def has_public_alone(self) -> bool:
+        """Whether the step under way is of public gradients, and no private batch waits for it."""
+        return self.public.are_waiting and not self.is_open and self.tracker.is_between_batches
+
+    def set_public_gradients(self) -> None:
+        """Set the gradients of public data alone; nothing is released or charged."""
+        self._agree("public data alone")
+        self.gradients.drop()
+        for parameter, grad in self.public.mean(self.sums.ranks).items():
+            parameter.grad = grad
+        self.public.drop()
+        if self._clipper is not None:
+            # Parameters are about to change, as behind a release.
+            self._clipper.end_batch(released=True)
+
+    # Ranks
+
+    def leave_ranks(self) -> None:
+        """Continue as a process by itself: a forked child is none of the ranks."""
+        self.sums.leave_ranks()
+        self.charge.leave_ranks()
+
+    def _agree(self, kind: str, values: dict[str, Any] | None = None) -> None:
+        """Raise a ValueError on all ranks where they are about to make different steps."""
+        ranks, current = self.sums.ranks, self.tracker.current
+        if ranks.everyone is None:
+            return
+        names = self.sums.names
+        ranks.agree(
+            "optimizer.step()",
+            {
+                "data of the step": kind,
+                "release": self.releases,
+                "draw": None if current is None else (self.tracker.returns, current.draw),
+                **dict.fromkeys(_AGREED),
+                **(values or {}),
+                "trained parameters": [names[p] for p in self.parameters],
+                # Those beside a release are made until its step.
+                "parameters with a public gradient": () if values else self.public.names,
+            },
+        )

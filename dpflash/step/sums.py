@@ -1,0 +1,232 @@
+"""ClippedSums: the sums of the clipped gradients of one logical batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dpflash.kernels import NoiseStream, clip_reduce, exact_slots, grid_of
+
+from ..distributed.collectives import all_reduce_all_
+from ..distributed.fsdp import is_sharded, local_shape, reduce_to_part
+from ..distributed.mesh import Ranks
+from ..refusal import PrivateRefusal
+
+
+class ClippedSums(Mapping[nn.Parameter, Tensor]):
+    """Sums of the clipped gradients of one logical batch, over its microbatches.
+
+    Only the clipping gates add to them, and only they are released. As a mapping it holds the
+    clipped sum of each parameter, over the samples of this rank; of a sharded parameter: this
+    rank's rows, over the samples of all ranks. Exact sums are float64; rounded sums, and sums
+    with noise, are float32 or wider.
+
+    Args:
+        trained: the parameters with private gradients.
+        names: dotted name of each parameter.
+        ranks: this process and its peers.
+        exact: whether sums of per-sample gradients are multiples of the grid.
+
+    Attributes:
+        rounded: names of the parameters of which some sum was rounded.
+        bound: L2 bound of one sample in this logical batch; nan before its first backward.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[nn.Parameter],
+        *,
+        names: dict[nn.Parameter, str],
+        ranks: Ranks | None = None,
+        exact: bool = True,
+    ):
+        self.trained = tuple(trained)
+        self.names = names
+        self.ranks = ranks or Ranks()
+        self.is_sharded = any(is_sharded(p) for p in trained)
+        self.exact = exact
+        self.rounded: set[str] = set()
+        self._ids = {parameter: number for number, parameter in enumerate(self.trained)}
+        self.clear()
+
+    def begin(self, bound: float) -> None:
+        """The first backward of a logical batch begins, which fixes the bound."""
+        self.bound = bound
+
+    def leave_ranks(self) -> None:
+        """Continue as a process by itself."""
+        self.ranks = Ranks()
+
+    def clear(self) -> None:
+        """Drop the sums; the next backward begins a logical batch."""
+        self.bound = math.nan
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._mixed: list[Tensor] = []
+
+    def __getitem__(self, parameter: nn.Parameter) -> Tensor:
+        return self._sums[parameter]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def is_trained(self, parameter: nn.Parameter) -> bool:
+        """Whether it is one of the parameters with private gradients."""
+        return parameter in self._ids
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a backward of this logical batch has begun."""
+        return not math.isnan(self.bound)
+
+    @property
+    def grid(self) -> float | None:
+        """Exact sums are multiples of this number; None if sums are rounded."""
+        if not self.exact or not math.isfinite(self.bound):
+            return None
+        return grid_of(self.bound)
+
+    def refuse_inexact(self, rows: int) -> None:
+        """Refuse a microbatch whose sums float64 might not hold exactly.
+
+        Raises:
+            PrivateRefusal: naming the greatest number of samples.
+        """
+        # The private loader's batches were checked before; others may have any size.
+        if self.grid is None:
+            return
+        most = exact_slots(self.grid, self.bound) // self.ranks.data_size
+        if rows > most:
+            raise PrivateRefusal(
+                f"a batch has more than {most} samples, the most whose sums are exact in "
+                "float64; use smaller batches, or make_private(..., exact=False)",
+                rows=rows,
+            ) from None
+
+    def takes_noise(self, parameter: nn.Parameter) -> bool:
+        """Whether the kernel that makes the sum may add noise: it is exact, and complete then."""
+        return self.grid is not None and parameter not in self._sums and not is_sharded(parameter)
+
+    def add_clipped(
+        self,
+        parameter: nn.Parameter,
+        grads: Tensor,
+        factors: Tensor,
+        noise: NoiseStream | None = None,
+    ) -> None:
+        """Reduce per-sample gradients `[B, ...]` by their clipping factors, and add the sum.
+
+        Args:
+            parameter: the parameter of the sum.
+            grads: `[B, *parameter.shape]`.
+            factors: `[B]`.
+            noise: added to the sum in the same kernel, where the sum `takes_noise`.
+        """
+        into = self._sum_to_extend(parameter)
+        self._note_rounding(parameter)
+        total = clip_reduce(grads, factors, grid=self.grid, into=into, noise=noise)
+        self._add(parameter, total)
+        if noise is not None:
+            self._narrow(parameter)
+
+    def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
+        """Add a microbatch's clipped sum.
+
+        Args:
+            parameter: the parameter of the sum.
+            total: the sum.
+            is_exact: whether `total` is a multiple of the grid, where there is one.
+        """
+        if not is_exact:
+            self.rounded.add(self.names[parameter])
+        self._note_rounding(parameter)
+        self._add(parameter, total)
+
+    def add_zero(self, parameter: nn.Parameter) -> None:
+        """Take part in the exchange of a sharded parameter that got no gradient on this rank."""
+        sharded: bool = is_sharded(parameter)
+        if sharded:
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            zeros = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            self._add_rows(parameter, zeros)
+
+    def add_noise(self, parameter: nn.Parameter, noise: NoiseStream) -> None:
+        """Add noise to a sum that is complete."""
+        self._sums[parameter] = noise.add_to_(self._sums[parameter].contiguous())
+        self._narrow(parameter)
+
+    def mark_of(self, parameter: nn.Parameter) -> int:
+        """A number that travels with a parameter's gradient and identifies it."""
+        return 1 + self._ids[parameter] % 4093
+
+    def refuse_mixed(self) -> None:
+        """See the function `refuse_mixed`."""
+        refuse_mixed(self._mixed)
+
+    def over_ranks(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Copies of the sums over the samples of all ranks; zeros where there is none."""
+        totals = {p: self._copy(p) for p in parameters}
+        whole = [total for p, total in totals.items() if not is_sharded(p)]
+        all_reduce_all_(whole, self.ranks.data)
+        return totals
+
+    def _copy(self, parameter: nn.Parameter) -> Tensor:
+        # Ranks add in one dtype; a sum that has its noise is of this process alone.
+        wide = self.ranks.data is not None or parameter.dtype == torch.float64
+        dtype = torch.float64 if wide else torch.float32
+        held = self._sums.get(parameter)
+        if held is None:
+            return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
+        dtype = torch.promote_types(dtype, held.dtype)
+        return held.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
+        """The exact sum of earlier microbatches, to which a kernel may add in place, or None."""
+        held = self._sums.get(parameter)
+        if held is None or is_sharded(parameter):
+            return None
+        return held if self.grid is not None and held.dtype == torch.float64 else None
+
+    def _note_rounding(self, parameter: nn.Parameter) -> None:
+        if self.grid is None:
+            self.rounded.add(self.names[parameter])
+
+    def _add(self, parameter: nn.Parameter, total: Tensor) -> None:
+        sharded: bool = is_sharded(parameter)
+        if sharded:
+            self._add_rows(parameter, total)
+            return
+        held = self._sums.get(parameter)
+        self._sums[parameter] = total if held is None or total is held else held + total
+
+    def _narrow(self, parameter: nn.Parameter) -> None:
+        """Keep a sum with its noise in the dtype of its release."""
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        self._sums[parameter] = self._sums[parameter].to(dtype)
+
+    def _add_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Add this rank's rows of a sharded parameter's sum; the release adds their noise."""
+        rows = parameter
+        assert is_sharded(rows)
+        # Ranks add in one dtype, however each of them got its sum.
+        total = total if self.grid is None else total.double()
+        mark = self.mark_of(parameter)
+        own, mixed = reduce_to_part(total, rows, self.ranks.data, mark)
+        self._mixed.append(mixed)
+        held = self._sums.get(parameter)
+        self._sums[parameter] = own if held is None else held + own
+
+
+def refuse_mixed(mixed: Sequence[Tensor]) -> None:
+    """Raise where ranks exchanged gradients of different parameters."""
+    if mixed and bool(torch.stack(list(mixed)).any()):
+        raise RuntimeError(
+            "ranks exchanged gradients of different parameters, so nothing was released: "
+            "each of them must run the same layers in the same order, and use their outputs in "
+            "its losses (with weight 0 where it has nothing to add)"
+        )
