@@ -255,7 +255,10 @@ def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> floa
     s = pair.noise
     if pair.examples > 1:
         return _mixture_step(pair, orders, high, digits)
-    turn = float(np.abs(orders.imag).max()) * _slope(pair.rate, high) / s
+    # The loss rises with y, and so does its derivative.
+    odds = math.log1p(-pair.rate) - math.log(pair.rate)
+    slope = 1 / (1 + math.exp(min(700.0, odds - high)))
+    turn = float(np.abs(orders.imag).max()) * slope / s
     strip = min(0.85 * math.pi * s, math.sqrt(2 * digits))
     return 2 * math.pi * strip / (digits + strip**2 / 2 + turn * strip) / s
 
@@ -343,11 +346,6 @@ def _loss(q: float, y: _Real) -> _Real:
     """log(1 - q + q e^y), accurate near 0."""
     small = np.log1p(q * np.expm1(np.minimum(y, 1.0)))
     return np.where(y < 1.0, small, np.logaddexp(math.log1p(-q), math.log(q) + y))
-
-
-def _slope(q: float, y: float) -> float:
-    """Derivative of the loss with respect to y; it rises with y."""
-    return 1 / (1 + math.exp(min(700.0, math.log1p(-q) - math.log(q) - y)))
 
 
 def _g(w: _Complex, log_weight: _Complex) -> _Complex:

@@ -124,7 +124,14 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
     """
     _validate.positive(threshold=threshold)
     environments = (old["environment"], new["environment"])
-    _refuse_unlike(*environments)
+    in_old, in_new = ([found.get(key) for key in _MUST_AGREE] for found in environments)
+    unlike = [
+        f"{key} is {a!r} in OLD and {b!r} in NEW"
+        for key, a, b in zip(_MUST_AGREE, in_old, in_new, strict=True)
+        if a != b
+    ]
+    if unlike:
+        raise Unusable(f"{'; '.join(unlike)}: measure both alike")
     if not all(found.get("complete", True) for found in (old, new)):
         raise Unusable("a run was broken off, and what is missing may be slower; measure it again")
     turns = environments[0].get("versus")
@@ -162,16 +169,6 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
     if all(line.verdict == "not comparable" for line in lines.values()):
         raise Unusable("no row of dpflash can be compared; pass two runs of one suite")
     return Report(tuple(lines.values()), bool(turns), threshold)
-
-
-def _refuse_unlike(old: Row, new: Row) -> None:
-    unlike = [
-        f"{key} is {old.get(key)!r} in OLD and {new.get(key)!r} in NEW"
-        for key in _MUST_AGREE
-        if old.get(key) != new.get(key)
-    ]
-    if unlike:
-        raise Unusable(f"{'; '.join(unlike)}: measure both alike")
 
 
 def _are_loads_unlike(old: Row, new: Row) -> bool:

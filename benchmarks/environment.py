@@ -12,15 +12,8 @@ from typing import Any
 import torch
 
 from dpflash import __version__
-from dpflash.clipping.device_speed import cpu_model
+from dpflash.clipping.device_speed import cpu_model, usable_cores
 from dpflash.kernels import native
-
-
-def usable_cores() -> int:
-    """Cores on which this process may run."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:

@@ -197,7 +197,9 @@ def clipped_sums(
     for i, grads in enumerate(_sample_gradients(task, model)):
         for group in groups:
             members = [grads[index[parameter]] for parameter in group.parameters]
-            _scale_(members, MAX_GRAD_NORM * group.share / (raised[i] if raised else 1.0))
+            bound = MAX_GRAD_NORM * group.share / (raised[i] if raised else 1.0)
+            for grad in members if (norm := _norm(members)) > bound else ():
+                grad.mul_(bound / norm)
         for total, grad in zip(sums, grads, strict=True):
             total.add_(grad)
     return sums
@@ -207,14 +209,6 @@ def _sample_gradients(task: Task, model: nn.Module) -> Iterator[list[Tensor]]:
     for x, y in zip(task.x.split(1), task.y.split(1), strict=True):
         loss = task.losses(model, x, y).sum()
         yield list(torch.autograd.grad(loss, list(model.parameters())))
-
-
-def _scale_(grads: Sequence[Tensor], bound: float) -> None:
-    """Clips one sample's gradients of a group, in place."""
-    norm = _norm(grads)
-    if norm > bound:
-        for grad in grads:
-            grad.mul_(bound / norm)
 
 
 def _norm(grads: Sequence[Tensor]) -> float:

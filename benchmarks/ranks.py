@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from dpflash.clipping.device_speed import usable_cores
+
 from . import output
 from .document import Column, chart, column, columns, milliseconds, page
-from .environment import usable_cores
 from .isolated import run_ranks
 from .scaling_tasks import TrainingCase, measure_training
-from .suite import Request, Row, Suite, Unsupported, needs, refuse, too_slow, worst
+from .suite import Request, Row, Suite, Unsupported, refuse, too_slow, worst
 from .timing import Effort, speedup, summarize
 from .timing import columns as time_columns
 
@@ -158,7 +159,8 @@ def node_rows(request: Request) -> Iterator[Row]:
     for nodes in NODES:
         machines = f"{nodes} machine{'s' * (nodes > 1)} with GPUs that hold a 7B model"
         reason = f"{machines}: torchrun --nnodes {nodes} -m {command}"
-        yield needs(f"{NODE}/P{nodes}", {"ranks": nodes}, reason, section=NODE, ranks=nodes)
+        columns = {"needs": reason, "section": NODE, "ranks": nodes}
+        yield output.row(f"{NODE}/P{nodes}", {"ranks": nodes}, **columns)
 
 
 _STEPS = columns(

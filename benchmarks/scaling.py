@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from dpflash import _validate
+from dpflash.clipping.device_speed import usable_cores
 
 from .document import Chart, Column, column, columns, milliseconds, page
-from .environment import usable_cores
 from .ranks import EFFICIENCY, PEAK, P, X, blank_row, on_ranks
 from .scaling_tasks import (
     MODES,

@@ -479,11 +479,6 @@ def wrong_rows(found: Mapping[str, Any], *, peers: bool = False) -> list[str]:
     return [row["name"] for row in wrong if bool(row.get("peer")) == peers]
 
 
-def needs(name: str, config: Mapping[str, Any], reason: str, **columns: Any) -> Row:
-    """A row of something that cannot be measured here."""
-    return output.row(name, config, needs=reason, **columns)
-
-
 def of_section(rows: Iterable[Row], section: str) -> Iterator[Row]:
     """The rows of a section of the suite."""
     return (row for row in rows if row.get("section") == section)

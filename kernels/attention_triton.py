@@ -77,8 +77,8 @@ def _tile(
 ):
     """The rows of the variant's tile number `index`.
 
-    Returns whether it exists, its number among all tiles, its place in its group, positions of the
-    rows, which of them are there, the first and last of these, and the runs of the group.
+    Returns whether it exists, its place in its group, positions of the rows, which of them are
+    there, the first and last of these, and the runs of the group.
     """
     variant = tl.load(head_variants_ptr + variant_at)
     tile = tl.load(tile_borders_ptr + variant) + index
@@ -95,19 +95,27 @@ def _tile(
     first = start + stride * (place * BLOCK_M)
     last = start + stride * (tl.minimum(place * BLOCK_M + BLOCK_M, length) - 1)
     exists = exists & (place * BLOCK_M < length)
-    return exists, tile, place, start + stride * offsets, there, first, last, first_run, end_run
+    return exists, place, start + stride * offsets, there, first, last, first_run, end_run
 
 
 @triton.jit
 def _clip(
-    first, last, start, stride, length, lo, hi, column_begin, column_end, BLOCK_N: tl.constexpr
-):
-    """A run's columns seen by some row of a tile, in chunks of BLOCK_N.
+    runs_ptr, log_multiplicity_ptr, run, first, last, column_begin, column_end,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A run, and its columns seen by some row of a tile, in chunks of BLOCK_N.
 
-    Returns begin <= left <= right <= end: the chunks of [left, right) are whole and seen by every
-    row, those of [begin, left) and [right, end) need a mask. Column n is ``start + n stride``,
-    so the least n at or above a bound is ``max(bound - start + stride - 1, 0) // stride``.
+    Returns its start, stride, band and log multiplicity in base 2, and begin <= left <= right <=
+    end: the chunks of [left, right) are whole and seen by every row, those of [begin, left) and
+    [right, end) need a mask. Column n is ``start + n stride``, so the least n at or above a bound
+    is ``max(bound - start + stride - 1, 0) // stride``.
     """
+    start = tl.load(runs_ptr + run * 5)
+    stride = tl.load(runs_ptr + run * 5 + 1)
+    length = tl.load(runs_ptr + run * 5 + 2)
+    lo = tl.load(runs_ptr + run * 5 + 3)
+    hi = tl.load(runs_ptr + run * 5 + 4)
+    bias = tl.load(log_multiplicity_ptr + run) * 1.4426950408889634
     above = tl.maximum(first - hi, column_begin) - start
     below = tl.minimum(last - lo, column_end - 1) - start
     begin = tl.maximum(above + stride - 1, 0) // stride
@@ -117,7 +125,7 @@ def _clip(
     full_end = tl.minimum(tl.maximum(first - lo - start + stride, 0) // stride, end)
     left = tl.minimum(begin + (full_begin - begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
     right = left + tl.maximum(full_end - left, 0) // BLOCK_N * BLOCK_N
-    return begin, left, right, end
+    return start, stride, lo, hi, bias, begin, left, right, end
 
 
 @triton.jit
@@ -229,7 +237,7 @@ def _attention_forward_kernel(
     index = pid % num_tiles
     head = (pid // num_tiles) % heads
     b = pid // num_tiles // heads
-    exists, _tile_number, _place, rows, there, first, last, first_run, end_run = _tile(
+    exists, _place, rows, there, first, last, first_run, end_run = _tile(
         tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr,
         b * stride_variant_b + head, index, BLOCK_M,
     )  # fmt: skip
@@ -271,33 +279,23 @@ def _attention_forward_kernel(
 
     offs_n = tl.arange(0, BLOCK_N)
     for run in range(first_run, end_run):
-        start = tl.load(runs_ptr + run * 5)
-        stride = tl.load(runs_ptr + run * 5 + 1)
-        length = tl.load(runs_ptr + run * 5 + 2)
-        lo = tl.load(runs_ptr + run * 5 + 3)
-        hi = tl.load(runs_ptr + run * 5 + 4)
-        bias = tl.load(log_multiplicity_ptr + run) * log2e
-        begin, left, right, end = _clip(
-            first, last, start, stride, length, lo, hi, key_begin, key_end, BLOCK_N
+        start, stride, lo, hi, bias, begin, left, right, end = _clip(
+            runs_ptr, log_multiplicity_ptr, run, first, last, key_begin, key_end, BLOCK_N
         )
         columns = start + stride * offs_n
-        for n in range(left, right, BLOCK_N):
-            acc0, acc1, m, total = _forward_step(
-                acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, bias_ptr,
-                stride_kt, stride_vt, stride_it, stride_is,
-                rows, there, columns + n * stride, n + offs_n < end,
-                lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
-                D, D0, D1, E, E0, E1, False, HAS_SLOPES, HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
-            )  # fmt: skip
-        for n in range(begin, end - right + left, BLOCK_N):
-            n += tl.where(n < left, 0, right - left)
-            acc0, acc1, m, total = _forward_step(
-                acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, bias_ptr,
-                stride_kt, stride_vt, stride_it, stride_is,
-                rows, there, columns + n * stride, n + offs_n < end,
-                lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
-                D, D0, D1, E, E0, E1, True, HAS_SLOPES, HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
-            )  # fmt: skip
+        for MASKED in tl.static_range(2):
+            # First the chunks that every row sees, then those on either side of them.
+            to = end - right + left if MASKED else right
+            for n in range(begin if MASKED else left, to, BLOCK_N):
+                if MASKED:
+                    n += tl.where(n < left, 0, right - left)
+                acc0, acc1, m, total = _forward_step(
+                    acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, bias_ptr,
+                    stride_kt, stride_vt, stride_it, stride_is,
+                    rows, there, columns + n * stride, n + offs_n < end, lo, hi, bias,
+                    slope, distance_shift, scale_log2, softcap_log2, D, D0, D1, E, E0, E1,
+                    MASKED, HAS_SLOPES, HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
+                )  # fmt: skip
 
     # Not "total > 0": a NaN must stay one.
     fully_masked = total == 0.0
@@ -433,7 +431,7 @@ def _attention_dq_kernel(
     index = pid % num_tiles
     head = (pid // num_tiles) % heads
     b = pid // num_tiles // heads
-    exists, _tile_number, place, rows, there, first, last, first_run, end_run = _tile(
+    exists, place, rows, there, first, last, first_run, end_run = _tile(
         tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr,
         b * stride_variant_b + head, index, BLOCK_M,
     )  # fmt: skip
@@ -479,38 +477,26 @@ def _attention_dq_kernel(
 
     offs_n = tl.arange(0, BLOCK_N)
     for run in range(first_run, end_run):
-        start = tl.load(runs_ptr + run * 5)
-        stride = tl.load(runs_ptr + run * 5 + 1)
-        length = tl.load(runs_ptr + run * 5 + 2)
-        lo = tl.load(runs_ptr + run * 5 + 3)
-        hi = tl.load(runs_ptr + run * 5 + 4)
-        bias = tl.load(log_multiplicity_ptr + run) * log2e
-        begin, left, right, end = _clip(
-            first, last, start, stride, length, lo, hi, key_begin, key_end, BLOCK_N
+        start, stride, lo, hi, bias, begin, left, right, end = _clip(
+            runs_ptr, log_multiplicity_ptr, run, first, last, key_begin, key_end, BLOCK_N
         )
         columns = start + stride * offs_n
         run_sum = tl.zeros([BLOCK_M], tl.float32)
-        for n in range(left, right, BLOCK_N):
-            dq0, dq1, slope_sum, run_sum = _dq_step(
-                dq0, dq1, slope_sum, run_sum, q0, q1, do0, do1, pivot, delta,
-                k_ptr, v_ptr, bias_ptr, dbias_ptr,
-                stride_kt, stride_vt, stride_it, stride_is, num_keys,
-                rows, there, columns + n * stride, n + offs_n < end, lo, hi, bias,
-                slope, distance_shift, scale_log2, softcap_log2,
-                D, D0, D1, E, E0, E1, False, HAS_SLOPES, RUN_GRADS,
-                HAS_SOFTCAP, HAS_BIAS, BIAS_GRAD, UPCAST, PRECISION,
-            )  # fmt: skip
-        for n in range(begin, end - right + left, BLOCK_N):
-            n += tl.where(n < left, 0, right - left)
-            dq0, dq1, slope_sum, run_sum = _dq_step(
-                dq0, dq1, slope_sum, run_sum, q0, q1, do0, do1, pivot, delta,
-                k_ptr, v_ptr, bias_ptr, dbias_ptr,
-                stride_kt, stride_vt, stride_it, stride_is, num_keys,
-                rows, there, columns + n * stride, n + offs_n < end, lo, hi, bias,
-                slope, distance_shift, scale_log2, softcap_log2,
-                D, D0, D1, E, E0, E1, True, HAS_SLOPES, RUN_GRADS,
-                HAS_SOFTCAP, HAS_BIAS, BIAS_GRAD, UPCAST, PRECISION,
-            )  # fmt: skip
+        for MASKED in tl.static_range(2):
+            # First the chunks that every row sees, then those on either side of them.
+            to = end - right + left if MASKED else right
+            for n in range(begin if MASKED else left, to, BLOCK_N):
+                if MASKED:
+                    n += tl.where(n < left, 0, right - left)
+                dq0, dq1, slope_sum, run_sum = _dq_step(
+                    dq0, dq1, slope_sum, run_sum, q0, q1, do0, do1, pivot, delta,
+                    k_ptr, v_ptr, bias_ptr, dbias_ptr,
+                    stride_kt, stride_vt, stride_it, stride_is, num_keys,
+                    rows, there, columns + n * stride, n + offs_n < end, lo, hi, bias,
+                    slope, distance_shift, scale_log2, softcap_log2,
+                    D, D0, D1, E, E0, E1, MASKED, HAS_SLOPES, RUN_GRADS,
+                    HAS_SOFTCAP, HAS_BIAS, BIAS_GRAD, UPCAST, PRECISION,
+                )  # fmt: skip
         if RUN_GRADS:
             run_sum = tl.where(there, run_sum, 0.0)
             tl.store(run_sums_ptr + place.to(tl.int64) * num_runs + run, tl.sum(run_sum, 0))
@@ -646,7 +632,7 @@ def _attention_dkdv_kernel(
     out_head = (pid // num_tiles) % programs
     b = pid // num_tiles // programs
     first_head = out_head * heads_per_program
-    exists, _tile_number, _place, rows, there, first, last, first_run, end_run = _tile(
+    exists, _place, rows, there, first, last, first_run, end_run = _tile(
         tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr,
         b * stride_variant_b + first_head, index, BLOCK_M,
     )  # fmt: skip
@@ -693,37 +679,25 @@ def _attention_dkdv_kernel(
         if HAS_SLOPES:
             slope = tl.load(slopes_ptr + b * heads + head) * log2e
         for run in range(first_run, end_run):
-            start = tl.load(runs_ptr + run * 5)
-            stride = tl.load(runs_ptr + run * 5 + 1)
-            length = tl.load(runs_ptr + run * 5 + 2)
-            lo = tl.load(runs_ptr + run * 5 + 3)
-            hi = tl.load(runs_ptr + run * 5 + 4)
-            bias = tl.load(log_multiplicity_ptr + run) * log2e
-            begin, left, right, end = _clip(
-                first, last, start, stride, length, lo, hi, 0, num_queries, BLOCK_N
+            start, stride, lo, hi, bias, begin, left, right, end = _clip(
+                runs_ptr, log_multiplicity_ptr, run, first, last, 0, num_queries, BLOCK_N
             )
             columns = start + stride * offs_n
-            for n in range(left, right, BLOCK_N):
-                dk0, dk1, dv0, dv1 = _dkdv_step(
-                    dk0, dk1, dv0, dv1, k0, k1, v0, v1,
-                    head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr, head_bias_ptr,
-                    stride_qt, stride_dt, stride_it, stride_is,
-                    rows, there, seen_rows, columns + n * stride, n + offs_n < end,
-                    lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
-                    D, D0, D1, E, E0, E1, False, HAS_SLOPES, HAS_KEY_RANGE,
-                    HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
-                )  # fmt: skip
-            for n in range(begin, end - right + left, BLOCK_N):
-                n += tl.where(n < left, 0, right - left)
-                dk0, dk1, dv0, dv1 = _dkdv_step(
-                    dk0, dk1, dv0, dv1, k0, k1, v0, v1,
-                    head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr, head_bias_ptr,
-                    stride_qt, stride_dt, stride_it, stride_is,
-                    rows, there, seen_rows, columns + n * stride, n + offs_n < end,
-                    lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
-                    D, D0, D1, E, E0, E1, True, HAS_SLOPES, HAS_KEY_RANGE,
-                    HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
-                )  # fmt: skip
+            for MASKED in tl.static_range(2):
+                # First the chunks that every row sees, then those on either side of them.
+                to = end - right + left if MASKED else right
+                for n in range(begin if MASKED else left, to, BLOCK_N):
+                    if MASKED:
+                        n += tl.where(n < left, 0, right - left)
+                    dk0, dk1, dv0, dv1 = _dkdv_step(
+                        dk0, dk1, dv0, dv1, k0, k1, v0, v1,
+                        head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr, head_bias_ptr,
+                        stride_qt, stride_dt, stride_it, stride_is,
+                        rows, there, seen_rows, columns + n * stride, n + offs_n < end,
+                        lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
+                        D, D0, D1, E, E0, E1, MASKED, HAS_SLOPES, HAS_KEY_RANGE,
+                        HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
+                    )  # fmt: skip
 
     dk_ptr += sample * stride_dkb + out_head.to(tl.int64) * stride_dkh
     dv_ptr += sample * stride_dvb + out_head.to(tl.int64) * stride_dvh

@@ -43,6 +43,12 @@ _EVENTS: dict[str, Any] = {
     SHUFFLED: ShuffledGaussian,
     TRUNCATED_POISSON: TruncatedPoissonGaussian,
 }
+# What to do with an argument that a sampler does not use.
+_INSTEAD = {
+    "steps": "pass the number of epochs as --epochs",
+    "max_batch_size": "drop it, or pass --sampler truncated_poisson",
+    "examples_per_unit": "drop it, or pass --sampler poisson",
+}
 COUNTS = ("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "steps", "epochs")
 
 DELTA = "delta of the guarantee, well below 1 / data set size, e.g. 1e-6"
@@ -181,17 +187,11 @@ def _refuse_unused(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is None or name in _USES[args.sampler]:
             continue
-        instead = "drop it"
-        if name == "steps":
-            instead = "pass the number of epochs as --epochs"
-        elif name == "epochs":
+        instead = _INSTEAD.get(name, "drop it")
+        if name == "epochs":
             rate = _sample_rate(args)
             steps = "" if not rate else f" {epochs_to_steps(epochs=value, sample_rate=rate)}"
             instead = f"pass --steps{steps}"
-        elif name == "max_batch_size":
-            instead = "drop it, or pass --sampler truncated_poisson"
-        elif name == "examples_per_unit":
-            instead = "drop it, or pass --sampler poisson"
         elif name == "sample_rate" and args.sampler == FIXED_SIZE:
             instead = "pass --batch-size and --num-samples"
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,16 +143,8 @@ def _from_run(args: argparse.Namespace) -> _Audit:
     report = json.loads(path.read_text(encoding="utf-8"))
     if not report["noise_multiplier"]:
         raise ValueError(f"run={args.folder!r}: was trained without noise, so it claims nothing")
-    return _Audit(
-        noise_multiplier=report["noise_multiplier"],
-        sample_rate=report["sample_rate"],
-        steps=report["steps"] + report["lost_steps"],
-        delta=report["delta"],
-        max_grad_norm=report["max_grad_norm"],
-        clipping=report["clipping"],
-        accountant=report["accountant"],
-        privacy_unit=report["privacy_unit"],
-    )
+    named = {f.name: report[f.name] for f in fields(_Audit)}
+    return _Audit(**{**named, "steps": report["steps"] + report["lost_steps"]})
 
 
 def _audit(args: argparse.Namespace, asked: _Audit) -> AuditReport:

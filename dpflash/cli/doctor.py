@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpflash import __version__
-from dpflash.clipping.device_speed import cpu_model
+from dpflash.clipping.device_speed import cpu_model, usable_cores
 
 _OLDEST_TORCH = (2, 9)
 _OPTIONAL_PACKAGES = ("matplotlib", "opacus", "transformers")
@@ -39,8 +39,6 @@ def machine_report() -> dict[str, Any]:
         `paths` (the kernels that will run), `optional` (version or None per package) and
         `warnings`.
     """
-    affine = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
     report: dict[str, Any] = {
         "dpflash": __version__,
         "system": platform.platform(),
@@ -49,7 +47,7 @@ def machine_report() -> dict[str, Any]:
             "implementation": platform.python_implementation(),
             "executable": sys.executable,
         },
-        "cpu": {"model": cpu_model(), "usable_cores": cores},
+        "cpu": {"model": cpu_model(), "usable_cores": usable_cores()},
         "memory": _memory(),
         "torch": _torch_build(),
         "devices": _devices(),

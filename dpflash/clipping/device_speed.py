@@ -5,6 +5,7 @@ The planner chooses by these constants: data sheets of GPUs, nominal figures of 
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,6 +72,13 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "unknown"
+
+
+def usable_cores() -> int:
+    """Cores on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def ceilings_for(device: torch.device) -> Ceilings:

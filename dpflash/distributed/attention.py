@@ -171,8 +171,9 @@ def ring_attention(
             "length": None if length is None else int(length),
             "dtype of sinks": None if sinks is None else sinks.dtype,
             "dtype of alibi_slopes": None if alibi_slopes is None else alibi_slopes.dtype,
-            "which of q, k, v, sinks, alibi_slopes need gradients": _need_gradients(
-                q, k, v, sinks, alibi_slopes
+            "which of q, k, v, sinks, alibi_slopes need gradients": tuple(
+                x is not None and x.requires_grad and torch.is_grad_enabled()
+                for x in (q, k, v, sinks, alibi_slopes)
             ),
         }
     own = q.shape[2] if values else 0
@@ -309,7 +310,3 @@ class _ShardedAttention(torch.autograd.Function):
         runtime = BlockChoice.graph_of(blocks, gates, call.sharded)
         own = call.backward(backward, k, v, runtime, any(ctx.needs_input_grad[1:3]))
         return *backward.results(own, k, v), None
-
-
-def _need_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
-    return tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors)

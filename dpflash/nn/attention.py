@@ -269,8 +269,21 @@ class MultiheadAttention(nn.Module):
             q, k = self._rotated(q, k, torch.arange(q.shape[2], device=q.device))
         if self.pattern is None and self.sinks is None and self.alibi_slopes is None:
             o = self._attend_densely(q, k, v, key_padding_mask, attn_mask, is_causal)
-        else:
-            o = self._attend(query, q, k, v, key_padding_mask, attn_mask, is_causal)
+            return self._merged(o)
+        if attn_mask is not None:
+            raise ValueError(
+                f"attn_mask of shape {tuple(attn_mask.shape)} with pattern="
+                f"{type(self.pattern).__name__}: expected None; define visible keys with the "
+                "pattern, or build the module without pattern, attention_sinks and alibi"
+            )
+        o = attention(
+            *(q, k, v),
+            pattern=self.pattern,
+            causal=is_causal,
+            key_padding_mask=key_padding_mask,
+            sinks=None if self.sinks is None else self.sinks(query),
+            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes(query),
+        )
         return self._merged(o)
 
     def _packed_output(self, x: Tensor, documents: Documents, is_causal: bool) -> Tensor:
@@ -436,34 +449,6 @@ class MultiheadAttention(nn.Module):
             q.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2),
             k.unflatten(2, (self.num_kv_heads, self.head_dim)).transpose(1, 2),
             v.unflatten(2, (self.num_kv_heads, self.head_dim)).transpose(1, 2),
-        )
-
-    def _attend(
-        self,
-        query: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> Tensor:
-        """Attention `[B, H, T, D]` of the module's pattern, sinks and slopes."""
-        if attn_mask is not None:
-            raise ValueError(
-                f"attn_mask of shape {tuple(attn_mask.shape)} with pattern="
-                f"{type(self.pattern).__name__}: expected None; define visible keys with the "
-                "pattern, or build the module without pattern, attention_sinks and alibi"
-            )
-        return attention(
-            q,
-            k,
-            v,
-            pattern=self.pattern,
-            causal=is_causal,
-            key_padding_mask=key_padding_mask,
-            sinks=None if self.sinks is None else self.sinks(query),
-            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes(query),
         )
 
     def _attend_densely(

@@ -160,12 +160,9 @@ class LongContextLM(nn.Module):
         state_dict: Mapping[str, Any],
         prefix: str,
         local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *lists: Any,
     ) -> None:
-        saved = local_metadata.get("architecture", {})
+        error_msgs, saved = lists[-1], local_metadata.get("architecture", {})
         for name in ("num_heads", "num_kv_heads"):
             own = self.architecture[name]
             if saved.get(name, own) != own:
@@ -173,15 +170,7 @@ class LongContextLM(nn.Module):
                     f"{name}={own}: the weights are of a model with {name}={saved[name]}, which "
                     "computes something else; build the model like that, or use dpflash.load"
                 )
-        super()._load_from_state_dict(
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
 
     def reset_parameters(self) -> None:
         """Draw all weights and set all biases to 0."""

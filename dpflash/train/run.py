@@ -79,6 +79,12 @@ class TrainingRun:
         token: "byte" or "token": what losses are per.
         pack: packs the documents; None where they are not packed.
         is_first: whether this is rank 0, which writes files and shows progress bars.
+        ranks: how the ranks share the job, as in the report.
+        checkpoint: path of this job's checkpoint: a file, or a folder if there are several ranks.
+        released: path of the trained model, a file or a folder.
+        num_documents, num_held_out, num_units: training documents, those held out, which epsilon
+            does not cover, and privacy units.
+        total_steps: number of noisy steps that the job is to have.
     """
 
     def __init__(
@@ -95,6 +101,8 @@ class TrainingRun:
         self.lost_steps = 0
         self.is_first = team.is_first
         self.left_out = corpus.left_out
+        self.ranks = team.as_dict()
+        self.checkpoint = folder / (CHECKPOINT if team.mesh is None else CHECKPOINT_FOLDER)
         self._team = team
         team.ranks.agree(
             "dpflash train",
@@ -106,12 +114,14 @@ class TrainingRun:
             },
         )
         self._lm = language_model(config)
-        self.token = self._lm.token
+        self.token, self.released = self._lm.token, folder / self._lm.released
         self._held_out = self._lm.encode(corpus.held_out.contents)
         documents = self._lm.encode(corpus.train.contents)
+        self.num_documents, self.num_held_out = len(documents), len(self._held_out)
         self.window_len = self._fitting_length(documents)
         team.parallel.check(replace(config, seq_len=self.window_len))
         self.num_units = corpus.train.num_units
+        self.total_steps = config.num_steps(self.num_units)
         self._documents_at_once = corpus.train.documents_at_once(config.examples_per_unit)
         self.pack = pack_of(config, self.window_len)
         kind, length = TrainWindows, self.window_len
@@ -287,44 +297,14 @@ class TrainingRun:
         return fitting
 
     @property
-    def total_steps(self) -> int:
-        """Number of noisy steps that the job is to have."""
-        return self.config.num_steps(self.num_units)
-
-    @property
-    def released(self) -> Path:
-        """Path of the trained model, a file or a folder."""
-        return self.folder / self._lm.released
-
-    @property
     def step(self) -> int:
         """Number of noisy steps in the model."""
         return self._optimizer.releases
 
     @property
-    def num_documents(self) -> int:
-        """Number of training documents."""
-        return len(self._windows)
-
-    @property
-    def num_held_out(self) -> int:
-        """Number of held-out documents, which epsilon does not cover."""
-        return len(self._held_out)
-
-    @property
-    def ranks(self) -> dict[str, Any]:
-        """How the ranks share the job, as in the report."""
-        return self._team.as_dict()
-
-    @property
     def optimization(self) -> Optimization:
         """The changes that config.optimize makes."""
         return self._engine.optimization
-
-    @property
-    def checkpoint(self) -> Path:
-        """Path of this job's checkpoint: a file, or a folder if there are several ranks."""
-        return self.folder / (CHECKPOINT if self._team.mesh is None else CHECKPOINT_FOLDER)
 
     @property
     def epsilon(self) -> float:
@@ -414,7 +394,12 @@ class TrainingRun:
         with _bar("private", self.step, total, progress) as bar:
             while self.step < total:
                 if self.is_spent:
-                    self._note_stop()
+                    state.stopped = (
+                        f"stopped after step {self.step} of {total}: one more would exceed "
+                        f"max_epsilon={self.config.max_epsilon:g} at delta={self.config.delta:g}"
+                    )
+                    if state.history:
+                        state.history[-1]["epsilon"] = self.epsilon
                     break
                 figures = _Figures()
                 start = time.perf_counter()
@@ -440,16 +425,6 @@ class TrainingRun:
                         self._save()
                     figures, start = _Figures(), time.perf_counter()
         self._save()
-
-    def _note_stop(self) -> None:
-        """Record why the job stopped before its planned number of steps."""
-        config, state = self.config, self.state
-        state.stopped = (
-            f"stopped after step {self.step} of {self.total_steps}: one more would exceed "
-            f"max_epsilon={config.max_epsilon:g} at delta={config.delta:g}"
-        )
-        if state.history:
-            state.history[-1]["epsilon"] = self.epsilon
 
     def _losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """(the loss of each document of a batch, its targets)."""
