@@ -5,7 +5,6 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,26 +63,26 @@ NOT_IN_KERNELS = ("epsilon", "noise_multiplier", "max_grad_norm", "accountant")
 NEVER_AT_THE_TOP = ("triton", "matplotlib", "mpmath", "opacus", "peft", "transformers")
 
 
-def _python_files(folder: str) -> list[Path]:
+def _python_files(folder):
     links = ROOT / "tests" / "typing"
     return [p for p in sorted((ROOT / folder).rglob("*.py")) if links not in p.parents]
 
 
-def _name(path: Path) -> str:
+def _name(path):
     return path.relative_to(ROOT).as_posix()
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
+def _tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @functools.cache
-def _nodes(path: Path) -> list[ast.AST]:
+def _nodes(path):
     return list(ast.walk(_tree(path)))
 
 
-def _running(node: ast.AST, *, on_import: bool) -> Iterator[ast.AST]:
+def _running(node, *, on_import):
     """What runs, perhaps only when the file is imported; not what only type checkers read."""
     for child in ast.iter_child_nodes(node):
         if on_import and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -94,7 +93,7 @@ def _running(node: ast.AST, *, on_import: bool) -> Iterator[ast.AST]:
         yield from _running(child, on_import=on_import)
 
 
-def _imports(path: Path, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str | None]]:
+def _imports(path, nodes):
     """Every import of a file as (absolute module, name taken from it)."""
     first, *rest = path.relative_to(ROOT).parent.parts
     package = ["dpflash", *FOLDERS.get(first, [first]), *rest]
@@ -111,7 +110,7 @@ def _imports(path: Path, nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str | 
                 yield module, alias.name
 
 
-def _strangers(path: Path, folder: str, allowed: set[str], nodes: Iterable[ast.AST]) -> set[str]:
+def _strangers(path, folder, allowed, nodes):
     """What a file of a sealed package imports and may not."""
     inside = f"dpflash.{folder}"
     return {
@@ -123,7 +122,7 @@ def _strangers(path: Path, folder: str, allowed: set[str], nodes: Iterable[ast.A
     }
 
 
-def test_kernels_and_accounting_import_only_their_libraries_and_themselves() -> None:
+def test_kernels_and_accounting_import_only_their_libraries_and_themselves():
     wrong = {}
     for folder, allowed in MAY_IMPORT.items():
         within = allowed | (
@@ -137,14 +136,14 @@ def test_kernels_and_accounting_import_only_their_libraries_and_themselves() -> 
     assert not wrong
 
 
-def test_kernels_do_not_speak_of_privacy_parameters() -> None:
+def test_kernels_do_not_speak_of_privacy_parameters():
     files = [*_python_files("kernels"), *(ROOT / "kernels").glob("*.cpp")]
     files += (ROOT / "kernels").glob("*.h")
     texts = {_name(p): p.read_text(encoding="utf-8").lower() for p in files}
     assert not [(n, w) for n, text in texts.items() for w in NOT_IN_KERNELS if w in text]
 
 
-def _unit(module: tuple[str, ...]) -> str:
+def _unit(module):
     """The package, or the file directly in dpflash/, that a module belongs to."""
     if not module:
         return "__init__"
@@ -153,12 +152,12 @@ def _unit(module: tuple[str, ...]) -> str:
     return module[0]
 
 
-def _is_module(module: tuple[str, ...]) -> bool:
+def _is_module(module):
     path = ROOT.joinpath("dpflash", *module)
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def test_packages_of_dpflash_import_only_from_the_rows_before_their_own() -> None:
+def test_packages_of_dpflash_import_only_from_the_rows_before_their_own():
     wrong = []
     for path in _python_files("dpflash"):
         own = path.relative_to(ROOT / "dpflash").with_suffix("").parts
@@ -176,11 +175,11 @@ def test_packages_of_dpflash_import_only_from_the_rows_before_their_own() -> Non
     assert not wrong
 
 
-def test_at_most_fifteen_files_stand_directly_in_dpflash() -> None:
+def test_at_most_fifteen_files_stand_directly_in_dpflash():
     assert len(list((ROOT / "dpflash").glob("*.py"))) <= 15
 
 
-def _declared_attributes() -> dict[str, set[str]]:
+def _declared_attributes():
     """File -> attributes that its classes declare, or set on themselves."""
     found: dict[str, set[str]] = {}
     for folder in FOLDERS:
@@ -196,7 +195,7 @@ def _declared_attributes() -> dict[str, set[str]]:
     return found
 
 
-def _assigned(node: ast.AST) -> list[ast.Attribute]:
+def _assigned(node):
     """The attributes that a statement assigns to."""
     if isinstance(node, ast.Assign):
         targets = list(node.targets)
@@ -217,7 +216,7 @@ ASSIGNED_BY_CUSTOM |= {"history", "context_parallel"}
 OWN_OBJECTS = {"self", "ctx", "trial", "state", "value", "library", "problem"}
 
 
-def test_no_file_of_dpflash_sets_attributes_of_another_files_objects() -> None:
+def test_no_file_of_dpflash_sets_attributes_of_another_files_objects():
     declared = _declared_attributes()
     anywhere = set().union(*declared.values()) - ASSIGNED_BY_CUSTOM
     wrong = []
@@ -232,7 +231,7 @@ def test_no_file_of_dpflash_sets_attributes_of_another_files_objects() -> None:
     assert not wrong
 
 
-def test_dpflash_needs_only_its_dependencies_when_imported() -> None:
+def test_dpflash_needs_only_its_dependencies_when_imported():
     allowed = DPFLASH_MAY_IMPORT_AT_THE_TOP | sys.stdlib_module_names
     needed = {
         (_name(path), module)
@@ -243,17 +242,17 @@ def test_dpflash_needs_only_its_dependencies_when_imported() -> None:
     assert not {(path, m) for path, m in others if m not in allowed}
 
 
-def test_nobody_imports_a_package_by_its_folder_name() -> None:
+def test_nobody_imports_a_package_by_its_folder_name():
     statement = re.compile(r"^\s*(?:from|import) (kernels|accounting|benchmarks)\b", re.MULTILINE)
     files = [path for folder in (*FOLDERS, "tests") for path in _python_files(folder)]
     assert not [_name(p) for p in files if statement.search(p.read_text(encoding="utf-8"))]
 
 
-def test_no_init_file_makes_tests_a_package() -> None:
+def test_no_init_file_makes_tests_a_package():
     assert not [_name(p) for p in _python_files("tests") if p.name == "__init__.py"]
 
 
-def _in_a_fresh_process(code: str, cwd: Path) -> str:
+def _in_a_fresh_process(code, cwd):
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
     )
@@ -261,9 +260,7 @@ def _in_a_fresh_process(code: str, cwd: Path) -> str:
     return done.stdout.strip()
 
 
-def test_models_are_built_without_accounting_and_dpflash_loads_no_optional_library(
-    tmp_path: Path,
-) -> None:
+def test_models_are_built_without_accounting_and_dpflash_loads_no_optional_library(tmp_path):
     code = (
         "import sys, torch; before = set(sys.modules); import dpflash.nn\n"
         "print(*{m.split('.')[0] for m in set(sys.modules) - before if 'scipy' in m},\n"
@@ -274,7 +271,7 @@ def test_models_are_built_without_accounting_and_dpflash_loads_no_optional_libra
     assert _in_a_fresh_process(code, tmp_path) == ""
 
 
-def test_dpflash_imports_where_no_optional_library_is_installed(tmp_path: Path) -> None:
+def test_dpflash_imports_where_no_optional_library_is_installed(tmp_path):
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({NEVER_AT_THE_TOP!r}))\n"
         "import dpflash, dpflash.kernels, dpflash.accounting, dpflash.nn\n"
@@ -283,7 +280,7 @@ def test_dpflash_imports_where_no_optional_library_is_installed(tmp_path: Path) 
     assert _in_a_fresh_process(code, tmp_path) == "imported"
 
 
-def test_no_module_takes_the_place_of_a_public_name() -> None:
+def test_no_module_takes_the_place_of_a_public_name():
     """Importing a submodule makes it an attribute of the package."""
     import dpflash
 
@@ -292,7 +289,7 @@ def test_no_module_takes_the_place_of_a_public_name() -> None:
     assert modules & set(dpflash.__all__) == modules_of_users
 
 
-def test_accounting_commands_start_without_torch_and_slow_parts_of_scipy(tmp_path: Path) -> None:
+def test_accounting_commands_start_without_torch_and_slow_parts_of_scipy(tmp_path):
     run = "'--sample-rate', '0.01', '--steps', '9', '--delta', '1e-5'"
     code = (
         "import contextlib, io, sys\n"
@@ -331,16 +328,16 @@ REVIEWED = {
 }
 
 
-def _called(node: ast.AST) -> set[str]:
+def _called(node):
     calls = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
     return {f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "") for f in calls}
 
 
-def _names(node: ast.AST) -> set[str]:
+def _names(node):
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
-def _of_values(function: ast.AST) -> set[str]:
+def _of_values(function):
     """Names of a function that are assigned from what reads values, also by way of others."""
     found: set[str] = set()
     while True:
@@ -355,7 +352,7 @@ def _of_values(function: ast.AST) -> set[str]:
             return found
 
 
-def _helpers(tree: ast.AST) -> dict[str, str]:
+def _helpers(tree):
     """Functions of a module that only raise, with the class."""
     return {
         function.name: ast.unparse(node.exc.func)
@@ -367,9 +364,7 @@ def _helpers(tree: ast.AST) -> dict[str, str]:
     }
 
 
-def _messages(
-    function: ast.AST, helpers: dict[str, str]
-) -> Iterator[tuple[ast.AST, str, list[str]]]:
+def _messages(function, helpers):
     """(statement, its class, what its text shows) for each raise and warning."""
     for node in ast.walk(function):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -386,7 +381,7 @@ def _messages(
         yield node, kind, list(map(ast.unparse, values))
 
 
-def _is_public(shown: str, of_values: set[str]) -> bool:
+def _is_public(shown, of_values):
     if shown in REVIEWED or shown.endswith((".__name__", ".dtype", ".device", ".shape)")):
         return True
     *_, last = parts = shown.split(".")
@@ -394,7 +389,7 @@ def _is_public(shown: str, of_values: set[str]) -> bool:
     return is_name and shown not in {*of_values, "error"}
 
 
-def _messages_of_data(path: Path, tree: ast.AST) -> Iterator[str]:
+def _messages_of_data(path, tree):
     """Messages that may show something of the private data, and private ones with a cause."""
     inside = path.relative_to(ROOT / "dpflash")
     in_training = inside.parts[0].removesuffix(".py") in IN_TRAINING or inside == OF_TRANSFORMERS
@@ -415,12 +410,12 @@ def _messages_of_data(path: Path, tree: ast.AST) -> Iterator[str]:
                 yield from (f"{where} shows {x}" for x in bad)
 
 
-def test_no_message_shows_private_data() -> None:
+def test_no_message_shows_private_data():
     files = _python_files("dpflash")
     assert not [line for path in files for line in _messages_of_data(path, _tree(path))]
 
 
-def test_messages_that_show_private_data_are_found() -> None:
+def test_messages_that_show_private_data_are_found():
     path = ROOT / "dpflash" / "losses.py"
     for statement in (
         "raise ValueError(f'targets reach {int(x.max())}')",

@@ -25,7 +25,7 @@ FOLDERS = {
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def _packages_on_disk() -> set[str]:
+def _packages_on_disk():
     found = set()
     for folder, package in FOLDERS.items():
         for init in (ROOT / folder).rglob("__init__.py"):
@@ -34,31 +34,31 @@ def _packages_on_disk() -> set[str]:
     return found
 
 
-def test_every_package_is_listed_and_every_listed_package_exists() -> None:
+def test_every_package_is_listed_and_every_listed_package_exists():
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == _packages_on_disk()
 
 
-def test_every_package_is_mapped_to_its_folder() -> None:
+def test_every_package_is_mapped_to_its_folder():
     mapped = PYPROJECT["tool"]["setuptools"]["package-dir"]
     assert mapped == {package: folder for folder, package in FOLDERS.items()}
 
 
-def test_version_is_the_same_in_the_project_file_and_the_library() -> None:
+def test_version_is_the_same_in_the_project_file_and_the_library():
     assert PYPROJECT["project"]["version"] == dpflash.__version__
 
 
-def test_console_script_points_at_something_callable() -> None:
+def test_console_script_points_at_something_callable():
     module, _, name = PYPROJECT["project"]["scripts"]["dpflash"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_type_checkers_find_the_packages_through_the_links() -> None:
+def test_type_checkers_find_the_packages_through_the_links():
     for folder in ("kernels", "accounting", "benchmarks"):
         link = ROOT / "tests" / "typing" / FOLDERS[folder].replace(".", "/")
         assert link.resolve() == ROOT / folder
 
 
-def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path: Path) -> None:
+def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     pytest.importorskip("pip")
     # Built from a copy: a build leaves folders behind, and an old one's leftovers enter the wheel.

@@ -24,7 +24,7 @@ from dpflash.accounting import (
 KINDS = (ContourAccountant, PLDAccountant, RDPAccountant, GDPAccountant, PRVAccountant)
 
 
-def test_equal_steps_are_one_phase() -> None:
+def test_equal_steps_are_one_phase():
     accountant = RDPAccountant()
     for noise_multiplier, sample_rate in [(1.0, 0.1)] * 3 + [(2.0, 0.1)] * 2 + [(1.0, 0.1)]:
         accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
@@ -32,7 +32,7 @@ def test_equal_steps_are_one_phase() -> None:
     assert len(accountant) == 3
 
 
-def test_steps_give_the_epsilon_of_the_history_that_they_write() -> None:
+def test_steps_give_the_epsilon_of_the_history_that_they_write():
     stepped, assigned = RDPAccountant(), RDPAccountant()
     for _ in range(100):
         stepped.step(noise_multiplier=1.0, sample_rate=0.1)
@@ -43,15 +43,15 @@ def test_steps_give_the_epsilon_of_the_history_that_they_write() -> None:
 class LastOnly(list):
     """A history of which only the last phase may be touched."""
 
-    def __getitem__(self, index: int) -> tuple:
+    def __getitem__(self, index):
         assert index == -1
         return super().__getitem__(index)
 
-    def pop(self, index: int = -1) -> tuple:
+    def pop(self, index=-1):
         assert index == -1
         return super().pop(index)
 
-    def _refuse(self, *arguments: object) -> None:
+    def _refuse(self, *arguments):
         raise AssertionError("an earlier phase was touched")
 
     __iter__ = __reversed__ = __contains__ = __setitem__ = __delitem__ = _refuse
@@ -59,7 +59,7 @@ class LastOnly(list):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.mechanism())
-def test_a_step_touches_no_phase_but_the_last(kind: type[Accountant]) -> None:
+def test_a_step_touches_no_phase_but_the_last(kind):
     accountant = kind()
     accountant.history = LastOnly((1.0 + k, 0.1, 1) for k in range(1000))
     for _ in range(3):
@@ -82,7 +82,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("history", MALFORMED, ids=repr)
-def test_a_malformed_history_is_refused_on_loading_and_on_reading(history: list) -> None:
+def test_a_malformed_history_is_refused_on_loading_and_on_reading(history):
     accountant = RDPAccountant()
     accountant.history = [(1.0, 0.1, 1)]
     with pytest.raises(ValueError):
@@ -107,12 +107,12 @@ def test_a_malformed_history_is_refused_on_loading_and_on_reading(history: list)
         ({"history": None, "mechanism": "rdp"}, "expected a list"),
     ],
 )
-def test_a_bad_state_is_refused(state: dict, message: str) -> None:
+def test_a_bad_state_is_refused(state, message):
     with pytest.raises(ValueError, match=message):
         RDPAccountant().load_state_dict(state)
 
 
-def test_a_state_survives_json_and_shares_nothing_with_its_accountant() -> None:
+def test_a_state_survives_json_and_shares_nothing_with_its_accountant():
     accountant = RDPAccountant()
     accountant.history = [(1.0, 0.1, 10), (1.5, 0.1, 5)]
     state = accountant.state_dict()
@@ -124,7 +124,7 @@ def test_a_state_survives_json_and_shares_nothing_with_its_accountant() -> None:
     assert loaded.history == accountant.history
 
 
-def test_states_are_interchanged_with_opacus() -> None:
+def test_states_are_interchanged_with_opacus():
     ours, theirs = RDPAccountant(), OpacusRDPAccountant()
     theirs.history = [(1.0, 0.1, 10), (1.5, 0.1, 5)]
     ours.load_state_dict(theirs.state_dict())
@@ -134,7 +134,7 @@ def test_states_are_interchanged_with_opacus() -> None:
     assert back.get_epsilon(1e-5) == pytest.approx(ours.get_epsilon(1e-5), rel=1e-2)
 
 
-def test_the_optimizer_hook_writes_accumulated_batches_as_one_step() -> None:
+def test_the_optimizer_hook_writes_accumulated_batches_as_one_step():
     accountant = RDPAccountant()
     hook = accountant.get_optimizer_hook_fn(sample_rate=0.125)
     hook(SimpleNamespace(noise_multiplier=1.5, accumulated_iterations=1))
@@ -142,7 +142,7 @@ def test_the_optimizer_hook_writes_accumulated_batches_as_one_step() -> None:
     assert accountant.history == [(1.5, 0.125, 1), (1.5, 0.25, 1)]
 
 
-def test_rdp_knows_no_lower_end_of_epsilon() -> None:
+def test_rdp_knows_no_lower_end_of_epsilon():
     accountant = RDPAccountant()
     assert accountant.get_epsilon(1e-5, interval=True) == (0.0, 0.0)
     accountant.history = [(1.0, 0.1, 10)]
@@ -157,7 +157,7 @@ def test_rdp_knows_no_lower_end_of_epsilon() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.mechanism())
 @pytest.mark.filterwarnings("ignore:accountant='gdp'")
-def test_a_state_belongs_to_the_mechanism_that_wrote_it(kind: type[Accountant]) -> None:
+def test_a_state_belongs_to_the_mechanism_that_wrote_it(kind):
     accountant = kind()
     accountant.history = [(1.0, 0.1, 10)]
     for other in KINDS:
@@ -168,20 +168,20 @@ def test_a_state_belongs_to_the_mechanism_that_wrote_it(kind: type[Accountant]) 
                 other().load_state_dict(accountant.state_dict())
 
 
-def test_the_base_class_is_abstract() -> None:
+def test_the_base_class_is_abstract():
     with pytest.raises(TypeError):
         Accountant()  # type: ignore[abstract]
 
 
 @pytest.fixture
-def registered_with_opacus(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered_with_opacus(monkeypatch):
     monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
     registry.register_accountant("rdp", RDPAccountant, force=True)
 
 
 @pytest.mark.usefixtures("registered_with_opacus")
 @pytest.mark.filterwarnings("ignore")
-def test_the_accountant_runs_in_the_engine_of_opacus() -> None:
+def test_the_accountant_runs_in_the_engine_of_opacus():
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
     model = torch.nn.Linear(3, 2)
@@ -210,7 +210,7 @@ def test_the_accountant_runs_in_the_engine_of_opacus() -> None:
 
 
 @pytest.mark.usefixtures("registered_with_opacus")
-def test_the_calibration_of_opacus_accepts_the_accountant() -> None:
+def test_the_calibration_of_opacus_accepts_the_accountant():
     noise_multiplier = opacus_get_noise_multiplier(
         target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, steps=1000, accountant="rdp"
     )

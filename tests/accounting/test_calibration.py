@@ -46,13 +46,7 @@ FULL = os.environ.get("DPFLASH_FULL") == "1"
 few = settings(max_examples=20 if FULL else 4, derandomize=True, deadline=None)
 
 
-def epsilon_of(
-    noise_multiplier: float,
-    sample_rate: float,
-    steps: int,
-    delta: float,
-    accountant: str = "contour",
-) -> float:
+def epsilon_of(noise_multiplier, sample_rate, steps, delta, accountant="contour"):
     trial = create_accountant(accountant)
     trial.history = [(noise_multiplier, sample_rate, steps)]
     return trial.get_epsilon(delta)
@@ -74,8 +68,8 @@ def epsilon_of(
     ],
 )
 def test_the_noise_meets_the_target_and_a_little_less_would_not(
-    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: str
-) -> None:
+    target_epsilon, target_delta, sample_rate, steps, accountant
+):
     noise_multiplier = get_noise_multiplier(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
@@ -92,14 +86,14 @@ def test_the_noise_meets_the_target_and_a_little_less_would_not(
 
 
 @pytest.mark.parametrize("steps", [1, 100])
-def test_without_subsampling_the_noise_is_that_of_the_closed_form(steps: int) -> None:
+def test_without_subsampling_the_noise_is_that_of_the_closed_form(steps):
     target = {"target_epsilon": 2.0, "target_delta": 1e-6}
     found = get_noise_multiplier(**target, sample_rate=1.0, steps=steps)
     epsilon = gaussian_epsilon(delta=1e-6, noise_multiplier=found, steps=steps)
     assert epsilon <= 2.0 < epsilon * (1 + 2e-4)
 
 
-def test_contour_needs_less_noise_than_pld_and_pld_less_than_rdp() -> None:
+def test_contour_needs_less_noise_than_pld_and_pld_less_than_rdp():
     target = {"target_epsilon": 2.0, "target_delta": 1e-6, "sample_rate": 0.01, "steps": 1000}
     default = get_noise_multiplier(**target)
     contour, pld, rdp = (
@@ -120,8 +114,8 @@ def test_contour_needs_less_noise_than_pld_and_pld_less_than_rdp() -> None:
 )
 @few
 def test_epsilon_at_the_returned_noise_never_exceeds_the_target(
-    target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: str
-) -> None:
+    target_epsilon, target_delta, sample_rate, steps, accountant
+):
     noise_multiplier = get_noise_multiplier(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
@@ -135,32 +129,32 @@ def test_epsilon_at_the_returned_noise_never_exceeds_the_target(
         assert epsilon_of(noise_multiplier * (1 - 2e-4), *setting) > target_epsilon
 
 
-def test_a_target_that_any_noise_meets_gets_the_least_noise() -> None:
+def test_a_target_that_any_noise_meets_gets_the_least_noise():
     noise_multiplier = get_noise_multiplier(
         target_epsilon=1e6, target_delta=1e-2, sample_rate=1e-6, steps=1
     )
     assert noise_multiplier == 0.01
 
 
-def test_an_impossible_target_is_refused_with_the_way_out() -> None:
+def test_an_impossible_target_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"^target_epsilon=1e-09: .*raise target_epsilon"):
         get_noise_multiplier(target_epsilon=1e-9, target_delta=1e-12, sample_rate=1.0, steps=10**6)
 
 
-def test_epochs_of_a_loader_are_its_length_for_every_length() -> None:
+def test_epochs_of_a_loader_are_its_length_for_every_length():
     for batches in range(1, 2001):
         for epochs in (1, 3, 7):
             steps = epochs_to_steps(epochs=epochs, sample_rate=1 / batches)
             assert steps == epochs * batches
 
 
-def test_a_begun_step_is_counted() -> None:
+def test_a_begun_step_is_counted():
     assert epochs_to_steps(epochs=1, sample_rate=0.3) == 4
     assert epochs_to_steps(epochs=0.5, sample_rate=0.4) == 2
     assert epochs_to_steps(epochs=1e-12, sample_rate=1.0) == 1
 
 
-def test_epochs_and_their_steps_give_the_same_noise() -> None:
+def test_epochs_and_their_steps_give_the_same_noise():
     target = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 1 / 93}
     assert get_noise_multiplier(**target, epochs=2) == get_noise_multiplier(**target, steps=186)
 
@@ -183,14 +177,14 @@ def test_epochs_and_their_steps_give_the_same_noise() -> None:
         ({"accountant": "moments"}, f"^accountant='moments': expected one of {LISTED};"),
     ],
 )
-def test_a_bad_argument_is_refused_by_name(change: dict, message: str) -> None:
+def test_a_bad_argument_is_refused_by_name(change, message):
     arguments = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, "steps": 100}
     with pytest.raises(ValueError, match=message):
         get_noise_multiplier(**{**arguments, **change})
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_accountants_are_created_by_name(name: str) -> None:
+def test_accountants_are_created_by_name(name):
     accountant = create_accountant(name)
     assert type(accountant) is KINDS[name]
     assert accountant.mechanism() == name
@@ -198,7 +192,7 @@ def test_accountants_are_created_by_name(name: str) -> None:
     assert accountant.neighboring_relation == "add_remove"
 
 
-def test_the_accountant_that_is_passed_is_asked_and_left_alone() -> None:
+def test_the_accountant_that_is_passed_is_asked_and_left_alone():
     target = {"target_epsilon": 2.0, "target_delta": 1e-6, "sample_rate": 0.02, "steps": 100}
     accountant = ContourAccountant(neighboring_relation="replace_one")
     accountant.history = [(0.5, 0.5, 10)]
@@ -225,12 +219,8 @@ def test_the_accountant_that_is_passed_is_asked_and_left_alone() -> None:
     ],
 )
 def test_the_sample_rate_meets_the_target_and_a_little_more_would_not(
-    target_epsilon: float,
-    target_delta: float,
-    noise_multiplier: float,
-    steps: int,
-    accountant: str,
-) -> None:
+    target_epsilon, target_delta, noise_multiplier, steps, accountant
+):
     rate = get_sample_rate(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
@@ -244,7 +234,7 @@ def test_the_sample_rate_meets_the_target_and_a_little_more_would_not(
     assert epsilon_of(noise_multiplier, rate * (1 + 1.01e-4), *setting) > target_epsilon
 
 
-def test_the_sample_rate_is_at_most_1_and_an_impossible_one_is_refused() -> None:
+def test_the_sample_rate_is_at_most_1_and_an_impossible_one_is_refused():
     target = {"target_delta": 1e-6, "noise_multiplier": 5.0, "steps": 10}
     assert get_sample_rate(target_epsilon=100.0, **target) == 1.0
     # Without privacy at rate 1, a rate with a chance of 1e-6 to be drawn at all costs nothing.
@@ -268,8 +258,8 @@ def test_the_sample_rate_is_at_most_1_and_an_impossible_one_is_refused() -> None
     [(1.0, 1.0, 0.01), (8.0, 0.6, 0.001), (0.3, 20.0, 1.0), (0.2, 1.0, 0.01), (30.0, 1.0, 0.9)],
 )
 def test_so_many_steps_fit_and_one_more_does_not(
-    target_epsilon: float, noise_multiplier: float, sample_rate: float, accountant: str
-) -> None:
+    target_epsilon, noise_multiplier, sample_rate, accountant
+):
     steps = get_steps(
         target_epsilon=target_epsilon,
         target_delta=1e-5,
@@ -285,7 +275,7 @@ def test_so_many_steps_fit_and_one_more_does_not(
     assert more > target_epsilon
 
 
-def test_no_step_and_the_most_steps_are_returned_as_such() -> None:
+def test_no_step_and_the_most_steps_are_returned_as_such():
     target = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.5}
     assert get_steps(**target, noise_multiplier=0.5) == 0
     assert get_steps(**target, noise_multiplier=1e8) == 10**12
@@ -299,9 +289,7 @@ def test_no_step_and_the_most_steps_are_returned_as_such() -> None:
     st.floats(0.05, 20),
 )
 @few
-def test_remaining_steps_count_the_history_so_far(
-    noise: float, other_noise: float, rate: float, steps: int, target_epsilon: float
-) -> None:
+def test_remaining_steps_count_the_history_so_far(noise, other_noise, rate, steps, target_epsilon):
     accountant = ContourAccountant()
     accountant.history = [(noise, rate, steps)]
     accountant.compose(Gaussian(noise_multiplier=50.0))
@@ -317,7 +305,7 @@ def test_remaining_steps_count_the_history_so_far(
             assert (whole.get_epsilon(1e-6) <= target_epsilon) is fits
 
 
-def test_remaining_steps_and_the_steps_taken_are_the_whole() -> None:
+def test_remaining_steps_and_the_steps_taken_are_the_whole():
     target = {"target_epsilon": 3.0, "target_delta": 1e-5}
     event = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.01)
     whole = get_steps(**target, noise_multiplier=1.0, sample_rate=0.01)
@@ -327,7 +315,7 @@ def test_remaining_steps_and_the_steps_taken_are_the_whole() -> None:
         assert remaining_steps(accountant, event, **target) == max(0, whole - taken)
 
 
-def test_remaining_steps_of_every_kind_of_event() -> None:
+def test_remaining_steps_of_every_kind_of_event():
     target = {"target_epsilon": 5.0, "target_delta": 1e-5}
     accountant = ContourAccountant(neighboring_relation="replace_one")
     accountant.history = [(2.0, 0.01, 100)]
@@ -355,8 +343,8 @@ def test_remaining_steps_of_every_kind_of_event() -> None:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["RDPAccountant", "GaussianAccountant", "PRVAccountant"])
 @pytest.mark.filterwarnings("ignore")
-def test_accountants_of_opacus_are_asked_for_their_own_epsilon(name: str) -> None:
-    def new() -> opacus.accountants.IAccountant:
+def test_accountants_of_opacus_are_asked_for_their_own_epsilon(name):
+    def new():
         return getattr(opacus.accountants, name)()
 
     history = [(1.3, 0.01, 7)]
@@ -381,7 +369,7 @@ def test_accountants_of_opacus_are_asked_for_their_own_epsilon(name: str) -> Non
     assert trial.get_epsilon(1e-5) > 2.0
 
 
-def test_opacus_accountants_know_whole_batches_and_no_other_events() -> None:
+def test_opacus_accountants_know_whole_batches_and_no_other_events():
     accountant = opacus.accountants.RDPAccountant()
     accountant.history = [(5.0, 1.0, 2)]
     target = {"target_epsilon": 5.0, "target_delta": 1e-5}
@@ -403,7 +391,7 @@ def test_opacus_accountants_know_whole_batches_and_no_other_events() -> None:
             remaining_steps(accountant, event, **target)
 
 
-def bad(**change: object) -> dict:
+def bad(**change):
     good = {"target_epsilon": 1.0, "target_delta": 1e-5, "noise_multiplier": 1.0}
     return {**good, **change}
 
@@ -418,7 +406,7 @@ def bad(**change: object) -> dict:
         ({"noise_multiplier": "1"}, "noise_multiplier"),
     ],
 )
-def test_bad_arguments_of_the_other_searches_are_refused_by_name(change: dict, name: str) -> None:
+def test_bad_arguments_of_the_other_searches_are_refused_by_name(change, name):
     with pytest.raises(ValueError, match=f"^{name}="):
         get_sample_rate(**bad(**change), steps=10)
     with pytest.raises(ValueError, match=f"^{name}="):

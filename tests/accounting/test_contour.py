@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy.special import ndtr, ndtri
 
 from dpflash.accounting import (
-    Accountant,
     ContourAccountant,
     FixedSizeGaussian,
     Gaussian,
@@ -40,7 +39,7 @@ FULL = os.environ.get("DPFLASH_FULL") == "1"
 KINDS = (ContourAccountant, PLDAccountant, RDPAccountant, GDPAccountant, PRVAccountant)
 
 
-def powers(low: float, high: float) -> st.SearchStrategy[float]:
+def powers(low, high):
     return st.floats(low, high).map(lambda x: 10.0**x)
 
 
@@ -53,22 +52,20 @@ deltas = powers(-12, -2)
 phases = st.tuples(noises, rates, step_counts)
 
 
-def of(*history: tuple, kind: type[Accountant] = ContourAccountant, relation: str = "add_remove"):
+def of(*history, kind=ContourAccountant, relation="add_remove"):
     accountant = kind(neighboring_relation=relation)
     accountant.history = list(history)
     return accountant
 
 
-def few(examples: int):
+def few(examples):
     examples = examples if FULL else examples // 3
     return settings(max_examples=examples, derandomize=True, deadline=None)
 
 
 @given(any_noise, any_rate, any_steps, any_delta)
 @few(60)
-def test_anywhere_there_is_an_interval_and_a_finite_upper_end(
-    noise: float, rate: float, steps: int, delta: float
-) -> None:
+def test_anywhere_there_is_an_interval_and_a_finite_upper_end(noise, rate, steps, delta):
     accountant = of((noise, rate, steps))
     lower, upper = accountant.get_epsilon(delta, interval=True)
     assert 0 <= lower <= upper < math.inf
@@ -87,7 +84,7 @@ def test_anywhere_there_is_an_interval_and_a_finite_upper_end(
 @pytest.mark.parametrize(
     "phase", [(1.0, 0.01, 1000), (5.0, 0.5, 500), (0.6, 1e-3, 10_000), (2.0, 1.0, 10)]
 )
-def test_delta_may_be_as_small_as_float64_has_it(phase: tuple, log_delta: int) -> None:
+def test_delta_may_be_as_small_as_float64_has_it(phase, log_delta):
     delta = 10.0**log_delta
     accountant = of(phase)
     lower, upper = accountant.get_epsilon(delta, interval=True)
@@ -102,8 +99,8 @@ def test_delta_may_be_as_small_as_float64_has_it(phase: tuple, log_delta: int) -
 @given(noises, rates, step_counts, deltas, powers(-4, 0.4).map(lambda x: 1 + x))
 @few(20)
 def test_epsilon_falls_with_noise_and_delta_and_rises_with_rate_and_steps(
-    noise: float, rate: float, steps: int, delta: float, factor: float
-) -> None:
+    noise, rate, steps, delta, factor
+):
     lower, upper = of((noise, rate, steps)).get_epsilon(delta, interval=True)
     # As wide as the interval is, at most 1e-6.
     assert upper - lower <= 1e-6 * upper
@@ -117,9 +114,7 @@ def test_epsilon_falls_with_noise_and_delta_and_rises_with_rate_and_steps(
 
 @given(st.lists(phases, min_size=1, max_size=3), deltas, st.randoms(use_true_random=False))
 @few(15)
-def test_order_and_splits_of_the_history_change_no_bit(
-    history: list, delta: float, random
-) -> None:
+def test_order_and_splits_of_the_history_change_no_bit(history, delta, random):
     whole = of(*history)
     parts = [(s, q, n) for s, q, steps in history for n in (steps // 3, steps - steps // 3)]
     random.shuffle(parts)
@@ -139,7 +134,7 @@ def test_order_and_splits_of_the_history_change_no_bit(
 
 @given(st.lists(phases, min_size=1, max_size=3), deltas, st.booleans())
 @few(12)
-def test_contour_and_pld_agree(history: list, delta: float, replaced: bool) -> None:
+def test_contour_and_pld_agree(history, delta, replaced):
     relation = "replace_one" if replaced else "add_remove"
     ours = of(*history, relation=relation).get_epsilon(delta, interval=True)
     theirs = of(*history, kind=PLDAccountant, relation=relation).get_epsilon(delta, interval=True)
@@ -152,7 +147,7 @@ def test_contour_and_pld_agree(history: list, delta: float, replaced: bool) -> N
 
 @given(phases, powers(-2, 1), st.booleans())
 @few(12)
-def test_deltas_of_contour_and_pld_agree(phase: tuple, epsilon: float, replaced: bool) -> None:
+def test_deltas_of_contour_and_pld_agree(phase, epsilon, replaced):
     relation = "replace_one" if replaced else "add_remove"
     ours = of(phase, relation=relation).get_delta(epsilon, interval=True)
     theirs = of(phase, kind=PLDAccountant, relation=relation).get_delta(epsilon, interval=True)
@@ -169,7 +164,7 @@ def test_deltas_of_contour_and_pld_agree(phase: tuple, epsilon: float, replaced:
         ([(0.02, 1.0, 7)], 0.02 / math.sqrt(7)),
     ],
 )
-def test_without_subsampling_contour_is_the_closed_form(history: list, noise: float) -> None:
+def test_without_subsampling_contour_is_the_closed_form(history, noise):
     for delta in (1e-2, 1e-6, 1e-15, 1e-300):
         truth = gaussian_epsilon(delta=delta, noise_multiplier=noise)
         lower, upper = of(*history).get_epsilon(delta, interval=True)
@@ -179,7 +174,7 @@ def test_without_subsampling_contour_is_the_closed_form(history: list, noise: fl
     assert of(*history).get_delta(1.0) == pytest.approx(truth, rel=1e-9)
 
 
-def test_the_contour_itself_has_the_closed_form_of_the_gaussian() -> None:
+def test_the_contour_itself_has_the_closed_form_of_the_gaussian():
     # The accountant would not ask it.
     for noise, steps, epsilon in ((10.0, 100, 4.0), (3.0, 2, 0.5), (1.0, 1, 8.0), (20.0, 9, 0.01)):
         pairs = ((Pair(noise, 1.0), steps),)
@@ -190,7 +185,7 @@ def test_the_contour_itself_has_the_closed_form_of_the_gaussian() -> None:
             assert truth * (1 - 1e-12) <= upper <= truth * (1 + 1e-6)
 
 
-def one_step_deltas(noise: float, rate: float, epsilon: float) -> tuple[float, float]:
+def one_step_deltas(noise, rate, epsilon):
     with mpmath.workdps(50):
         s, q, e = mpmath.mpf(noise), mpmath.mpf(rate), mpmath.exp(mpmath.mpf(epsilon))
         x = mpmath.mpf(1) / 2 + s**2 * mpmath.log((e - 1 + q) / q)
@@ -215,9 +210,7 @@ def one_step_deltas(noise: float, rate: float, epsilon: float) -> tuple[float, f
         (0.3, 0.3, 6.0),
     ],
 )
-def test_the_contour_itself_has_the_closed_form_of_one_step(
-    noise: float, rate: float, epsilon: float
-) -> None:
+def test_the_contour_itself_has_the_closed_form_of_one_step(noise, rate, epsilon):
     pairs = ((Pair(noise, rate), 1),)
     truths = one_step_deltas(noise, rate, epsilon)
     for side, truth in zip((REMOVE, ADD), truths, strict=True):
@@ -235,7 +228,7 @@ def test_the_contour_itself_has_the_closed_form_of_one_step(
     assert truths[0] * (1 - 1e-11) <= upper <= truths[0] * (1 + 1e-5)
 
 
-def two_steps(noise: float, rate: float, epsilon: float) -> tuple[float, float, float]:
+def two_steps(noise, rate, epsilon):
     """Deltas of two steps by brute force over outputs: removal, addition, symmetric."""
     h = 1.5e-3 * noise
     x = 0.5 + h * (np.arange(-round(13 * noise / h), round(13 * noise / h)) + 0.5)
@@ -247,7 +240,7 @@ def two_steps(noise: float, rate: float, epsilon: float) -> tuple[float, float, 
     both = np.concatenate((mixed[upper], plain[upper], [0.0]))
     both[-1] = 1 - both.sum()
 
-    def delta(losses: np.ndarray, masses: np.ndarray) -> float:
+    def delta(losses, masses):
         order = np.argsort(losses)
         losses, masses = losses[order], masses[order]
         p_above = np.append(np.cumsum(masses[::-1])[::-1], 0)
@@ -261,9 +254,7 @@ def two_steps(noise: float, rate: float, epsilon: float) -> tuple[float, float, 
 @pytest.mark.parametrize(
     ("noise", "rate", "epsilon"), [(1.0, 0.3, 0.4), (1.0, 0.9, 0.2), (0.7, 0.05, 0.05)]
 )
-def test_two_steps_equal_brute_force_in_both_directions(
-    noise: float, rate: float, epsilon: float
-) -> None:
+def test_two_steps_equal_brute_force_in_both_directions(noise, rate, epsilon):
     removed, added, symmetric = two_steps(noise, rate, epsilon)
     pairs = ((Pair(noise, rate), 2),)
     for side, truth in ((REMOVE, removed), (ADD, added)):
@@ -277,7 +268,7 @@ def test_two_steps_equal_brute_force_in_both_directions(
     assert symmetric >= max(removed, added) * (1 - 1e-4)
 
 
-def test_the_added_direction_counts_where_it_is_the_worse() -> None:
+def test_the_added_direction_counts_where_it_is_the_worse():
     # The removal has the greater delta in all of the table, but not of every composition.
     other = ContourAccountant()
     other.history = [(1.0, 0.5, 50)]
@@ -290,7 +281,7 @@ def test_the_added_direction_counts_where_it_is_the_worse() -> None:
         assert lower >= max(removed.lower, 0) * (1 - 1e-12)
 
 
-def test_both_directions_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_directions_are_asked(monkeypatch):
     monkeypatch.setattr(module, "_largest_added_loss", lambda pairs: math.inf)
     delta_of, epsilon_of, swap = module._delta_of, module._epsilon_of, {1: -1, -1: 1}
 
@@ -308,9 +299,7 @@ def test_both_directions_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rate", [1e-3, 0.05, 0.6])
-def test_fixed_batches_agree_with_pld_and_cost_at_least_poissons_at_half_the_noise(
-    rate: float,
-) -> None:
+def test_fixed_batches_agree_with_pld_and_cost_at_least_poissons_at_half_the_noise(rate):
     size = round(1000 * rate)
     event = FixedSizeGaussian(noise_multiplier=2.4, batch_size=size, num_samples=1000)
     found = []
@@ -329,7 +318,7 @@ def test_fixed_batches_agree_with_pld_and_cost_at_least_poissons_at_half_the_noi
     assert replaced.get_epsilon(1e-6, interval=True) == ours
 
 
-def test_unlike_phases_cost_between_their_parts_and_the_sum() -> None:
+def test_unlike_phases_cost_between_their_parts_and_the_sum():
     first, second = (1.0, 0.01, 500), (3.0, 0.1, 300)
     both = of(first, second)
     lower, upper = both.get_epsilon(1e-6, interval=True)
@@ -345,7 +334,7 @@ def test_unlike_phases_cost_between_their_parts_and_the_sum() -> None:
     )
 
 
-def test_many_distinct_phases_are_as_good_as_one_that_bounds_them() -> None:
+def test_many_distinct_phases_are_as_good_as_one_that_bounds_them():
     history = [(1.0 + k / 1000, 0.01, 25) for k in range(40)]
     lower, upper = of(*history).get_epsilon(1e-6, interval=True)
     assert upper - lower <= 1e-6 * upper
@@ -355,7 +344,7 @@ def test_many_distinct_phases_are_as_good_as_one_that_bounds_them() -> None:
 
 @given(phases, deltas)
 @few(15)
-def test_delta_is_the_inverse_of_epsilon(phase: tuple, delta: float) -> None:
+def test_delta_is_the_inverse_of_epsilon(phase, delta):
     accountant = of(phase)
     lower, upper = accountant.get_epsilon(delta, interval=True)
     below, above = accountant.get_delta(upper, interval=True)
@@ -367,7 +356,7 @@ def test_delta_is_the_inverse_of_epsilon(phase: tuple, delta: float) -> None:
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("phase", [(1.0, 0.01, 1000), (2.0, 0.5, 30), (0.8, 0.05, 1)])
-def test_beta_is_a_trade_off_curve(phase: tuple) -> None:
+def test_beta_is_a_trade_off_curve(phase):
     accountant = of(phase)
     alphas = np.linspace(0, 1, 11)
     betas = np.array([accountant.get_beta(float(alpha)) for alpha in alphas])
@@ -385,7 +374,7 @@ def test_beta_is_a_trade_off_curve(phase: tuple) -> None:
 
 
 @pytest.mark.parametrize(("noise", "steps"), [(1.0, 1), (10.0, 100), (3.0, 4), (0.5, 1)])
-def test_beta_without_subsampling_is_that_of_the_gaussian(noise: float, steps: int) -> None:
+def test_beta_without_subsampling_is_that_of_the_gaussian(noise, steps):
     accountant, mu = of((noise, 1.0, steps)), math.sqrt(steps) / noise
     for alpha in (1e-6, 0.01, 0.05, 0.3, 0.5, 0.9, 0.999):
         truth = float(ndtr(ndtri(1 - alpha) - mu))
@@ -396,7 +385,7 @@ def test_beta_without_subsampling_is_that_of_the_gaussian(noise: float, steps: i
     assert accountant.get_advantage() == pytest.approx(truth, rel=1e-9)
 
 
-def test_beta_at_the_edges() -> None:
+def test_beta_at_the_edges():
     assert of().get_beta(0.3) == 0.7
     assert of((0.0, 0.5, 1)).get_beta(0.3) == 0.0
     assert of((1.0, 0.1, 10)).get_beta(1.0) == 0.0
@@ -419,9 +408,7 @@ def test_beta_at_the_edges() -> None:
     ids=["no-noise", "whole", "no-steps", "no-sampling", "neither", "all-noise"],
 )
 @pytest.mark.filterwarnings("ignore:accountant='gdp'")
-def test_the_edges_of_every_accountant(
-    kind: type[Accountant], phase: tuple, epsilon: float, delta: float
-) -> None:
+def test_the_edges_of_every_accountant(kind, phase, epsilon, delta):
     accountant = of(phase, kind=kind)
     assert accountant.get_epsilon(1e-5, interval=True) == (epsilon, epsilon)
     assert accountant.get_delta(1.0, interval=True) == (delta, delta)
@@ -450,7 +437,7 @@ def test_the_edges_of_every_accountant(
         ((1.0, 0.1, "1"), "steps"),
     ],
 )
-def test_a_bad_phase_is_refused_by_name(kind: type[Accountant], phase: tuple, name: str) -> None:
+def test_a_bad_phase_is_refused_by_name(kind, phase, name):
     accountant = of(phase, kind=kind)
     for ask in (
         lambda: accountant.get_epsilon(1e-5),
@@ -468,7 +455,7 @@ def test_a_bad_phase_is_refused_by_name(kind: type[Accountant], phase: tuple, na
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.mechanism())
-def test_a_bad_question_is_refused_by_name(kind: type[Accountant]) -> None:
+def test_a_bad_question_is_refused_by_name(kind):
     accountant = of((1.0, 0.1, 10), kind=kind)
     for delta in (0.0, 0, 1.0, 1, -1e-5, 2.0, math.nan, math.inf, "1e-5", True, None):
         with pytest.raises(ValueError, match="^delta="):
@@ -484,13 +471,13 @@ def test_a_bad_question_is_refused_by_name(kind: type[Accountant]) -> None:
 
 
 @pytest.mark.parametrize("noise", [1e-3, 1e-100, 1e10, 1e100])
-def test_beyond_reach_the_gaussian_bounds_remain(noise: float) -> None:
+def test_beyond_reach_the_gaussian_bounds_remain(noise):
     lower, upper = of((noise, 0.5, 10)).get_epsilon(1e-5, interval=True)
     assert lower == 0 <= upper
     assert upper == gaussian_epsilon(delta=1e-5, noise_multiplier=noise, steps=10)
 
 
-def test_the_claimed_error_holds_what_a_finer_rule_finds() -> None:
+def test_the_claimed_error_holds_what_a_finer_rule_finds():
     # A line's value at its coarsest step differs from its finest by less than it claims.
     pairs = canonical([(Pair(0.6, 0.05), 20), (Pair(2.0, 0.3), 5)])
     axis = RealAxis(pairs, REMOVE, 1e-6)
@@ -505,9 +492,7 @@ def test_the_claimed_error_holds_what_a_finer_rule_finds() -> None:
 
 
 @pytest.mark.parametrize("step", [0.25, 0.5])
-def test_a_coarse_rule_admits_by_how_much_it_errs(
-    step: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coarse_rule_admits_by_how_much_it_errs(step, monkeypatch):
     pairs = ((Pair(1.0, 0.01), 1000),)
     truth = module._delta_of(pairs, REMOVE, 1.8).upper
     contour = next(RealAxis(pairs, REMOVE, 1e-6).contours(1.8))
@@ -524,7 +509,7 @@ def test_a_coarse_rule_admits_by_how_much_it_errs(
     assert rounding < 0.1 * wrong
 
 
-def test_what_is_cut_is_counted() -> None:
+def test_what_is_cut_is_counted():
     pairs = ((Pair(5.0, 0.1), 1000),)
     assert cut_probability(pairs, None) == 0
     assert cut_probability(pairs, 8.0) == pytest.approx(2000 * float(ndtr(-8.0)))
@@ -540,7 +525,7 @@ def test_what_is_cut_is_counted() -> None:
         assert not value + error < truth.lower
 
 
-def test_a_lines_error_counts_cut_and_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lines_error_counts_cut_and_rounding(monkeypatch):
     pairs = ((Pair(5.0, 0.1), 1000),)
     contour = next(RealAxis(pairs, REMOVE, 1e-6).contours(1.0))
     plain = contour_integral.ContourIntegral(pairs, dataclasses.replace(contour, cut=None), True)
@@ -558,7 +543,7 @@ def test_a_lines_error_counts_cut_and_rounding(monkeypatch: pytest.MonkeyPatch) 
     assert abs(found - value) <= rounding
 
 
-def test_chernoffs_bound_counts_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chernoffs_bound_counts_what_is_cut(monkeypatch):
     pairs = ((Pair(5.0, 0.1), 1000),)
     axis = RealAxis(pairs, REMOVE, 1e-6)
     before = axis.delta_bound(pairs, 3.0), axis.epsilon_bound(pairs, 1e-6)
@@ -567,7 +552,7 @@ def test_chernoffs_bound_counts_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> 
     assert axis.epsilon_bound(pairs, 1e-6) > before[1]
 
 
-def test_chernoffs_bound_is_one() -> None:
+def test_chernoffs_bound_is_one():
     for phase in ((1.0, 0.01, 1000), (4.0, 0.3, 50)):
         pairs = of(phase)._pairs()
         for side in (REMOVE, ADD):
@@ -578,7 +563,7 @@ def test_chernoffs_bound_is_one() -> None:
             assert module._delta_of(pairs, side, bound).lower <= 1e-6
 
 
-def test_an_event_that_may_fail_is_never_given_less() -> None:
+def test_an_event_that_may_fail_is_never_given_less():
     event = TruncatedPoissonGaussian(
         noise_multiplier=1.0, sample_rate=0.01, max_batch_size=45, num_samples=1000
     )

@@ -26,7 +26,6 @@ from dp_accounting.rdp import RdpAccountant
 
 from dpflash.accounting import (
     Composed,
-    Event,
     FixedSizeGaussian,
     Gaussian,
     PoissonGaussian,
@@ -46,7 +45,7 @@ TRUNCATED = TruncatedPoissonGaussian(
 FIXED = FixedSizeGaussian(noise_multiplier=2.0, batch_size=10, num_samples=1000)
 
 
-def replaced(event: Event) -> Event:
+def replaced(event):
     return event.convert("replace_one")
 
 
@@ -73,13 +72,13 @@ EVENTS = {
 
 @pytest.mark.parametrize("reading", ["bound", "sensitivity"])
 @pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS.keys())
-def test_an_event_survives_the_round_trip(event: Event, reading: str) -> None:
+def test_an_event_survives_the_round_trip(event, reading):
     exported = to_dp_event(event, noise_relative_to=reading)
     found = from_dp_event(exported, neighboring_relation=event.relation, noise_relative_to=reading)
     assert found == event
 
 
-def test_events_become_the_events_of_their_name() -> None:
+def test_events_become_the_events_of_their_name():
     assert to_dp_event(POISSON) == PoissonSampledDpEvent(0.02, GaussianDpEvent(1.1))
     assert to_dp_event(TRUNCATED) == TruncatedSubsampledGaussianDpEvent(1000, 0.02, 40, 1.1)
     assert to_dp_event(FIXED, noise_relative_to="sensitivity") == SampledWithoutReplacementDpEvent(
@@ -90,7 +89,7 @@ def test_events_become_the_events_of_their_name() -> None:
     )
 
 
-def test_a_unit_becomes_a_mixture_of_gaussians_and_comes_back() -> None:
+def test_a_unit_becomes_a_mixture_of_gaussians_and_comes_back():
     event = UnitPoissonGaussian(noise_multiplier=2.5, sample_rate=0.5, examples_per_unit=2)
     exported = to_dp_event(event)
     assert exported == MixtureOfGaussiansDpEvent(2.5, [0.0, 1.0, 2.0], [0.25, 0.5, 0.25])
@@ -115,12 +114,12 @@ def test_a_unit_becomes_a_mixture_of_gaussians_and_comes_back() -> None:
         ([0.0], [1.0]),
     ],
 )
-def test_other_mixtures_are_refused(sensitivities: list, probabilities: list) -> None:
+def test_other_mixtures_are_refused(sensitivities, probabilities):
     with pytest.raises(ValueError, match="MixtureOfGaussiansDpEvent with"):
         from_dp_event(MixtureOfGaussiansDpEvent(1.0, sensitivities, probabilities))
 
 
-def test_an_accountant_is_the_composition_of_its_history_and_events() -> None:
+def test_an_accountant_is_the_composition_of_its_history_and_events():
     accountant = RDPAccountant()
     accountant.history = [(1.0, 0.01, 1000), (2.0, 0.02, 0), (1.5, 0.5, 3)]
     accountant.compose(Gaussian(noise_multiplier=4.0), 2)
@@ -134,7 +133,7 @@ def test_an_accountant_is_the_composition_of_its_history_and_events() -> None:
     assert to_dp_event(RDPAccountant()) == ComposedDpEvent([])
 
 
-def test_an_imported_history_costs_what_the_accountant_says() -> None:
+def test_an_imported_history_costs_what_the_accountant_says():
     accountant, other = RDPAccountant(), RDPAccountant()
     accountant.history = [(1.0, 0.01, 1000), (1.5, 0.5, 3)]
     accountant.compose(Gaussian(noise_multiplier=4.0), 2)
@@ -146,7 +145,7 @@ def test_an_imported_history_costs_what_the_accountant_says() -> None:
 ORDERS = [2, 3, 5, 8, 16, 32, 64, 128]
 
 
-def test_the_exported_history_has_our_rdp_at_every_order_there() -> None:
+def test_the_exported_history_has_our_rdp_at_every_order_there():
     phases = [(1.0, 0.01, 1000), (0.7, 0.001, 50), (3.0, 0.5, 20), (5.0, 1.0, 4)]
     accountant = RDPAccountant()
     accountant.history = phases
@@ -159,7 +158,7 @@ def test_the_exported_history_has_our_rdp_at_every_order_there() -> None:
     assert theirs.rdp == pytest.approx(ours, rel=1e-9)
 
 
-def test_the_exported_history_has_our_epsilon_at_common_orders() -> None:
+def test_the_exported_history_has_our_epsilon_at_common_orders():
     delta = 1e-5
     accountant = RDPAccountant()
     accountant.history = [(1.0, 0.01, 1000), (3.0, 0.5, 20)]
@@ -183,7 +182,7 @@ def test_the_exported_history_has_our_epsilon_at_common_orders() -> None:
 @pytest.mark.parametrize(
     ("reading", "make"), [("bound", PLDAccountant), ("sensitivity", RdpAccountant)]
 )
-def test_where_samples_are_replaced_each_reader_is_given_its_own_noise(reading, make) -> None:
+def test_where_samples_are_replaced_each_reader_is_given_its_own_noise(reading, make):
     # Under replace_one a Gaussian of noise 4 per bound is one of noise 2 per sensitivity.
     event = Gaussian(noise_multiplier=4.0, relation="replace_one")
     theirs = make(neighboring_relation=NeighboringRelation.REPLACE_ONE)
@@ -194,7 +193,7 @@ def test_where_samples_are_replaced_each_reader_is_given_its_own_noise(reading, 
 
 
 @pytest.mark.parametrize("event", [replaced(POISSON), FIXED, FIXED.convert("zero_out")])
-def test_replaced_samples_need_to_be_told_in_what_noise_is_counted(event: Event) -> None:
+def test_replaced_samples_need_to_be_told_in_what_noise_is_counted(event):
     with pytest.raises(ValueError, match="^noise_relative_to=None"):
         to_dp_event(event)
     with pytest.raises(ValueError, match="^noise_relative_to=None"):
@@ -205,7 +204,7 @@ def test_replaced_samples_need_to_be_told_in_what_noise_is_counted(event: Event)
         to_dp_event(event, noise_relative_to="both")
 
 
-def test_truncated_batches_count_noise_in_bounds_only() -> None:
+def test_truncated_batches_count_noise_in_bounds_only():
     event = replaced(TRUNCATED)
     exported = to_dp_event(event, noise_relative_to="bound")
     assert exported.noise_multiplier == event.noise_multiplier
@@ -217,21 +216,21 @@ def test_truncated_batches_count_noise_in_bounds_only() -> None:
         )
 
 
-def test_a_shuffled_pass_is_refused_unless_it_may_be_a_gaussian() -> None:
+def test_a_shuffled_pass_is_refused_unless_it_may_be_a_gaussian():
     event = ShuffledGaussian(noise_multiplier=1.5)
     with pytest.raises(ValueError, match="shuffled_as_gaussian=True"):
         to_dp_event(event)
     assert to_dp_event(event, shuffled_as_gaussian=True) == GaussianDpEvent(1.5)
 
 
-def test_several_gaussians_on_one_poisson_batch_become_one() -> None:
+def test_several_gaussians_on_one_poisson_batch_become_one():
     batch = ComposedDpEvent([GaussianDpEvent(3.0), SelfComposedDpEvent(GaussianDpEvent(8.0), 4)])
     found = from_dp_event(PoissonSampledDpEvent(0.1, batch))
     assert found == PoissonGaussian(noise_multiplier=found.noise_multiplier, sample_rate=0.1)
     assert found.noise_multiplier == pytest.approx(2.4)
 
 
-def test_nothing_and_no_privacy_have_their_events() -> None:
+def test_nothing_and_no_privacy_have_their_events():
     accountant = RDPAccountant()
     accountant.compose(from_dp_event(NoOpDpEvent()))
     assert accountant.get_epsilon(1e-5) == 0
@@ -260,34 +259,34 @@ class ForeignGaussian(GaussianDpEvent):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_has_no_counterpart_is_refused_by_name(event, name: str) -> None:
+def test_what_has_no_counterpart_is_refused_by_name(event, name):
     with pytest.raises(ValueError, match=name):
         from_dp_event(event)
 
 
-def test_an_event_without_a_guarantee_for_the_relation_is_refused() -> None:
+def test_an_event_without_a_guarantee_for_the_relation_is_refused():
     event = SampledWithoutReplacementDpEvent(1000, 10, GaussianDpEvent(1.0))
     with pytest.raises(ValueError, match="^relation='add_remove'"):
         from_dp_event(event, noise_relative_to="bound")
 
 
 @pytest.mark.parametrize("value", [None, "GaussianDpEvent", POISSON])
-def test_what_is_no_dp_event_is_refused(value: object) -> None:
+def test_what_is_no_dp_event_is_refused(value):
     with pytest.raises(ValueError, match="^dp_event="):
         from_dp_event(value)
 
 
-def test_what_is_no_event_is_refused() -> None:
+def test_what_is_no_event_is_refused():
     with pytest.raises(ValueError, match="^source="):
         to_dp_event(GaussianDpEvent(1.0))
 
 
-def test_a_bad_parameter_of_theirs_is_refused_by_name() -> None:
+def test_a_bad_parameter_of_theirs_is_refused_by_name():
     with pytest.raises(ValueError, match="^sample_rate="):
         from_dp_event(PoissonSampledDpEvent(1.5, GaussianDpEvent(1.0)))
 
 
-def test_without_dp_accounting_the_message_says_what_to_install(monkeypatch) -> None:
+def test_without_dp_accounting_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ImportError, match="pip install dp-accounting"):
         to_dp_event(POISSON)
@@ -295,5 +294,5 @@ def test_without_dp_accounting_the_message_says_what_to_install(monkeypatch) -> 
         from_dp_event(None)
 
 
-def test_the_installed_dp_accounting_has_all_events_that_are_written() -> None:
+def test_the_installed_dp_accounting_has_all_events_that_are_written():
     assert isinstance(to_dp_event(TRUNCATED), dp_accounting.DpEvent)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant as OpacusRDPAccountant
 
 from dpflash.accounting import (
-    Accountant,
     Composed,
     ContourAccountant,
     Event,
@@ -59,7 +58,7 @@ rates = st.floats(0, 1)
 
 
 @st.composite
-def simple_events(draw: st.DrawFn, relation: str) -> Event:
+def simple_events(draw, relation):
     kinds = [kind for kind in ANY if relation in HOLDS[kind]]
     kind = draw(st.sampled_from(kinds))
     arguments: dict = {"relation": relation, "noise_multiplier": draw(noises)}
@@ -76,7 +75,7 @@ def simple_events(draw: st.DrawFn, relation: str) -> Event:
     return kind(**arguments)
 
 
-def nested(relation: str) -> st.SearchStrategy[Event]:
+def nested(relation):
     return st.recursive(
         simple_events(relation),
         lambda inner: st.one_of(
@@ -96,7 +95,7 @@ def nested(relation: str) -> st.SearchStrategy[Event]:
 events = st.sampled_from(RELATIONS).flatmap(nested)
 
 
-def expanded(event: Event) -> Counter[Event]:
+def expanded(event):
     """How often each simple event happens."""
     leaves: Counter[Event] = Counter()
     if isinstance(event, SelfComposed):
@@ -110,7 +109,7 @@ def expanded(event: Event) -> Counter[Event]:
     return +leaves  # without those of count 0
 
 
-def of(kind: type[Accountant], *composed: Event, relation: str = "add_remove") -> Accountant:
+def of(kind, *composed, relation="add_remove"):
     accountant = kind(neighboring_relation=relation)
     for event in composed:
         accountant.compose(event)
@@ -119,9 +118,7 @@ def of(kind: type[Accountant], *composed: Event, relation: str = "add_remove") -
 
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("kind", ANY, ids=lambda kind: kind.__name__)
-def test_an_event_holds_for_its_relations_and_refuses_the_others(
-    kind: type[Event], relation: str
-) -> None:
+def test_an_event_holds_for_its_relations_and_refuses_the_others(kind, relation):
     first = kind(**{"relation": HOLDS[kind][0], **ANY[kind]})
     if relation in HOLDS[kind]:
         converted = first.convert(relation)
@@ -139,7 +136,7 @@ def test_an_event_holds_for_its_relations_and_refuses_the_others(
             Composed(relation=first.relation, events=(first,)).convert(relation)
 
 
-def test_the_default_relation_is_one_that_the_event_holds_for() -> None:
+def test_the_default_relation_is_one_that_the_event_holds_for():
     for kind, arguments in ANY.items():
         assert kind(**arguments).relation in HOLDS[kind]
     assert PoissonGaussian(**ANY[PoissonGaussian]).relation == "add_remove"
@@ -148,14 +145,14 @@ def test_the_default_relation_is_one_that_the_event_holds_for() -> None:
 
 
 @pytest.mark.parametrize("kind", ANY, ids=lambda kind: kind.__name__)
-def test_an_unknown_relation_is_refused(kind: type[Event]) -> None:
+def test_an_unknown_relation_is_refused(kind):
     for relation in ("replace", "", None, "ADD_REMOVE"):
         with pytest.raises(ValueError, match="^relation="):
             kind(**{"relation": relation, **ANY[kind]})
 
 
 @pytest.mark.parametrize("kind", ANY, ids=lambda kind: kind.__name__)
-def test_an_event_is_frozen_and_takes_keywords_only(kind: type[Event]) -> None:
+def test_an_event_is_frozen_and_takes_keywords_only(kind):
     event = kind(**ANY[kind])
     with pytest.raises(AttributeError):
         event.noise_multiplier = 1.0  # type: ignore[attr-defined]
@@ -204,20 +201,20 @@ def test_an_event_is_frozen_and_takes_keywords_only(kind: type[Event]) -> None:
     ],
     ids=repr,
 )
-def test_events_are_dominated_by_their_pairs(event: Event, pairs: list) -> None:
+def test_events_are_dominated_by_their_pairs(event, pairs):
     assert event.pairs() == pairs
 
 
 @given(events)
 @many
-def test_as_dict_is_json_and_has_its_event(event: Event) -> None:
+def test_as_dict_is_json_and_has_its_event(event):
     assert event_from_dict(event.as_dict()) == event
     assert event_from_dict(json.loads(json.dumps(event.as_dict()))) == event
 
 
 @given(events)
 @many
-def test_composed_events_are_their_expansion(event: Event) -> None:
+def test_composed_events_are_their_expansion(event):
     leaves = expanded(event)
     assert canonical(event.pairs()) == canonical(
         (pair, times * count) for leaf, times in leaves.items() for pair, count in leaf.pairs()
@@ -229,7 +226,7 @@ def test_composed_events_are_their_expansion(event: Event) -> None:
 
 
 @pytest.mark.parametrize("kind", [ContourAccountant, PLDAccountant, RDPAccountant])
-def test_composed_events_cost_what_their_expansion_costs(kind: type[Accountant]) -> None:
+def test_composed_events_cost_what_their_expansion_costs(kind):
     poisson = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.05)
     gaussian = Gaussian(noise_multiplier=8.0)
     epoch = Composed(events=(SelfComposed(event=poisson, count=20), gaussian))
@@ -248,7 +245,7 @@ def test_composed_events_cost_what_their_expansion_costs(kind: type[Accountant])
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-def test_a_history_under_a_relation_is_its_events_under_it(relation: str) -> None:
+def test_a_history_under_a_relation_is_its_events_under_it(relation):
     stepped = ContourAccountant(neighboring_relation=relation)
     stepped.history = [(2.0, 0.05, 60)]
     event = PoissonGaussian(noise_multiplier=2.0, sample_rate=0.05).convert(relation)
@@ -263,7 +260,7 @@ def test_a_history_under_a_relation_is_its_events_under_it(relation: str) -> Non
         assert stepped.get_epsilon(1e-6) == plain.get_epsilon(1e-6)
 
 
-def test_parts_of_a_composition_share_its_relation() -> None:
+def test_parts_of_a_composition_share_its_relation():
     zero_out = Gaussian(relation="zero_out", noise_multiplier=1.0)
     with pytest.raises(ValueError, match=r"no common guarantee.*event.convert\('add_remove'\)"):
         SelfComposed(event=zero_out, count=2)
@@ -291,7 +288,7 @@ def test_parts_of_a_composition_share_its_relation() -> None:
         ({"event": "Gaussian", "noise_multiplier": 1.0, "relation": "any"}, "^relation="),
     ],
 )
-def test_values_of_no_event_are_refused(values: dict, message: str) -> None:
+def test_values_of_no_event_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         event_from_dict(values)
 
@@ -301,14 +298,14 @@ BAD_NUMBERS = [-1.0, math.nan, "1", None, True]
 
 @pytest.mark.parametrize("value", BAD_NUMBERS, ids=repr)
 @pytest.mark.parametrize("kind", ANY, ids=lambda kind: kind.__name__)
-def test_a_bad_noise_is_refused_by_name(kind: type[Event], value: object) -> None:
+def test_a_bad_noise_is_refused_by_name(kind, value):
     with pytest.raises(ValueError, match="^noise_multiplier="):
         kind(**{**ANY[kind], "noise_multiplier": value})
 
 
 @pytest.mark.parametrize("value", [*BAD_NUMBERS, 1.1, math.inf], ids=repr)
 @pytest.mark.parametrize("kind", [PoissonGaussian, TruncatedPoissonGaussian, UnitPoissonGaussian])
-def test_a_bad_rate_is_refused_by_name(kind: type[Event], value: object) -> None:
+def test_a_bad_rate_is_refused_by_name(kind, value):
     with pytest.raises(ValueError, match="^sample_rate="):
         kind(**{**ANY[kind], "sample_rate": value})
 
@@ -324,12 +321,12 @@ def test_a_bad_rate_is_refused_by_name(kind: type[Event], value: object) -> None
         (UnitPoissonGaussian, "examples_per_unit"),
     ],
 )
-def test_a_bad_size_is_refused_by_name(kind: type[Event], name: str, value: object) -> None:
+def test_a_bad_size_is_refused_by_name(kind, name, value):
     with pytest.raises(ValueError, match=f"^{name}="):
         kind(**{**ANY[kind], name: value})
 
 
-def test_a_batch_is_no_larger_than_the_data() -> None:
+def test_a_batch_is_no_larger_than_the_data():
     with pytest.raises(ValueError, match="^batch_size=101: expected at most num_samples=100"):
         FixedSizeGaussian(noise_multiplier=1.0, batch_size=101, num_samples=100)
     whole = FixedSizeGaussian(noise_multiplier=2.0, batch_size=100, num_samples=100)
@@ -340,7 +337,7 @@ def test_a_batch_is_no_larger_than_the_data() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, 2.0, math.nan, "1", True, None], ids=repr)
-def test_a_bad_count_is_refused_by_name_and_leaves_no_trace(count: object) -> None:
+def test_a_bad_count_is_refused_by_name_and_leaves_no_trace(count):
     event = Gaussian(noise_multiplier=1.0)
     accountant = RDPAccountant()
     with pytest.raises(ValueError, match="^count="):
@@ -350,7 +347,7 @@ def test_a_bad_count_is_refused_by_name_and_leaves_no_trace(count: object) -> No
     assert accountant.events == []
 
 
-def test_a_truncated_batch_fails_as_often_as_it_may_exceed_its_cap() -> None:
+def test_a_truncated_batch_fails_as_often_as_it_may_exceed_its_cap():
     event = TruncatedPoissonGaussian(**ANY[TruncatedPoissonGaussian])
     assert event.failure() == truncation_probability(100, 0.1, 20) > 0
     assert event.pairs() == PoissonGaussian(**ANY[PoissonGaussian]).pairs()
@@ -369,7 +366,7 @@ def test_a_truncated_batch_fails_as_often_as_it_may_exceed_its_cap() -> None:
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=10))
 @many
-def test_joint_noise_is_that_of_one_gaussian_over_all_groups(noise: list) -> None:
+def test_joint_noise_is_that_of_one_gaussian_over_all_groups(noise):
     joint = joint_noise_multiplier(noise)
     with mpmath.workdps(30):
         truth = mpmath.fsum(mpmath.mpf(s) ** -2 for s in noise) ** -0.5
@@ -378,7 +375,7 @@ def test_joint_noise_is_that_of_one_gaussian_over_all_groups(noise: list) -> Non
     assert joint == pytest.approx(joint_noise_multiplier(noise[::-1]), rel=1e-15)
 
 
-def test_joint_noise_at_the_edges() -> None:
+def test_joint_noise_at_the_edges():
     assert joint_noise_multiplier([2.0]) == 2.0
     assert joint_noise_multiplier([2.0, math.inf]) == 2.0
     assert joint_noise_multiplier([math.inf, math.inf]) == math.inf
@@ -393,7 +390,7 @@ def test_joint_noise_at_the_edges() -> None:
         joint_noise_multiplier([math.nan])
 
 
-def test_groups_of_one_batch_cost_what_the_joint_noise_costs() -> None:
+def test_groups_of_one_batch_cost_what_the_joint_noise_costs():
     joint = joint_noise_multiplier([3.0, 4.0])
     groups = ContourAccountant()
     groups.compose(Gaussian(noise_multiplier=3.0))
@@ -404,9 +401,7 @@ def test_groups_of_one_batch_cost_what_the_joint_noise_costs() -> None:
 
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("other", RELATIONS)
-def test_an_event_of_another_relation_is_refused_with_the_way_out(
-    relation: str, other: str
-) -> None:
+def test_an_event_of_another_relation_is_refused_with_the_way_out(relation, other):
     accountant = RDPAccountant(neighboring_relation=relation)
     event = Gaussian(relation=other, noise_multiplier=1.0)
     if relation == other:
@@ -421,14 +416,14 @@ def test_an_event_of_another_relation_is_refused_with_the_way_out(
 
 
 @pytest.mark.parametrize("event", [None, 1.0, "Gaussian", {"event": "Gaussian"}, Gaussian])
-def test_what_is_no_event_is_refused(event: object) -> None:
+def test_what_is_no_event_is_refused(event):
     accountant = RDPAccountant()
     with pytest.raises(ValueError, match="^event="):
         accountant.compose(event)  # type: ignore[arg-type]
     assert accountant.events == []
 
 
-def test_equal_events_in_a_row_are_counted_together() -> None:
+def test_equal_events_in_a_row_are_counted_together():
     first, second = Gaussian(noise_multiplier=1.0), Gaussian(noise_multiplier=2.0)
     accountant = RDPAccountant()
     for event, count in ((first, 2), (first, 1), (second, 0), (second, 4), (first, 1)):
@@ -436,7 +431,7 @@ def test_equal_events_in_a_row_are_counted_together() -> None:
     assert accountant.events == [(first, 3), (second, 4), (first, 1)]
 
 
-def test_an_accountant_is_converted_as_a_whole_or_not_at_all() -> None:
+def test_an_accountant_is_converted_as_a_whole_or_not_at_all():
     accountant = ContourAccountant(neighboring_relation="zero_out")
     accountant.history = [(2.0, 0.1, 5)]
     poisson = PoissonGaussian(relation="zero_out", noise_multiplier=2.0, sample_rate=0.1)
@@ -459,7 +454,7 @@ def test_an_accountant_is_converted_as_a_whole_or_not_at_all() -> None:
     assert accountant.state_dict() == before
 
 
-def test_a_state_keeps_the_count_of_an_event_beside_the_accountants() -> None:
+def test_a_state_keeps_the_count_of_an_event_beside_the_accountants():
     event = SelfComposed(event=Gaussian(noise_multiplier=3.0), count=5)
     accountant = RDPAccountant()
     accountant.compose(event, 2)
@@ -475,7 +470,7 @@ def test_a_state_keeps_the_count_of_an_event_beside_the_accountants() -> None:
     st.lists(st.tuples(rates, st.integers(0, 9)), max_size=3),
 )
 @settings(max_examples=40, derandomize=True, deadline=None)
-def test_a_state_with_events_survives_json(event: Event, count: int, phases: list) -> None:
+def test_a_state_with_events_survives_json(event, count, phases):
     accountant = RDPAccountant(neighboring_relation=event.relation)
     accountant.history = [(1.0, rate, steps) for rate, steps in phases]
     accountant.compose(event, count)
@@ -493,7 +488,7 @@ def test_a_state_with_events_survives_json(event: Event, count: int, phases: lis
     assert loaded.neighboring_relation == "add_remove"
 
 
-def test_opacus_refuses_what_it_would_take_for_less() -> None:
+def test_opacus_refuses_what_it_would_take_for_less():
     accountant = RDPAccountant()
     accountant.history = [(1.0, 0.1, 10)]
     theirs = OpacusRDPAccountant()
@@ -509,7 +504,7 @@ def test_opacus_refuses_what_it_would_take_for_less() -> None:
             OpacusRDPAccountant().load_state_dict(ours.state_dict())
 
 
-def test_a_history_goes_to_opacus_and_back() -> None:
+def test_a_history_goes_to_opacus_and_back():
     ours, theirs, back = RDPAccountant(), OpacusRDPAccountant(), RDPAccountant()
     for noise in (1.0, 1.0, 1.5):
         ours.step(noise_multiplier=noise, sample_rate=0.1)
@@ -535,7 +530,7 @@ def test_a_history_goes_to_opacus_and_back() -> None:
     ],
     ids=repr,
 )
-def test_a_bad_state_with_events_leaves_the_present_one(change: dict) -> None:
+def test_a_bad_state_with_events_leaves_the_present_one(change):
     accountant = RDPAccountant()
     accountant.history = [(1.0, 0.1, 10)]
     accountant.compose(Gaussian(noise_multiplier=1.0))

@@ -14,7 +14,6 @@ from opacus.accountants import PRVAccountant as OpacusPRVAccountant
 from opacus.accountants.analysis.rdp import compute_rdp as opacus_compute_rdp
 
 from dpflash.accounting import (
-    Accountant,
     ContourAccountant,
     PLDAccountant,
     RDPAccountant,
@@ -37,26 +36,26 @@ PLD_LOOSE_DELTAS = {
 }
 
 
-def phases_of(row: dict) -> list[tuple]:
+def phases_of(row):
     if "phases" in row:
         return [tuple(phase) for phase in row["phases"]]
     return [(row["noise_multiplier"], row["sample_rate"], row["steps"])]
 
 
-def name(row: dict) -> str:
+def name(row):
     if "phases" in row:
         return f"{len(row['phases'])}-phases-d{row['delta']:g}"
     rate, noise = row["sample_rate"], row["noise_multiplier"]
     return f"q{rate:g}-s{noise:g}-T{row['steps']}-d{row['delta']:g}"
 
 
-def asked(kind: type[Accountant], history: list) -> Accountant:
+def asked(kind, history):
     accountant = kind()
     accountant.history = history
     return accountant
 
 
-def truth_of(row: dict) -> tuple[float, float]:
+def truth_of(row):
     """Epsilon, and by how much the row may be wrong."""
     epsilon = float(row["epsilon"])
     return epsilon, epsilon * (2 * 10.0 ** -row["digits"] + ROUNDING)
@@ -65,7 +64,7 @@ def truth_of(row: dict) -> tuple[float, float]:
 rows = pytest.mark.parametrize("row", ROWS, ids=name)
 
 
-def test_the_table_is_all_there() -> None:
+def test_the_table_is_all_there():
     assert len(ROWS) >= 102
     assert sum("phases" in row for row in ROWS) >= 6
     settings = [tuple(phases_of(row)[0]) for row in ROWS]
@@ -74,7 +73,7 @@ def test_the_table_is_all_there() -> None:
 
 @pytest.mark.cases(20)
 @rows
-def test_contour_holds_the_truth_to_a_millionth(row: dict) -> None:
+def test_contour_holds_the_truth_to_a_millionth(row):
     truth, digit = truth_of(row)
     accountant = asked(ContourAccountant, phases_of(row))
     lower, upper = accountant.get_epsilon(row["delta"], interval=True)
@@ -87,7 +86,7 @@ def test_contour_holds_the_truth_to_a_millionth(row: dict) -> None:
 
 @pytest.mark.cases(40)
 @rows
-def test_contour_has_the_tables_delta_at_the_truth(row: dict) -> None:
+def test_contour_has_the_tables_delta_at_the_truth(row):
     truth, _ = truth_of(row)
     lower, upper = asked(ContourAccountant, phases_of(row)).get_delta(truth, interval=True)
     if truth:
@@ -103,7 +102,7 @@ def test_contour_has_the_tables_delta_at_the_truth(row: dict) -> None:
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if FULL or row.get("steps") == 1000], ids=name
 )
-def test_pld_holds_the_truth_to_a_thousandth(row: dict) -> None:
+def test_pld_holds_the_truth_to_a_thousandth(row):
     truth, digit = truth_of(row)
     accountant = asked(PLDAccountant, phases_of(row))
     lower, upper = accountant.get_epsilon(row["delta"], interval=True)
@@ -118,7 +117,7 @@ def test_pld_holds_the_truth_to_a_thousandth(row: dict) -> None:
 
 @pytest.mark.cases(20)
 @rows
-def test_rdp_is_above_the_truth(row: dict) -> None:
+def test_rdp_is_above_the_truth(row):
     truth, digit = truth_of(row)
     accountant = asked(RDPAccountant, phases_of(row))
     upper = accountant.get_epsilon(row["delta"])
@@ -130,7 +129,7 @@ def test_rdp_is_above_the_truth(row: dict) -> None:
 
 @pytest.mark.parametrize("noise", [0.5, 1.0, 4.0, 30.0])
 @pytest.mark.parametrize("rate", [1e-3, 0.02, 0.4, 1.0])
-def test_rdp_at_whole_orders_is_that_of_both_peers(noise: float, rate: float) -> None:
+def test_rdp_at_whole_orders_is_that_of_both_peers(noise, rate):
     orders = [2, 3, 4, 8, 16, 32, 64, 128]
     ours = compute_rdp(noise_multiplier=noise, sample_rate=rate, orders=orders)
     opacus = opacus_compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders)
@@ -142,7 +141,7 @@ def test_rdp_at_whole_orders_is_that_of_both_peers(noise: float, rate: float) ->
     assert np.all(np.abs(ours - google._rdp) <= slack)
 
 
-def opacus_prv(history: tuple[float, float, int], delta: float) -> float:
+def opacus_prv(history, delta):
     """Opacus' certified upper end, with an error of its own choice for delta."""
     accountant = OpacusPRVAccountant()
     accountant.history = [history]
@@ -159,9 +158,7 @@ def opacus_prv(history: tuple[float, float, int], delta: float) -> float:
         (1e-3, 0.5, 1000, 1e-12, 9.5487568838),
     ],
 )
-def test_opacus_prv_is_below_the_truth_where_we_are_not(
-    rate: float, noise: float, steps: int, delta: float, truth: float
-) -> None:
+def test_opacus_prv_is_below_the_truth_where_we_are_not(rate, noise, steps, delta, truth):
     assert opacus_prv((noise, rate, steps), delta) < truth * (1 - 1e-5)
     lower, upper = asked(ContourAccountant, [(noise, rate, steps)]).get_epsilon(
         delta, interval=True
@@ -170,14 +167,14 @@ def test_opacus_prv_is_below_the_truth_where_we_are_not(
     assert asked(PLDAccountant, [(noise, rate, steps)]).get_epsilon(delta) >= truth * (1 - 1e-9)
 
 
-def test_opacus_prv_knows_no_epsilon_at_delta_1e_minus_15_and_we_do() -> None:
+def test_opacus_prv_knows_no_epsilon_at_delta_1e_minus_15_and_we_do():
     with pytest.raises((RuntimeError, ValueError)):
         opacus_prv((1.0, 0.01, 1000), 1e-15)
     found = asked(ContourAccountant, [(1.0, 0.01, 1000)]).get_epsilon(1e-15)
     assert found == pytest.approx(4.8545377506, rel=1e-9)
 
 
-def test_dp_accounting_pld_is_infinite_at_delta_1e_minus_15_and_we_are_not() -> None:
+def test_dp_accounting_pld_is_infinite_at_delta_1e_minus_15_and_we_are_not():
     peer = PeerPLDAccountant()
     event = dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(1.0))
     peer.compose(event, 1000)

@@ -21,7 +21,7 @@ SETTINGS = [
 ]
 
 
-def delta_by_counting(noise: float, rate: float, steps: int, epsilon: float) -> float:
+def delta_by_counting(noise, rate, steps, epsilon):
     """Where drawn and undrawn steps tell apart for certain, the loss is that of j Gaussians.
 
     j is binomial; a drawn step's loss is N(1 / (2 s^2) + log q, 1 / s^2), an undrawn one's
@@ -44,9 +44,7 @@ def delta_by_counting(noise: float, rate: float, steps: int, epsilon: float) -> 
     (391.7982918082908, 0.03082416535049256, 2.515905284203464e-07, 92023),
     (288.877668, 0.05928440525096655, 2.982704732044792e-05, 6239),
 ])  # fmt: skip
-def test_delta_of_almost_two_losses_is_that_of_counting_the_drawn(
-    epsilon: float, noise: float, rate: float, steps: int
-) -> None:
+def test_delta_of_almost_two_losses_is_that_of_counting_the_drawn(epsilon, noise, rate, steps):
     truth = delta_by_counting(noise, rate, steps, epsilon)
     accountant = create_accountant("contour")
     accountant.history = [(noise, rate, steps)]
@@ -58,9 +56,7 @@ def test_delta_of_almost_two_losses_is_that_of_counting_the_drawn(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("noise", "rate", "steps", "delta"), SETTINGS)
-def test_epsilon_of_almost_two_losses_agrees_with_pld(
-    noise: float, rate: float, steps: int, delta: float
-) -> None:
+def test_epsilon_of_almost_two_losses_agrees_with_pld(noise, rate, steps, delta):
     intervals = []
     for name in ("contour", "pld"):
         accountant = create_accountant(name)
@@ -72,15 +68,13 @@ def test_epsilon_of_almost_two_losses_agrees_with_pld(
     assert delta_by_counting(noise, rate, steps, contour.upper) <= delta * (1 + 1e-6)
 
 
-def test_contradicting_intervals_leave_the_safe_ends() -> None:
+def test_contradicting_intervals_leave_the_safe_ends():
     assert _intersection(_Bounds(1.0, 2.0), Interval(3.0, 4.0)) == (1.0, 4.0)
     assert _intersection(_Bounds(1.0, 3.5), Interval(3.0, 4.0)) == (3.0, 3.5)
     assert _intersection(_Bounds(1.0, 2.0), Interval(None, math.inf)) == (1.0, 2.0)
 
 
-def test_contours_that_contradict_each_other_are_both_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_contours_that_contradict_each_other_are_both_dropped(monkeypatch):
     answers = iter([_Bounds(1.0, 1.1), _Bounds(2.0, 2.1)] * 10)
     monkeypatch.setattr(contour_module, "_epsilon_bounds", lambda *_: next(answers))
     monkeypatch.setattr(contour_module, "_GOOD", 0.0)
@@ -89,7 +83,7 @@ def test_contours_that_contradict_each_other_are_both_dropped(
     assert found.upper > 1.1
 
 
-def test_a_step_too_coarse_for_the_integrand_is_noticed() -> None:
+def test_a_step_too_coarse_for_the_integrand_is_noticed():
 
     pairs = ((Pair(0.05928440525096655, 2.982704732044792e-05), 6239),)
     epsilon = 288.877668190919

@@ -23,7 +23,7 @@ rates = st.floats(-9, -0.001).map(lambda x: 10**x)
 many = settings(max_examples=100, derandomize=True, deadline=None)
 
 
-def deltas_by_mpmath(noise: float, rate: float, epsilon: float) -> tuple[float, float]:
+def deltas_by_mpmath(noise, rate, epsilon):
     """Something is removed, something is added; the densities are integrated where P > e^eps Q."""
     with mpmath.workdps(60):
         s, q, e = mpmath.mpf(noise), mpmath.mpf(rate), mpmath.exp(mpmath.mpf(epsilon))
@@ -38,9 +38,7 @@ def deltas_by_mpmath(noise: float, rate: float, epsilon: float) -> tuple[float, 
 
 @given(noises, rates, st.floats(-8, 1.5).map(lambda x: 10**x))
 @many
-def test_delta_of_one_step_equals_its_formula_in_many_digits(
-    noise: float, rate: float, epsilon: float
-) -> None:
+def test_delta_of_one_step_equals_its_formula_in_many_digits(noise, rate, epsilon):
     truths = deltas_by_mpmath(noise, rate, epsilon)
     truth = max(truths)
     found = one_step_delta(Pair(noise, rate), epsilon)
@@ -55,9 +53,7 @@ def test_delta_of_one_step_equals_its_formula_in_many_digits(
     ("noise", "rate", "epsilon"),
     [(1.0, 0.5, 0.0), (1.0, 0.9, 0.1), (2.0, 0.9, 0.3), (0.5, 0.99, 1.0), (30.0, 0.999, 0.01)],
 )
-def test_both_directions_are_those_of_the_densities(
-    noise: float, rate: float, epsilon: float
-) -> None:
+def test_both_directions_are_those_of_the_densities(noise, rate, epsilon):
     x = np.linspace(-40 * noise, 1 + 40 * noise, 2_000_001)
     plain = np.exp(-((x / noise) ** 2) / 2) / (noise * math.sqrt(2 * math.pi))
     mixed = plain * (1 + rate * np.expm1((2 * x - 1) / (2 * noise**2)))
@@ -70,7 +66,7 @@ def test_both_directions_are_those_of_the_densities(
     assert one_step_delta(Pair(noise, rate), epsilon) == pytest.approx(max(both), rel=1e-6)
 
 
-def test_at_epsilon_0_both_directions_are_the_total_variation() -> None:
+def test_at_epsilon_0_both_directions_are_the_total_variation():
     for noise, rate in ((1.0, 0.01), (0.3, 1e-6), (40.0, 0.7)):
         truth = rate * gaussian_delta(epsilon=0.0, noise_multiplier=noise)
         assert one_step_delta(Pair(noise, rate), 0.0) == pytest.approx(truth, rel=1e-12, abs=1e-15)
@@ -78,9 +74,7 @@ def test_at_epsilon_0_both_directions_are_the_total_variation() -> None:
 
 @given(noises, rates, st.floats(-15, -1).map(lambda x: 10**x), st.booleans())
 @many
-def test_epsilon_of_one_step_is_the_least_that_meets_delta(
-    noise: float, rate: float, delta: float, symmetric: bool
-) -> None:
+def test_epsilon_of_one_step_is_the_least_that_meets_delta(noise, rate, delta, symmetric):
     pair = Pair(noise, rate, symmetric)
     epsilon = one_step_epsilon(pair, delta)
     assert one_step_delta(pair, epsilon) <= delta
@@ -89,9 +83,7 @@ def test_epsilon_of_one_step_is_the_least_that_meets_delta(
 
 @given(noises, rates, st.floats(-15, -1).map(lambda x: 10**x))
 @many
-def test_the_contour_accountant_takes_one_step_for_what_it_is(
-    noise: float, rate: float, delta: float
-) -> None:
+def test_the_contour_accountant_takes_one_step_for_what_it_is(noise, rate, delta):
     accountant = ContourAccountant()
     accountant.step(noise_multiplier=noise, sample_rate=rate)
     lower, upper = accountant.get_epsilon(delta, interval=True)
@@ -105,7 +97,7 @@ def test_the_contour_accountant_takes_one_step_for_what_it_is(
     assert accountant.get_delta(1.0) == one_step_delta(Pair(noise, rate), 1.0)
 
 
-def test_one_fixed_batch_is_the_removal_at_half_the_noise() -> None:
+def test_one_fixed_batch_is_the_removal_at_half_the_noise():
     accountant = ContourAccountant(neighboring_relation="replace_one")
     accountant.compose(FixedSizeGaussian(noise_multiplier=2.0, batch_size=20, num_samples=100))
     for epsilon in (0.0, 0.01, 0.2, 1.5, 7.0):
@@ -118,7 +110,7 @@ def test_one_fixed_batch_is_the_removal_at_half_the_noise() -> None:
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 1e-9, 1.0, 600.0, 701.0, 5000.0, 1e6])
-def test_one_step_is_in_range_at_any_epsilon(epsilon: float) -> None:
+def test_one_step_is_in_range_at_any_epsilon(epsilon):
     for noise in (0.02, 1.0, 1e4):
         for rate in (1e-9, 0.3, 1 - 1e-12):
             for symmetric in (False, True):
@@ -126,9 +118,7 @@ def test_one_step_is_in_range_at_any_epsilon(epsilon: float) -> None:
 
 
 @pytest.mark.parametrize(("noise", "rate", "delta"), [(0.02, 1e-9, None), (0.0267, 1e-9, 5e-10)])
-def test_one_step_of_tiny_rate_is_in_range_near_epsilon_700(
-    noise: float, rate: float, delta: float | None
-) -> None:
+def test_one_step_of_tiny_rate_is_in_range_near_epsilon_700(noise, rate, delta):
     accountant = ContourAccountant()
     accountant.step(noise_multiplier=noise, sample_rate=rate)
     if delta is None:
@@ -137,7 +127,7 @@ def test_one_step_of_tiny_rate_is_in_range_near_epsilon_700(
         assert 600 < accountant.get_epsilon(delta) < 800
 
 
-def test_one_step_at_rate_1_is_the_gaussian() -> None:
+def test_one_step_at_rate_1_is_the_gaussian():
     for epsilon in (0.0, 0.1, 3.0, 800.0):
         found = one_step_delta(Pair(1.3, 1.0), epsilon)
         assert found == pytest.approx(

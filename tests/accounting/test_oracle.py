@@ -46,17 +46,17 @@ def quiet():
         yield
 
 
-def precise(value) -> mpf:
+def precise(value):
     return mpf(str(value))
 
 
-def phases_of(row: dict) -> list[tuple]:
+def phases_of(row):
     if "phases" in row:
         return [tuple(phase) for phase in row["phases"]]
     return [(row["noise_multiplier"], row["sample_rate"], row["steps"])]
 
 
-def name(row: dict) -> str:
+def name(row):
     if "phases" in row:
         return f"{len(row['phases'])}-phases-d{row['delta']:g}"
     rate, noise = row["sample_rate"], row["noise_multiplier"]
@@ -69,7 +69,7 @@ def name(row: dict) -> str:
     ("rate", "noise", "epsilon"),
     [(0.01, 1, 0.008), (0.5, 1, 0.3), (0.1, 5, 0.03), (1e-6, 2, 5e-7)],
 )
-def test_one_step_by_contour_is_the_closed_form(rate, noise, epsilon, direction) -> None:
+def test_one_step_by_contour_is_the_closed_form(rate, noise, epsilon, direction):
     value, lost = Contour([(noise, rate, 1)], direction, lines=LINE).at(epsilon)
     truth = oracle.one_step_delta(epsilon, noise, rate, direction)
     assert precise(value) == pytest.approx(truth, rel=1e-12)
@@ -84,7 +84,7 @@ def test_one_step_by_contour_is_the_closed_form(rate, noise, epsilon, direction)
         (0.9, 1, 0.2, ADD),
     ],
 )
-def test_two_steps_by_contour_are_the_quadrature_over_x(rate, noise, epsilon, direction) -> None:
+def test_two_steps_by_contour_are_the_quadrature_over_x(rate, noise, epsilon, direction):
     value, _ = Contour([(noise, rate, 2)], direction).at(epsilon)
     coarse, fine = (
         oracle.few_steps_delta(epsilon, noise, rate, 2, direction, degree) for degree in (12, 16)
@@ -94,7 +94,7 @@ def test_two_steps_by_contour_are_the_quadrature_over_x(rate, noise, epsilon, di
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.01), (0.3, 1e-3), (5.0, 0.5)])
-def test_moments_of_whole_order_are_the_binomial_sum(noise: float, rate: float) -> None:
+def test_moments_of_whole_order_are_the_binomial_sum(noise, rate):
     step = oracle.Step(noise, rate)
     orders = range(2, 12)
     logs, errors = step.log_moment(np.array([order + 0j for order in orders]))
@@ -112,7 +112,7 @@ def test_moments_of_whole_order_are_the_binomial_sum(noise: float, rate: float) 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("v", [2 + 3j, -4 + 30j, 4 + 40j])
-def test_complex_moments_are_those_of_mpmath(v: complex) -> None:
+def test_complex_moments_are_those_of_mpmath(v):
     log, error = oracle.Step(1.0, 0.01).log_moment(np.array([v]))
 
     def integrand(x):
@@ -125,19 +125,19 @@ def test_complex_moments_are_those_of_mpmath(v: complex) -> None:
     assert error[0] < 1e-14
 
 
-def test_full_batches_by_contour_are_the_gaussian() -> None:
+def test_full_batches_by_contour_are_the_gaussian():
     value, _ = Contour([(10.0, 1.0, 60), (5.0, 1.0, 10)], REMOVE, lines=LINE).at(4.0)
     assert precise(value) == pytest.approx(oracle.gaussian_delta(4, 1), rel=1e-13)
 
 
-def test_two_lines_agree_where_the_profile_spans_magnitudes() -> None:
+def test_two_lines_agree_where_the_profile_spans_magnitudes():
     for epsilon in (0.5, 6.0):
         first, _ = Contour([(2.0, 0.02, 1000)], REMOVE, lines=((74.0, 1 / 60),)).at(epsilon)
         second, _ = Contour([(2.0, 0.02, 1000)], REMOVE, lines=((83.0, 1 / 120),)).at(epsilon)
         assert first == pytest.approx(second, rel=1e-15)
 
 
-def test_the_table_spans_what_it_is_for() -> None:
+def test_the_table_spans_what_it_is_for():
     rows = oracle.read()
     assert len(rows) >= 60
     assert sum(float(row["epsilon"]) == 0 for row in rows) <= 2
@@ -148,7 +148,7 @@ def test_the_table_spans_what_it_is_for() -> None:
 
 
 @pytest.mark.parametrize("key", KNOWN, ids=str)
-def test_the_table_has_the_known_values(key: tuple) -> None:
+def test_the_table_has_the_known_values(key):
     columns = ("sample_rate", "noise_multiplier", "steps", "delta")
     rows = [row for row in oracle.read() if tuple(row.get(c) for c in columns) == key]
     (row,) = rows
@@ -156,12 +156,12 @@ def test_the_table_has_the_known_values(key: tuple) -> None:
     assert abs(float(row["epsilon"]) - float(KNOWN[key])) <= 0.51 * 10**-digits
 
 
-def closed(row: dict) -> bool:
+def closed(row):
     return row["method"] == "closed form"
 
 
 @pytest.mark.parametrize("row", list(filter(closed, oracle.read())), ids=name)
-def test_closed_rows_are_those_of_the_closed_forms(row: dict) -> None:
+def test_closed_rows_are_those_of_the_closed_forms(row):
     ((noise, rate, steps),) = phases_of(row)
     epsilon = mpf(row["epsilon"])
     if rate == 1:
@@ -174,14 +174,14 @@ def test_closed_rows_are_those_of_the_closed_forms(row: dict) -> None:
         assert deltas[0] == max(deltas) == pytest.approx(mpf(row["delta"]), rel=1e-18)
 
 
-def quick(row: dict) -> bool:
+def quick(row):
     """Rows whose lines take well below a second."""
     return not closed(row) and all(s >= 0.8 and q > 1e-4 for s, q, _ in phases_of(row))
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("row", list(filter(quick, oracle.read()))[::6], ids=name)
-def test_rows_have_their_delta_on_a_line_of_their_own(row: dict) -> None:
+def test_rows_have_their_delta_on_a_line_of_their_own(row):
     if row["epsilon"] == "0.0":
         pytest.skip("no epsilon is needed")
     epsilon = np.longdouble(row["epsilon"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.special import ndtr
 
-from dpflash.accounting import Interval, gaussian_delta, gaussian_epsilon
+from dpflash.accounting import gaussian_delta, gaussian_epsilon
 from dpflash.accounting import pld as module
 from dpflash.accounting.pairs import Pair
 from dpflash.accounting.pld import PLDAccountant
@@ -38,21 +38,21 @@ FULL = os.environ.get("DPFLASH_FULL") == "1"
 few = settings(max_examples=12 if FULL else 6, derandomize=True, deadline=None)
 
 
-def epsilon_of(pairs: list[tuple[Pair, int]], delta: float) -> Interval:
+def epsilon_of(pairs, delta):
     return PLDAccountant()._epsilon(tuple(pairs), delta)
 
 
-def delta_of(pairs: list[tuple[Pair, int]], epsilon: float) -> Interval:
+def delta_of(pairs, epsilon):
     return PLDAccountant()._delta(tuple(pairs), epsilon)
 
 
-def without_closed_form(pair: Pair, count: int, delta: float) -> Interval:
+def without_closed_form(pair, count, delta):
     """By the FFT alone: the accountant's own upper end is never above that of the Gaussian."""
     query = module.Query(delta=delta)
     return module._both_directions(((pair, count),), query, math.inf)
 
 
-def delta_of_one_step(noise: float, rate: float, epsilon: float) -> tuple[float, float]:
+def delta_of_one_step(noise, rate, epsilon):
     """Closed forms: something is removed, something is added."""
     apart = math.log1p(math.expm1(epsilon) / rate)
     removed = rate * gaussian_delta(epsilon=apart, noise_multiplier=noise)
@@ -66,9 +66,7 @@ def delta_of_one_step(noise: float, rate: float, epsilon: float) -> tuple[float,
 
 
 @pytest.mark.parametrize(("rate", "noise", "steps", "delta", "truth", "digit"), SETTINGS)
-def test_the_interval_holds_the_reference_and_is_narrow(
-    rate: float, noise: float, steps: int, delta: float, truth: float, digit: float
-) -> None:
+def test_the_interval_holds_the_reference_and_is_narrow(rate, noise, steps, delta, truth, digit):
     accountant = PLDAccountant()
     accountant.history = [(noise, rate, steps)]
     lower, upper = accountant.get_epsilon(delta, interval=True)
@@ -80,9 +78,7 @@ def test_the_interval_holds_the_reference_and_is_narrow(
 @pytest.mark.parametrize("steps", [1, 30, 1000, 1_000_000])
 @pytest.mark.parametrize("delta", [1e-3, 1e-5, 1e-9, 1e-15])
 @pytest.mark.parametrize("mu", [0.3, 2.0, 12.0])
-def test_without_subsampling_the_fft_brackets_the_closed_form(
-    steps: int, delta: float, mu: float
-) -> None:
+def test_without_subsampling_the_fft_brackets_the_closed_form(steps, delta, mu):
     noise = math.sqrt(steps) / mu
     lower, upper = without_closed_form(Pair(noise, 1.0), steps, delta)
     truth = gaussian_epsilon(delta=delta, noise_multiplier=noise, steps=steps)
@@ -93,9 +89,7 @@ def test_without_subsampling_the_fft_brackets_the_closed_form(
 @pytest.mark.cases(0)
 @given(noises, rates, st.floats(0, 3))
 @few
-def test_one_poisson_step_brackets_the_closed_forms(
-    noise: float, rate: float, epsilon: float
-) -> None:
+def test_one_poisson_step_brackets_the_closed_forms(noise, rate, epsilon):
     truths = delta_of_one_step(noise, rate, epsilon)
     pairs = ((Pair(noise, rate), 1),)
     query = module.Query(epsilon=epsilon)
@@ -109,8 +103,8 @@ def test_one_poisson_step_brackets_the_closed_forms(
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.1), (0.5, 0.01), (2.0, 0.7)])
-def test_one_poisson_step_has_the_epsilon_of_the_closed_form(noise: float, rate: float) -> None:
-    def excess(epsilon: float, delta: float) -> float:
+def test_one_poisson_step_has_the_epsilon_of_the_closed_form(noise, rate):
+    def excess(epsilon, delta):
         return max(delta_of_one_step(noise, rate, epsilon)) - delta
 
     for delta in (1e-3, 1e-6, 1e-12):
@@ -122,9 +116,7 @@ def test_one_poisson_step_has_the_epsilon_of_the_closed_form(noise: float, rate:
 
 @given(noises, rates, st.integers(1, 2000), log_deltas, st.booleans())
 @few
-def test_delta_and_epsilon_agree(
-    noise: float, rate: float, steps: int, log_delta: float, symmetric: bool
-) -> None:
+def test_delta_and_epsilon_agree(noise, rate, steps, log_delta, symmetric):
     pairs, delta = [(Pair(noise, rate, symmetric), steps)], 10**log_delta
     lower, upper = epsilon_of(pairs, delta)
     assert 0 <= lower <= upper < math.inf
@@ -135,9 +127,7 @@ def test_delta_and_epsilon_agree(
 
 @given(noises, rates, noises, rates)
 @settings(max_examples=4, derandomize=True, deadline=None)
-def test_phases_count_together_in_any_order(
-    noise: float, rate: float, other_noise: float, other_rate: float
-) -> None:
+def test_phases_count_together_in_any_order(noise, rate, other_noise, other_rate):
     phases = [(noise, rate, 40), (other_noise, other_rate, 70), (noise, 1.0, 1)]
     forth, back, part = PLDAccountant(), PLDAccountant(), PLDAccountant()
     forth.history, back.history, part.history = phases, phases[::-1], phases[:2]
@@ -145,7 +135,7 @@ def test_phases_count_together_in_any_order(
     assert part.get_epsilon(1e-6, interval=True).lower <= forth.get_epsilon(1e-6)
 
 
-def test_equal_halves_are_the_whole() -> None:
+def test_equal_halves_are_the_whole():
     # 1.0 and its neighbour in float64 are two pairs, and as good as one.
     near = math.nextafter(1.0, 2.0)
     halves = epsilon_of([(Pair(1.0, 0.01), 500), (Pair(near, 0.01), 500)], 1e-5)
@@ -153,7 +143,7 @@ def test_equal_halves_are_the_whole() -> None:
     assert 1.82824 - 1e-5 <= halves.upper <= 1.82824 * 1.001
 
 
-def test_gaussian_phases_of_different_noise_are_one_gaussian() -> None:
+def test_gaussian_phases_of_different_noise_are_one_gaussian():
     pairs = ((Pair(3.0, 1.0), 7), (Pair(5.0, 1.0), 20))
     truth = gaussian_epsilon(delta=1e-6, noise_multiplier=(7 / 9 + 20 / 25) ** -0.5)
     lower, upper = module._both_directions(pairs, module.Query(delta=1e-6), math.inf)
@@ -161,14 +151,14 @@ def test_gaussian_phases_of_different_noise_are_one_gaussian() -> None:
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.01, 0.3, 1.5])
-def test_a_symmetric_step_has_the_delta_of_the_removal(epsilon: float) -> None:
+def test_a_symmetric_step_has_the_delta_of_the_removal(epsilon):
     removed, _ = delta_of_one_step(1.0, 0.2, epsilon)
     lower, upper = delta_of([(Pair(1.0, 0.2, True), 1)], epsilon)
     assert lower <= removed * (1 + 1e-9)
     assert removed * (1 - 1e-9) <= upper <= removed * 1.001
 
 
-def test_two_symmetric_steps_equal_brute_force() -> None:
+def test_two_symmetric_steps_equal_brute_force():
     noise, rate, epsilon = 1.0, 0.3, 0.4
     h = 2e-3
     x = 0.5 + h * (np.arange(round(12 / h)) + 0.5)
@@ -188,14 +178,12 @@ def test_two_symmetric_steps_equal_brute_force() -> None:
     assert upper <= lower * 1.002
 
 
-def test_without_the_tilt_delta_1e_minus_15_would_drown_in_rounding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_tilt_delta_1e_minus_15_would_drown_in_rounding(monkeypatch):
     pairs = [(Pair(1.0, 0.01), 1000)]
     assert epsilon_of(pairs, 1e-15).upper < 4.86
     untilted = module.plan_of
 
-    def plan(*args: object) -> object:
+    def plan(*args):
         found = untilted(*args)  # type: ignore[arg-type]
         return None if found is None else dataclasses.replace(found, theta=1e-3)
 
@@ -215,14 +203,14 @@ def test_without_the_tilt_delta_1e_minus_15_would_drown_in_rounding(
 )
 @settings(max_examples=10, derandomize=True, deadline=None)
 def test_anywhere_there_is_an_interval_and_a_finite_upper_end(
-    rate: float, noise: float, steps: int, log_delta: float, symmetric: bool
-) -> None:
+    rate, noise, steps, log_delta, symmetric
+):
     lower, upper = epsilon_of([(Pair(noise, rate, symmetric), steps)], 10**log_delta)
     assert 0 <= lower <= upper < math.inf
 
 
 @pytest.mark.parametrize("noise", [1e-100, 1e-3, 1e100])
-def test_beyond_the_grid_the_closed_bounds_remain(noise: float) -> None:
+def test_beyond_the_grid_the_closed_bounds_remain(noise):
     lower, upper = epsilon_of([(Pair(noise, 0.5), 10)], 1e-5)
     assert lower == 0 <= upper
     assert not math.isnan(upper)

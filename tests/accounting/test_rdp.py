@@ -37,18 +37,18 @@ deltas = st.floats(1e-12, 0.1)
 phases = st.tuples(noise_multipliers, sample_rates, step_counts)
 
 
-def epsilon_of(history: list, delta: float) -> float:
+def epsilon_of(history, delta):
     accountant = RDPAccountant()
     accountant.history = history
     return accountant.get_epsilon(delta)
 
 
-def log_moment_by_mpmath(sigma: float, q: float, order: float) -> float:
+def log_moment_by_mpmath(sigma, q, order):
     """log A(a) by adaptive quadrature in 40 digits."""
     with mpmath.workdps(40):
         s, q_, a = mpmath.mpf(sigma), mpmath.mpf(q), mpmath.mpf(order)
 
-        def integrand(x: mpmath.mpf) -> mpmath.mpf:
+        def integrand(x):
             return mpmath.npdf(x, 0, s) * (1 - q_ + q_ * mpmath.exp((2 * x - 1) / (2 * s**2))) ** a
 
         middle = s**2 * mpmath.log(1 / q_ - 1) + mpmath.mpf(1) / 2
@@ -63,7 +63,7 @@ def log_moment_by_mpmath(sigma: float, q: float, order: float) -> float:
 @pytest.mark.cases(12)
 @pytest.mark.parametrize("noise_multiplier", [0.05, 0.3, 1.0, 3.0, 100.0, 1e4])
 @pytest.mark.parametrize("sample_rate", [0.001, 0.01, 0.2, 0.5, 0.999, 1.0])
-def test_rdp_equals_opacus(noise_multiplier: float, sample_rate: float) -> None:
+def test_rdp_equals_opacus(noise_multiplier, sample_rate):
     ours = compute_rdp(
         noise_multiplier=noise_multiplier, sample_rate=sample_rate, orders=OPACUS_ORDERS
     )
@@ -93,7 +93,7 @@ def test_rdp_equals_opacus(noise_multiplier: float, sample_rate: float) -> None:
         (1.0, 0.01, 300.5),
     ],
 )
-def test_rdp_keeps_its_digits(noise_multiplier: float, sample_rate: float, order: float) -> None:
+def test_rdp_keeps_its_digits(noise_multiplier, sample_rate, order):
     ours = compute_rdp(noise_multiplier=noise_multiplier, sample_rate=sample_rate, orders=[order])[
         0
     ]
@@ -103,7 +103,7 @@ def test_rdp_keeps_its_digits(noise_multiplier: float, sample_rate: float, order
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("noise_multiplier", [0.02, 0.049])
-def test_rdp_below_the_quadrature_is_still_an_upper_bound(noise_multiplier: float) -> None:
+def test_rdp_below_the_quadrature_is_still_an_upper_bound(noise_multiplier):
     for order in (1.001, 7.7):
         ours = compute_rdp(noise_multiplier=noise_multiplier, sample_rate=0.3, orders=[order])[0]
         truth = log_moment_by_mpmath(noise_multiplier, 0.3, order) / (order - 1)
@@ -112,18 +112,18 @@ def test_rdp_below_the_quadrature_is_still_an_upper_bound(noise_multiplier: floa
 
 @given(noise_multipliers, sample_rates)
 @settings(max_examples=30)
-def test_rdp_rises_with_the_order(noise_multiplier: float, sample_rate: float) -> None:
+def test_rdp_rises_with_the_order(noise_multiplier, sample_rate):
     orders = [1.01, 1.5, 2.0, 2.01, 2.5, 3.0, 10.5, 11.0, 63.0, 1000.0, 10_000.0]
     rdp = compute_rdp(noise_multiplier=noise_multiplier, sample_rate=sample_rate, orders=orders)
     assert np.all(np.diff(rdp) >= -1e-10 * rdp[1:])
 
 
-def test_rdp_of_the_whole_data_set_is_the_gaussian_closed_form() -> None:
+def test_rdp_of_the_whole_data_set_is_the_gaussian_closed_form():
     rdp = compute_rdp(noise_multiplier=2.0, sample_rate=1.0, orders=[1.5, 2.0, 100.0])
     np.testing.assert_allclose(rdp, [1.5 / 8, 2 / 8, 100 / 8], rtol=1e-15)
 
 
-def test_rdp_without_sampling_is_zero_and_without_noise_is_infinite() -> None:
+def test_rdp_without_sampling_is_zero_and_without_noise_is_infinite():
     assert compute_rdp(noise_multiplier=0.0, sample_rate=0.0, orders=[2.0, 2.5]).tolist() == [0, 0]
     assert np.all(np.isinf(compute_rdp(noise_multiplier=0.0, sample_rate=0.5, orders=[2.0, 2.5])))
     assert compute_rdp(noise_multiplier=math.inf, sample_rate=0.5, orders=[2.5]).tolist() == [0]
@@ -131,8 +131,8 @@ def test_rdp_without_sampling_is_zero_and_without_noise_is_infinite() -> None:
 
 @pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps", "delta", "truth"), SETTINGS)
 def test_epsilon_lies_between_the_truth_and_opacus(
-    sample_rate: float, noise_multiplier: float, steps: int, delta: float, truth: float
-) -> None:
+    sample_rate, noise_multiplier, steps, delta, truth
+):
     history = [(noise_multiplier, sample_rate, steps)]
     opacus = OpacusRDPAccountant()
     opacus.history = history
@@ -142,13 +142,8 @@ def test_epsilon_lies_between_the_truth_and_opacus(
 
 @pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps", "delta", "truth"), SETTINGS)
 def test_epsilon_equals_opacus_at_the_orders_of_opacus(
-    sample_rate: float,
-    noise_multiplier: float,
-    steps: int,
-    delta: float,
-    truth: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    sample_rate, noise_multiplier, steps, delta, truth, monkeypatch
+):
     import dpflash.accounting.rdp as rdp
 
     monkeypatch.setattr(rdp, "_ORDERS", tuple(map(float, OPACUS_ORDERS)))
@@ -164,8 +159,8 @@ def test_epsilon_equals_opacus_at_the_orders_of_opacus(
 
 @pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps", "delta", "truth"), SETTINGS)
 def test_epsilon_is_at_most_that_of_dp_accounting(
-    sample_rate: float, noise_multiplier: float, steps: int, delta: float, truth: float
-) -> None:
+    sample_rate, noise_multiplier, steps, delta, truth
+):
     event = dp_accounting.PoissonSampledDpEvent(
         sample_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
     )
@@ -175,15 +170,13 @@ def test_epsilon_is_at_most_that_of_dp_accounting(
 
 @given(noise_multipliers, step_counts, deltas)
 @settings(max_examples=50)
-def test_epsilon_of_the_whole_data_set_is_at_least_the_closed_form(
-    noise_multiplier: float, steps: int, delta: float
-) -> None:
+def test_epsilon_of_the_whole_data_set_is_at_least_the_closed_form(noise_multiplier, steps, delta):
     exact = gaussian_epsilon(delta=delta, noise_multiplier=noise_multiplier, steps=steps)
     ours = epsilon_of([(noise_multiplier, 1.0, steps)], delta)
     assert ours >= exact * (1 - 1e-9)
 
 
-def test_epsilon_of_the_whole_data_set_is_near_the_closed_form() -> None:
+def test_epsilon_of_the_whole_data_set_is_near_the_closed_form():
     exact = gaussian_epsilon(delta=1e-6, noise_multiplier=30.0, steps=100)
     assert epsilon_of([(30.0, 1.0, 100)], 1e-6) <= 1.15 * exact
 
@@ -191,8 +184,8 @@ def test_epsilon_of_the_whole_data_set_is_near_the_closed_form() -> None:
 @given(noise_multipliers, sample_rates, step_counts, deltas, st.floats(1, 3))
 @settings(max_examples=40)
 def test_epsilon_falls_with_noise_and_delta_and_rises_with_rate_and_steps(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, factor: float
-) -> None:
+    noise_multiplier, sample_rate, steps, delta, factor
+):
     base = epsilon_of([(noise_multiplier, sample_rate, steps)], delta)
     less = base * (1 + 1e-9) + 1e-12
     assert base >= 0
@@ -204,9 +197,7 @@ def test_epsilon_falls_with_noise_and_delta_and_rises_with_rate_and_steps(
 
 @given(st.lists(phases, min_size=1, max_size=4), deltas, st.randoms(use_true_random=False))
 @settings(max_examples=30)
-def test_epsilon_ignores_the_order_of_the_phases_and_how_they_are_split(
-    history: list, delta: float, random
-) -> None:
+def test_epsilon_ignores_the_order_of_the_phases_and_how_they_are_split(history, delta, random):
     whole = epsilon_of(history, delta)
     pieces = [(s, q, n) for s, q, steps in history for n in (steps // 3, steps - steps // 3)]
     random.shuffle(pieces)
@@ -215,13 +206,13 @@ def test_epsilon_ignores_the_order_of_the_phases_and_how_they_are_split(
 
 @given(st.lists(phases, min_size=1, max_size=3), deltas)
 @settings(max_examples=30)
-def test_a_further_phase_never_lowers_epsilon(history: list, delta: float) -> None:
+def test_a_further_phase_never_lowers_epsilon(history, delta):
     assert epsilon_of(history[:-1], delta) <= epsilon_of(history, delta) * (1 + 1e-12)
 
 
 @given(st.lists(phases, min_size=1, max_size=3), deltas)
 @settings(max_examples=30)
-def test_delta_and_epsilon_are_inverse(history: list, delta: float) -> None:
+def test_delta_and_epsilon_are_inverse(history, delta):
     accountant = RDPAccountant()
     accountant.history = history
     epsilon = accountant.get_epsilon(delta)
@@ -232,7 +223,7 @@ def test_delta_and_epsilon_are_inverse(history: list, delta: float) -> None:
         assert back <= delta * (1 + 1e-12)
 
 
-def test_delta_is_at_least_the_exact_one_and_at_most_one() -> None:
+def test_delta_is_at_least_the_exact_one_and_at_most_one():
     from dpflash.accounting import gaussian_delta
 
     accountant = RDPAccountant()
@@ -251,31 +242,31 @@ def test_delta_is_at_least_the_exact_one_and_at_most_one() -> None:
 )
 @settings(max_examples=60)
 def test_no_history_gives_nan_or_a_negative_value(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, epsilon: float
-) -> None:
+    noise_multiplier, sample_rate, steps, delta, epsilon
+):
     accountant = RDPAccountant()
     accountant.history = [(noise_multiplier, sample_rate, steps)]
     assert accountant.get_epsilon(delta) >= 0
     assert 0 <= accountant.get_delta(epsilon) <= 1
 
 
-def test_an_empty_history_costs_nothing() -> None:
+def test_an_empty_history_costs_nothing():
     assert RDPAccountant().get_epsilon(1e-300) == 0.0
     assert RDPAccountant().get_delta(0.0) == 0.0
 
 
-def test_tiny_epsilons_are_reached() -> None:
+def test_tiny_epsilons_are_reached():
     assert 0 < epsilon_of([(1000.0, 0.01, 1000)], 1e-6) < 0.005
 
 
-def test_a_repeated_query_computes_no_order_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_query_computes_no_order_anew(monkeypatch):
     import dpflash.accounting.rdp as rdp
 
     accountant = RDPAccountant()
     accountant.history = [(1.0 + k / 10, 0.01, 100) for k in range(8)]
     first = accountant.get_epsilon(1e-5)
 
-    def refuse(*arguments: object) -> None:
+    def refuse(*arguments):
         raise AssertionError("computed anew")
 
     monkeypatch.setattr(rdp, "_rdp", refuse)
@@ -286,6 +277,6 @@ def test_a_repeated_query_computes_no_order_anew(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("order", [1.0, 0.5, -2, math.inf, math.nan])
-def test_an_order_outside_its_range_is_refused(order: float) -> None:
+def test_an_order_outside_its_range_is_refused(order):
     with pytest.raises(ValueError, match="^order="):
         compute_rdp(noise_multiplier=1.0, sample_rate=0.1, orders=[order])

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from dpflash.accounting import (
-    Accountant,
     ContourAccountant,
-    Interval,
     PLDAccountant,
     RDPAccountant,
     TruncatedPoissonGaussian,
@@ -21,15 +19,13 @@ from dpflash.accounting import (
 from dpflash.accounting.accountant import with_failure
 
 
-def accountant_of(
-    *history: tuple[float, float, int], kind: type[Accountant] = RDPAccountant
-) -> Accountant:
+def accountant_of(*history, kind=RDPAccountant):
     accountant = kind()
     accountant.history = list(history)
     return accountant
 
 
-def interval_of(accountant: Accountant, delta: float, mass: float) -> Interval:
+def interval_of(accountant, delta, mass):
     return with_failure(
         mass,
         delta,
@@ -38,18 +34,11 @@ def interval_of(accountant: Accountant, delta: float, mass: float) -> Interval:
     )
 
 
-def epsilon_of(accountant: Accountant, delta: float, mass: float) -> float:
+def epsilon_of(accountant, delta, mass):
     return interval_of(accountant, delta, mass).upper
 
 
-def truncated(
-    noise_multiplier: float,
-    sample_rate: float,
-    steps: int,
-    cap: int,
-    num_samples: int,
-    kind: type[Accountant] = RDPAccountant,
-) -> Accountant:
+def truncated(noise_multiplier, sample_rate, steps, cap, num_samples, kind=RDPAccountant):
     event = TruncatedPoissonGaussian(
         noise_multiplier=noise_multiplier,
         sample_rate=sample_rate,
@@ -63,8 +52,8 @@ def truncated(
 
 @pytest.mark.parametrize(("num_samples", "sample_rate", "cap"), [(50, 0.1, 9), (1000, 0.02, 40)])
 def test_truncation_probability_covers_the_data_set_and_its_neighbours(
-    num_samples: int, sample_rate: float, cap: int
-) -> None:
+    num_samples, sample_rate, cap
+):
     bound = truncation_probability(num_samples, sample_rate, cap)
     for n in (num_samples - 1, num_samples, num_samples + 1):
         k = np.arange(cap + 1, n + 1)
@@ -73,14 +62,14 @@ def test_truncation_probability_covers_the_data_set_and_its_neighbours(
     assert bound == pytest.approx(looser, rel=1e-9)
 
 
-def test_truncation_probability_at_the_edges() -> None:
+def test_truncation_probability_at_the_edges():
     assert truncation_probability(10, 0.0, 1) == 0.0
     assert truncation_probability(10, 1.0, 10) == 1.0
     assert truncation_probability(10, 0.5, 11) == 0.0
 
 
 @pytest.mark.parametrize("kind", [ContourAccountant, PLDAccountant, RDPAccountant])
-def test_without_truncation_epsilon_is_the_accountants(kind: type[Accountant]) -> None:
+def test_without_truncation_epsilon_is_the_accountants(kind):
     # A cap that no batch can exceed.
     accountant = truncated(1.0, 0.01, 1000, cap=201, num_samples=200, kind=kind)
     assert accountant._failure() == 0
@@ -91,7 +80,7 @@ def test_without_truncation_epsilon_is_the_accountants(kind: type[Accountant]) -
 
 
 @pytest.mark.parametrize("kind", [ContourAccountant, PLDAccountant, RDPAccountant])
-def test_an_event_pays_for_its_truncation_at_every_step(kind: type[Accountant]) -> None:
+def test_an_event_pays_for_its_truncation_at_every_step(kind):
     accountant = truncated(1.0, 0.01, 1000, cap=40, num_samples=1000, kind=kind)
     mass = 1000 * truncation_probability(1000, 0.01, 40)
     assert 1e-12 < mass < 1e-8
@@ -107,7 +96,7 @@ def test_an_event_pays_for_its_truncation_at_every_step(kind: type[Accountant]) 
         assert ours == pytest.approx(theirs - cost, rel=1e-12)
 
 
-def test_failures_of_unlike_events_add_up() -> None:
+def test_failures_of_unlike_events_add_up():
     accountant = truncated(1.0, 0.01, 1000, cap=40, num_samples=1000)
     other = TruncatedPoissonGaussian(
         noise_multiplier=1.0, sample_rate=0.02, max_batch_size=50, num_samples=1000
@@ -118,7 +107,7 @@ def test_failures_of_unlike_events_add_up() -> None:
     assert accountant._failure() == pytest.approx(expected, rel=1e-12)
 
 
-def test_both_ends_hold_whatever_the_truncation_does() -> None:
+def test_both_ends_hold_whatever_the_truncation_does():
     # Between the ends lie the epsilons of all runs that differ by at most the mass.
     accountant = accountant_of((1.0, 0.01, 1000), kind=ContourAccountant)
     for mass in (1e-9, 1e-8, 1e-7):
@@ -138,13 +127,13 @@ def test_both_ends_hold_whatever_the_truncation_does() -> None:
 )
 @settings(max_examples=40)
 def test_epsilon_meets_delta_with_the_truncation_and_is_the_least(
-    noise_multiplier: float, sample_rate: float, steps: int, delta: float, mass_over_delta: float
-) -> None:
+    noise_multiplier, sample_rate, steps, delta, mass_over_delta
+):
     accountant = accountant_of((noise_multiplier, sample_rate, steps))
     mass = mass_over_delta * delta
     epsilon = epsilon_of(accountant, delta, mass)
 
-    def total(epsilon: float) -> float:
+    def total(epsilon):
         return accountant.get_delta(epsilon) + (1 + math.exp(epsilon)) * mass
 
     assert epsilon >= accountant.get_epsilon(delta)
@@ -155,7 +144,7 @@ def test_epsilon_meets_delta_with_the_truncation_and_is_the_least(
         assert all(total(x) > delta for x in np.linspace(0, end, 300))
 
 
-def test_epsilon_rises_with_the_truncation_until_nothing_is_left() -> None:
+def test_epsilon_rises_with_the_truncation_until_nothing_is_left():
     accountant = accountant_of((1.0, 0.01, 1000))
     masses = [1e-300, 1e-12, 1e-9, 1e-8, 1e-7, 2e-7, 1e-5]
     epsilons = [epsilon_of(accountant, 1e-5, mass) for mass in masses]
@@ -164,14 +153,14 @@ def test_epsilon_rises_with_the_truncation_until_nothing_is_left() -> None:
     assert epsilons[-1] == math.inf
 
 
-def test_no_noise_gives_no_epsilon() -> None:
+def test_no_noise_gives_no_epsilon():
     assert epsilon_of(accountant_of((0.0, 0.5, 1)), 1e-5, 1e-9) == math.inf
     accountant = truncated(0.0, 0.5, 1, cap=40, num_samples=50)
     assert accountant.get_epsilon(1e-5) == math.inf
     assert accountant.get_delta(1.0) == 1.0
 
 
-def test_an_empty_history_still_pays_for_the_truncation() -> None:
+def test_an_empty_history_still_pays_for_the_truncation():
     assert epsilon_of(accountant_of(), 1e-5, 1e-6) < 1e-8
     assert epsilon_of(accountant_of(), 1e-5, 6e-6) == math.inf
     # Infinite noise: the outputs reveal only which samples were cut.
@@ -184,13 +173,13 @@ def test_an_empty_history_still_pays_for_the_truncation() -> None:
     assert accountant.get_advantage() == 2 * failure
 
 
-def test_the_bound_holds_for_an_adversarial_mechanism_computed_exactly() -> None:
+def test_the_bound_holds_for_an_adversarial_mechanism_computed_exactly():
     # One step on n samples of value -1 and one of +1 or none; a batch keeps its first `cap`
     # members, so that the extra sample, which comes first, also pushes another one out.
     n, sample_rate, cap, noise_multiplier = 9, 0.2, 4, 1.0
     outputs = np.linspace(-25, 15, 8001)
 
-    def density(values: list[float]) -> np.ndarray:
+    def density(values):
         weights: dict[float, float] = {}
         for chosen in itertools.product((0, 1), repeat=len(values)):
             batch = [value for value, is_in in zip(values, chosen, strict=True) if is_in][:cap]
@@ -229,7 +218,7 @@ def test_the_bound_holds_for_an_adversarial_mechanism_computed_exactly() -> None
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
     ],
 )
-def test_a_bad_event_is_refused_by_name(change: dict, name: str) -> None:
+def test_a_bad_event_is_refused_by_name(change, name):
     good = {"noise_multiplier": 1.0, "sample_rate": 0.1, "max_batch_size": 5, "num_samples": 9}
     with pytest.raises(ValueError, match=f"^{name}="):
         TruncatedPoissonGaussian(**{**good, **change})
@@ -239,6 +228,6 @@ def test_a_bad_event_is_refused_by_name(change: dict, name: str) -> None:
     ("arguments", "name"),
     [((0, 0.1, 5), "num_samples"), ((10, 1.5, 5), "sample_rate"), ((10, 0.1, 2.5), "cap")],
 )
-def test_a_bad_argument_is_refused_by_name(arguments: tuple, name: str) -> None:
+def test_a_bad_argument_is_refused_by_name(arguments, name):
     with pytest.raises(ValueError, match=f"^{name}="):
         truncation_probability(*arguments)

@@ -14,7 +14,6 @@ from mpmath import mp, mpf
 from scipy.special import log_ndtr, logsumexp
 
 from dpflash.accounting import (
-    Accountant,
     ContourAccountant,
     Gaussian,
     PLDAccountant,
@@ -47,31 +46,31 @@ ROWS = json.loads(oracle.TRUTH.read_text())
 SIDES = {REMOVE: oracle.REMOVE, ADD: oracle.ADD}
 
 
-def event(noise: float, rate: float, examples: int) -> UnitPoissonGaussian:
+def event(noise, rate, examples):
     return UnitPoissonGaussian(
         noise_multiplier=noise, sample_rate=rate, examples_per_unit=examples
     )
 
 
-def event_of(row: dict) -> UnitPoissonGaussian:
+def event_of(row):
     return event(row["noise_multiplier"], row["sample_rate"], row["examples_per_unit"])
 
 
-def spent(*events: tuple, kind: type[Accountant] = ContourAccountant) -> Accountant:
+def spent(*events, kind=ContourAccountant):
     accountant = kind()
     for step, count in events:
         accountant.compose(step, count)
     return accountant
 
 
-def name(row: dict) -> str:
+def name(row):
     return "k{examples_per_unit}-q{sample_rate:g}-s{noise_multiplier:g}-T{steps}".format(**row)
 
 
 # The table.
 
 
-def test_the_table_spans_what_it_is_for() -> None:
+def test_the_table_spans_what_it_is_for():
     assert len(ROWS) >= 40
     assert all(row["digits"] >= oracle.DIGITS for row in ROWS)
     spans = {
@@ -86,13 +85,13 @@ def test_the_table_spans_what_it_is_for() -> None:
         assert (min(values), max(values)) == span
 
 
-def setting(row: dict) -> tuple:
+def setting(row):
     return tuple(row[key] for key in ("examples_per_unit", "sample_rate", "noise_multiplier"))
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("row", [row for row in ROWS if row["steps"] == 1], ids=name)
-def test_rows_of_one_step_have_their_delta_in_closed_form(row: dict) -> None:
+def test_rows_of_one_step_have_their_delta_in_closed_form(row):
     with mp.workdps(40):
         deltas = [
             oracle.one_step_delta(mpf(row["epsilon"]), *setting(row), side)
@@ -107,7 +106,7 @@ def test_rows_of_one_step_have_their_delta_in_closed_form(row: dict) -> None:
     [row for row in ROWS if row["steps"] > 100 and 0.05 <= row["sample_rate"] < 0.2],
     ids=name,
 )
-def test_rows_of_many_steps_have_their_delta_on_another_line(row: dict) -> None:
+def test_rows_of_many_steps_have_their_delta_on_another_line(row):
     with mp.workdps(40):
         inversion = oracle.Inversion(*setting(row), row["steps"], oracle.REMOVE, 0.5, 1.2)
         inversion.draw(mpf(row["epsilon"]))
@@ -119,8 +118,8 @@ def test_rows_of_many_steps_have_their_delta_on_another_line(row: dict) -> None:
 @pytest.mark.parametrize("side", [oracle.REMOVE, oracle.ADD])
 @pytest.mark.parametrize(("steps", "examples", "noise"), [(1, 20, 6.0), (2, 4, 3.0)])
 def test_the_inversion_is_the_closed_form_and_the_quadrature_over_an_output(
-    steps: int, examples: int, noise: float, side: str
-) -> None:
+    steps, examples, noise, side
+):
     epsilon = 1.0
     with mp.workdps(28):
         inversion = oracle.Inversion(examples, 0.4, noise, steps, side, fineness=1.5)
@@ -134,7 +133,7 @@ def test_the_inversion_is_the_closed_form_and_the_quadrature_over_an_output(
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("row", ROWS, ids=name)
-def test_the_truth_lies_within_the_interval_of_the_contour(row: dict) -> None:
+def test_the_truth_lies_within_the_interval_of_the_contour(row):
     accountant, truth = spent((event_of(row), row["steps"])), mpf(row["epsilon"])
     lower, upper = accountant.get_epsilon(row["delta"], interval=True)
     slack = mpf("1e-14") * truth
@@ -146,7 +145,7 @@ def test_the_truth_lies_within_the_interval_of_the_contour(row: dict) -> None:
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("row", ROWS, ids=name)
-def test_the_truth_lies_within_the_interval_of_pld_and_below_rdp(row: dict) -> None:
+def test_the_truth_lies_within_the_interval_of_pld_and_below_rdp(row):
     truth = float(row["epsilon"])
     step = (event_of(row), row["steps"])
     lower, upper = spent(step, kind=PLDAccountant).get_epsilon(row["delta"], interval=True)
@@ -157,7 +156,7 @@ def test_the_truth_lies_within_the_interval_of_pld_and_below_rdp(row: dict) -> N
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("row", ROWS, ids=name)
-def test_dp_accountings_pessimistic_value_is_not_below_the_lower_end(row: dict) -> None:
+def test_dp_accountings_pessimistic_value_is_not_below_the_lower_end(row):
     truth = float(row["epsilon"])
     step = event_of(row)
     # They search for each point of the grid; on a coarser one they are more pessimistic.
@@ -174,7 +173,7 @@ def test_dp_accountings_pessimistic_value_is_not_below_the_lower_end(row: dict) 
 
 
 @pytest.mark.parametrize("kind", [ContourAccountant, PLDAccountant, RDPAccountant])
-def test_a_unit_of_one_example_is_a_sample(kind: type[Accountant]) -> None:
+def test_a_unit_of_one_example_is_a_sample(kind):
     unit = spent((event(1.3, 0.02, 1), 500), kind=kind)
     plain = spent((PoissonGaussian(noise_multiplier=1.3, sample_rate=0.02), 500), kind=kind)
     assert unit.get_epsilon(1e-6, interval=True) == plain.get_epsilon(1e-6, interval=True)
@@ -182,7 +181,7 @@ def test_a_unit_of_one_example_is_a_sample(kind: type[Accountant]) -> None:
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(1.3, 0.02), (0.5, 1e-4), (6.0, 0.7)])
-def test_the_mixture_of_one_example_is_the_subsampled_gaussian(noise: float, rate: float) -> None:
+def test_the_mixture_of_one_example_is_the_subsampled_gaussian(noise, rate):
     mixture, t = Mixture(noise, rate, 1), np.linspace(-8 * noise, 40 * noise, 300)
     for sign in (1, -1):
         one, other = (
@@ -205,9 +204,7 @@ def test_the_mixture_of_one_example_is_the_subsampled_gaussian(noise: float, rat
 
 
 @pytest.mark.parametrize("kind", [ContourAccountant, PLDAccountant, RDPAccountant])
-def test_units_of_which_all_is_drawn_are_a_gaussian_of_the_whole_unit(
-    kind: type[Accountant],
-) -> None:
+def test_units_of_which_all_is_drawn_are_a_gaussian_of_the_whole_unit(kind):
     unit = spent((event(30.0, 1.0, 6), 40), kind=kind)
     whole = spent((Gaussian(noise_multiplier=5.0), 40), kind=kind)
     assert unit.get_epsilon(1e-7, interval=True) == whole.get_epsilon(1e-7, interval=True)
@@ -221,9 +218,7 @@ def test_units_of_which_all_is_drawn_are_a_gaussian_of_the_whole_unit(
     ("noise", "rate", "examples", "epsilon"),
     [(2.0, 0.05, 8, 0.7), (5.0, 0.5, 16, 3.0), (8.0, 0.01, 64, 0.1), (1.5, 0.3, 2, 0.4)],
 )
-def test_the_contour_itself_has_the_closed_form_of_one_step(
-    noise: float, rate: float, examples: int, epsilon: float, side: int
-) -> None:
+def test_the_contour_itself_has_the_closed_form_of_one_step(noise, rate, examples, epsilon, side):
     with mp.workdps(40):
         truth = float(oracle.one_step_delta(epsilon, examples, rate, noise, SIDES[side]))
     pairs = ((Pair(noise, rate, examples=examples), 1),)
@@ -237,7 +232,7 @@ def test_the_contour_itself_has_the_closed_form_of_one_step(
         assert whole.lower <= truth <= whole.upper <= truth * (1 + 1e-3)
 
 
-def excess_by_quadrature(pair: Pair, order: complex, panels: int) -> complex:
+def excess_by_quadrature(pair, order, panels):
     """M(a) - 1 by Gauss-Legendre over short panels, 80 bits, without `mixture`."""
     s, a = np.longdouble(pair.noise), np.clongdouble(order)
     nodes, weights = np.polynomial.legendre.leggauss(24)
@@ -261,9 +256,7 @@ def excess_by_quadrature(pair: Pair, order: complex, panels: int) -> complex:
     ("noise", "rate", "examples"),
     [(2.0, 0.05, 8), (5.0, 0.5, 16), (1.0, 0.01, 3), (9.0, 0.02, 64)],
 )
-def test_moments_are_those_of_quadrature_within_the_claimed_error(
-    noise: float, rate: float, examples: int, enough: float
-) -> None:
+def test_moments_are_those_of_quadrature_within_the_claimed_error(noise, rate, examples, enough):
     pair = Pair(noise, rate, examples=examples)
     for order in (1.5, 2.5, 2 + 1j, 1.3 + 4j, 1.3 + 6j, -0.5, -2.0, -0.3 + 2j, -1 + 5j):
         log, error = log_mgf(pair, np.array([complex(order)]), cut=None, enough=enough)
@@ -292,10 +285,10 @@ def test_moments_are_those_of_quadrature_within_the_claimed_error(
     ],
 )
 def test_epsilon_rises_with_the_examples_up_to_that_of_one_sample_of_all_of_them(
-    noise: float, rate: float, examples: int, steps: int, delta: float
-) -> None:
+    noise, rate, examples, steps, delta
+):
     # Binom(k - 1, q) is stochastically below Binom(k, q), and that below k Binom(1, 1-(1-q)^k).
-    def epsilon(count: int):
+    def epsilon(count):
         return spent((event(noise, rate, count), steps)).get_epsilon(delta, interval=True)
 
     found, fewer = epsilon(examples), epsilon(examples - 1)
@@ -310,7 +303,7 @@ def test_epsilon_rises_with_the_examples_up_to_that_of_one_sample_of_all_of_them
 
 
 @pytest.mark.parametrize("gradients", [(0, 0), (0, 90), (0, 180), (0, 120, 240), (10, 20, 50)])
-def test_a_unit_whose_gradients_point_anywhere_is_dominated(gradients: tuple) -> None:
+def test_a_unit_whose_gradients_point_anywhere_is_dominated(gradients):
     # The true pair in the plane, by its density on a grid, in both directions.
     noise, rate = 1.0, 0.4
     angles, k = np.radians(gradients), len(gradients)
@@ -333,7 +326,7 @@ def test_a_unit_whose_gradients_point_anywhere_is_dominated(gradients: tuple) ->
                 assert true == pytest.approx(ours, abs=1e-4)
 
 
-def test_a_unit_with_fewer_examples_or_shorter_gradients_is_dominated_at_every_threshold() -> None:
+def test_a_unit_with_fewer_examples_or_shorter_gradients_is_dominated_at_every_threshold():
     for k, fewer, rate, noise in ((8, 3, 0.1, 1.0), (5, 4, 0.6, 2.0)):
         full, less = Mixture(noise, rate, k), Mixture(noise, rate, fewer)
         for epsilon in (0.01, 0.5, 2.0):
@@ -351,7 +344,7 @@ def test_a_unit_with_fewer_examples_or_shorter_gradients_is_dominated_at_every_t
 
 
 @pytest.mark.parametrize("kind", [ContourAccountant, PLDAccountant])
-def test_unlike_steps_compose(kind: type[Accountant]) -> None:
+def test_unlike_steps_compose(kind):
     parts = [
         (event(4.0, 0.02, 8), 300),
         (PoissonGaussian(noise_multiplier=1.2, sample_rate=0.01), 200),
@@ -367,7 +360,7 @@ def test_unlike_steps_compose(kind: type[Accountant]) -> None:
     assert max(alone) < whole.upper < sum(spent(p).get_epsilon(2.5e-7) for p in parts)
 
 
-def test_no_addition_tells_more_than_that_nothing_was_drawn() -> None:
+def test_no_addition_tells_more_than_that_nothing_was_drawn():
     pairs = ((Pair(1.0, 1e-3, examples=10), 5),)
     most = -50 * math.log1p(-1e-3)
     assert contour_module._largest_added_loss(pairs) == pytest.approx(most, rel=1e-12)
@@ -377,7 +370,7 @@ def test_no_addition_tells_more_than_that_nothing_was_drawn() -> None:
         assert oracle.one_step_delta(most / 5 * 0.9999, 10, 1e-3, 1.0, oracle.ADD) > 0
 
 
-def test_what_a_cut_leaves_out_is_as_rare_as_it_says() -> None:
+def test_what_a_cut_leaves_out_is_as_rare_as_it_says():
     for pair in (Pair(2.0, 0.1, examples=8), Pair(0.5, 1e-3, examples=64)):
         for deviations in (8.0, 12.0):
             x = quantile(pair, deviations)
@@ -385,7 +378,7 @@ def test_what_a_cut_leaves_out_is_as_rare_as_it_says() -> None:
             assert log_ndtr(-deviations) - 1 < mixed <= log_ndtr(-deviations)
 
 
-def test_rdp_at_whole_orders_is_the_sum_over_draws_in_both_directions() -> None:
+def test_rdp_at_whole_orders_is_the_sum_over_draws_in_both_directions():
     noise, rate, k = 3.0, 0.1, 4
     p = [math.comb(k, j) * rate**j * (1 - rate) ** (k - j) for j in range(k + 1)]
     j = np.arange(k + 1)
@@ -408,7 +401,7 @@ def test_rdp_at_whole_orders_is_the_sum_over_draws_in_both_directions() -> None:
     assert added <= accountant.get_epsilon(1e-5)
 
 
-def solve_added(noise: float, rate: float, k: int, delta: float) -> float:
+def solve_added(noise, rate, k, delta):
     low, high = 0.0, 4.0
     while high - low > 1e-6:
         middle = (low + high) / 2
@@ -420,10 +413,10 @@ def solve_added(noise: float, rate: float, k: int, delta: float) -> float:
 # Calibration and refusals.
 
 
-def test_calibration_meets_the_target_for_units_and_a_little_less_would_not() -> None:
+def test_calibration_meets_the_target_for_units_and_a_little_less_would_not():
     target = {"target_epsilon": 2.0, "target_delta": 1e-6, "examples_per_unit": 8}
 
-    def epsilon(noise: float, rate: float, steps: int) -> float:
+    def epsilon(noise, rate, steps):
         return spent((event(noise, rate, 8), steps)).get_epsilon(1e-6)
 
     noise = get_noise_multiplier(**target, sample_rate=0.02, steps=2000)
@@ -434,7 +427,7 @@ def test_calibration_meets_the_target_for_units_and_a_little_less_would_not() ->
     assert epsilon(8.0, 0.02, steps) <= 2.0 < epsilon(8.0, 0.02, steps + 1)
 
 
-def test_calibration_is_for_the_relation_of_the_accountant_that_is_passed() -> None:
+def test_calibration_is_for_the_relation_of_the_accountant_that_is_passed():
     target = {"target_epsilon": 2.0, "target_delta": 1e-6, "examples_per_unit": 8}
     accountant = ContourAccountant(neighboring_relation="zero_out")
     run = {"sample_rate": 0.02, "steps": 2000}
@@ -449,7 +442,7 @@ def test_calibration_is_for_the_relation_of_the_accountant_that_is_passed() -> N
 
 @pytest.mark.filterwarnings("ignore:accountant='gdp'")
 @pytest.mark.parametrize("accountant", ["gdp", "prv"])
-def test_accountants_of_samples_refuse_units(accountant: str) -> None:
+def test_accountants_of_samples_refuse_units(accountant):
     spender = create_accountant(accountant)
     spender.compose(event(2.0, 0.1, 4), 10)
     message = f"^examples_per_unit=4: accountant='{accountant}' .* use accountant='contour'"
@@ -459,7 +452,7 @@ def test_accountants_of_samples_refuse_units(accountant: str) -> None:
         spender.get_delta(1.0)
 
 
-def test_the_closed_form_and_opacus_refuse_units() -> None:
+def test_the_closed_form_and_opacus_refuse_units():
     spender = create_accountant("gaussian")
     spender.compose(event(2.0, 0.1, 4), 10)
     with pytest.raises(ValueError, match="use accountant='contour'"):
@@ -471,7 +464,7 @@ def test_the_closed_form_and_opacus_refuse_units() -> None:
     assert remaining_steps(theirs, event(4.0, 0.01, 1), **target) > 0
 
 
-def test_more_examples_than_accountants_add_up_are_refused_with_the_way_out() -> None:
+def test_more_examples_than_accountants_add_up_are_refused_with_the_way_out():
     assert event(1.0, 0.1, 1000).examples_per_unit == 1000
     with pytest.raises(ValueError, match="^examples_per_unit=1001: expected at most 1000; pass"):
         event(1.0, 0.1, 1001)
@@ -482,9 +475,7 @@ def test_more_examples_than_accountants_add_up_are_refused_with_the_way_out() ->
 @pytest.mark.parametrize(
     ("noise", "rate", "examples", "steps"), [(0.15, 0.5, 24, 1), (0.02, 0.3, 4, 100)]
 )
-def test_small_noise_has_an_interval_too(
-    noise: float, rate: float, examples: int, steps: int
-) -> None:
+def test_small_noise_has_an_interval_too(noise, rate, examples, steps):
     # Contours would need more nodes than are allowed.
     found = spent((event(noise, rate, examples), steps)).get_epsilon(1e-6, interval=True)
     assert 0 < found.upper * (1 - 1e-3) <= found.lower <= found.upper

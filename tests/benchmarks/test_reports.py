@@ -56,7 +56,7 @@ _BY_FUNCTIONS = {
 }
 
 
-def _made_up(name: str, config: Any, columns: Any) -> dict[str, Any]:
+def _made_up(name, config, columns):
     return output.row(
         name,
         config,
@@ -74,7 +74,7 @@ def _made_up(name: str, config: Any, columns: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def _rows_to_be(suite_name: str) -> list[dict[str, Any]]:
+def _rows_to_be(suite_name):
     """What a full run measures, and what it derives, with made up figures."""
     suite = suite_named(suite_name)
     # Sizes that this machine is too slow for are part of the plan too.
@@ -90,7 +90,7 @@ def _rows_to_be(suite_name: str) -> list[dict[str, Any]]:
     return made
 
 
-def test_every_row_is_answered_in_one_way() -> None:
+def test_every_row_is_answered_in_one_way():
     for table, row in ROWS:
         ways = bool(row.answers) + bool(row.features) + bool(row.needs)
         assert ways == 1, (table, row.named)
@@ -99,19 +99,19 @@ def test_every_row_is_answered_in_one_way() -> None:
 @pytest.mark.parametrize(
     "command", sorted({answer.command for _, row in ROWS for answer in row.answers})
 )
-def test_the_command_that_measures_a_row_has_these_options(command: str) -> None:
+def test_the_command_that_measures_a_row_has_these_options(command):
     help_text = _help(command.split()[1:3])
     assert all(f"{option} " in help_text for option in re.findall(r"--[a-z-]+", command))
 
 
-def _help(names: list[str]) -> str:
+def _help(names):
     said = io.StringIO()
     with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
         main([*names, "--help"])
     return said.getvalue()
 
 
-def test_what_is_wrong_is_said_of_every_table_or_of_each_of_its_rows() -> None:
+def test_what_is_wrong_is_said_of_every_table_or_of_each_of_its_rows():
     silent = [
         (table.id, row.named)
         for table in TABLES
@@ -122,7 +122,7 @@ def test_what_is_wrong_is_said_of_every_table_or_of_each_of_its_rows() -> None:
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_a_full_run_has_the_rows_that_an_answer_names(answer: Answer) -> None:
+def test_a_full_run_has_the_rows_that_an_answer_names(answer):
     if answer.suite == "scaling":
         found = list((ROOT / "benchmarks" / "results").glob(f"*/{answer.suite}.json"))
         assert found
@@ -137,12 +137,12 @@ def test_a_full_run_has_the_rows_that_an_answer_names(answer: Answer) -> None:
         assert any(answer.fits(row) for row in rows), answer
 
 
-def _names(prefix: str) -> list[str]:
+def _names(prefix):
     return sorted({name for _, row in ROWS for name in row.features if name.startswith(prefix)})
 
 
 @pytest.mark.parametrize("name", _names("dpflash."))
-def test_a_feature_that_stands_for_a_row_can_be_imported(name: str) -> None:
+def test_a_feature_that_stands_for_a_row_can_be_imported(name):
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
     for index, part in enumerate(parts[1:], 1):
@@ -153,13 +153,13 @@ def test_a_feature_that_stands_for_a_row_can_be_imported(name: str) -> None:
 
 
 @pytest.mark.parametrize("command", _names("dpflash "))
-def test_a_command_that_stands_for_a_row_exists(command: str) -> None:
+def test_a_command_that_stands_for_a_row_exists(command):
     with pytest.raises(SystemExit) as ended:
         main([*command.split()[1:], "--help"])
     assert ended.value.code == 0
 
 
-def test_every_feature_is_a_name_a_command_or_a_target_of_make() -> None:
+def test_every_feature_is_a_name_a_command_or_a_target_of_make():
     others = set().union(*(row.features for _, row in ROWS))
     others -= {*_names("dpflash."), *_names("dpflash ")}
     targets = (ROOT / "Makefile").read_text()
@@ -168,7 +168,7 @@ def test_every_feature_is_a_name_a_command_or_a_target_of_make() -> None:
     )
 
 
-def test_an_answer_fits_by_section_and_values_of_config_and_columns() -> None:
+def test_an_answer_fits_by_section_and_values_of_config_and_columns():
     answer = Answer("batch", "some", {"tokens": 8, "curve": "a"})
     row = {"section": "some", "curve": "a", "config": {"tokens": 8}}
     assert answer.fits(row)

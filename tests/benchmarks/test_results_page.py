@@ -14,7 +14,7 @@ from dpflash.bench.results_page import render
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _make_results() -> Any:
+def _make_results():
     path = ROOT / "benchmarks" / "scripts" / "make_results.py"
     spec = importlib.util.spec_from_file_location("make_results", path)
     assert spec is not None and spec.loader is not None
@@ -23,7 +23,7 @@ def _make_results() -> Any:
     return module
 
 
-def _row(name: str, heads: int, section: str = "heads", **columns: Any) -> dict[str, Any]:
+def _row(name, heads, section="heads", **columns):
     config = {"tokens": 2048, "batch": 2, "heads": heads, "head_dim": 64, "dtype": "float32"}
     figures: dict[str, Any] = {
         "median_ms": 8.25,
@@ -38,7 +38,7 @@ def _row(name: str, heads: int, section: str = "heads", **columns: Any) -> dict[
     return bench_results.row(name, config, **{**figures, "section": section, **columns})
 
 
-def _write(results: Path, name: str, rows: list[dict], **environment: Any):
+def _write(results, name, rows, **environment):
     folder = results / "cpu"
     folder.mkdir(parents=True, exist_ok=True)
     told = {
@@ -55,7 +55,7 @@ def _write(results: Path, name: str, rows: list[dict], **environment: Any):
     bench_results.write_json(folder / f"{name}.json", held)
 
 
-def _reports(*rows: Reported) -> list[Report]:
+def _reports(*rows):
     tables = (ReportTable("S9.1", "A table", rows, ("all of it",)),)
     return [Report("A report", tables, "S9", "owner/name", "docs/a.md", "abc1234")]
 
@@ -68,23 +68,23 @@ TWO_HEADS = Reported(
 )
 
 
-def _page(results: Path, *rows: Reported) -> str:
+def _page(results, *rows):
     return render(results, _reports(*rows), results.parent / "RESULTS.md")
 
 
-def _line(page: str, start: str) -> str:
+def _line(page, start):
     (line,) = (line for line in page.splitlines() if line.startswith(f"| {start} |"))
     return line
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Path:
+def results(tmp_path):
     folder = tmp_path / "results"
     _write(folder, "heads", [_row("heads/H2", 2), _row("heads/H4", 4)])
     return folder
 
 
-def test_their_figures_and_ours_stand_in_one_line(results: Path) -> None:
+def test_their_figures_and_ours_stand_in_one_line(results):
     assert _line(_page(results, TWO_HEADS), "H 2") == (
         "| H 2 | 8.0 ± 0.5 ms, 1.5e+12 ops/s, 100% (efficiency) | cpu: heads/H2 "
         "(B 2, T 2048, H 2, D 64, float32) | 8.25 [8.125, 8.5] | 12.5 | 123,456 | yes | "
@@ -92,7 +92,7 @@ def test_their_figures_and_ours_stand_in_one_line(results: Path) -> None:
     )
 
 
-def test_a_wrong_row_is_marked_and_counted(results: Path) -> None:
+def test_a_wrong_row_is_marked_and_counted(results):
     wrong = _row("heads/H2", 2, correct=False, error=0.5, median_ms=None, peak_memory_mb=None)
     _write(results, "heads", [wrong])
     page = _page(results, TWO_HEADS)
@@ -100,14 +100,14 @@ def test_a_wrong_row_is_marked_and_counted(results: Path) -> None:
     assert "1, 1 WRONG" in page and "| NO |" in _line(page, "H 2")
 
 
-def test_a_quick_look_answers_nothing(results: Path) -> None:
+def test_a_quick_look_answers_nothing(results):
     _write(results, "heads", [_row("heads/H2", 2)], quick=True)
     page = _page(results, TWO_HEADS)
     assert "heads/H2" not in page
     assert "a quick look: no figures to quote" in page
 
 
-def test_a_full_run_without_the_row_is_an_error(results: Path) -> None:
+def test_a_full_run_without_the_row_is_an_error(results):
     row = Reported("H 8", answers=[Answer("heads", "heads", {"heads": 8})])
     with pytest.raises(ValueError, match=r"heads.json: no row of section 'heads' with .*8"):
         _page(results, row)
@@ -116,9 +116,7 @@ def test_a_full_run_without_the_row_is_an_error(results: Path) -> None:
     assert told in _line(_page(results, TWO_HEADS, may), "H 8")
 
 
-def test_check_fails_until_the_files_are_what_the_json_gives(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_fails_until_the_files_are_what_the_json_gives(tmp_path, capsys):
     make_results = _make_results()
     _write(tmp_path / "benchmarks" / "results", "compare_check", [])
     (tmp_path / "dpflash").mkdir()
@@ -132,7 +130,7 @@ def test_check_fails_until_the_files_are_what_the_json_gives(
     assert f"differs from what the JSON gives: {page}" in capsys.readouterr().out
 
 
-def test_the_committed_page_and_recommendations_are_what_the_committed_json_gives() -> None:
+def test_the_committed_page_and_recommendations_are_what_the_committed_json_gives():
     if not device_names(ROOT / "benchmarks" / "results"):
         pytest.skip("no results are committed")
     assert _make_results().main(["--check"]) == 0

@@ -1,10 +1,6 @@
 """Models and modules whose tokens lie on several ranks are those of one process."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import distributed_world
 import numpy as np
@@ -14,13 +10,13 @@ CASES = str(Path(__file__).with_name("context_cases.py"))
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Any]:
+def pair():
     with distributed_world.World(2) as world:
         yield world
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Any]:
+def three():
     with distributed_world.World(3) as world:
         yield world
 
@@ -38,9 +34,7 @@ MODELS = [
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("tokens", [23, 32])
 @pytest.mark.parametrize(("model", "mode", "sharding"), MODELS)
-def test_a_model_over_its_context_is_that_of_one_process(
-    three: Any, model: dict[str, Any], mode: str, sharding: str, tokens: int
-) -> None:
+def test_a_model_over_its_context_is_that_of_one_process(three, model, mode, sharding, tokens):
     options = {"tokens": tokens, "model": model, "mode": mode, "sharding": sharding}
     for errors in three.run(CASES, "model_matches", 3, **options):
         assert max(errors) < 4e-6, errors
@@ -48,12 +42,12 @@ def test_a_model_over_its_context_is_that_of_one_process(
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("mesh_as", ["mesh", "parallel"])
-def test_a_module_takes_a_mesh_or_what_was_made_of_one(pair: Any, mesh_as: str) -> None:
+def test_a_module_takes_a_mesh_or_what_was_made_of_one(pair, mesh_as):
     for error in pair.run(CASES, "module_matches", 2, mesh_as=mesh_as):
         assert error < 1e-6
 
 
-def test_loss_weights_are_shares_of_the_valid_targets(pair: Any) -> None:
+def test_loss_weights_are_shares_of_the_valid_targets(pair):
     first, second = pair.run(CASES, "sample_numbers", 2)
     np.testing.assert_allclose(first, [1 / 3, 1, 0], rtol=1e-6)
     np.testing.assert_allclose(second, [2 / 3, 0, 0], rtol=1e-6)
@@ -86,14 +80,14 @@ REFUSED = {
 }
 
 
-def test_what_would_be_wrong_is_refused_by_name_on_all_ranks(pair: Any) -> None:
+def test_what_would_be_wrong_is_refused_by_name_on_all_ranks(pair):
     for said in pair.run(CASES, "refusals", 2):
         assert set(said) == set(REFUSED)
         for name, expected in REFUSED.items():
             assert expected in said[name], (name, said[name])
 
 
-def test_uncut_inputs_and_a_missing_mesh_are_told(pair: Any) -> None:
+def test_uncut_inputs_and_a_missing_mesh_are_told(pair):
     for said in pair.run(CASES, "looks", 2):
         assert len(said["copies"]) == 1 and "context_parallel.shard(x)" in said["copies"][0]
         assert said["shards"] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 CASES = str(Path(__file__).with_name("private_cases.py"))
 
 
-def _load(name: str) -> Any:
+def _load(name):
     path = Path(__file__).with_name(f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"distributed_private_{name}", path)
     assert spec is not None and spec.loader is not None
@@ -36,27 +35,27 @@ World = distributed_world.World
 class _Started:
     """Worlds by their size, each started when it is first asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._worlds: dict[int, Any] = {}
 
-    def __call__(self, size: int) -> Any:
+    def __call__(self, size):
         if size not in self._worlds or self._worlds[size].dead:
             self._worlds[size] = World(size)
         return self._worlds[size]
 
-    def run(self, size: int, name: str, **arguments: Any) -> list[Any]:
+    def run(self, size, name, **arguments):
         return self(size).run(CASES, name, size, **arguments)
 
-    def gather(self, size: int, name: str, **arguments: Any) -> list[Any]:
+    def gather(self, size, name, **arguments):
         return self(size).gather(CASES, name, size, **arguments)
 
-    def close(self) -> None:
+    def close(self):
         for world in self._worlds.values():
             world.close()
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[_Started]:
+def started():
     held = _Started()
     yield held
     held.close()
@@ -65,12 +64,19 @@ def started() -> Iterator[_Started]:
 _alone: dict[str, Any] = {}
 
 
-def _single(**options: Any) -> dict[str, Any]:
+def _single(**options):
     """The same training by one process."""
     key = repr(sorted(options.items()))
     if key not in _alone:
         _alone[key] = cases.train(**options)
     return _alone[key]
+
+
+def assert_as_alone(together, alone):
+    for one in together:
+        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
+        np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
+        assert one["epsilon"] == alone["epsilon"]
 
 
 # Clipping, and how flat clipping gets its norms.
@@ -99,9 +105,7 @@ MESHES = [
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize(("ranks", "context", "wrapper"), MESHES)
-def test_ranks_get_the_parameters_of_one_process(
-    started: _Started, ranks: int, context: int, wrapper: str, clipping: dict[str, str]
-) -> None:
+def test_ranks_get_the_parameters_of_one_process(started, ranks, context, wrapper, clipping):
     one_batch = {"physical_batch_size": cases.SAMPLES, "max_batch_size": cases.SAMPLES}
     options = {**clipping, **one_batch, "steps": 3}
     together = started.run(ranks, "train", context=context, wrapper=wrapper, **options)
@@ -109,10 +113,7 @@ def test_ranks_get_the_parameters_of_one_process(
     if context > 1 and "grad_sample_mode" in clipping:
         options = {**options, "grad_sample_mode": "instantiate"}
     alone = _single(**options)
-    for one in together:
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
-        np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
-        assert one["epsilon"] == alone["epsilon"]
+    assert_as_alone(together, alone)
 
 
 @pytest.mark.cases(1)
@@ -121,14 +122,11 @@ def test_ranks_get_the_parameters_of_one_process(
     ("ranks", "context", "wrapper"), [MESHES[i] for i in (0, 1, 2, 3, 4, 8, 9)]
 )
 def test_ranks_get_the_parameters_of_one_process_from_packed_documents(
-    started: _Started, ranks: int, context: int, wrapper: str, clipping: dict[str, str]
-) -> None:
+    started, ranks, context, wrapper, clipping
+):
     together = started.run(ranks, "train_packed", context=context, wrapper=wrapper, **clipping)
     alone = cases.train_packed(together=False, **clipping)
-    for one in together:
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
-        np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
-        assert one["epsilon"] == alone["epsilon"]
+    assert_as_alone(together, alone)
     # Each document is on the ranks of one context, and all have as many microbatches.
     count = sum(sum(one["documents"]) for one in together)
     assert count == context * sum(alone["documents"])
@@ -138,17 +136,12 @@ def test_ranks_get_the_parameters_of_one_process_from_packed_documents(
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "ghost"])
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
-def test_ranks_get_the_parameters_of_one_process_from_users(
-    started: _Started, wrapper: str, clipping: str
-) -> None:
+def test_ranks_get_the_parameters_of_one_process_from_users(started, wrapper, clipping):
     ways = {"grad_sample_mode": "ghost"} if clipping == "ghost" else {"clipping": clipping}
     options = {"users": 17, "batch_size": 8, "max_batch_size": 17, "sigma": 0.3, **ways}
     alone = cases.train(**options)
     together = started.run(2, "train", context=1, wrapper=wrapper, **options)
-    for one in together:
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
-        np.testing.assert_array_equal(one["parameters"], together[0]["parameters"])
-        assert one["epsilon"] == alone["epsilon"]
+    assert_as_alone(together, alone)
     # Each user is on one rank.
     assert sum(sum(one["sizes"]) for one in together) == sum(alone["sizes"])
     assert all(sum(one["sizes"]) for one in together)
@@ -190,9 +183,7 @@ MODELS = [
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("model", "context"), MODELS)
-def test_every_kind_of_model_trains_over_its_context(
-    started: _Started, model: dict[str, Any], context: dict[str, str]
-) -> None:
+def test_every_kind_of_model_trains_over_its_context(started, model, context):
     options = {"model": model, "clipping": "flat", "physical_batch_size": 2, "steps": 3}
     alone = cases.train(**options)
     for one in started.run(4, "train", context=2, **context, **options):
@@ -204,8 +195,8 @@ def test_every_kind_of_model_trains_over_its_context(
 @pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "plain"])
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_torchs_transformer_and_recurrent_layers_train_as_in_one_process(
-    started: _Started, clipping: dict[str, str], sharded: bool
-) -> None:
+    started, clipping, sharded
+):
     alone = layer_cases.train(**clipping)
     for one in started(2).run(layer_cases.__file__, "train", 2, sharded=sharded, **clipping):
         np.testing.assert_allclose(one, alone, rtol=0, atol=5e-7)
@@ -214,7 +205,7 @@ def test_torchs_transformer_and_recurrent_layers_train_as_in_one_process(
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.cases(0)
 @pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "plain"])
-def test_dora_trains_as_in_one_process(started: _Started, sharded: bool) -> None:
+def test_dora_trains_as_in_one_process(started, sharded):
     pytest.importorskip("peft")
     alone = layer_cases.train(kind="Adapted")
     start = layer_cases.train(kind="Adapted", max_grad_norm=1e-30)
@@ -224,55 +215,49 @@ def test_dora_trains_as_in_one_process(started: _Started, sharded: bool) -> None
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started: _Started) -> None:
+def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started):
     alone = layer_cases.train()
     for one in started(2).run(layer_cases.__file__, "train", 2, sharded=True, mixed=True):
         # Parameters change by up to 0.02, of which bfloat16 keeps 8 binary digits.
         assert 0 < np.abs(one - alone).max() <= 0.02 * 2**-8
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
-def test_accumulation_over_unequal_parts_is_one_step(started: _Started, wrapper: str) -> None:
-    options = {"physical_batch_size": 2, "clipping": "per_layer", "batch_size": 9}
-    together = started.run(2, "train", context=1, wrapper=wrapper, **options)
-    alone = _single(**options)
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("wrapper", "clipping", "ways"),
+    [(kind, "per_layer", {}) for kind in ("plain", "ddp", "fsdp")]
+    + [("ddp", "flat", {"no_sync": True})],
+    ids=["plain", "ddp", "fsdp", "no_sync"],
+)
+def test_accumulation_over_unequal_parts_is_one_step(started, wrapper, clipping, ways):
+    """`no_sync` of DistributedDataParallel is taken, and changes nothing."""
+    parts = {"physical_batch_size": 2, "clipping": clipping, "batch_size": 9}
+    together = started.run(2, "train", context=1, wrapper=wrapper, **parts, **ways)
     assert len({tuple(one["sizes"]) for one in together}) == 2  # the shares do differ
-    for one in together:
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
-
-
-def test_no_sync_is_taken_and_changes_nothing(started: _Started) -> None:
-    options = {"physical_batch_size": 2, "clipping": "flat", "batch_size": 9}
-    together = started.run(2, "train", context=1, wrapper="ddp", no_sync=True, **options)
-    alone = _single(**options)
-    np.testing.assert_allclose(together[0]["parameters"], alone["parameters"], rtol=0, atol=5e-7)
+    assert_as_alone(together, _single(**parts))
 
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
-def test_empty_batches_of_a_rank_neither_hang_nor_skew(started: _Started, wrapper: str) -> None:
+def test_empty_batches_of_a_rank_neither_hang_nor_skew(started, wrapper):
     # Of about one sample a draw, one of three ranks gets it, or none does.
     options = {"batch_size": 1, "steps": 8}
     together = started.run(3, "train", context=1, wrapper=wrapper, **options)
     alone = _single(**options)
     assert any(0 in one["sizes"] for one in together)
-    for one in together:
-        assert len(one["sizes"]) == 8
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
-        assert one["epsilon"] == alone["epsilon"]
+    assert_as_alone(together, alone)
+    assert all(len(one["sizes"]) == 8 for one in together)
 
 
-def test_batches_of_fixed_size_are_dealt_out_too(started: _Started) -> None:
+def test_batches_of_fixed_size_are_dealt_out_too(started):
     options = {"sampling": "fixed_size", "steps": 3}
     together = started.run(2, "train", context=1, **options)
     alone = _single(**options)
     assert [one["sizes"] for one in together] == [[3, 3, 3], [3, 3, 3]]
-    for one in together:
-        np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=5e-7)
+    assert_as_alone(together, alone)
 
 
-def test_the_ranks_shares_of_a_draw_are_the_draw(started: _Started) -> None:
+def test_the_ranks_shares_of_a_draw_are_the_draw(started):
     together = started.run(4, "shares", batch_size=7, physical_batch_size=2)
     draws = together[0][0]
     for own_draws, parts in together:
@@ -294,18 +279,11 @@ def test_the_ranks_shares_of_a_draw_are_the_draw(started: _Started) -> None:
 @pytest.mark.parametrize("order", ["before", "between"])
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
-    [
-        pytest.param(2, 1, "plain", id="data2"),
-        pytest.param(2, 1, "ddp", id="ddp2"),
-        pytest.param(2, 1, "fsdp", id="fsdp2"),
-        pytest.param(3, 1, "fsdp", id="fsdp3"),
-        pytest.param(2, 2, "plain", id="context2"),
-        pytest.param(4, 2, "ddp", id="ddp2xcontext2"),
-    ],
+    [MESHES[i] for i in (0, 1, 2, 5, 3, 8)],
 )
 def test_public_gradients_are_averaged_over_the_ranks_with_other_samples(
-    started: _Started, ranks: int, context: int, wrapper: str, order: str
-) -> None:
+    started, ranks, context, wrapper, order
+):
     alone = public_cases.train()
     together = started(ranks).run(
         public_cases.__file__, "train", ranks, context=context, wrapper=wrapper, order=order
@@ -323,30 +301,22 @@ def test_public_gradients_are_averaged_over_the_ranks_with_other_samples(
         ("context", "sharded over 2 ranks, of 1 with other samples and a context"),
     ],
 )
-def test_public_steps_that_do_not_fit_together_are_refused_on_all_ranks(
-    started: _Started, case: str, message: str
-) -> None:
+def test_public_steps_that_do_not_fit_together_are_refused_on_all_ranks(started, case, message):
     for said in started(2).run(public_cases.__file__, "refused", 2, case=case):
         assert message in said
 
 
 # Invariants across ranks (DESIGN 4.3)
 
-SENSITIVITY = [
-    pytest.param(2, 2, id="context2"),
-    pytest.param(3, 3, id="context3"),
-    pytest.param(4, 2, id="context2xdata2"),
-]
+CONTEXTS = pytest.mark.parametrize("ranks", [2, 3], ids=["context2", "context3"])
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("clipping", CLIPPINGS[:2] + CLIPPINGS[3:])
-@pytest.mark.parametrize(("ranks", "context"), SENSITIVITY[:2])
-def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(
-    started: _Started, ranks: int, context: int, clipping: dict[str, str]
-) -> None:
+@CONTEXTS
+def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(started, ranks, clipping):
     bound = 0.25
-    options = {"context": context, "bound": bound, "scale": 1e4, **clipping}
+    options = {"context": ranks, "bound": bound, "scale": 1e4, **clipping}
     full = started.run(ranks, "clipped_sums", **options)[0].astype(np.float64)
     for drop in range(4):
         less = started.run(ranks, "clipped_sums", drop=drop, **options)[0].astype(np.float64)
@@ -359,19 +329,12 @@ def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("ranks", "context"), SENSITIVITY[:2])
-def test_adding_the_squares_of_partial_norms_breaks_the_bound(
-    started: _Started, ranks: int, context: int
-) -> None:
+@CONTEXTS
+def test_adding_the_squares_of_partial_norms_breaks_the_bound(started, ranks):
     """A test of the test above: it must see what goes wrong where parts are normed."""
     bound = 0.25
-    options = {
-        "context": context,
-        "bound": bound,
-        "scale": 1e4,
-        "grad_sample_mode": "instantiate",
-        "broken": True,
-    }
+    options = {"context": ranks, "bound": bound, "scale": 1e4, "broken": True}
+    options["grad_sample_mode"] = "instantiate"
     full = started.run(ranks, "clipped_sums", **options)[0].astype(np.float64)
     moved = []
     for drop in range(4):
@@ -393,9 +356,7 @@ PACKED = [
 @pytest.mark.parametrize("options", PACKED, ids=lambda o: str(next(iter(o.values()))))
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_documents_that_cross_ranks_have_the_sums_of_one_process(
-    started: _Started, ranks: int, rows: int, options: dict[str, Any]
-) -> None:
+def test_documents_that_cross_ranks_have_the_sums_of_one_process(started, ranks, rows, options):
     """Some documents cross ranks, some have several rows, some are on one rank alone."""
     options = {**options, "rows": rows, "bound": 0.05}
     together = started.run(ranks, "packed_sums", context=ranks, **options)
@@ -412,8 +373,8 @@ def test_documents_that_cross_ranks_have_the_sums_of_one_process(
 @pytest.mark.parametrize("broken", [False, True], ids=["right", "squares"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_invariant_1_a_document_that_crosses_ranks_moves_the_sum_by_at_most_the_bound(
-    started: _Started, rows: int, broken: bool
-) -> None:
+    started, rows, broken
+):
     """With the squares of shards' norms added it moves by more: the test would see it."""
     options = {"context": 2, "rows": rows, "bound": 0.05, "grad_sample_mode": "instantiate"}
     options["broken"] = broken
@@ -429,25 +390,16 @@ def test_invariant_1_a_document_that_crosses_ranks_moves_the_sum_by_at_most_the_
         assert max(moved) <= 1 + 1e-6
 
 
-def test_invariant_6_a_sample_with_nan_on_one_rank_counts_nowhere(started: _Started) -> None:
+def test_invariant_6_a_sample_with_nan_on_one_rank_counts_nowhere(started):
     assert started.run(2, "uneven_losses") == ["1 True", "1 True"]
 
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
-    [
-        pytest.param(2, 1, "plain", id="data2"),
-        pytest.param(2, 1, "ddp", id="ddp2"),
-        pytest.param(2, 1, "fsdp", id="fsdp2"),
-        pytest.param(2, 2, "plain", id="context2"),
-        pytest.param(4, 2, "plain", id="data2xcontext2"),
-        pytest.param(4, 2, "fsdp2d", id="fsdp4xcontext2"),
-    ],
+    [MESHES[i] for i in (0, 1, 2, 3, 7, 10)],
 )
-def test_invariant_4_noise_is_added_once_whatever_the_ranks(
-    started: _Started, ranks: int, context: int, wrapper: str
-) -> None:
+def test_invariant_4_noise_is_added_once_whatever_the_ranks(started, ranks, context, wrapper):
     alone = cases.noise_of(context=0)["noise"]
     together = started.run(ranks, "noise_of", context=context, wrapper=wrapper)
     assert abs(float(alone.std()) - 1.0) < 0.02
@@ -460,16 +412,12 @@ def test_invariant_4_noise_is_added_once_whatever_the_ranks(
     ("ranks", "context", "wrapper"),
     [pytest.param(2, 1, "fsdp", id="fsdp2"), pytest.param(4, 2, "fsdp2d", id="fsdp4")],
 )
-def test_a_rank_draws_the_noise_of_its_own_rows_only(
-    started: _Started, ranks: int, context: int, wrapper: str
-) -> None:
+def test_a_rank_draws_the_noise_of_its_own_rows_only(started, ranks, context, wrapper):
     together = started.run(ranks, "noise_of", context=context, wrapper=wrapper)
     assert sum(one["drawn"] for one in together) == together[0]["noise"].size
 
 
-def test_invariant_10_the_first_rank_keeps_the_ledger_and_all_know_it(
-    started: _Started, tmp_path: Path
-) -> None:
+def test_invariant_10_the_first_rank_keeps_the_ledger_and_all_know_it(started, tmp_path):
     path = str(tmp_path / "ledger.jsonl")
     for one in started.run(2, "ledger_of", path=path):
         assert one["lines"] == 3
@@ -477,9 +425,7 @@ def test_invariant_10_the_first_rank_keeps_the_ledger_and_all_know_it(
     assert len(Path(path).read_bytes().splitlines()) == 3
 
 
-def test_invariant_10_no_rank_releases_where_the_ledger_fails(
-    started: _Started, tmp_path: Path
-) -> None:
+def test_invariant_10_no_rank_releases_where_the_ledger_fails(started, tmp_path):
     first, second = started.run(2, "failing_ledger", path=str(tmp_path / "ledger.jsonl"))
     assert first.startswith("True ledger")
     assert second.startswith("True the payment of a release failed on rank 0")
@@ -498,7 +444,7 @@ EXACT_MESHES = [
 ]
 
 
-def assert_same_bits(started: _Started, ranks: int, wrapper: str, options: dict[str, Any]) -> None:
+def assert_same_bits(started, ranks, wrapper, options):
     """Any ranks and microbatches release what one process does of the whole batch."""
     once = exact_cases.released(**options)
     for size in (None, 5, 2):
@@ -519,8 +465,8 @@ def assert_same_bits(started: _Started, ranks: int, wrapper: str, options: dict[
     ids=[f"{count}-{wrapper}-{kind['clipping']}" for count, wrapper, kind in EXACT_MESHES],
 )
 def test_a_release_has_the_same_bits_for_any_ranks_and_microbatches(
-    started: _Started, ranks: int, wrapper: str, clipping: dict[str, str]
-) -> None:
+    started, ranks, wrapper, clipping
+):
     """Of samples whose gradients have the same bits everywhere, as `exact_cases.Sum` has them."""
     assert_same_bits(started, ranks, wrapper, clipping)
 
@@ -529,9 +475,7 @@ def test_a_release_has_the_same_bits_for_any_ranks_and_microbatches(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_packed_documents_have_the_same_bits_for_any_ranks(
-    started: _Started, ranks: int, wrapper: str, clipping: str
-) -> None:
+def test_packed_documents_have_the_same_bits_for_any_ranks(started, ranks, wrapper, clipping):
     """Each rank packs other documents, and their microbatches are no multiple of the ranks."""
     file, options = exact_cases.__file__, {"clipping": clipping}
     once, alone = exact_cases.packed(**options)
@@ -544,7 +488,7 @@ def test_packed_documents_have_the_same_bits_for_any_ranks(
             np.testing.assert_array_equal(one, expected)
 
 
-def test_a_rank_without_a_document_takes_part_in_each_step(started: _Started) -> None:
+def test_a_rank_without_a_document_takes_part_in_each_step(started):
     options = {"documents": 2, "steps": 4}
     once, _ = exact_cases.packed(**options)
     file = exact_cases.__file__
@@ -556,21 +500,19 @@ def test_a_rank_without_a_document_takes_part_in_each_step(started: _Started) ->
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("ranks", "wrapper"), [(0, "plain"), (4, "plain"), (4, "fsdp")])
 def test_sums_of_integers_have_the_same_bits_for_any_ranks_and_microbatches(
-    started: _Started, ranks: int, wrapper: str
-) -> None:
+    started, ranks, wrapper
+):
     """A test of the test above: without clipping and noise any sum of these samples is exact."""
     options = {"sigma": 0.0, "bound": 2.0**20, "clipping": "per_layer"}
     assert_same_bits(started, ranks, wrapper, options)
 
 
-def test_ranks_start_from_the_first_ones_parameters(started: _Started) -> None:
+def test_ranks_start_from_the_first_ones_parameters(started):
     first, second = started.run(2, "unequal_start")
     np.testing.assert_array_equal(first, second)
 
 
-def test_the_first_ones_tensors_arrive_whatever_their_dtype_and_strides(
-    started: _Started,
-) -> None:
+def test_the_first_ones_tensors_arrive_whatever_their_dtype_and_strides(started):
     first, second = started.run(2, "odd_start")
     assert set(first) == {
         f"0.{x}" for x in ("weight", "bias", "flags", "narrow", "count", "nothing")
@@ -580,9 +522,7 @@ def test_the_first_ones_tensors_arrive_whatever_their_dtype_and_strides(
     assert first["0.count"] == 0
 
 
-def test_a_detached_wrapper_means_gradients_again_and_can_be_made_private_again(
-    started: _Started,
-) -> None:
+def test_a_detached_wrapper_means_gradients_again_and_can_be_made_private_again(started):
     for one in started.run(2, "after_detach"):
         assert one["error"] < 1e-6
         # A mean over ranks in place of their sum would halve it.
@@ -613,7 +553,7 @@ REFUSED = {
 }
 
 
-def test_what_ranks_cannot_do_together_is_refused_by_name_on_all(started: _Started) -> None:
+def test_what_ranks_cannot_do_together_is_refused_by_name_on_all(started):
     for said in started.run(2, "refusals"):
         assert set(said) == set(REFUSED)
         for name, expected in REFUSED.items():
@@ -621,14 +561,14 @@ def test_what_ranks_cannot_do_together_is_refused_by_name_on_all(started: _Start
             assert "Error" in said[name]
 
 
-def test_ranks_at_different_draws_are_refused(started: _Started) -> None:
+def test_ranks_at_different_draws_are_refused(started):
     for failure in started.gather(2, "differing_draws"):
         assert (
             "draw differs between ranks (rank 0 has (0, 0), rank 1 has (0, 1))" in failure.message
         )
 
 
-def test_batch_memory_manager_beside_other_ranks_is_refused(started: _Started) -> None:
+def test_batch_memory_manager_beside_other_ranks_is_refused(started):
     for said in started.run(2, "signalled"):
         assert "physical_batch_size" in said
 
@@ -642,9 +582,7 @@ TOGETHER = [
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("options", TOGETHER)
-def test_ranks_prove_a_model_together_and_it_changes_no_bit(
-    started: _Started, options: dict[str, Any]
-) -> None:
+def test_ranks_prove_a_model_together_and_it_changes_no_bit(started, options):
     found = started.run(2, "proven", steps=6, **options)
     expected = started.run(2, "proven", steps=6, verify=False, **options)
     for one, other in zip(found, expected, strict=True):
@@ -670,9 +608,7 @@ APART = [
 
 
 @pytest.mark.parametrize(("breaks", "said", "options"), APART)
-def test_what_one_rank_refuses_all_refuse_whose_gradients_meet(
-    started: _Started, breaks: str, said: str, options: dict[str, Any]
-) -> None:
+def test_what_one_rank_refuses_all_refuse_whose_gradients_meet(started, breaks, said, options):
     for found in started.run(2, "proven", breaks=breaks, **options):
         assert found["refused"] is not None and said in found["refused"]
         assert "RankError" not in found["refused"]

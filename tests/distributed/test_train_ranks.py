@@ -57,7 +57,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     rng = random.Random(0)
     for number in range(50):
@@ -67,26 +67,26 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(data, tmp_path_factory):
     """The run of one process."""
     out = tmp_path_factory.mktemp("whole") / "out"
     TrainingRun.start(TrainingConfig(**config(data)), out).run()
     return out
 
 
-def config(data: Path, **changes: Any) -> dict[str, Any]:
+def config(data, **changes):
     return {"data": str(data), **TINY, **changes}
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return torch.load(folder / "model.pt", weights_only=True)
 
 
-def report_of(folder: Path) -> dict[str, Any]:
+def report_of(folder):
     return json.loads((folder / "report.json").read_text())
 
 
-def assert_same_run(out: Path, whole: Path, *, baseline: bool = True) -> None:
+def assert_same_run(out, whole, *, baseline=True):
     """Two folders hold one run, but for rounding."""
     ours, theirs = weights(out), weights(whole)
     assert ours.keys() == theirs.keys()
@@ -115,9 +115,7 @@ WRITTEN += ("report.json", "training.png")
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("sharing", WAYS)
-def test_ranks_train_what_one_process_trains(
-    sharing: str, world: Any, data: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_ranks_train_what_one_process_trains(sharing, world, data, whole, tmp_path):
     out, parallel = tmp_path / "out", WAYS[sharing]
     done = world.run(CASES, "train", 4, out=str(out), parallel=parallel, config=config(data))
     sharded = parallel.get("shard_parameters", False)
@@ -139,9 +137,7 @@ def test_ranks_train_what_one_process_trains(
 
 
 @pytest.mark.cases(0)
-def test_ranks_train_what_one_process_trains_on_packed_documents(
-    world: Any, data: Path, tmp_path: Path
-) -> None:
+def test_ranks_train_what_one_process_trains_on_packed_documents(world, data, tmp_path):
     packed = config(data, pack=True, steps=2, checkpoint_every=2)
     TrainingRun.start(TrainingConfig(**packed), tmp_path / "whole").run()
     out, parallel = tmp_path / "out", {"context_parallel": 2}
@@ -160,9 +156,7 @@ def test_ranks_train_what_one_process_trains_on_packed_documents(
         ("sharded", "2x2 ring"),
     ],
 )
-def test_a_run_goes_on_with_other_ranks(
-    first: str | None, then: str | None, world: Any, data: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_other_ranks(first, then, world, data, whole, tmp_path):
     out = tmp_path / "out"
     if first is None:
         job = TrainingRun.start(TrainingConfig(**config(data)), out)
@@ -195,9 +189,7 @@ def test_a_run_goes_on_with_other_ranks(
 
 
 @pytest.mark.cases(0)
-def test_the_non_private_run_goes_on_with_other_ranks(
-    world: Any, data: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_the_non_private_run_goes_on_with_other_ranks(world, data, whole, tmp_path):
     out = tmp_path / "out"
     job = TrainingRun.start(TrainingConfig(**config(data)), out)
     with pytest.raises(Interrupted):
@@ -210,9 +202,7 @@ def test_the_non_private_run_goes_on_with_other_ranks(
 
 
 @pytest.mark.cases(0)
-def test_a_checkpoint_that_was_to_be_removed_does_not_come_back(
-    world: Any, data: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_was_to_be_removed_does_not_come_back(world, data, whole, tmp_path):
     """As where a process dies between writing one checkpoint and removing the other."""
     out = tmp_path / "out"
     job = TrainingRun.start(TrainingConfig(**config(data)), out)
@@ -229,7 +219,7 @@ def test_a_checkpoint_that_was_to_be_removed_does_not_come_back(
     assert [path.name for path in out.glob("checkpoint*")] == ["checkpoint.pt"]
 
 
-def test_max_epsilon_ends_all_ranks_at_one_step(world: Any, data: Path, tmp_path: Path) -> None:
+def test_max_epsilon_ends_all_ranks_at_one_step(world, data, tmp_path):
     plain = TrainingConfig(**config(data))
     accountant = RDPAccountant()
     accountant.history = [(2.0, 6 / len(Corpus.read(plain).train), 4)]
@@ -248,9 +238,7 @@ def test_max_epsilon_ends_all_ranks_at_one_step(world: Any, data: Path, tmp_path
     assert done[0]["epsilon"] == pytest.approx(limit, rel=1e-12)
 
 
-def test_without_a_seed_ranks_share_keys_that_no_other_run_has(
-    world: Any, data: Path, tmp_path: Path
-) -> None:
+def test_without_a_seed_ranks_share_keys_that_no_other_run_has(world, data, tmp_path):
     runs = []
     for name in ("a", "b"):
         runs.append(
@@ -273,9 +261,7 @@ def test_without_a_seed_ranks_share_keys_that_no_other_run_has(
     assert not np.array_equal(a["parameters"][name], b["parameters"][name])
 
 
-def test_ranks_with_other_documents_or_numbers_are_told_so(
-    world: Any, data: Path, tmp_path: Path
-) -> None:
+def test_ranks_with_other_documents_or_numbers_are_told_so(world, data, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(data, other)
     (other / "poem-3.txt").write_text("another one")
@@ -321,14 +307,8 @@ ENVIRONMENT = {
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_cannot_be_shared_is_refused_by_name(
-    ranks: int | str | None,
-    words: list[str],
-    named: str,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    ranks, words, named, data, tmp_path, monkeypatch, capsys
+):
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     if ranks is not None:
@@ -343,9 +323,7 @@ def test_what_cannot_be_shared_is_refused_by_name(
     assert not out.exists()
 
 
-def test_an_environment_that_lacks_something_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_environment_that_lacks_something_is_refused(monkeypatch, capsys):
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -355,9 +333,7 @@ def test_an_environment_that_lacks_something_is_refused(
     assert "without LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in error and "torchrun" in error
 
 
-def test_what_only_another_rank_finds_wrong_is_told_by_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_only_another_rank_finds_wrong_is_told_by_it(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value in {**ENVIRONMENT, "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -369,7 +345,7 @@ def test_what_only_another_rank_finds_wrong_is_told_by_it(
     assert waited and waited[0] >= 5
 
 
-def torchrun(ranks: int, words: list[str]) -> subprocess.Popen[str]:
+def torchrun(ranks, words):
     # Not by `torchrun`: its process would not be the one whose children are the ranks.
     return subprocess.Popen(
         [
@@ -384,20 +360,20 @@ def torchrun(ranks: int, words: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def options(data: Path, out: Path, **changes: Any) -> list[str]:
+def options(data, out, **changes):
     words = ["train", "--data", str(data), "--out", str(out)]
     for name, value in {**TINY, **changes}.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     """Processes that a process has started, the earliest first."""
     listed = Path(f"/proc/{pid}/task/{pid}/children")
     return [int(word) for word in listed.read_text().split()]
 
 
-def after_releases(process: subprocess.Popen[str], ledger: Path, lines: int) -> None:
+def after_releases(process, ledger, lines):
     """Returns once that many releases are in a ledger."""
     deadline = time.monotonic() + 120
     while not ledger.exists() or ledger.read_bytes().count(b"\n") < lines:
@@ -424,8 +400,8 @@ linux_only = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="ne
     ids=["2", "2x2"],
 )
 def test_torchrun_trains_what_one_process_trains_and_one_rank_prints(
-    ranks: int, words: list[str], data: Path, whole: Path, tmp_path: Path
-) -> None:
+    ranks, words, data, whole, tmp_path
+):
     out = tmp_path / "out"
     process = torchrun(ranks, [*options(data, out), *words])
     shown, _ = process.communicate(timeout=120)
@@ -436,7 +412,7 @@ def test_torchrun_trains_what_one_process_trains_and_one_rank_prints(
 
 
 @pytest.mark.cases(0)
-def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data: Path, tmp_path: Path) -> None:
+def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data, tmp_path):
     out = tmp_path / "out"
     process = torchrun(2, options(data, out, clipping="sideways"))
     shown, _ = process.communicate(timeout=120)
@@ -447,9 +423,7 @@ def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data: Path, tmp_pa
 @pytest.mark.cases(0)
 @linux_only
 @pytest.mark.parametrize(("victim", "every"), [(0, 1000), (1, 3)])
-def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(
-    victim: int, every: int, data: Path, tmp_path: Path
-) -> None:
+def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(victim, every, data, tmp_path):
     out = tmp_path / "out"
     words = options(data, out, steps=200, checkpoint_every=every)
     words += ["--context-parallel", "2", "--no-baseline", "--rank-timeout", "20"]
@@ -482,7 +456,7 @@ def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(
 
 @pytest.mark.cases(0)
 @linux_only
-def test_a_signal_to_one_rank_stops_all_after_the_step(data: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_step(data, tmp_path):
     out = tmp_path / "out"
     words = [*options(data, out, steps=200, checkpoint_every=1000), "--no-baseline"]
     process = torchrun(2, words)

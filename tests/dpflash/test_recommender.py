@@ -1,8 +1,6 @@
 """dpflash.recommend, on figures whose law is known."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from dpflash.bench.attention import build_pattern
 from dpflash.bench.quality import contestants
 from dpflash.bench.variants import VARIANTS
 from dpflash.clipping.device_speed import cpu_model
-from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
-from dpflash.recommender import Recommendation
+from dpflash.patterns import BlockSparse, Dense, Dilated, SlidingWindow
 
 HERE = f"CPU {cpu_model()}"
 DENSE, WINDOW = Dense(causal=True), SlidingWindow(window=256, causal=True)
@@ -22,9 +19,7 @@ MIB = 2**20
 _ENVIRONMENT = {"device": HERE, "threads": 1, "date": "2026-11-22", "torch": "2.13.0"}
 
 
-def _row(
-    pattern: Pattern, tokens: int, ms: float | None, mib: float | None, **config: Any
-) -> dict:
+def _row(pattern, tokens, ms, mib, **config):
     shape = {"tokens": tokens, "batch": 1, "heads": 8, "head_dim": 64, "dtype": "float32"}
     variant = {"variant": type(pattern).__name__, "direction": "forward+backward"}
     return {
@@ -37,7 +32,7 @@ def _row(
     }
 
 
-def _rows(*lengths: int) -> list[dict]:
+def _rows(*lengths):
     """Dense: pairs / 1024^2 ms; a window: 16 times that; T / 64 and T / 32 MiB."""
     return [
         row
@@ -49,11 +44,11 @@ def _rows(*lengths: int) -> list[dict]:
     ]
 
 
-def _wide(window: int = 1024) -> Pattern:
+def _wide(window=1024):
     return SlidingWindow(window=window, causal=True)
 
 
-def _quality(pattern: Pattern, difference: float, **columns: Any) -> dict:
+def _quality(pattern, difference, **columns):
     return {
         "section": "quality",
         "pattern_key": pattern.key,
@@ -66,17 +61,17 @@ def _quality(pattern: Pattern, difference: float, **columns: Any) -> dict:
     }
 
 
-def _file(folder: Path, rows: list[dict], name: str = "variants", **environment: Any) -> Path:
+def _file(folder, rows, name="variants", **environment):
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"environment": {**_ENVIRONMENT, **environment}, "rows": rows}))
     return path
 
 
-def _recommend(results: Path, tokens: int, **options: Any) -> Recommendation:
+def _recommend(results, tokens, **options):
     return dpflash.recommend(tokens, **{"results": results, "device": "cpu", **options})
 
 
-def test_the_fastest_pattern_changes_with_the_number_of_tokens(tmp_path: Path) -> None:
+def test_the_fastest_pattern_changes_with_the_number_of_tokens(tmp_path):
     _file(tmp_path, _rows(1024, 4096, 16384))
     short, long = (_recommend(tmp_path, tokens) for tokens in (1024, 16384))
     assert (short.pattern, long.pattern) == (DENSE, WINDOW)
@@ -88,7 +83,7 @@ def test_the_fastest_pattern_changes_with_the_number_of_tokens(tmp_path: Path) -
     assert dpflash.attention(q, q, q, pattern=long.pattern).shape == q.shape
 
 
-def test_what_was_not_measured_is_refused_with_what_was(tmp_path: Path) -> None:
+def test_what_was_not_measured_is_refused_with_what_was(tmp_path):
     _file(tmp_path, _rows(1024, 16384))
     for tokens in (1023, 2048, 65536):
         message = rf"tokens={tokens}, .*tokens=\[1024, 16384\] with .*\[512\].*attention --out DIR"
@@ -103,9 +98,7 @@ def test_what_was_not_measured_is_refused_with_what_was(tmp_path: Path) -> None:
         _recommend(tmp_path, 1024, patterns=[BlockSparse])
 
 
-def test_figures_of_another_device_are_given_only_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_of_another_device_are_given_only_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     _file(tmp_path, [_row(WINDOW, 1024, 1e-3, 1.0, dtype="bfloat16")], device="NVIDIA H200")
     for device in ("cpu", "cuda"):
@@ -120,14 +113,14 @@ def test_figures_of_another_device_are_given_only_by_its_name(
     assert _recommend(tmp_path, 1024, device=None).pattern == WINDOW
 
 
-def test_of_equal_rows_those_of_a_full_run_and_then_the_latest_count(tmp_path: Path) -> None:
+def test_of_equal_rows_those_of_a_full_run_and_then_the_latest_count(tmp_path):
     _file(tmp_path, [_row(DENSE, 1024, 3.0, 1.0)], name="old")
     _file(tmp_path, [_row(DENSE, 1024, 2.0, 1.0)], name="new", date="2026-11-23")
     _file(tmp_path, [_row(DENSE, 1024, 1.0, 1.0)], name="quick", date="2026-11-24", quick=True)
     assert _recommend(tmp_path, 1024).chosen.expected_ms == 2.0
 
 
-def test_time_and_memory_are_scaled_with_heads_and_batch(tmp_path: Path) -> None:
+def test_time_and_memory_are_scaled_with_heads_and_batch(tmp_path):
     _file(tmp_path, [_row(DENSE, 1024, 8.0, 64.0, batch=2)])
     found = _recommend(tmp_path, 1024, heads=4).chosen
     assert (found.expected_ms, found.expected_peak_mib) == (2.0, 16.0)
@@ -135,7 +128,7 @@ def test_time_and_memory_are_scaled_with_heads_and_batch(tmp_path: Path) -> None
     assert _recommend(tmp_path, 1024, heads=3).chosen.expected_ms == 5.0
 
 
-def test_the_fastest_within_the_memory_is_chosen(tmp_path: Path) -> None:
+def test_the_fastest_within_the_memory_is_chosen(tmp_path):
     _file(tmp_path, _rows(1024, 16384))
     assert _recommend(tmp_path, 16384, memory=512 * MIB).variant == "SlidingWindow"
     found = _recommend(tmp_path, 16384, memory=511 * MIB)
@@ -146,13 +139,13 @@ def test_the_fastest_within_the_memory_is_chosen(tmp_path: Path) -> None:
         _recommend(tmp_path, 1024, memory=MIB)
 
 
-def test_a_pattern_of_unknown_memory_fits_no_limit(tmp_path: Path) -> None:
+def test_a_pattern_of_unknown_memory_fits_no_limit(tmp_path):
     _file(tmp_path, [_row(WINDOW, 1024, 0.1, None), *_rows(1024)[:1]])
     assert _recommend(tmp_path, 1024).variant == "SlidingWindow"
     assert _recommend(tmp_path, 1024, memory=2**40).variant == "Dense"
 
 
-def test_a_pattern_that_does_not_reach_all_is_left_out_and_named(tmp_path: Path) -> None:
+def test_a_pattern_that_does_not_reach_all_is_left_out_and_named(tmp_path):
     alone = BlockSparse(block_size=128, local_blocks=0, causal=True)
     parts = Dilated(segment_lengths=(1024,), dilation_rates=(1,), causal=True)
     apart = [_row(alone, 2048, 1e-3, 1.0), _row(parts, 2048, 1e-3, 1.0)]
@@ -165,14 +158,14 @@ def test_a_pattern_that_does_not_reach_all_is_left_out_and_named(tmp_path: Path)
         _recommend(tmp_path, 2048)
 
 
-def test_a_pattern_without_a_variant_is_named_by_its_arguments(tmp_path: Path) -> None:
+def test_a_pattern_without_a_variant_is_named_by_its_arguments(tmp_path):
     row = _row(BlockSparse(block_size=64, global_blocks=1, causal=True), 1024, 1.0, 1.0)
     del row["config"]["variant"]
     _file(tmp_path, [row])
     assert _recommend(tmp_path, 1024).variant == "BlockSparse(block_size=64, global_blocks=1)"
 
 
-def test_the_loss_of_the_same_pattern_scaled_with_t_is_shown(tmp_path: Path) -> None:
+def test_the_loss_of_the_same_pattern_scaled_with_t_is_shown(tmp_path):
     losses = [_quality(DENSE, -0.03), _quality(_wide(17), 0.5), _quality(_wide(16), -0.2)]
     _file(tmp_path, [*_rows(1024, 4096, 16384), *losses])
     found = _recommend(tmp_path, 16384)
@@ -190,17 +183,13 @@ def test_the_loss_of_the_same_pattern_scaled_with_t_is_shown(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "changes", [{"baseline": None}, {"baseline": "dense, private"}, {"quick": True}], ids=str
 )
-def test_losses_of_private_models_and_of_quick_runs_are_not_used(
-    tmp_path: Path, changes: dict
-) -> None:
+def test_losses_of_private_models_and_of_quick_runs_are_not_used(tmp_path, changes):
     quick = changes.pop("quick", False)
     _file(tmp_path, [*_rows(16384), _quality(_wide(16), -0.2, **changes)], quick=quick)
     assert _recommend(tmp_path, 16384).chosen.quality is None
 
 
-def test_a_pattern_with_a_greater_loss_than_dense_is_chosen_only_if_no_other_fits(
-    tmp_path: Path,
-) -> None:
+def test_a_pattern_with_a_greater_loss_than_dense_is_chosen_only_if_no_other_fits(tmp_path):
     rows = [_row(DENSE, 16384, 100.0, 512.0), _row(WINDOW, 16384, 1.0, 4.0)]
     _file(tmp_path, [*rows, _quality(_wide(16), 0.02)])
     found = _recommend(tmp_path, 16384)
@@ -209,13 +198,13 @@ def test_a_pattern_with_a_greater_loss_than_dense_is_chosen_only_if_no_other_fit
     assert _recommend(tmp_path, 16384, memory=16 * MIB).pattern == WINDOW
 
 
-def test_no_shipped_figure_recommends_a_greater_loss_than_dense() -> None:
+def test_no_shipped_figure_recommends_a_greater_loss_than_dense():
     for device in ("CPU AMD EPYC", "CPU Intel(R) Xeon(R) Processor"):
         for tokens in (1024, 4096, 8192, 16384):
             assert not dpflash.recommend(tokens, device=device).chosen.is_worse
 
 
-def test_what_the_suite_trains_has_losses_for_what_the_suites_time(tmp_path: Path) -> None:
+def test_what_the_suite_trains_has_losses_for_what_the_suites_time(tmp_path):
     trained = [
         _quality(one.pattern, 0.1, config={"tokens": 512})
         for one in contestants(512)
@@ -232,8 +221,8 @@ def test_what_the_suite_trains_has_losses_for_what_the_suites_time(tmp_path: Pat
 
 @pytest.mark.parametrize(("ms", "is_chosen"), [(10.4, True), (10.6, False)])
 def test_of_those_within_5_percent_the_one_that_sees_most_and_fits_is_chosen(
-    tmp_path: Path, ms: float, is_chosen: bool
-) -> None:
+    tmp_path, ms, is_chosen
+):
     _file(tmp_path, [_row(WINDOW, 16384, 10.0, 1.0), _row(_wide(), 16384, ms, 99.0)])
     found = _recommend(tmp_path, 16384)
     assert (found.pattern == _wide()) == is_chosen and len(found.alternatives) == 1
@@ -260,14 +249,12 @@ def test_of_those_within_5_percent_the_one_that_sees_most_and_fits_is_chosen(
         ({"patterns": [int]}, r"patterns=\[<class 'int'>\]: .*pass some, such as"),
     ],
 )
-def test_a_refusal_names_the_argument(options: dict[str, Any], message: str) -> None:
+def test_a_refusal_names_the_argument(options, message):
     with pytest.raises(ValueError, match=message):
         dpflash.recommend(**{"tokens": 1024, "results": [], **options})
 
 
-def test_the_shipped_table_gives_the_answers_of_the_files_it_is_made_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shipped_table_gives_the_answers_of_the_files_it_is_made_from(tmp_path, monkeypatch):
     wrong = {**_row(_wide(), 16384, 1e-3, 1.0), "correct": False}
     rows = [*_rows(1024, 16384), wrong, _quality(_wide(16), -0.2)]
     table = recommender.shipped_table([_file(tmp_path, rows)])
@@ -277,7 +264,7 @@ def test_the_shipped_table_gives_the_answers_of_the_files_it_is_made_from(
     assert str(dpflash.recommend(16384, device="cpu")) == str(_recommend(tmp_path, 16384))
 
 
-def test_rows_that_are_wrong_untimed_or_of_another_kind_do_not_count(tmp_path: Path) -> None:
+def test_rows_that_are_wrong_untimed_or_of_another_kind_do_not_count(tmp_path):
     wrong = {**_row(WINDOW, 1024, 1e-3, 1.0), "correct": False}
     peer = {**_row(WINDOW, 1024, 1e-3, 1.0), "operator": "sdpa-flash"}
     untimed, other = _row(WINDOW, 1024, None, 1.0), {"name": "step", "median_ms": 1e-3}

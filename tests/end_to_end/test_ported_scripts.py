@@ -27,26 +27,26 @@ DELTA, BOUND, SIGMA, ENTRIES, BATCH = 1e-3, 0.5, 1.2, 48, 12
 VOCABULARY, TOKENS = 20, 6
 
 
-def images() -> TensorDataset:
+def images():
     return TensorDataset(torch.randn(ENTRIES, 1, 8, 8), torch.randint(0, 4, (ENTRIES,)))
 
 
-def texts() -> TensorDataset:
+def texts():
     tokens = torch.randint(1, VOCABULARY, (ENTRIES, TOKENS))
     return TensorDataset(tokens, torch.randint(0, 3, (ENTRIES,)))
 
 
-def ragged() -> list[tuple[torch.Tensor, int]]:
+def ragged():
     lengths = torch.randint(2, TOKENS + 1, (ENTRIES,)).tolist()
     return [(torch.randint(1, VOCABULARY, (n,)), i % 3) for i, n in enumerate(lengths)]
 
 
-def notes() -> list[dict[str, torch.Tensor]]:
+def notes():
     tokens = torch.randint(1, VOCABULARY, (ENTRIES, TOKENS))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def convolutions() -> nn.Module:
+def convolutions():
     """The MNIST example."""
     return nn.Sequential(
         *(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3)),
@@ -57,17 +57,17 @@ def convolutions() -> nn.Module:
 class Residual(nn.Module):
     """The CIFAR-10 example: a network with BatchNorm, which becomes GroupNorm."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
         self.block, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = F.relu(self.norm(self.stem(x)))
         return self.head((x + self.block(x)).mean((2, 3)))
 
 
-def residual() -> nn.Module:
+def residual():
     with pytest.warns(UserWarning, match="GroupNorm"):
         return dpflash.PrivacyEngine.get_compatible_module(Residual())
 
@@ -75,12 +75,12 @@ def residual() -> nn.Module:
 class Sentences(nn.Module):
     """The IMDB example: the mean of embeddings, here over the real tokens alone."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         real = (tokens != 0)[..., None]
         return self.layers((self.embedding(tokens) * real).sum(1) / real.sum(1).clamp(min=1))
 
@@ -88,16 +88,16 @@ class Sentences(nn.Module):
 class Names(nn.Module):
     """The character example: torch's LSTM in place of DPLSTM."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 6)
         self.lstm, self.head = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         return self.head(self.lstm(self.embedding(tokens))[0][:, -1])
 
 
-def bert() -> nn.Module:
+def bert():
     """The text classification tutorial: the last layers of an encoder are trained."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16}
     config = transformers.BertConfig(
@@ -110,14 +110,14 @@ def bert() -> nn.Module:
     return model
 
 
-def llama() -> nn.Module:
+def llama():
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16}
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
     )
 
 
-def lora() -> nn.Module:
+def lora():
     """The LoRA notebook."""
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
     model = peft.get_peft_model(llama(), config)
@@ -127,39 +127,39 @@ def lora() -> nn.Module:
     return model
 
 
-def regression() -> nn.Module:
+def regression():
     """The hospital example of federated learning: a table of numbers."""
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def table() -> TensorDataset:
+def table():
     return TensorDataset(torch.randn(ENTRIES, 5), torch.randn(ENTRIES, 1))
 
 
-def of_classes(model: nn.Module, batch: Any) -> torch.Tensor:
+def of_classes(model, batch):
     outputs = model(batch[0])
     return dpflash.losses.cross_entropy(getattr(outputs, "logits", outputs), batch[1])
 
 
-def of_numbers(model: nn.Module, batch: Any) -> torch.Tensor:
+def of_numbers(model, batch):
     return dpflash.losses.mse(model(batch[0]), batch[1])
 
 
-def of_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
+def of_tokens(model, batch):
     return dpflash.losses.causal_lm(model(input_ids=batch["input_ids"]).logits, batch["labels"])
 
 
 Epoch = Callable[..., None]
 
 
-def loop(engine: Any, model: Any, optimizer: Any, loader: Any, losses: Any) -> None:
+def loop(engine, model, optimizer, loader, losses):
     for batch in loader:
         engine.backward(losses(model, batch))
         optimizer.step()
         optimizer.zero_grad()
 
 
-def declared(engine: Any, model: Any, optimizer: Any, loader: Any, losses: Any) -> None:
+def declared(engine, model, optimizer, loader, losses):
     """`criterion(model(x), y)` stays a mean, and `loss.backward()` stays."""
     for batch in loader:
         losses(model, batch).mean().backward()
@@ -167,7 +167,7 @@ def declared(engine: Any, model: Any, optimizer: Any, loader: Any, losses: Any) 
         optimizer.zero_grad()
 
 
-def managed(engine: Any, model: Any, optimizer: Any, loader: Any, losses: Any) -> None:
+def managed(engine, model, optimizer, loader, losses):
     """With Opacus' BatchMemoryManager."""
     from opacus.utils.batch_memory_manager import BatchMemoryManager
 
@@ -177,7 +177,7 @@ def managed(engine: Any, model: Any, optimizer: Any, loader: Any, losses: Any) -
         loop(engine, model, optimizer, small, losses)
 
 
-def scheduled(engine: Any, model: Any, optimizer: Any, loader: Any, losses: Any) -> None:
+def scheduled(engine, model, optimizer, loader, losses):
     """The learning rate follows releases, not microbatches."""
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     before, rate = optimizer.releases, optimizer.param_groups[0]["lr"]
@@ -219,11 +219,11 @@ SCRIPTS = {
 }
 
 
-def collate_for(script: Script) -> Any:
+def collate_for(script):
     return script.collate or (lambda rows: torch.utils.data.default_collate(rows))
 
 
-def prepared(script: Script, *, noise: float, ledger: Any = None) -> tuple[Any, ...]:
+def prepared(script, *, noise, ledger=None):
     torch.manual_seed(0)
     model, data = script.model(), script.data()
     plain = copy.deepcopy(model)
@@ -240,7 +240,7 @@ def prepared(script: Script, *, noise: float, ledger: Any = None) -> tuple[Any, 
     return plain, engine, *parts
 
 
-def dp_epsilon(releases: int, noise: float = SIGMA) -> float:
+def dp_epsilon(releases, noise=SIGMA):
     """Epsilon of so many releases by Google's accountant."""
     event = dp_accounting.PoissonSampledDpEvent(
         BATCH / ENTRIES, dp_accounting.GaussianDpEvent(noise)
@@ -249,13 +249,13 @@ def dp_epsilon(releases: int, noise: float = SIGMA) -> float:
     return float(accountant.compose(event, releases).get_epsilon(DELTA))
 
 
-def rows_of(batch: Any, rows: list[int]) -> list[Any]:
+def rows_of(batch, rows):
     if isinstance(batch, dict):
         return [{name: value[i : i + 1] for name, value in batch.items()} for i in rows]
     return [[value[i : i + 1] for value in batch] for i in rows]
 
 
-def loop_over_samples(script: Script, plain: nn.Module, batches: list[Any]) -> list[torch.Tensor]:
+def loop_over_samples(script, plain, batches):
     """The clipped sum of the first draw, sample by sample, over the expected batch size."""
     trained = [p for p in plain.parameters() if p.requires_grad]
     layers = [list(m.parameters(recurse=False)) for m in plain.modules()]
@@ -294,7 +294,7 @@ def test_a_ported_script_spends_dp_accountings_epsilon_and_releases_a_loops_grad
     class FirstDraw(Exception):
         pass
 
-    def noted(made: nn.Module, batch: Any) -> torch.Tensor:
+    def noted(made, batch):
         if optimizer.releases:
             raise FirstDraw
         if script.epoch is managed:

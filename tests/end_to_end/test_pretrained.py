@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ POSITIONS = 48
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     """A tiny Llama with a tokenizer of single bytes."""
     folder = tmp_path_factory.mktemp("base") / "llama"
     level = tokenizers.pre_tokenizers.ByteLevel
@@ -59,8 +58,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("lora_rank", [2, None])
 def test_a_pretrained_model_trains_on_packed_documents_and_goes_on(
-    llama: Path, notes: Path, tmp_path: Path, lora_rank: int | None
-) -> None:
+    llama, notes, tmp_path, lora_rank
+):
     config = TrainingConfig(
         **{"data": str(notes), "unit": "record", "model": str(llama), "lora_rank": lora_rank},
         **{"pack": True, "seq_len": 40, "physical_batch_size": 2, "batch_size": 6},
@@ -77,14 +76,14 @@ def test_a_pretrained_model_trains_on_packed_documents_and_goes_on(
 
 
 @pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def notes(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "notes.jsonl"
     records = ({"text": f"note {i}: the fever is {36 + i % 5}"} for i in range(60))
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
-def options(llama: Path, notes: Path, out: Path, /, **changes: Any) -> list[str]:
+def options(llama, notes, out, /, **changes):
     words = ["train", "--model", str(llama), "--data", str(notes), "--unit", "record"]
     words += ["--batch-size", "6", "--accountant", "rdp", "--delta", "1e-3", "--out", str(out)]
     for name, value in changes.items():
@@ -92,7 +91,7 @@ def options(llama: Path, notes: Path, out: Path, /, **changes: Any) -> list[str]
     return words
 
 
-def killed_after(releases: int, words: list[str], ledger: Path) -> None:
+def killed_after(releases, words, ledger):
     """Run the command in another process, and kill it once it has made so many releases."""
     process = FORKED.Process(target=main, args=(words,))
     process.start()
@@ -117,8 +116,8 @@ print(made[0].tolist())
 
 
 def test_lora_is_trained_killed_resumed_exported_loaded_and_generates(
-    llama: Path, notes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    llama, notes, tmp_path, capsys
+):
     run, out = tmp_path / "run", tmp_path / "out"
     sizes = {"lora_rank": 4, "steps": 8, "checkpoint_every": 2, "learning_rate": 0.05}
     killed_after(3, options(llama, notes, run, **sizes), run / "ledger.jsonl")
@@ -162,8 +161,8 @@ def test_lora_is_trained_killed_resumed_exported_loaded_and_generates(
 
 
 def test_all_parameters_are_trained_without_lora_and_windows_fit_the_model(
-    llama: Path, notes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    llama, notes, tmp_path, capsys
+):
     folder = tmp_path / "long"
     folder.mkdir()
     for number in range(60):
@@ -182,9 +181,7 @@ def test_all_parameters_are_trained_without_lora_and_windows_fit_the_model(
     assert found["bits_per_byte"] > found["bits_per_token"]
 
 
-def test_adapters_are_exported_as_they_are_if_asked(
-    llama: Path, notes: Path, tmp_path: Path
-) -> None:
+def test_adapters_are_exported_as_they_are_if_asked(llama, notes, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     assert main(options(llama, notes, run, lora_rank=2, steps=1)) == 0
     assert main(["export", str(run), "--out", str(out), "--keep-adapters"]) == 0
@@ -197,7 +194,7 @@ def test_adapters_are_exported_as_they_are_if_asked(
         dpflash.load(out)
 
 
-def test_tokens_of_a_text_stand_between_start_and_end(llama: Path) -> None:
+def test_tokens_of_a_text_stand_between_start_and_end(llama):
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     (ids,) = encode_texts(tokenizer, [b"ab"], load_model(llama))
     assert ids[0] == 0 and ids[-1] == 1 and len(ids) == 4
@@ -227,23 +224,21 @@ def test_tokens_of_a_text_stand_between_start_and_end(llama: Path) -> None:
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_the_model_are_refused(
-    changes: dict[str, Any], message: str, llama: Path, notes: Path, tmp_path: Path
-) -> None:
+def test_options_that_do_not_fit_the_model_are_refused(changes, message, llama, notes, tmp_path):
     given = {"model": str(llama), "data": str(notes), "unit": "record", "batch_size": 6}
     with pytest.raises(ValueError, match=message):
         TrainingRun.start(TrainingConfig(**{**given, **changes}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_of_an_empty_folder_is_refused(llama: Path, notes: Path, tmp_path: Path) -> None:
+def test_a_model_of_an_empty_folder_is_refused(llama, notes, tmp_path):
     with pytest.raises(ValueError, match=r"the folder has no config\.json"):
         load_model(tmp_path)
     with pytest.raises(ValueError, match="max_new_tokens=99 after a prompt of 2 tokens"):
         TextModel(llama).generate("a", max_new_tokens=99)
 
 
-def test_a_folder_of_adapters_is_no_model_to_train(llama: Path, tmp_path: Path) -> None:
+def test_a_folder_of_adapters_is_no_model_to_train(llama, tmp_path):
     adapted = tmp_path / "adapted"
     shutil.copytree(llama, adapted)
     (adapted / "adapter_config.json").write_text("{}")
@@ -251,7 +246,7 @@ def test_a_folder_of_adapters_is_no_model_to_train(llama: Path, tmp_path: Path) 
         PretrainedModel(TrainingConfig(model=str(adapted)))
 
 
-def test_evaluation_documents_do_not_train(llama: Path, notes: Path, tmp_path: Path) -> None:
+def test_evaluation_documents_do_not_train(llama, notes, tmp_path):
     given = {"model": str(llama), "data": str(notes), "unit": "record", "batch_size": 6}
     first, *others = notes.read_text().splitlines(keepends=True)
     (tmp_path / "some.jsonl").write_text(first + json.dumps({"text": "another note"}) + "\n")
@@ -265,8 +260,8 @@ def test_evaluation_documents_do_not_train(llama: Path, notes: Path, tmp_path: P
 
 
 def test_temperature_0_takes_the_likeliest_token_whatever_the_model_s_own_settings(
-    llama: Path, tmp_path: Path
-) -> None:
+    llama, tmp_path
+):
     other = tmp_path / "other"
     shutil.copytree(llama, other)
     settings = {"num_beams": 3, "repetition_penalty": 5.0, "do_sample": True, "eos_token_id": 1}
@@ -275,7 +270,7 @@ def test_temperature_0_takes_the_likeliest_token_whatever_the_model_s_own_settin
     assert TextModel(other).generate(**given) == TextModel(llama).generate(**given)
 
 
-def test_bits_per_byte_need_a_prediction_of_every_byte(llama: Path, tmp_path: Path) -> None:
+def test_bits_per_byte_need_a_prediction_of_every_byte(llama, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(llama, other)
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
@@ -286,9 +281,7 @@ def test_bits_per_byte_need_a_prediction_of_every_byte(llama: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("library", ["transformers", "peft"])
-def test_a_missing_library_is_named(
-    library: str, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_named(library, llama, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(
         ValueError, match=rf"needs {library}; pip install 'dpflash\[transformers\]'"
@@ -296,7 +289,7 @@ def test_a_missing_library_is_named(
         PretrainedModel(TrainingConfig(model=str(llama), lora_rank=2))
 
 
-def test_an_encoder_is_refused_as_a_model_to_train(llama: Path, tmp_path: Path) -> None:
+def test_an_encoder_is_refused_as_a_model_to_train(llama, tmp_path):
     sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32}
     sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
     for kind, config in (

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     rng = random.Random(0)
@@ -53,7 +52,7 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def options(data: Path, /, **changes: Any) -> list[str]:
+def options(data, /, **changes):
     """The words of a command that trains a tiny model."""
     words = ["train", "--data", str(data)]
     for name, value in {**TINY, **changes}.items():
@@ -61,31 +60,29 @@ def options(data: Path, /, **changes: Any) -> list[str]:
     return words
 
 
-def config(data: Path, **changes: Any) -> TrainingConfig:
+def config(data, **changes):
     return TrainingConfig(**{"data": str(data), "seed": 7, "accountant": "rdp", **TINY, **changes})
 
 
-def stop_after(calls: int) -> Any:
+def stop_after(calls):
     """A should_stop that says so when it is asked for that many times."""
     asked = iter(range(1, 10_000))
     return lambda: next(asked) == calls
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return torch.load(folder / "model.pt", weights_only=True)
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def report_of(folder: Path) -> dict[str, Any]:
+def report_of(folder):
     return json.loads((folder / "report.json").read_text())
 
 
-def test_a_run_leaves_what_its_summary_names(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_leaves_what_its_summary_names(data, tmp_path, capsys):
     out = tmp_path / "out"
     (data / "twin.txt").write_bytes((data / "poem-7.txt").read_bytes())
     assert main([*options(data, clipping="per_layer", learning_rate=0.02), "--out", str(out)]) == 0
@@ -133,9 +130,7 @@ def test_a_run_leaves_what_its_summary_names(
     assert len((out / "ledger.jsonl").read_text().splitlines()) == STEPS
 
 
-def test_epsilon_is_that_of_dpflash_epsilon_and_meets_the_target(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_epsilon_is_that_of_dpflash_epsilon_and_meets_the_target(data, tmp_path, capsys):
     # Nine steps of 6 out of some 45 documents: the run goes into a second pass over the data.
     report = TrainingRun.start(
         config(data, steps=9, target_epsilon=3.0, baseline=False), tmp_path / "out"
@@ -149,7 +144,7 @@ def test_epsilon_is_that_of_dpflash_epsilon_and_meets_the_target(
     assert json.loads(capsys.readouterr().out)["epsilon"] == report["epsilon"]
 
 
-def test_a_declared_size_gives_the_rate_and_is_for_add_remove(data: Path, tmp_path: Path) -> None:
+def test_a_declared_size_gives_the_rate_and_is_for_add_remove(data, tmp_path):
     changes = {"dataset_size": 400, "steps": 2, "baseline": False}
     report = TrainingRun.start(config(data, **changes), tmp_path / "out").run()
     assert report["sample_rate"] == 6 / 400 != 6 / report["num_documents"]
@@ -159,13 +154,13 @@ def test_a_declared_size_gives_the_rate_and_is_for_add_remove(data: Path, tmp_pa
     assert all(entry["loss"] is None or 4 < entry["loss"] < 12 for entry in report["history"])
 
 
-def test_each_step_sees_windows_of_its_own_draw(data: Path, tmp_path: Path) -> None:
+def test_each_step_sees_windows_of_its_own_draw(data, tmp_path):
     job = TrainingRun.start(config(data, physical_batch_size=2, steps=8), tmp_path / "out")
     seen: list[int] = []
     windows = job._windows
     plain = type(windows).window
 
-    def recording(index: int, step: int) -> Any:
+    def recording(index, step):
         seen.append(step)
         return plain(windows, index, step)
 
@@ -176,9 +171,7 @@ def test_each_step_sees_windows_of_its_own_draw(data: Path, tmp_path: Path) -> N
     assert seen == sorted(seen) and set(range(8)) <= set(seen)
 
 
-def test_a_stopped_and_resumed_run_equals_one_that_was_not_stopped(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_and_resumed_run_equals_one_that_was_not_stopped(data, tmp_path):
     whole = TrainingRun.start(config(data), tmp_path / "whole").run()
     # Asked after the first evaluation, after each private step, then in the baseline.
     for calls in (1, 3, STEPS + 1, STEPS + 4) if FULL else (3, STEPS + 4):
@@ -192,9 +185,7 @@ def test_a_stopped_and_resumed_run_equals_one_that_was_not_stopped(
         assert report["bits_per_byte_nonprivate"] == whole["bits_per_byte_nonprivate"]
 
 
-def test_a_stopped_and_resumed_packed_run_equals_one_that_was_not_stopped(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_and_resumed_packed_run_equals_one_that_was_not_stopped(data, tmp_path):
     # Longer than a microbatch of 96 bytes, and, as most documents, than a row.
     (data / "long.txt").write_text("long " * 40)
     whole = TrainingRun.start(config(data, pack=True), tmp_path / "whole").run()
@@ -211,9 +202,7 @@ def test_a_stopped_and_resumed_packed_run_equals_one_that_was_not_stopped(
     assert whole["window_len"] == TINY["seq_len"]
 
 
-def test_a_packed_step_trains_on_all_windows_of_a_document_as_one_unit(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_packed_step_trains_on_all_windows_of_a_document_as_one_unit(data, tmp_path):
     job = TrainingRun.start(config(data, pack=True), tmp_path / "out")
     assert job.pack is not None
     documents = [job._windows.tokens(index, 0) for index in range(8)]
@@ -234,14 +223,14 @@ def test_a_packed_step_trains_on_all_windows_of_a_document_as_one_unit(
         assert float(found[0]) == pytest.approx(nats / count, rel=1e-5)
 
 
-def test_packing_that_cannot_be_is_refused_by_name(data: Path, tmp_path: Path) -> None:
+def test_packing_that_cannot_be_is_refused_by_name(data, tmp_path):
     with pytest.raises(ValueError, match="seq_len=1 with pack"):
         config(data, pack=True, seq_len=1)
     with pytest.raises(ValueError, match="sharding='zigzag' with pack"):
         Parallelism(context_parallel=2, sharding="zigzag").check(config(data, pack=True))
 
 
-def test_the_seed_repeats_a_run_and_only_the_seed_does(data: Path, tmp_path: Path) -> None:
+def test_the_seed_repeats_a_run_and_only_the_seed_does(data, tmp_path):
     runs = {}
     for name, seed in (("a", 7), ("b", 7), ("c", 8), ("d", None), ("e", None)):
         job = TrainingRun.start(config(data, seed=seed, steps=2, baseline=False), tmp_path / name)
@@ -252,7 +241,7 @@ def test_the_seed_repeats_a_run_and_only_the_seed_does(data: Path, tmp_path: Pat
     assert not same(runs["d"], runs["e"])
 
 
-def test_the_loss_falls_and_without_noise_there_is_no_epsilon(data: Path, tmp_path: Path) -> None:
+def test_the_loss_falls_and_without_noise_there_is_no_epsilon(data, tmp_path):
     job = TrainingRun.start(
         config(
             data,
@@ -272,7 +261,7 @@ def test_the_loss_falls_and_without_noise_there_is_no_epsilon(data: Path, tmp_pa
     assert json.loads((tmp_path / "out" / "report.json").read_text())["epsilon"] is None
 
 
-def limited(data: Path, steps: int, **changes: Any) -> TrainingConfig:
+def limited(data, steps, **changes):
     """A job of 12 steps of which max_epsilon allows only so many."""
     plain = config(data, steps=12, target_epsilon=None, noise_multiplier=2.0)
     accountant = RDPAccountant()
@@ -282,9 +271,7 @@ def limited(data: Path, steps: int, **changes: Any) -> TrainingConfig:
 
 
 @pytest.mark.parametrize("steps", [3, 9])
-def test_training_ends_cleanly_where_max_epsilon_is_spent(
-    steps: int, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_ends_cleanly_where_max_epsilon_is_spent(steps, data, tmp_path, capsys):
     out = tmp_path / "out"
     job = TrainingRun.start(limited(data, steps, baseline=True), out)
     report = job.run()
@@ -308,8 +295,8 @@ def test_training_ends_cleanly_where_max_epsilon_is_spent(
 
 
 def test_a_run_that_was_stopped_after_its_budget_was_spent_is_finished_without_a_step(
-    data: Path, tmp_path: Path
-) -> None:
+    data, tmp_path
+):
     out = tmp_path / "out"
     job = TrainingRun.start(limited(data, 4), out)
     with pytest.raises(Interrupted):
@@ -320,12 +307,12 @@ def test_a_run_that_was_stopped_after_its_budget_was_spent_is_finished_without_a
     assert len((out / "ledger.jsonl").read_text().splitlines()) == 4
 
 
-def test_lost_steps_count_against_max_epsilon(data: Path, tmp_path: Path) -> None:
+def test_lost_steps_count_against_max_epsilon(data, tmp_path):
     out = tmp_path / "out"
     limit = limited(data, 6, checkpoint_every=1000)
     job = TrainingRun.start(limit, out)
 
-    def die() -> bool:
+    def die():
         if job.step == 3:
             raise MemoryError
         return False
@@ -341,8 +328,8 @@ def test_lost_steps_count_against_max_epsilon(data: Path, tmp_path: Path) -> Non
 
 
 def test_a_max_epsilon_that_allows_no_step_is_refused_and_nothing_is_written(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    data, tmp_path, capsys
+):
     out = tmp_path / "out"
     words = options(data, noise_multiplier=2, max_epsilon=1e-3)
     assert main([*words, "--out", str(out)]) == 2
@@ -350,9 +337,7 @@ def test_a_max_epsilon_that_allows_no_step_is_refused_and_nothing_is_written(
     assert not out.exists()
 
 
-def test_a_finished_run_is_not_run_again(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_not_run_again(data, tmp_path, capsys):
     out = tmp_path / "out"
     assert main([*options(data, steps=2), "--no-baseline", "--out", str(out)]) == 0
     names = ("checkpoint.pt", "ledger.jsonl", "model.pt", "report.json")
@@ -365,7 +350,7 @@ def test_a_finished_run_is_not_run_again(
     assert (out / "checkpoint.pt").stat().st_mtime_ns == written
 
 
-def killed_after(releases: int, words: list[str], ledger: Path) -> None:
+def killed_after(releases, words, ledger):
     """Run the command in another process, and kill it once it has made so many releases."""
     process = FORKED.Process(target=main, args=(words,))
     process.start()
@@ -377,7 +362,7 @@ def killed_after(releases: int, words: list[str], ledger: Path) -> None:
     process.join()
 
 
-def running(words: list[str], ledger: Path, lines: int) -> subprocess.Popen[str]:
+def running(words, ledger, lines):
     """A process of the command, once it has made that many releases."""
     process = subprocess.Popen(
         [sys.executable, "-m", "dpflash", *words],
@@ -395,9 +380,7 @@ def running(words: list[str], ledger: Path, lines: int) -> subprocess.Popen[str]
 
 @pytest.mark.cases(0)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
-    number: signal.Signals, data: Path, tmp_path: Path
-) -> None:
+def test_a_signal_stops_after_the_step_and_says_how_to_go_on(number, data, tmp_path):
     out = tmp_path / "out"
     words = options(data, steps=20, checkpoint_every=1000, seed=7)
     process = running([*words, "--no-baseline", "--out", str(out)], out / "ledger.jsonl", 3)
@@ -415,9 +398,7 @@ def test_a_signal_stops_after_the_step_and_says_how_to_go_on(
     assert same(weights(out), weights(tmp_path / "whole"))
 
 
-def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(data, tmp_path, capsys):
     out = tmp_path / "out"
     words = options(data, steps=30, checkpoint_every=1000, seed=7)
     killed_after(4, [*words, "--no-baseline", "--out", str(out)], out / "ledger.jsonl")
@@ -459,13 +440,7 @@ def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_a_bad_value_is_named_and_nothing_is_written(
-    changes: dict[str, Any],
-    message: str,
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_bad_value_is_named_and_nothing_is_written(changes, message, data, tmp_path, capsys):
     out = tmp_path / "out"
     assert main([*options(data, **changes), "--out", str(out)]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -473,15 +448,13 @@ def test_a_bad_value_is_named_and_nothing_is_written(
     assert not out.exists()
 
 
-def test_a_run_is_never_overwritten_nor_resumed_with_other_numbers(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_never_overwritten_nor_resumed_with_other_numbers(data, tmp_path, capsys):
     out = tmp_path / "out"
     with pytest.raises(Interrupted):
         TrainingRun.start(config(data), out).run(should_stop=stop_after(3))
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
-    def refused(words: list[str]) -> str:
+    def refused(words):
         assert main(words) == 2
         return capsys.readouterr().err
 
@@ -506,9 +479,7 @@ def test_a_run_is_never_overwritten_nor_resumed_with_other_numbers(
     assert report_of(out)["steps"] == STEPS
 
 
-def test_without_out_a_free_folder_is_taken(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_out_a_free_folder_is_taken(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         assert main([*options(data, steps=1), "--no-baseline"]) == 0
@@ -516,9 +487,7 @@ def test_without_out_a_free_folder_is_taken(
     assert (tmp_path / "runs/train-2/report.json").is_file()
 
 
-def test_a_large_delta_is_refused_with_one_to_use_unless_allowed(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_delta_is_refused_with_one_to_use_unless_allowed(data, tmp_path, capsys):
     # 46 documents train.
     words = [*options(data, steps=1, delta=0.5), "--no-baseline", "--out", str(tmp_path / "out")]
     assert main(words) == 2
@@ -532,9 +501,7 @@ def test_a_large_delta_is_refused_with_one_to_use_unless_allowed(
     assert "delta=0.0025: not below 1 / 400 files" in capsys.readouterr().err
 
 
-def test_windows_are_no_longer_than_the_longest_document(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_windows_are_no_longer_than_the_longest_document(data, tmp_path, capsys):
     longest = max(map(len, Corpus.read(config(data)).train.contents))
     job = TrainingRun.start(config(data, seq_len=32768), tmp_path / "a")
     assert job.window_len == longest and job._windows[0][0].shape == (longest,)
@@ -553,9 +520,7 @@ def test_windows_are_no_longer_than_the_longest_document(
     assert architecture["max_seq_len"] == 32768
 
 
-def test_metrics_have_a_line_for_each_step_and_mark_what_is_private(
-    data: Path, tmp_path: Path
-) -> None:
+def test_metrics_have_a_line_for_each_step_and_mark_what_is_private(data, tmp_path):
     out = tmp_path / "out"
     job = TrainingRun.start(config(data, baseline=False), out)
     with pytest.raises(Interrupted):
@@ -576,7 +541,7 @@ def test_metrics_have_a_line_for_each_step_and_mark_what_is_private(
     assert not any("interrupted" in note for note in report["notes"])
 
 
-def test_epochs_give_the_number_of_steps(data: Path, tmp_path: Path) -> None:
+def test_epochs_give_the_number_of_steps(data, tmp_path):
     # 46 documents, 6 a step: 7.7 steps an epoch.
     changes = {"steps": None, "epochs": 2, "baseline": False}
     job = TrainingRun.start(config(data, **changes), tmp_path / "a")
@@ -591,7 +556,7 @@ def test_epochs_give_the_number_of_steps(data: Path, tmp_path: Path) -> None:
         config(data, epochs=2)
 
 
-def test_evaluation_data_do_not_train_and_may_be_left_out(data: Path, tmp_path: Path) -> None:
+def test_evaluation_data_do_not_train_and_may_be_left_out(data, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("abababab")
     job = TrainingRun.start(
@@ -612,7 +577,7 @@ def test_evaluation_data_do_not_train_and_may_be_left_out(data: Path, tmp_path: 
             config(data, **changes)
 
 
-def test_a_pattern_is_that_of_the_model_and_of_its_file(data: Path, tmp_path: Path) -> None:
+def test_a_pattern_is_that_of_the_model_and_of_its_file(data, tmp_path):
     job = TrainingRun.start(
         config(data, pattern="sliding_window(window=3)", steps=1, baseline=False), tmp_path / "out"
     )
@@ -624,9 +589,7 @@ def test_a_pattern_is_that_of_the_model_and_of_its_file(data: Path, tmp_path: Pa
         TrainingRun.resume(tmp_path / "out", {"pattern": "sliding_window(window=4)"})
 
 
-def test_a_single_file_needs_records_as_units(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_single_file_needs_records_as_units(data, tmp_path, capsys):
     notes = tmp_path / "notes.jsonl"
     notes.write_text("".join(json.dumps({"text": f"note {i}"}) + "\n" for i in range(30)))
     words = [*options(notes, steps=1), "--no-baseline", "--out", str(tmp_path / "out")]
@@ -637,9 +600,7 @@ def test_a_single_file_needs_records_as_units(
     assert "one record is one unit" in shown and "one record (a line of a JSONL file)" in shown
 
 
-def test_a_folder_has_one_name_in_ledger_report_and_output(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_has_one_name_in_ledger_report_and_output(data, tmp_path, capsys):
     for number, poem in enumerate(sorted(data.iterdir())):
         folder = data / f"author-{number % 20}"
         folder.mkdir(exist_ok=True)
@@ -659,12 +620,7 @@ def test_a_folder_has_one_name_in_ledger_report_and_output(
     assert json.loads(capsys.readouterr().out)["documents"] == 50
 
 
-def test_without_matplotlib_the_summary_says_how_to_get_it(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_matplotlib_the_summary_says_how_to_get_it(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out = tmp_path / "out"
     assert main([*options(data, steps=1), "--no-baseline", "--out", str(out)]) == 0

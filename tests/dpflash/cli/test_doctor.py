@@ -1,6 +1,5 @@
 """`dpflash doctor`, and what every subcommand shares."""
 
-import argparse
 import functools
 import json
 import os
@@ -20,18 +19,18 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
-def report() -> dict:
+def report():
     return doctor.machine_report()
 
 
-def _make_every_run_raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def raising_run(args: argparse.Namespace) -> int:
+def _make_every_run_raise(monkeypatch, error):
+    def raising_run(args):
         raise error
 
     monkeypatch.setattr(doctor, "_run", raising_run)
 
 
-def test_doctor_prints_the_version_and_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_prints_the_version_and_every_section(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"dpflash {dpflash.__version__}\n")
@@ -40,7 +39,7 @@ def test_doctor_prints_the_version_and_every_section(capsys: pytest.CaptureFixtu
     assert f"torch              {torch.__version__} for" in out
 
 
-def test_doctor_json_is_the_report(capsys: pytest.CaptureFixture[str], report: dict) -> None:
+def test_doctor_json_is_the_report(capsys, report):
     assert main(["doctor", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed.keys() == report.keys()
@@ -48,9 +47,7 @@ def test_doctor_json_is_the_report(capsys: pytest.CaptureFixture[str], report: d
     assert printed["optional"].keys() == {"matplotlib", "opacus", "transformers"}
 
 
-def test_doctor_names_the_paths_that_run_without_a_gpu(
-    report: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_the_paths_that_run_without_a_gpu(report, monkeypatch):
     monkeypatch.setattr(doctor, "_devices", list)
     bits = 8 * native.library().vector_bytes()
     assert native.describe() == f"C++ kernels, vectors of {bits} bits"
@@ -62,9 +59,7 @@ def test_doctor_names_the_paths_that_run_without_a_gpu(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
-def test_doctor_says_why_there_are_no_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_says_why_there_are_no_kernels(tmp_path, monkeypatch, capsys):
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho 'error: out of paper' >&2; exit 1\n")
     compiler.chmod(0o755)
@@ -75,9 +70,7 @@ def test_doctor_says_why_there_are_no_kernels(
     assert "error: out of paper; let CXX name a C++ compiler" in capsys.readouterr().out
 
 
-def test_doctor_says_why_kernels_are_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_says_why_kernels_are_not_kept(tmp_path, monkeypatch, capsys):
     functions = "long long problem_bytes() { return 0; } long long vector_bytes() { return 16; }"
     (tmp_path / "tiny.cpp").write_text(f'extern "C" {{ {functions} }}')
     monkeypatch.setattr(native, "_FOLDER", tmp_path)
@@ -89,7 +82,7 @@ def test_doctor_says_why_kernels_are_not_kept(
     assert "bits, compiled for this process: the cache folder is not used: " in out
 
 
-def test_doctor_shows_a_gpu_and_its_path(report: dict) -> None:
+def test_doctor_shows_a_gpu_and_its_path(report):
     device = {"index": 0, "name": "GPU X", "memory": 80 * 1024**3, "capability": "9.0"}
     with_gpu = {**report, "devices": [device]}
     with_gpu["torch"] = {**report["torch"], "built_for": "CUDA 13.0"}
@@ -102,14 +95,14 @@ def test_doctor_shows_a_gpu_and_its_path(report: dict) -> None:
     assert doctor._paths(without_triton)["attention"] == "none: triton not installed"
 
 
-def test_doctor_says_why_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_why_triton_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     found = doctor._triton()
     assert found["version"] is None
     assert "dpflash[gpu]" in str(found["why_not"])
 
 
-def test_healthy_machine_has_no_warnings(report: dict) -> None:
+def test_healthy_machine_has_no_warnings(report):
     healthy = {**report, "devices": [], "cryptography": {"version": "1", "chacha20": True}}
     healthy["cpu"] = {"model": "x", "usable_cores": 4}
     healthy["torch"] = {"version": "2.13.0+cpu", "built_for": "CPU", "threads": 4}
@@ -127,7 +120,7 @@ def test_healthy_machine_has_no_warnings(report: dict) -> None:
     ],
     ids=["old-torch", "ancient-torch", "gpu-build-without-gpu", "too-many-threads", "no-chacha20"],
 )
-def test_doctor_warns(report: dict, part: str, changed: dict, expected: str) -> None:
+def test_doctor_warns(report, part, changed, expected):
     sick = {**report, "devices": [], "cryptography": {"version": "1", "chacha20": True}}
     sick["cpu"] = {"model": "x", "usable_cores": 4}
     sick["torch"] = {"version": "2.13.0+cpu", "built_for": "CPU", "threads": 4}
@@ -136,33 +129,31 @@ def test_doctor_warns(report: dict, part: str, changed: dict, expected: str) -> 
     assert expected in warning
 
 
-def test_doctor_asks_for_the_torch_that_the_project_requires() -> None:
+def test_doctor_asks_for_the_torch_that_the_project_requires():
     required = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
     assert required is not None
     assert required[1] == ".".join(map(str, doctor._OLDEST_TORCH))
 
 
 @pytest.mark.parametrize("argv", [[], ["cure"], ["doctor", "--jsn2"]], ids=" ".join)
-def test_unknown_words_are_refused(argv: list[str]) -> None:
+def test_unknown_words_are_refused(argv):
     with pytest.raises(SystemExit) as stop:
         main(argv)
     assert stop.value.code == 2
 
 
-def test_value_error_becomes_one_line_and_exit_status_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_value_error_becomes_one_line_and_exit_status_2(monkeypatch, capsys):
     _make_every_run_raise(monkeypatch, ValueError("delta must lie in (0, 1),\n  got 2"))
     assert main(["doctor"]) == 2
     assert capsys.readouterr() == ("", "dpflash: error: delta must lie in (0, 1), got 2\n")
 
 
-def test_interrupt_becomes_exit_status_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_becomes_exit_status_130(monkeypatch):
     _make_every_run_raise(monkeypatch, KeyboardInterrupt())
     assert main(["doctor"]) == 130
 
 
-def test_a_reader_that_ends_first_is_no_error() -> None:
+def test_a_reader_that_ends_first_is_no_error():
     words = ["epsilon", "--noise-multiplier", "1", "--sample-rate", "0.01", "--steps", "9"]
     with subprocess.Popen(
         [sys.executable, "-m", "dpflash", *words, "--delta", "1e-5"],
@@ -175,13 +166,13 @@ def test_a_reader_that_ends_first_is_no_error() -> None:
     assert process.returncode == 141
 
 
-def test_a_fault_of_dpflash_itself_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_dpflash_itself_is_not_hidden(monkeypatch):
     _make_every_run_raise(monkeypatch, RuntimeError("broken"))
     with pytest.raises(RuntimeError, match="broken"):
         main(["doctor"])
 
 
-def test_python_dash_m_runs_the_same_program(tmp_path: Path) -> None:
+def test_python_dash_m_runs_the_same_program(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "dpflash", "--version"],
         cwd=tmp_path,

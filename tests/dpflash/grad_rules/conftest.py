@@ -36,3 +36,17 @@ def agree(oracle, private, sums, distance):
             assert distance(sums(engine, model), wanted) <= tolerance
 
     return check
+
+
+@pytest.fixture
+def from_loop(oracle, private, sums, distance):
+    """from_loop(plain, losses, *batch, **options): how far the clipped sum is from the loop's."""
+
+    def measure(plain, losses, *batch, **options):
+        expected = oracle(plain, losses, *batch)
+        engine, model, *_ = private(copy.deepcopy(plain), **options)
+        engine.backward(losses(model, *batch))
+        bound, clipping = options["max_grad_norm"], options.get("clipping", "flat")
+        return distance(sums(engine, model), expected.clipped_sum(bound, clipping))
+
+    return measure

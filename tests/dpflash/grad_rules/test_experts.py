@@ -75,6 +75,9 @@ def mixture(name, **changes):
     return model
 
 
+UNCLIPPED = {"max_grad_norm": 1e9, "exact": False}
+
+
 def tokens(batch=4, length=7, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 23, (batch, length), generator=generator)
@@ -88,53 +91,31 @@ def losses(next_token_loss):
 @pytest.mark.cases(5)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @every_kind
-def test_gradients_are_those_of_a_loop_over_samples(
-    name, kind, private, oracle, losses, sums, distance
-):
+def test_gradients_are_those_of_a_loop_over_samples(name, kind, losses, from_loop):
     """In float64, below a bound that clips nothing; sums are not rounded to a grid."""
-    model, batch = mixture(name), tokens()
-    expected = oracle(model, losses, batch)
-    engine, made, _, _ = private(
-        copy.deepcopy(model).double(), max_grad_norm=1e9, exact=False, **kind
-    )
-    engine.backward(losses(made, batch))
     limit = 1.2e-7 if name in ROUTES_IN_FP32 else 1e-10
-    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= limit
+    assert from_loop(mixture(name).double(), losses, tokens(), **UNCLIPPED, **kind) <= limit
 
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @every_kind
-def test_clipped_sums_are_those_of_a_loop_over_samples(
-    name, kind, private, oracle, losses, sums, distance
-):
-    model, batch = mixture(name), tokens()
-    expected = oracle(model, losses, batch)
-    bound = sorted(expected.norms())[2] * 0.999
-    engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=bound, **kind)
-    engine.backward(losses(made, batch))
-    clipping = kind.get("clipping", "flat")
+def test_clipped_sums_are_those_of_a_loop_over_samples(name, kind, oracle, losses, from_loop):
+    model, batch = mixture(name).double(), tokens()
+    bound = sorted(oracle(model, losses, batch).norms())[2] * 0.999
     limit = 1e-5 if name in ROUTES_IN_FP32 else 1e-6
-    assert distance(sums(engine, made), expected.clipped_sum(bound, clipping)) <= limit
+    assert from_loop(model, losses, batch, max_grad_norm=bound, **kind) <= limit
 
 
 @every_kind
-def test_experts_that_two_layers_share_get_the_gradients_of_both(
-    kind, private, oracle, losses, sums, distance
-):
+def test_experts_that_two_layers_share_get_the_gradients_of_both(kind, losses, from_loop):
     """Top-1 of many experts, so that most pairs (sample, expert) are in one of the layers only."""
     model, batch = mixture("mixtral", num_local_experts=8, num_experts_per_tok=1), tokens(length=3)
     first, second = model.model.layers
     second.mlp.experts = first.mlp.experts
-    expected = oracle(model, losses, batch)
-    plain = copy.deepcopy(model).double()
-    engine, made, _, _ = private(plain, max_grad_norm=1e9, exact=False, **kind)
-    engine.backward(losses(made, batch))
-    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+    assert from_loop(model.double(), losses, batch, **UNCLIPPED, **kind) <= 1e-10
     if kind.get("clipping") is None:
-        engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=0.1, **kind)
-        engine.backward(losses(made, batch))
-        assert distance(sums(engine, made), expected.clipped_sum(0.1)) <= 1e-6
+        assert from_loop(model, losses, batch, max_grad_norm=0.1, **kind) <= 1e-6
 
 
 def released(engine, model):
@@ -210,18 +191,11 @@ def test_the_bits_of_a_sample_do_not_depend_on_what_others_route_where(kind, is_
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("trained", ["q_proj", "gate.weight", "down_proj", "gate_up_proj"])
 @every_kind
-def test_frozen_parts_of_a_mixture_leave_the_sums_of_the_others(
-    trained, kind, private, oracle, losses, sums, distance
-):
-    model, batch = mixture("mixtral"), tokens()
+def test_frozen_parts_of_a_mixture_leave_the_sums_of_the_others(trained, kind, losses, from_loop):
+    model = mixture("mixtral").double()
     for part, parameter in model.named_parameters():
         parameter.requires_grad_(trained in part)
-    expected = oracle(model, losses, batch)
-    engine, made, _, _ = private(
-        copy.deepcopy(model).double(), max_grad_norm=1e9, exact=False, **kind
-    )
-    engine.backward(losses(made, batch))
-    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+    assert from_loop(model, losses, tokens(), **UNCLIPPED, **kind) <= 1e-10
 
 
 def test_a_mixture_is_proven_by_its_first_batch(private, losses):

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ opacus.register(replace_accountants=True)
 """
 
 
-def not_passed(folder: Path, *options: str) -> tuple[set[str], int]:
+def not_passed(folder, *options):
     """The names of tests that fail, and how many pass; files that need torchvision may lack it."""
     report = folder / "report.xml"
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
@@ -39,7 +38,7 @@ def not_passed(folder: Path, *options: str) -> tuple[set[str], int]:
 
 
 @pytest.mark.cases(0)
-def test_opacus_own_tests_pass_with_dpflash_registered(tmp_path: Path) -> None:
+def test_opacus_own_tests_pass_with_dpflash_registered(tmp_path):
     (tmp_path / "register_dpflash.py").write_text(REGISTER)
     failed, passed = not_passed(tmp_path, "-p", "register_dpflash")
     assert passed > 100

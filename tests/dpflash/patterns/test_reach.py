@@ -9,7 +9,6 @@ from dpflash.patterns import (
     Dense,
     Dilated,
     Hierarchical,
-    Pattern,
     SlidingWindow,
     reach,
 )
@@ -22,7 +21,7 @@ _RINGS = (
 )
 
 
-def _by_masks(pattern: Pattern, tokens: int, heads: int) -> bool:
+def _by_masks(pattern, tokens, heads):
     sees = (pattern.mask(tokens, heads) > 0).any(0)
     reached = torch.zeros(tokens, dtype=torch.bool)
     reached[-1] = True
@@ -60,9 +59,7 @@ def _by_masks(pattern: Pattern, tokens: int, heads: int) -> bool:
     ],
     ids=str,
 )
-def test_reach_is_that_of_the_mask(
-    make: type[Pattern], arguments: dict, heads: int, causal: bool
-) -> None:
+def test_reach_is_that_of_the_mask(make, arguments, heads, causal):
     pattern = make(**arguments, causal=causal)
     # Lists are of four blocks.
     for tokens in (95, 96) if "block_lists" in arguments else (1, 7, 95, 96):
@@ -70,21 +67,21 @@ def test_reach_is_that_of_the_mask(
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_windows_reach_all_step_by_step_too(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+def test_windows_reach_all_step_by_step_too(monkeypatch, causal):
     # Without their short cut.
     monkeypatch.setattr(reach, "SlidingWindow", Adaptive)
     assert reaches_all(SlidingWindow(window=5, causal=causal), 96)
 
 
-def test_blocks_that_see_themselves_alone_do_not_reach_all() -> None:
+def test_blocks_that_see_themselves_alone_do_not_reach_all():
     alone = BlockSparse(block_size=128, local_blocks=0, causal=True)
     assert reaches_all(alone, 128) and not reaches_all(alone, 2048)
 
 
-def test_segments_that_no_branch_joins_do_not_reach_all() -> None:
+def test_segments_that_no_branch_joins_do_not_reach_all():
     pattern = Dilated(segment_lengths=(2048, 8192), dilation_rates=(1, 4), causal=True)
     assert reaches_all(pattern, 8192, 4) and not reaches_all(pattern, 16384, 4)
 
 
-def test_a_block_that_is_chosen_may_be_any() -> None:
+def test_a_block_that_is_chosen_may_be_any():
     assert reaches_all(Adaptive(keep=2, causal=True), 4096)

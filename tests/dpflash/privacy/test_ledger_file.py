@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,15 @@ from dpflash.privacy.ledger import Ledger, LedgerCopy
 STEP = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.25)
 
 
-def head_of(path: Path) -> Path:
+def head_of(path):
     return path.with_name(f"{path.name}.head")
 
 
-def add(ledger: Ledger, run: str = "a", **options) -> None:
+def add(ledger, run="a", **options):
     ledger.append(run=run, event=STEP, accountant="rdp", **options)
 
 
-def runs(path: Path) -> list[str]:
+def runs(path):
     return [json.loads(line)["run"] for line in path.read_text().splitlines()]
 
 
@@ -50,7 +49,7 @@ def path(tmp_path):
 # Cut, emptied, edited
 
 
-def cheaper(path: Path, lines: slice, *, sealed: bool) -> None:
+def cheaper(path, lines, *, sealed):
     """More noise than there was, and no epsilon against which it could be seen."""
     edited, before = [], hashlib.blake2b(digest_size=16)
     for number, text in enumerate(path.read_text().splitlines()):
@@ -67,11 +66,11 @@ def cheaper(path: Path, lines: slice, *, sealed: bool) -> None:
     path.write_text("".join(edited))
 
 
-def cut(path: Path, size: int) -> None:
+def cut(path, size):
     os.truncate(path, path.stat().st_size - size)
 
 
-def without_digests(path: Path) -> None:
+def without_digests(path):
     text = path.read_text().splitlines()
     records = [json.loads(line) for line in text]
     path.write_text(
@@ -82,11 +81,11 @@ def without_digests(path: Path) -> None:
     )
 
 
-def last_line(path: Path) -> bytes:
+def last_line(path):
     return path.read_bytes().splitlines(keepends=True)[-1]
 
 
-def swap_lines(path: Path) -> None:
+def swap_lines(path):
     first, second, *rest = path.read_text().splitlines(keepends=True)
     path.write_text("".join([second, first, *rest]))
 
@@ -512,7 +511,7 @@ def test_a_copy_has_the_digests_of_the_ledger_that_it_is_of(path):
 CALLS = ("open", "write", "fsync", "ftruncate", "replace", "fchmod", "unlink", "pread", "lseek")
 
 
-def begin(kind: str, path: Path) -> int:
+def begin(kind, path):
     """A ledger of which the next line is a particular one; its steps."""
     if kind == "new":
         return 0
@@ -535,11 +534,11 @@ class Died(BaseException):
     """This process is no more."""
 
 
-def attempt(ledger: Ledger, replaced: Callable[[int, str, Callable], Callable]) -> bool:
+def attempt(ledger, replaced):
     """Add a line, each call of the system replaced by number and name; whether it returned."""
     numbers = itertools.count()
 
-    def counted(name: str, plain: Callable) -> Callable:
+    def counted(name, plain):
         return lambda *args, **options: replaced(next(numbers), name, plain)(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:

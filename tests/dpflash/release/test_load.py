@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from dpflash.train.config import TrainingConfig
 from dpflash.train.run import Interrupted, TrainingRun
 
 
-def config(data: Path, **changes: Any) -> TrainingConfig:
+def config(data, **changes):
     options = {
         **{"data": str(data), "seq_len": 24, "batch_size": 6, "steps": 3, "delta": 1e-3},
         **{"accountant": "rdp", "embed_dim": 8, "layers": 1, "heads": 2, "baseline": False},
@@ -28,7 +27,7 @@ def config(data: Path, **changes: Any) -> TrainingConfig:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     for number in range(50):
         (folder / f"{number}.txt").write_text("abc" * 10 + str(number))
@@ -36,26 +35,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "run"
     TrainingRun.start(config(data), out).run()
     return out
 
 
 @pytest.fixture(scope="module")
-def exported(run: Path) -> Path:
+def exported(run):
     return export(run, run.with_name("exported"))
 
 
 @pytest.fixture
-def copied(run: Path, exported: Path, tmp_path: Path) -> dict[str, Path]:
+def copied(run, exported, tmp_path):
     folders = {"run": run, "export": exported}
     return {name: Path(shutil.copytree(path, tmp_path / name)) for name, path in folders.items()}
 
 
-def test_the_model_of_a_run_and_of_its_export_is_the_trained_one(
-    run: Path, exported: Path
-) -> None:
+def test_the_model_of_a_run_and_of_its_export_is_the_trained_one(run, exported):
     plain = LongContextLM(
         257, 8, 1, 2, max_seq_len=24, pattern=SlidingWindow(window=5, causal=True)
     )
@@ -73,9 +70,7 @@ def test_the_model_of_a_run_and_of_its_export_is_the_trained_one(
     [("num_heads", 1), ("num_heads", 4), ("vocab_size", 300), ("pattern", None), ("norm", "x")],
 )
 @pytest.mark.parametrize("kind", ["run", "export"])
-def test_another_architecture_is_refused_by_name(
-    kind: str, name: str, value: Any, copied: dict[str, Path]
-) -> None:
+def test_another_architecture_is_refused_by_name(kind, name, value, copied):
     path = copied[kind] / "config.json"
     content = json.loads(path.read_text())
     content["architecture"][name] = value
@@ -85,7 +80,7 @@ def test_another_architecture_is_refused_by_name(
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_load_state_dict_refuses_weights_of_other_heads(heads: int, run: Path) -> None:
+def test_load_state_dict_refuses_weights_of_other_heads(heads, run):
     model = LongContextLM(257, 8, 1, heads, max_seq_len=24)
     with pytest.raises(RuntimeError, match=f"num_heads={heads}: the weights .* num_heads=2"):
         model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
@@ -98,9 +93,7 @@ def test_load_state_dict_refuses_weights_of_other_heads(heads: int, run: Path) -
     model.load_state_dict(dict(torch.load(run / "model.pt", weights_only=True)))
 
 
-def test_folders_without_a_model_are_refused_with_the_way_out(
-    copied: dict[str, Path], tmp_path: Path
-) -> None:
+def test_folders_without_a_model_are_refused_with_the_way_out(copied, tmp_path):
     with pytest.raises(FileNotFoundError, match="no such folder"):
         dpflash.load(tmp_path / "nowhere")
     for name, message in (("config.json", "has no config.json"), ("model.pt", "--resume")):
@@ -113,7 +106,7 @@ def test_folders_without_a_model_are_refused_with_the_way_out(
         dpflash.load(copied["export"])
 
 
-def test_an_export_has_a_card_with_what_the_report_says(run: Path, exported: Path) -> None:
+def test_an_export_has_a_card_with_what_the_report_says(run, exported):
     assert {p.name for p in exported.iterdir()} == {
         "README.md",
         "config.json",
@@ -135,9 +128,7 @@ def test_an_export_has_a_card_with_what_the_report_says(run: Path, exported: Pat
         assert word not in card
 
 
-def test_a_card_reports_the_audit_of_the_runs_settings_and_of_no_others(
-    copied: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_card_reports_the_audit_of_the_runs_settings_and_of_no_others(copied, tmp_path):
     run = copied["run"]
     assert main(["audit", "--run", str(run), "--canaries", "40", "--no-ranks"]) == 0
     card = (export(run, tmp_path / "audited") / "README.md").read_text()
@@ -162,16 +153,12 @@ def test_a_card_reports_the_audit_of_the_runs_settings_and_of_no_others(
         ({"dataset_size": 90}, "more than the other"),
     ],
 )
-def test_a_card_says_what_weakens_the_guarantee(
-    changes: dict[str, Any], words: str, data: Path, tmp_path: Path
-) -> None:
+def test_a_card_says_what_weakens_the_guarantee(changes, words, data, tmp_path):
     TrainingRun.start(config(data, steps=1, **changes), tmp_path / "run").run()
     assert words in (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
 
 
-def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(
-    data: Path, tmp_path: Path
-) -> None:
+def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(data, tmp_path):
     job = TrainingRun.start(config(data, checkpoint_every=1000), tmp_path / "run")
     with pytest.raises(Interrupted):
         job.run(should_stop=lambda: job.step == 2)
@@ -180,7 +167,7 @@ def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(
 
     resumed = TrainingRun.resume(tmp_path / "run")
 
-    def die() -> bool:
+    def die():
         if resumed.step == 3:
             raise MemoryError
         return False
@@ -193,7 +180,7 @@ def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(
     assert not (tmp_path / "other").exists()
 
 
-def test_an_export_overwrites_nothing(run: Path, exported: Path, tmp_path: Path) -> None:
+def test_an_export_overwrites_nothing(run, exported, tmp_path):
     with pytest.raises(ValueError, match="exists already"):
         export(run, exported)
     with pytest.raises(ValueError, match="keep_adapters=True"):
@@ -203,9 +190,7 @@ def test_an_export_overwrites_nothing(run: Path, exported: Path, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_evaluate_gives_the_loss_of_every_byte(
-    exported: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_gives_the_loss_of_every_byte(exported, data, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("abcabc")
     assert main(["evaluate", str(exported), "--data", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -222,10 +207,8 @@ def test_evaluate_gives_the_loss_of_every_byte(
     assert "seq_len=99: the model takes 24 tokens" in capsys.readouterr().err
 
 
-def test_generate_repeats_by_seed_and_takes_the_likeliest_at_temperature_0(
-    exported: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def shown(*words: str) -> str:
+def test_generate_repeats_by_seed_and_takes_the_likeliest_at_temperature_0(exported, capsys):
+    def shown(*words):
         assert main(["generate", str(exported), "--prompt", "abc", *words]) == 0
         return capsys.readouterr().out
 
