@@ -325,7 +325,13 @@ class Accountant(ABC):
                     "the result of state_dict()"
                 )
             for entry in saved_events:
-                event, count = _load_event(entry)
+                if not isinstance(entry, Mapping) or entry.keys() != {"event", "count"}:
+                    raise ValueError(
+                        f"state_dict['events'] has the entry {entry!r}: expected the keys 'event' "
+                        "and 'count'; pass the result of state_dict()"
+                    )
+                _validate.whole(0, count=entry["count"])
+                event, count = event_from_dict(entry["event"]), entry["count"]
                 if event.relation != relation:
                     raise ValueError(
                         f"state_dict has an event under {event.relation!r} beside "
@@ -362,17 +368,6 @@ class Accountant(ABC):
         for entry in history:
             _validate.phase(entry)
         return [(entry[0], entry[1], entry[2]) for entry in history]
-
-
-def _load_event(entry: Any) -> tuple[Event, int]:
-    """Read an event and its count from a saved state."""
-    if not isinstance(entry, Mapping) or entry.keys() != {"event", "count"}:
-        raise ValueError(
-            f"state_dict['events'] has the entry {entry!r}: expected the keys 'event' and "
-            "'count'; pass the result of state_dict()"
-        )
-    _validate.whole(0, count=entry["count"])
-    return event_from_dict(entry["event"]), entry["count"]
 
 
 def _maximum(beta: Callable[[float], float], high: float) -> float:

@@ -85,7 +85,8 @@ class ContourAccountant(Accountant):
         if not _has_moderate_noise(pairs):
             return Interval(0.0, whole)
         if _is_lattice(pairs):
-            found = _Bounds(0.0, _chernoff_epsilon(pairs, delta))
+            upper = max(axis.epsilon_bound(pairs, delta) for axis in _axes(pairs, delta))
+            found = _Bounds(0.0, upper)
         else:
             found = _epsilon_of_both(pairs, delta)
         if found.lower < (1 - _LOOSE) * found.upper:
@@ -102,7 +103,8 @@ class ContourAccountant(Accountant):
         if not _has_moderate_noise(pairs):
             return Interval(0.0, whole)
         if _is_lattice(pairs):
-            found = _Bounds(0.0, _chernoff_delta(pairs, epsilon))
+            axes = _axes(pairs, TARGET_ERROR)
+            found = _Bounds(0.0, max(axis.delta_bound(pairs, epsilon) for axis in axes))
         else:
             found = _delta_of_both(pairs, epsilon)
         if found.lower < (1 - _LOOSE) * found.upper and found.upper > _LEAST_PLD_DELTA:
@@ -135,16 +137,10 @@ def _delta_of_both(pairs: Pairs, epsilon: float) -> _Bounds:
     return _Bounds(max(found.lower, other.lower), max(found.upper, other.upper))
 
 
-def _chernoff_epsilon(pairs: Pairs, delta: float) -> float:
+def _axes(pairs: Pairs, error: float) -> list[RealAxis]:
+    """For Chernoff bounds in both directions."""
     few = representatives(pairs)
-    return max(RealAxis(few, side, delta).epsilon_bound(pairs, delta) for side in (REMOVE, ADD))
-
-
-def _chernoff_delta(pairs: Pairs, epsilon: float) -> float:
-    few = representatives(pairs)
-    return max(
-        RealAxis(few, side, TARGET_ERROR).delta_bound(pairs, epsilon) for side in (REMOVE, ADD)
-    )
+    return [RealAxis(few, side, error) for side in (REMOVE, ADD)]
 
 
 def _intersection(mine: _Bounds, other: Interval) -> _Bounds:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -166,7 +167,12 @@ class ContourIntegral:
             # If the integrand is small, its cumulant may have a larger error.
             weight = tail / abs(value) if piece and value else 1.0
             decades = min(8, max(0, math.floor(-math.log10(weight)))) if weight > 0 else 8
-            cumulant, error = self._composed(piece, level, decades)
+            key = (piece, level, decades)
+            if key not in self._sums:
+                enough = 0.0 if self.contour.small else _ENOUGH * 10.0**decades
+                at = (self.contour, piece, level, self.edges, enough)
+                self._sums[key] = _composed(self.pairs, _cumulant, *at)
+            cumulant, error = self._sums[key]
             terms, moments, noise = self._terms(
                 epsilon, t, 0.0, cumulant[: len(t)], error[: len(t)]
             )
@@ -230,13 +236,8 @@ class ContourIntegral:
         begin = math.ceil(start / _PIECE) * _PIECE
         key, t = (begin, -1, 0), begin + _REMAINDER_NODES
         if key not in self._sums:
-            total: _Complex | float = 0.0
-            error: _Real | float = 0.0
-            with np.errstate(invalid="ignore"):
-                for pair, count in representatives(self.pairs):
-                    value, wrong = _remainder_cumulant(pair, self.contour, begin)
-                    total, error = total + count * value, error + count * wrong
-            self._sums[key] = np.asarray(total), np.asarray(error)
+            few = representatives(self.pairs)
+            self._sums[key] = _composed(few, _remainder_cumulant, self.contour, begin)
         terms, _, noise = self._terms(epsilon, t, 0.0, *self._sums[key])
         size = np.abs(terms)
         return float(np.trapezoid(np.where(size > 2 * noise, size, 0.0), t))
@@ -257,19 +258,18 @@ class ContourIntegral:
             rounding = _ROUNDING * (4 + 2 * np.abs(epsilon * m))
             return terms, -m * terms, np.abs(whole) * error + np.abs(terms) * rounding
 
-    def _composed(self, piece: int, level: int, decades: int) -> tuple[_Complex, _Real]:
-        """The pairs' cumulants, added up, and the error of the sum."""
-        key = (piece, level, decades)
-        if key not in self._sums:
-            enough = 0.0 if self.contour.small else _ENOUGH * 10.0**decades
-            total: _Complex | float = 0.0
-            error: _Real | float = 0.0
-            with np.errstate(invalid="ignore"):
-                for pair, count in self.pairs:
-                    value, wrong = _cumulant(pair, self.contour, piece, level, self.edges, enough)
-                    total, error = total + count * value, error + count * wrong
-            self._sums[key] = np.asarray(total), np.asarray(error)
-        return self._sums[key]
+
+def _composed(
+    pairs: Pairs, cumulant: Callable[..., tuple[_Complex, _Real]], *at: Any
+) -> tuple[_Complex, _Real]:
+    """The pairs' cumulants, added up, and the error of the sum."""
+    total: _Complex | float = 0.0
+    error: _Real | float = 0.0
+    with np.errstate(invalid="ignore"):
+        for pair, count in pairs:
+            value, wrong = cumulant(pair, *at)
+            total, error = total + count * value, error + count * wrong
+    return np.asarray(total), np.asarray(error)
 
 
 def _count_significant(size: _Real, noise: _Real) -> int:

@@ -150,10 +150,8 @@ class Request:
                 f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'; 'cuda' is any GPU "
                 "that torch knows, and CUDA_VISIBLE_DEVICES says which"
             )
-        if self.threads is not None:
-            _validate.positive_int(threads=self.threads)
-        if self.max_seconds is not None:
-            _validate.positive(max_seconds=self.max_seconds)
+        _validate.optional(_validate.positive_int, threads=self.threads)
+        _validate.optional(_validate.positive, max_seconds=self.max_seconds)
         if self.device == "cuda":
             usable_device(self.device)
 

@@ -80,25 +80,11 @@ def run_versus(
         raise ValueError("launches=1, rounds=1: one trial shows no spread; pass 2 or more rounds")
     folder = output.make_folder(out)
     checkouts = {"OLD": Path(old_checkout), "NEW": Path(new_checkout)}
-    with tempfile.TemporaryDirectory(prefix="dpflash-versus-") as scratch:
-        found = _measure(checkouts, Path(scratch), names, launches, rounds, has_progress)
-    for side, result in found.items():
-        output.write_json(folder / f"{side}.json", result)
-    old, new = (folder / f"{side}.json" for side in checkouts)
-    return run_compare(old, new, json_path=folder / "comparison.json")
-
-
-def _measure(
-    checkouts: dict[str, Path],
-    scratch: Path,
-    names: Sequence[str],
-    launches: int,
-    rounds: int,
-    has_progress: bool,
-) -> dict[str, dict[str, Any]]:
-    harness = _copy_harness(scratch / "harness")
     rows: dict[str, dict[str, Row]] = {side: {} for side in checkouts}
     with ExitStack() as stack:
+        prefix = "dpflash-versus-"
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
+        harness = _copy_harness(scratch / "harness")
         workers = {}
         for side, checkout in checkouts.items():
             tree = _copy_sources(checkout, scratch / side)
@@ -108,14 +94,13 @@ def _measure(
         numbers = range(launches)
         for launch in tqdm(numbers, unit="launch", disable=not has_progress, file=sys.stderr):
             _launch(workers, names, rounds, launch, rows, scratch)
-        versions = {side: worker.version for side, worker in workers.items()}
     run = {"run": uuid.uuid4().hex, "launches": launches, "rounds": rounds}
-    return {
-        side: {
+    for side, checkout in checkouts.items():
+        result = {
             "environment": {
                 **environment("cpu", 1),
-                "dpflash": versions[side],
-                "commit": commit(checkouts[side]),
+                "dpflash": workers[side].version,
+                "commit": commit(checkout),
                 "suite": "versus",
                 "trials": launches * rounds,
                 "clock": "process time",
@@ -124,8 +109,9 @@ def _measure(
             "complete": True,
             "rows": [_finished(row) for row in rows[side].values()],
         }
-        for side in checkouts
-    }
+        output.write_json(folder / f"{side}.json", result)
+    old, new = (folder / f"{side}.json" for side in checkouts)
+    return run_compare(old, new, json_path=folder / "comparison.json")
 
 
 def _copy_harness(folder: Path) -> Path:

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from numbers import Integral, Real
 
 _LEAST_BOUND, _MOST_BOUND = 1e-30, 1e30
@@ -107,6 +107,11 @@ def one_of(**choices: tuple[object, Collection[object]]) -> None:
         if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
             listed = ", ".join(repr(choice) for choice in allowed)
             raise ValueError(f"{name}={value!r}: expected one of {listed}; pass one of these")
+
+
+def optional(check: Callable[..., None], **values: object) -> None:
+    """Check the values that are not None: ``optional(positive, memory=None)``."""
+    check(**{name: value for name, value in values.items() if value is not None})
 
 
 def counted(number: int, thing: str) -> str:

@@ -13,7 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
-from ._validate import finite, noise_fits, one_of, positive, positive_int, probability
+from ._validate import (
+    finite,
+    noise_fits,
+    one_of,
+    optional,
+    positive,
+    positive_int,
+    probability,
+)
 from .clipping.groups import Bounds, joint_bound
 from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
 from .opacus_calls import known_keywords, refuse_keywords_of
@@ -259,8 +267,7 @@ class PrivacyConfig:
             )
 
     def _check_target(self) -> None:
-        if self.target_delta is not None:
-            probability(target_delta=self.target_delta)
+        optional(probability, target_delta=self.target_delta)
         if self.target_epsilon is None:
             return
         positive(target_epsilon=self.target_epsilon)
@@ -358,10 +365,8 @@ class PerformanceConfig:
         object.__setattr__(self, "grad_sample_mode", _SAME_MODE.get(mode, mode))
         one_of(grad_sample_mode=(self.grad_sample_mode, ("auto", *GRAD_SAMPLE_MODES)))
         one_of(optimize=(self.optimize, LEVELS))
-        if self.physical_batch_size is not None:
-            positive_int(physical_batch_size=self.physical_batch_size)
-        if self.memory_budget is not None:
-            positive_int(memory_budget=self.memory_budget)
+        optional(positive_int, physical_batch_size=self.physical_batch_size)
+        optional(positive_int, memory_budget=self.memory_budget)
         if self.optimize == "none" and self.grad_sample_mode not in ("auto", "instantiate"):
             raise ValueError(
                 f"grad_sample_mode={self.grad_sample_mode!r} with optimize='none', where each "

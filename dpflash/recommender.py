@@ -222,8 +222,7 @@ def recommend(
             f"memory={memory!r}: expected bytes as a number; pass for example 100 * 2**20 for "
             "100 MiB"
         )
-    if memory is not None:
-        _validate.positive(memory=memory)
+    _validate.optional(_validate.positive, memory=memory)
     _validate.one_of(
         direction=(direction, DIRECTIONS),
         dtype=(dtype, (None, *DTYPES)),

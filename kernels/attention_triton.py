@@ -150,68 +150,6 @@ def _bias(ptr, rows, columns, stride_row, stride_column, seen):
     return tl.load(ptr + offsets, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634
 
 
-@triton.jit
-def _forward_step(
-    acc0, acc1, m, total,
-    q0, q1, k_ptr, v_ptr, bias_ptr, stride_kt, stride_vt, stride_it, stride_is,
-    rows, there, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
-    softcap_log2,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    MASKED: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """``m, total, acc`` after one more chunk of keys: the online softmax, in base 2."""
-    positions = columns.to(tl.int64)
-    k_offsets = positions * stride_kt
-    v_offsets = positions * stride_vt
-    k0 = _load(k_ptr, k_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
-    s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-    if D1 > 0:
-        k1 = _load(k_ptr, k_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
-        s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-    distance = rows[:, None] - columns[None, :]
-    factor = scale_log2
-    if HAS_SOFTCAP or HAS_BIAS or HAS_SLOPES:
-        s = s * scale_log2
-        factor = 1.0
-    if HAS_SOFTCAP:
-        s = softcap_log2 * _tanh(s / softcap_log2)
-    if HAS_BIAS:
-        inside = there[:, None] & seen_columns[None, :]
-        s += _bias(bias_ptr, rows, columns, stride_it, stride_is, inside)
-    if HAS_SLOPES:
-        s -= slope * tl.abs(distance + distance_shift).to(tl.float32)
-    if MASKED:
-        seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
-        s = tl.where(seen, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1) * factor + bias)
-    pivot = m_new
-    if MASKED or HAS_BIAS:
-        # A bias of -inf masks, too.
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * factor - (pivot - bias)[:, None])
-    alpha = tl.exp2(m - pivot)
-    total = total * alpha + tl.sum(p, 1)
-    v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
-    acc0 = tl.dot(
-        p.to(v_ptr.dtype.element_ty).to(v0.dtype),
-        v0,
-        acc0 * alpha[:, None],
-        input_precision=PRECISION,
-    )
-    if E1 > 0:
-        v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
-        acc1 = tl.dot(
-            p.to(v_ptr.dtype.element_ty).to(v1.dtype),
-            v1,
-            acc1 * alpha[:, None],
-            input_precision=PRECISION,
-        )
-    return acc0, acc1, m_new, total
-
-
 @triton.jit(do_not_specialize=["distance_shift"])
 def _attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
@@ -289,13 +227,56 @@ def _attention_forward_kernel(
             for n in range(begin if MASKED else left, to, BLOCK_N):
                 if MASKED:
                     n += tl.where(n < left, 0, right - left)
-                acc0, acc1, m, total = _forward_step(
-                    acc0, acc1, m, total, q0, q1, k_ptr, v_ptr, bias_ptr,
-                    stride_kt, stride_vt, stride_it, stride_is,
-                    rows, there, columns + n * stride, n + offs_n < end, lo, hi, bias,
-                    slope, distance_shift, scale_log2, softcap_log2, D, D0, D1, E, E0, E1,
-                    MASKED, HAS_SLOPES, HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
-                )  # fmt: skip
+                # The online softmax, in base 2.
+                keys = columns + n * stride
+                seen_columns = n + offs_n < end
+                positions = keys.to(tl.int64)
+                k_offsets = positions * stride_kt
+                v_offsets = positions * stride_vt
+                k0 = _load(k_ptr, k_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
+                s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+                if D1 > 0:
+                    k1 = _load(k_ptr, k_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
+                    s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+                distance = rows[:, None] - keys[None, :]
+                factor = scale_log2
+                if HAS_SOFTCAP or HAS_BIAS or HAS_SLOPES:
+                    s = s * scale_log2
+                    factor = 1.0
+                if HAS_SOFTCAP:
+                    s = softcap_log2 * _tanh(s / softcap_log2)
+                if HAS_BIAS:
+                    inside = there[:, None] & seen_columns[None, :]
+                    s += _bias(bias_ptr, rows, keys, stride_it, stride_is, inside)
+                if HAS_SLOPES:
+                    s -= slope * tl.abs(distance + distance_shift).to(tl.float32)
+                if MASKED:
+                    seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
+                    s = tl.where(seen, s, float("-inf"))
+                m_new = tl.maximum(m, tl.max(s, 1) * factor + bias)
+                pivot = m_new
+                if MASKED or HAS_BIAS:
+                    # A bias of -inf masks, too.
+                    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+                p = tl.exp2(s * factor - (pivot - bias)[:, None])
+                alpha = tl.exp2(m - pivot)
+                total = total * alpha + tl.sum(p, 1)
+                v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
+                acc0 = tl.dot(
+                    p.to(v_ptr.dtype.element_ty).to(v0.dtype),
+                    v0,
+                    acc0 * alpha[:, None],
+                    input_precision=PRECISION,
+                )
+                if E1 > 0:
+                    v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
+                    acc1 = tl.dot(
+                        p.to(v_ptr.dtype.element_ty).to(v1.dtype),
+                        v1,
+                        acc1 * alpha[:, None],
+                        input_precision=PRECISION,
+                    )
+                m = m_new
 
     # Not "total > 0": a NaN must stay one.
     fully_masked = total == 0.0
@@ -337,70 +318,6 @@ def _attention_delta_kernel(
     pivot = tl.load(lse_ptr + at, mask=there, other=0.0) * 1.4426950408889634
     pivot = tl.where(pivot == float("-inf"), float("inf"), pivot)
     tl.store(pivot_ptr + at, pivot, mask=there)
-
-
-@triton.jit
-def _dq_step(
-    dq0, dq1, slope_sum, run_sum,
-    q0, q1, do0, do1, pivot, delta, k_ptr, v_ptr, bias_ptr, dbias_ptr,
-    stride_kt, stride_vt, stride_it, stride_is, num_keys,
-    rows, there, columns, seen_columns, lo, hi, bias, slope, distance_shift, scale_log2,
-    softcap_log2,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    MASKED: tl.constexpr, HAS_SLOPES: tl.constexpr, RUN_GRADS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """``dq += ds k`` for one chunk of keys, with ``ds = p (do v - delta)``."""
-    positions = columns.to(tl.int64)
-    k_offsets = positions * stride_kt
-    v_offsets = positions * stride_vt
-    k0 = _load(k_ptr, k_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
-    v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
-    k1 = k0
-    s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-    dp = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
-    if D1 > 0:
-        k1 = _load(k_ptr, k_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
-        s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-    if E1 > 0:
-        v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
-        dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
-    distance = rows[:, None] - columns[None, :]
-    s = s * scale_log2
-    tangent = s
-    inside = there[:, None] & seen_columns[None, :]
-    if HAS_SOFTCAP:
-        tangent = _tanh(s / softcap_log2)
-        s = softcap_log2 * tangent
-    if HAS_BIAS:
-        s += _bias(bias_ptr, rows, columns, stride_it, stride_is, inside)
-    if HAS_SLOPES:
-        s -= slope * tl.abs(distance + distance_shift).to(tl.float32)
-    p = tl.exp2(s - (pivot - bias)[:, None])
-    if MASKED:
-        seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
-        p = tl.where(seen, p, 0.0)
-    ds = p * (dp - delta[:, None])
-    if HAS_SLOPES:
-        slope_sum += tl.sum(ds * tl.abs(distance + distance_shift).to(tl.float32), 1)
-    if RUN_GRADS:
-        run_sum += tl.sum(ds, 1)
-    if BIAS_GRAD:
-        written = inside
-        if MASKED:
-            written = inside & (distance >= lo) & (distance <= hi)
-        at = rows.to(tl.int64)[:, None] * num_keys + columns.to(tl.int64)[None, :]
-        tl.store(dbias_ptr + at, ds, mask=written)
-    if HAS_SOFTCAP:
-        ds *= 1.0 - tangent * tangent
-    dq0 = tl.dot(ds.to(k_ptr.dtype.element_ty).to(k0.dtype), k0, dq0, input_precision=PRECISION)
-    if D1 > 0:
-        dq1 = tl.dot(
-            ds.to(k_ptr.dtype.element_ty).to(k1.dtype), k1, dq1, input_precision=PRECISION
-        )
-    return dq0, dq1, slope_sum, run_sum
 
 
 @triton.jit(do_not_specialize=["distance_shift"])
@@ -488,15 +405,60 @@ def _attention_dq_kernel(
             for n in range(begin if MASKED else left, to, BLOCK_N):
                 if MASKED:
                     n += tl.where(n < left, 0, right - left)
-                dq0, dq1, slope_sum, run_sum = _dq_step(
-                    dq0, dq1, slope_sum, run_sum, q0, q1, do0, do1, pivot, delta,
-                    k_ptr, v_ptr, bias_ptr, dbias_ptr,
-                    stride_kt, stride_vt, stride_it, stride_is, num_keys,
-                    rows, there, columns + n * stride, n + offs_n < end, lo, hi, bias,
-                    slope, distance_shift, scale_log2, softcap_log2,
-                    D, D0, D1, E, E0, E1, MASKED, HAS_SLOPES, RUN_GRADS,
-                    HAS_SOFTCAP, HAS_BIAS, BIAS_GRAD, UPCAST, PRECISION,
-                )  # fmt: skip
+                keys = columns + n * stride
+                seen_columns = n + offs_n < end
+                positions = keys.to(tl.int64)
+                k_offsets = positions * stride_kt
+                v_offsets = positions * stride_vt
+                k0 = _load(k_ptr, k_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
+                v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
+                k1 = k0
+                s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+                dp = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
+                if D1 > 0:
+                    k1 = _load(k_ptr, k_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
+                    s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
+                if E1 > 0:
+                    v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
+                    dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
+                distance = rows[:, None] - keys[None, :]
+                s = s * scale_log2
+                tangent = s
+                inside = there[:, None] & seen_columns[None, :]
+                if HAS_SOFTCAP:
+                    tangent = _tanh(s / softcap_log2)
+                    s = softcap_log2 * tangent
+                if HAS_BIAS:
+                    s += _bias(bias_ptr, rows, keys, stride_it, stride_is, inside)
+                if HAS_SLOPES:
+                    s -= slope * tl.abs(distance + distance_shift).to(tl.float32)
+                p = tl.exp2(s - (pivot - bias)[:, None])
+                if MASKED:
+                    seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
+                    p = tl.where(seen, p, 0.0)
+                ds = p * (dp - delta[:, None])
+                if HAS_SLOPES:
+                    slope_sum += tl.sum(ds * tl.abs(distance + distance_shift).to(tl.float32), 1)
+                if RUN_GRADS:
+                    run_sum += tl.sum(ds, 1)
+                if BIAS_GRAD:
+                    written = inside
+                    if MASKED:
+                        written = inside & (distance >= lo) & (distance <= hi)
+                    entries = rows.to(tl.int64)[:, None] * num_keys + positions[None, :]
+                    tl.store(dbias_ptr + entries, ds, mask=written)
+                if HAS_SOFTCAP:
+                    ds *= 1.0 - tangent * tangent
+                dq0 = tl.dot(
+                    ds.to(k_ptr.dtype.element_ty).to(k0.dtype), k0, dq0, input_precision=PRECISION
+                )
+                if D1 > 0:
+                    dq1 = tl.dot(
+                        ds.to(k_ptr.dtype.element_ty).to(k1.dtype),
+                        k1,
+                        dq1,
+                        input_precision=PRECISION,
+                    )
         if RUN_GRADS:
             run_sum = tl.where(there, run_sum, 0.0)
             tl.store(run_sums_ptr + place.to(tl.int64) * num_runs + run, tl.sum(run_sum, 0))
@@ -525,78 +487,6 @@ def _attention_dq_kernel(
             squares += _squares(dq_ptr, dq1, D0, D1, D)
         squares = tl.where(there, squares, 0.0)
         tl.store(squares_ptr + pid, tl.sum(squares, 0))
-
-
-@triton.jit
-def _dkdv_step(
-    dk0, dk1, dv0, dv1,
-    k0, k1, v0, v1, q_ptr, do_ptr, pivot_ptr, delta_ptr, bias_ptr,
-    stride_qt, stride_dt, stride_it, stride_is,
-    rows, there, seen_rows, columns, seen_columns, lo, hi, bias, slope, distance_shift,
-    scale_log2, softcap_log2,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
-    MASKED: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """``dv += p^T do`` and ``dk += ds^T q`` for one chunk of queries, keys as rows throughout."""
-    positions = columns.to(tl.int64)
-    q_offsets = positions * stride_qt
-    do_offsets = positions * stride_dt
-    q0 = _load(q_ptr, q_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
-    q1 = q0
-    s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
-    if D1 > 0:
-        q1 = _load(q_ptr, q_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
-        s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
-    if MASKED:
-        pivot = tl.load(pivot_ptr + columns, mask=seen_columns, other=float("inf"))
-        delta = tl.load(delta_ptr + columns, mask=seen_columns, other=0.0)
-    else:
-        pivot = tl.load(pivot_ptr + columns)
-        delta = tl.load(delta_ptr + columns)
-    s = s * scale_log2
-    tangent = s
-    if HAS_SOFTCAP:
-        tangent = _tanh(s / softcap_log2)
-        s = softcap_log2 * tangent
-    if HAS_BIAS:
-        inside = there[:, None] & seen_columns[None, :]
-        s += _bias(bias_ptr, rows, columns, stride_is, stride_it, inside)
-    if HAS_SLOPES:
-        # The shift is one of query - key, and keys are rows here. One matrix of distances for
-        # slopes and band spares registers.
-        rows -= distance_shift
-        lo -= distance_shift
-        hi -= distance_shift
-    distance = rows[:, None] - columns[None, :]
-    if HAS_SLOPES:
-        s -= slope * tl.abs(distance).to(tl.float32)
-    p = tl.exp2(s - (pivot - bias)[None, :])
-    if MASKED:
-        seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
-        p = tl.where(seen, p, 0.0)
-    if HAS_KEY_RANGE:
-        p = tl.where(seen_rows[:, None], p, 0.0)
-    do0 = _load(do_ptr, do_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
-    dv0 = tl.dot(p.to(do_ptr.dtype.element_ty).to(do0.dtype), do0, dv0, input_precision=PRECISION)
-    dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
-    if E1 > 0:
-        do1 = _load(do_ptr, do_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
-        dv1 = tl.dot(
-            p.to(do_ptr.dtype.element_ty).to(do1.dtype), do1, dv1, input_precision=PRECISION
-        )
-        dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
-    ds = p * (dp - delta[None, :])
-    if HAS_SOFTCAP:
-        ds *= 1.0 - tangent * tangent
-    dk0 = tl.dot(ds.to(q_ptr.dtype.element_ty).to(q0.dtype), q0, dk0, input_precision=PRECISION)
-    if D1 > 0:
-        dk1 = tl.dot(
-            ds.to(q_ptr.dtype.element_ty).to(q1.dtype), q1, dk1, input_precision=PRECISION
-        )
-    return dk0, dk1, dv0, dv1
 
 
 @triton.jit(do_not_specialize=["distance_shift"])
@@ -664,6 +554,9 @@ def _attention_dkdv_kernel(
         v1 = _load(v_ptr, row_offsets * stride_vt, there, E0, E1, E, True, UPCAST)
         dv1 = tl.zeros([BLOCK_M, E1], tl.float32)
 
+    # The shift is one of query - key, and keys are rows here. One matrix of distances for slopes
+    # and band spares registers.
+    shifted = rows - distance_shift if HAS_SLOPES else rows
     offs_n = tl.arange(0, BLOCK_N)
     for i in range(heads_per_program):
         head = first_head + i
@@ -682,6 +575,9 @@ def _attention_dkdv_kernel(
             start, stride, lo, hi, bias, begin, left, right, end = _clip(
                 runs_ptr, log_multiplicity_ptr, run, first, last, 0, num_queries, BLOCK_N
             )
+            if HAS_SLOPES:
+                lo -= distance_shift
+                hi -= distance_shift
             columns = start + stride * offs_n
             for MASKED in tl.static_range(2):
                 # First the chunks that every row sees, then those on either side of them.
@@ -689,15 +585,77 @@ def _attention_dkdv_kernel(
                 for n in range(begin if MASKED else left, to, BLOCK_N):
                     if MASKED:
                         n += tl.where(n < left, 0, right - left)
-                    dk0, dk1, dv0, dv1 = _dkdv_step(
-                        dk0, dk1, dv0, dv1, k0, k1, v0, v1,
-                        head_q_ptr, head_do_ptr, head_pivot_ptr, head_delta_ptr, head_bias_ptr,
-                        stride_qt, stride_dt, stride_it, stride_is,
-                        rows, there, seen_rows, columns + n * stride, n + offs_n < end,
-                        lo, hi, bias, slope, distance_shift, scale_log2, softcap_log2,
-                        D, D0, D1, E, E0, E1, MASKED, HAS_SLOPES, HAS_KEY_RANGE,
-                        HAS_SOFTCAP, HAS_BIAS, UPCAST, PRECISION,
-                    )  # fmt: skip
+                    queries = columns + n * stride
+                    seen_columns = n + offs_n < end
+                    positions = queries.to(tl.int64)
+                    q_offsets = positions * stride_qt
+                    do_offsets = positions * stride_dt
+                    q0 = _load(head_q_ptr, q_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
+                    q1 = q0
+                    s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
+                    if D1 > 0:
+                        q1 = _load(head_q_ptr, q_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
+                        s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
+                    if MASKED:
+                        pivot = tl.load(
+                            head_pivot_ptr + queries, mask=seen_columns, other=float("inf")
+                        )
+                        delta = tl.load(head_delta_ptr + queries, mask=seen_columns, other=0.0)
+                    else:
+                        pivot = tl.load(head_pivot_ptr + queries)
+                        delta = tl.load(head_delta_ptr + queries)
+                    s = s * scale_log2
+                    tangent = s
+                    if HAS_SOFTCAP:
+                        tangent = _tanh(s / softcap_log2)
+                        s = softcap_log2 * tangent
+                    if HAS_BIAS:
+                        inside = there[:, None] & seen_columns[None, :]
+                        s += _bias(head_bias_ptr, rows, queries, stride_is, stride_it, inside)
+                    distance = shifted[:, None] - queries[None, :]
+                    if HAS_SLOPES:
+                        s -= slope * tl.abs(distance).to(tl.float32)
+                    p = tl.exp2(s - (pivot - bias)[None, :])
+                    if MASKED:
+                        seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
+                        p = tl.where(seen, p, 0.0)
+                    if HAS_KEY_RANGE:
+                        p = tl.where(seen_rows[:, None], p, 0.0)
+                    do0 = _load(head_do_ptr, do_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
+                    dv0 = tl.dot(
+                        p.to(head_do_ptr.dtype.element_ty).to(do0.dtype),
+                        do0,
+                        dv0,
+                        input_precision=PRECISION,
+                    )
+                    dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
+                    if E1 > 0:
+                        do1 = _load(
+                            head_do_ptr, do_offsets, seen_columns, E0, E1, E, MASKED, UPCAST
+                        )
+                        dv1 = tl.dot(
+                            p.to(head_do_ptr.dtype.element_ty).to(do1.dtype),
+                            do1,
+                            dv1,
+                            input_precision=PRECISION,
+                        )
+                        dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
+                    ds = p * (dp - delta[None, :])
+                    if HAS_SOFTCAP:
+                        ds *= 1.0 - tangent * tangent
+                    dk0 = tl.dot(
+                        ds.to(head_q_ptr.dtype.element_ty).to(q0.dtype),
+                        q0,
+                        dk0,
+                        input_precision=PRECISION,
+                    )
+                    if D1 > 0:
+                        dk1 = tl.dot(
+                            ds.to(head_q_ptr.dtype.element_ty).to(q1.dtype),
+                            q1,
+                            dk1,
+                            input_precision=PRECISION,
+                        )
 
     dk_ptr += sample * stride_dkb + out_head.to(tl.int64) * stride_dkh
     dv_ptr += sample * stride_dvb + out_head.to(tl.int64) * stride_dvh

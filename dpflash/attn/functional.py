@@ -135,8 +135,7 @@ def attention(
     q, k, v = autocast(q), autocast(k), autocast(v)
     require_fitting(q, k, v, equal_head_dims=False)
     pattern = resolve_pattern(pattern, causal, q.shape[2], k.shape[2])
-    if softmax_scale is not None:
-        _validate.finite(softmax_scale=softmax_scale)
+    _validate.optional(_validate.finite, softmax_scale=softmax_scale)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
     softcap = _require_softcap(softcap)
     sinks = per_head("sinks", sinks, q)

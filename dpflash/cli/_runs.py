@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dpflash._validate import large_delta, one_of, positive_int, probability
+from dpflash._validate import large_delta, one_of, optional, positive_int, probability
 from dpflash.accounting import (
     Accountant,
     Event,
@@ -158,9 +158,7 @@ def run_of(args: argparse.Namespace) -> Run:
     one_of(neighboring_relation=(args.neighboring_relation, (None, *RELATIONS)))
     probability(delta=args.delta)
     create_accountant(args.accountant)
-    for name in COUNTS:
-        if getattr(args, name) is not None:
-            positive_int(**{name: getattr(args, name)})
+    optional(positive_int, **{name: getattr(args, name) for name in COUNTS})
     _refuse_unused(args)
     run = Run(
         sampler=args.sampler,

@@ -64,7 +64,11 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_budget(args: argparse.Namespace) -> int:
-    ledgers = [_ledger(path) for path in args.ledgers]
+    ledgers = []
+    for path in args.ledgers:
+        ledgers.append(Ledger(path))
+        if not Path(path).exists():
+            raise FileNotFoundError(f"ledger={path!r}: no such file; pass the path of a ledger")
     if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
         raise ValueError(f"ledgers={args.ledgers!r}: one is given twice; pass each once")
     probability(delta=args.delta)
@@ -86,13 +90,6 @@ def _run_budget(args: argparse.Namespace) -> int:
             save(_figure(spending, lines, args), args.plot)
     print(as_json(report) if args.json else _tables(report, spending.accountant))
     return 0
-
-
-def _ledger(path: str) -> Ledger:
-    ledger = Ledger(path)
-    if not Path(path).exists():
-        raise FileNotFoundError(f"ledger={path!r}: no such file; pass the path of a ledger")
-    return ledger
 
 
 def _report(

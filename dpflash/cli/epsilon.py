@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from dpflash._validate import finite, non_negative, positive
+from dpflash._validate import finite, non_negative, optional, positive
 from dpflash.accounting import (
     Accountant,
     get_sample_rate,
@@ -85,11 +85,8 @@ def _run_calibrate(args: argparse.Namespace) -> int:
     positive(target_epsilon=args.target_epsilon)
     finite(target_epsilon=args.target_epsilon)
     run = run_of(args)
-    if args.noise_multiplier is not None:
-        positive(noise_multiplier=args.noise_multiplier)
-        finite(noise_multiplier=args.noise_multiplier)
-    if run.sample_rate is not None:
-        positive(sample_rate=run.sample_rate)
+    optional(positive, noise_multiplier=args.noise_multiplier, sample_rate=run.sample_rate)
+    optional(finite, noise_multiplier=args.noise_multiplier)
     _check_one_unknown(args, run)
     if args.plot is not None:
         check_plot(args.plot, args.accountant)

@@ -185,10 +185,10 @@ class HeadShape(LinearShape):
         return 2 * self._product
 
     def norm(self, gpu: bool) -> list[Work]:
-        return self._tiles(gpu)
+        """All tiles of G_i, each used once where it is made."""
+        return [*self._dlogits(), *self.gradient(gpu), Work(moved=self.stored_bytes)]
 
-    def weighted(self, gpu: bool) -> list[Work]:
-        return self._tiles(gpu)
+    weighted = norm
 
     def again(self) -> list[Work]:
         return [*self._dlogits(), *super().again()]
@@ -207,10 +207,6 @@ class HeadShape(LinearShape):
             Work(self._product, self._operands, _name(self.dtype)),
             Work(moved=6 * self._logits),
         ]
-
-    def _tiles(self, gpu: bool) -> list[Work]:
-        """All tiles of G_i, each used once where it is made."""
-        return [*self._dlogits(), *self.gradient(gpu), Work(moved=self.stored_bytes)]
 
     def _kernel(self, gpu: bool) -> str:
         """The dlogits are fp32 at least, so the products with them are."""
@@ -238,15 +234,11 @@ class ExpertsShape(LinearShape):
         return self._product
 
     def norm(self, gpu: bool) -> list[Work]:
-        return self._segments(gpu)
-
-    def weighted(self, gpu: bool) -> list[Work]:
-        return self._segments(gpu)
-
-    def _segments(self, gpu: bool) -> list[Work]:
         """All segments' G, each written and read."""
         most = super().stored_bytes * min(self.tokens, self.experts)
         return [Work(self._product, self._operands + 2 * most, self._kernel(gpu))]
+
+    weighted = norm
 
 
 @dataclass(frozen=True)

@@ -151,14 +151,12 @@ def ring_attention(
                 "sequence; split both with shard_sequence"
             )
         _validate.one_of(mode=(mode, (*MODES, "auto")), sharding=(sharding, SHARDINGS))
-        if softmax_scale is not None:
-            _validate.finite(softmax_scale=softmax_scale)
+        _validate.optional(_validate.finite, softmax_scale=softmax_scale)
         scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
         pattern = resolve_pattern(pattern, False, q.shape[2], q.shape[2])
         sinks = per_head("sinks", sinks, q)
         alibi_slopes = per_head("alibi_slopes", alibi_slopes, q)
-        if length is not None:
-            _validate.positive_int(length=length)
+        _validate.optional(_validate.positive_int, length=length)
         values = {
             "[B, H, D] of q": [*q.shape[:2], q.shape[3]],
             "[B, G, D] of k": [*k.shape[:2], k.shape[3]],
@@ -182,14 +180,7 @@ def ring_attention(
     context = Context(group, layout, mode, unpadded_length(length, layout.num_tokens))
     assert pattern is not None
     o, lse = attend(
-        q,
-        k,
-        v,
-        pattern=pattern,
-        scale=scale,
-        context=context,
-        sinks=sinks,
-        slopes=alibi_slopes,
+        q, k, v, pattern=pattern, scale=scale, context=context, sinks=sinks, slopes=alibi_slopes
     )
     return (o, lse) if return_lse else o
 
@@ -226,51 +217,31 @@ def attend(
     own, padding = context.local_length, q.shape[2] - context.local_length
     if padding:
         q, k, v = (x[:, :, :own] for x in (q, k, v))
-    o, lse = _attend(q, k, v, pattern, scale, context, sinks, slopes)
-    if padding:
-        o = F.pad(o, (0, 0, 0, padding))
-        lse = F.pad(lse, (0, padding), value=-math.inf)
-    return o, lse
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    scale: float,
-    context: Context,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    group = context.group
+    group, mode = context.group, context.mode
     sharded = ShardedPattern(pattern, context.length, q.shape[1], k.shape[1], context.layout)
     # Raises for a T or H that the pattern does not support.
     sharded.static.graph(sharded.length, sharded.num_heads)
-    mode = context.mode
     if mode == "auto":
         mode = cheapest_mode(sharded, q.shape[3], q.dtype, q.shape[0])
     require_enough_heads(sharded, mode)
     if group is None or world_size(group) == 1:
-        return attention(
-            q,
-            k,
-            v,
-            pattern=pattern,
-            softmax_scale=scale,
-            return_lse=True,
-            sinks=sinks,
-            alibi_slopes=slopes,
-        )
-    if q.shape[0] == 0:
+        options: Any = {"softmax_scale": scale, "sinks": sinks, "alibi_slopes": slopes}
+        o, lse = attention(q, k, v, pattern=pattern, return_lse=True, **options)
+    elif q.shape[0] == 0:
         # Empty outputs that depend on all inputs, so that the autograd graph is that of any batch.
         o = q + sum(x.sum() for x in (k, v, sinks, slopes) if x is not None)
-        return o, o.sum(3, dtype=torch.promote_types(q.dtype, torch.float32))
-    if mode == "ulysses":
-        return ulysses_attention(q, k, v, sinks, slopes, sharded, group, scale)
-    choice = BlockChoice.of(q, k, sharded, group, scale)
-    call = (Ring if mode == "ring" else AllGatherCall)(sharded, group, scale, slopes is not None)
-    return _ShardedAttention.apply(q, k, v, sinks, slopes, *choice, call)
+        lse = o.sum(3, dtype=torch.promote_types(q.dtype, torch.float32))
+    elif mode == "ulysses":
+        o, lse = ulysses_attention(q, k, v, sinks, slopes, sharded, group, scale)
+    else:
+        choice = BlockChoice.of(q, k, sharded, group, scale)
+        kind = Ring if mode == "ring" else AllGatherCall
+        call = kind(sharded, group, scale, slopes is not None)
+        o, lse = _ShardedAttention.apply(q, k, v, sinks, slopes, *choice, call)
+    if padding:
+        o = F.pad(o, (0, 0, 0, padding))
+        lse = F.pad(lse, (0, padding), value=-math.inf)
+    return o, lse
 
 
 class _ShardedAttention(torch.autograd.Function):

@@ -134,8 +134,7 @@ def unshard_sequence(
     with deferred.catch():
         dim = _dimension(x, dim)
         _validate.one_of(sharding=(sharding, SHARDINGS))
-        if length is not None:
-            _validate.positive_int(length=length)
+        _validate.optional(_validate.positive_int, length=length)
         own = x.shape[dim]
         values = {
             "shape of x, tokens aside": [*x.shape[:dim], *x.shape[dim + 1 :]],

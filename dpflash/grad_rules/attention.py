@@ -65,44 +65,17 @@ class _SelfAttention(torch.autograd.Function):
     """y = attention(x W_qkv^T + b_qkv) W_out^T + b_out for x [B, T, E]."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        qkv_weight: Tensor,
-        qkv_bias: Tensor | None,
-        out_weight: Tensor,
-        out_bias: Tensor | None,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
-        padding: Tensor | None,
-        qkv_weight_handle: Tensor | None,
-        qkv_bias_handle: Tensor | None,
-        out_weight_handle: Tensor | None,
-        out_bias_handle: Tensor | None,
-        sinks_handle: Tensor | None,
-        slopes_handle: Tensor | None,
-        qkv_slot: Slot | None,
-        out_slot: Slot | None,
-        heads: _Heads,
-        units: Units | None,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        # The handles are of both weights and biases, sinks and slopes, see `backward`.
+        x, qkv_weight, qkv_bias, out_weight, out_bias, sinks, slopes, padding = inputs[:8]
+        *_handles, qkv_slot, out_slot, heads, units = inputs[8:]
         qkv = F.linear(x, qkv_weight, qkv_bias)
         q, k, v = heads.split(qkv)
         heads.turn_(q, k, 1.0)
-        o, lse = attention(
-            q,
-            k,
-            v,
-            pattern=heads.pattern,
-            return_lse=True,
-            key_padding_mask=padding,
-            sinks=sinks,
-            alibi_slopes=slopes,
-        )
+        options = {"key_padding_mask": padding, "sinks": sinks, "alibi_slopes": slopes}
+        o, lse = attention(q, k, v, pattern=heads.pattern, return_lse=True, **options)
         ctx.save_for_backward(x, qkv, o, lse, qkv_weight, out_weight, sinks, slopes, padding)
-        ctx.slots = qkv_slot, out_slot
-        ctx.heads = heads
-        ctx.units = units
+        ctx.slots, ctx.heads, ctx.units = (qkv_slot, out_slot), heads, units
         y = F.linear(o.transpose(1, 2).flatten(2), out_weight, out_bias)
         # Torch may return a view, which the next layer could not change in place.
         return torch.ops.aten._unsafe_view(y, y.shape)
@@ -297,14 +270,8 @@ def _attend(
     for child in (module.sinks, module.alibi_slopes):
         numbers.append(None if child is None else child.weight.detach().expand(len(x), -1))
         handles.append(None if child is None else child.private_handles(batch).dense("weight"))
-    heads = _Heads(
-        module.num_heads,
-        module.num_kv_heads,
-        module.head_dim,
-        pattern,
-        module.rotary,
-        documents,
-    )
+    sizes = (module.num_heads, module.num_kv_heads, module.head_dim)
+    heads = _Heads(*sizes, pattern, module.rotary, documents)
     y: Tensor = _SelfAttention.apply(
         x if dtype is None else x.to(dtype),
         plain(qkv_proj.weight),

@@ -97,27 +97,21 @@ class ExpertsUse:
         transposed: whether the weights are `[N, I, O]`.
     """
 
+    is_sparse = True
+
     def __init__(self, x: Tensor, dy: Tensor, routing: Routing, transposed: bool):
         self._x, self._dy = (dy, x) if transposed else (x, dy)
         self._routing = routing
         self._at = {(one[0], one[1]): one for one in routing.segments}
         self._given = dy, x
+        self.batch_size = routing.batch_size
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
         if self._routing.units is not None:
             return tuple(t[self._routing.inverse].unsqueeze(0) for t in self._given)
-        batch = self._routing.batch_size
-        pairs = len(self._given[0]) // max(1, batch)
-        return tuple(t.reshape(batch, pairs, t.shape[1]) for t in self._given)
-
-    @property
-    def batch_size(self) -> int:
-        return self._routing.batch_size
-
-    @property
-    def is_sparse(self) -> bool:
-        return True
+        pairs = len(self._given[0]) // max(1, self.batch_size)
+        return tuple(t.reshape(self.batch_size, pairs, t.shape[1]) for t in self._given)
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """One expert of one sample each; elsewhere G is 0."""

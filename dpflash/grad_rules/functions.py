@@ -34,12 +34,6 @@ def _is_wrapped(x: Any) -> bool:
     return isinstance(x, Tensor) and bool(_functorch.is_functorch_wrapped_tensor(x))
 
 
-def _unwrapped(x: Tensor) -> Tensor:
-    while _is_wrapped(x):
-        x = _functorch.get_unwrapped(x)
-    return x
-
-
 class PerSampleFunctions(TorchFunctionMode):
     """While a module runs under vmap: what its samples need of some functions.
 
@@ -63,7 +57,10 @@ class PerSampleFunctions(TorchFunctionMode):
             return self._table_first(*args, **kwargs)
         if func == _REQUIRES_GRAD:
             # torch says no for all tensors under vmap.
-            return func(_unwrapped(args[0]))
+            x = args[0]
+            while _is_wrapped(x):
+                x = _functorch.get_unwrapped(x)
+            return func(x)
         if func in _HOOKS and _is_wrapped(args[0]):
             raise RuntimeError(
                 f"module '{self._name}' registers a hook on the gradient of a tensor, which is "

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,8 @@ class Head:
     lse: Tensor
     scale: Tensor
     chunk_tokens: int
+
+    is_sparse: ClassVar[bool] = False
 
     @property
     def batch_size(self) -> int:
@@ -106,10 +108,6 @@ class Head:
                 elif dbias is not None:
                     dbias += part.sum((0, 1))
         return dx, dweight, dbias
-
-    @property
-    def is_sparse(self) -> bool:
-        return False
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """See `TiledUse`: the logits' part of a tile is no larger than a chunk."""
@@ -262,7 +260,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         valid, outside = kinds_of_targets(targets, weight.shape[0], ignore_index)
         wrong = _sums(outside, units) > 0
-        forward = torch.ops.dpflash.linear_cross_entropy if _compiling() else _statistics
+        compiling = torch.compiler.is_compiling()
+        forward = torch.ops.dpflash.linear_cross_entropy if compiling else _statistics
         lse, nll = forward(
             x, weight.to(x.dtype), _like(bias, x), targets.masked_fill(~valid, 0), chunk_tokens
         )
@@ -291,7 +290,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         per_sample = weight_handle or bias_handle
         arguments = (x.detach(), weight.to(x.dtype), _like(bias, x), targets, lse, scale)
         needs = (need_x, need_weight or weight_handle, need_bias or bias_handle, per_sample)
-        if _compiling():
+        if torch.compiler.is_compiling():
             backward = torch.ops.dpflash.linear_cross_entropy_backward
             dx, dweight, dbias = backward(*arguments, ctx.chunk_tokens, *needs)
         else:
@@ -362,11 +361,10 @@ def _statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """(lse, lse - the target's logit), each [B, T]."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    lse, nll = x.new_empty(targets.shape, dtype=wide), x.new_empty(targets.shape, dtype=wide)
+    lse, nll = _fake_statistics(x, weight, bias, targets, chunk_tokens)
     with _no_autocast(x):
         for samples, tokens in _chunks(x, chunk_tokens):
-            logits = F.linear(x[samples, tokens], weight, bias).to(wide)
+            logits = F.linear(x[samples, tokens], weight, bias).to(lse.dtype)
             own = logits.gather(-1, targets[samples, tokens].unsqueeze(-1)).squeeze(-1)
             highest = logits.amax(-1, keepdim=True)
             sums = logits.sub_(highest).exp_().sum(-1)
@@ -390,10 +388,6 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()
-
-
-def _compiling() -> bool:
-    return torch.compiler.is_compiling()
 
 
 def _like(tensor: Tensor | None, other: Tensor) -> Tensor | None:

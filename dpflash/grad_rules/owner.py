@@ -65,7 +65,10 @@ class PrivateOwner(PrivateModule):
                 "torch.compile cannot trace; leave out torch.compile"
             )
         leaves, structure = tree_flatten((args, kwargs))
-        given, caches = leaves, {i for i, x in enumerate(leaves) if self._leaves_out(x)}
+        # Run without empty caches, which training does not read. What this call would have put
+        # there a second call may read, so each is left out once.
+        empty = {i for i, x in enumerate(leaves) if _is_empty_cache(x)}
+        given, caches = leaves, {i for i in empty if self._dpflash.note_left_out(leaves[i])}
         leaves = [None if i in caches else x for i, x in enumerate(leaves)]
         batch_size = self._batch_size(leaves)
         in_dims = [self._in_dim(x, batch_size, structure, i) for i, x in enumerate(leaves)]
@@ -162,13 +165,6 @@ class PrivateOwner(PrivateModule):
                     "model.config.use_cache does not reach decoders with a config of their own, "
                     "such as T5's"
                 )
-
-    def _leaves_out(self, leaf: Any) -> bool:
-        """Whether to run without an argument: an empty cache, which training does not read.
-
-        What this call would have put there a second call may read, so it is left out once.
-        """
-        return _is_empty_cache(leaf) and self._dpflash.note_left_out(leaf)
 
     def _refuse_stored(self, own_copy: nn.Module) -> None:
         """Refuse a forward that has stored something in the attributes of the copy it ran on."""
@@ -499,9 +495,11 @@ class _Outside:
             return plain_class(module).forward(outside, *args, **kwargs)
         if isinstance(module, PrivateLeaf) and not any(isinstance(x, Tensor) for x in leaves):
             return plain_class(module).forward(outside, *args, **kwargs)
-        is_expanded = (
-            not mapped and self._has_rules(module) and any(isinstance(x, Tensor) for x in leaves)
+        # Gradients of some parameters in it are taken for each sample.
+        has_rules = any(
+            isinstance(m, PrivateModule) and m.is_private_call() for m in module.modules()
         )
+        is_expanded = not mapped and has_rules and any(isinstance(x, Tensor) for x in leaves)
         if is_expanded:
             leaves, is_bare = self._expanded(module, leaves)
         leaves = [self._whole(x, is_bare) for x in leaves]
@@ -516,10 +514,6 @@ class _Outside:
             return tree_map_only(Tensor, self._mapped, outputs)
         is_mapped = bool(mapped) or is_expanded
         return tree_map_only(Tensor, lambda x: self._rows(module, x, is_mapped), outputs)
-
-    def _has_rules(self, module: nn.Module) -> bool:
-        """Whether gradients of some parameters in it are taken for each sample."""
-        return any(isinstance(m, PrivateModule) and m.is_private_call() for m in module.modules())
 
     def _expanded(self, module: nn.Module, leaves: list[Any]) -> tuple[list[Any], bool]:
         """Inputs that all samples share as those of each sample, and whether they are bare."""

@@ -243,9 +243,12 @@ class PrivateRecurrent(PrivateModule):
                 x = F.dropout(x, self.dropout)
             both = []
             for reverse in range(1 + self.bidirectional):
-                y, *states = self._recur(handles, layer, reverse, x, lengths, given[len(last)])
-                both.append(y)
-                last.append(tuple(states))
+                suffix = f"_l{layer}" + ("_reverse" if reverse else "")
+                steps = _reversed(x, lengths) if reverse else x
+                states = given[len(last)]
+                y, *ends = recurrence(self, handles, self.mode, suffix, steps, states, lengths)
+                both.append(_reversed(y, lengths) if reverse else y)
+                last.append(tuple(ends))
             x = both[0] if len(both) == 1 else torch.cat(both, 2)
         h, *c = (torch.stack(states) for states in zip(*last, strict=True))
         return self._as_given(x, lengths, input), (h, c[0]) if c else h
@@ -296,21 +299,6 @@ class PrivateRecurrent(PrivateModule):
             ) from None
         h, c = states[0], states[1] if is_lstm else [None] * count
         return list(zip(h, c, strict=True))
-
-    def _recur(
-        self,
-        handles: Handles,
-        layer: int,
-        reverse: int,
-        x: Tensor,
-        lengths: Tensor | None,
-        states: tuple[Tensor, Tensor | None],
-    ) -> tuple[Tensor, ...]:
-        """Outputs [B, T, P] and last states of one layer and direction."""
-        x = _reversed(x, lengths) if reverse else x
-        suffix = f"_l{layer}" + ("_reverse" if reverse else "")
-        y, *last = recurrence(self, handles, self.mode, suffix, x, states, lengths)
-        return (_reversed(y, lengths) if reverse else y, *last)
 
     def _as_given(self, y: Tensor, lengths: Tensor | None, given: Any) -> Any:
         """The output in the order, or the packing, of the input."""

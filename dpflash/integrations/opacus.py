@@ -73,7 +73,14 @@ def register(*, replace_accountants: bool = False) -> None:
         matrix is made unless it is smaller than a quarter of the sample's gradient [O, I].
     """
     _check_version()
-    _register_norm_samplers()
+    from opacus.grad_sample import register_norm_sampler
+
+    samplers = _norm_sampler_registry()
+    for layer, sampler in _NORM_SAMPLERS.items():
+        present = samplers.get(layer)
+        if present is not sampler:
+            _norm_samplers_before[layer] = present
+            register_norm_sampler(layer)(sampler)
     for name, plain in ACCOUNTANTS.items():
         _register_accountant(PREFIX + name, plain)
         if replace_accountants:
@@ -187,17 +194,6 @@ def _norm_sampler_registry() -> dict[type[nn.Module], _NormSampler]:
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
     return GradSampleModuleFastGradientClipping.NORM_SAMPLERS
-
-
-def _register_norm_samplers() -> None:
-    from opacus.grad_sample import register_norm_sampler
-
-    samplers = _norm_sampler_registry()
-    for layer, sampler in _NORM_SAMPLERS.items():
-        present = samplers.get(layer)
-        if present is not sampler:
-            _norm_samplers_before[layer] = present
-            register_norm_sampler(layer)(sampler)
 
 
 def _register_accountant(name: str, plain: type[Accountant]) -> None:

@@ -269,7 +269,11 @@ def _mask(
         return seen
 
     compiling = torch.compiler.is_compiling()
-    names = _names_compiling(mask_function) if compiling else set(_names(mask_function))
+    if compiling:  # windows and documents cannot be distinguished
+        name = mask_function.__code__.co_name
+        names = {_PACKED} if name == "and_mask" else {name}
+    else:
+        names = set(_names(mask_function))
     if compiling and local_size is not None:
         # A compiled call cannot inspect the function, which alone distinguishes chunks from
         # windows.
@@ -310,12 +314,6 @@ def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
         yield from _names(_closure(mask_function)["mask_function"])
     else:
         yield name
-
-
-def _names_compiling(mask_function: Callable[..., Any]) -> set[str]:
-    """`_names` while compiling, where windows and documents cannot be distinguished."""
-    name = mask_function.__code__.co_name
-    return {_PACKED} if name == "and_mask" else {name}
 
 
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:

@@ -56,8 +56,7 @@ class LinearCrossEntropy(nn.Linear):
         _validate.one_of(reduction=(reduction, ("mean", "sum")))
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
             raise ValueError(f"ignore_index={ignore_index!r}: expected an integer; pass -100")
-        if chunk_tokens is not None:
-            _validate.positive_int(chunk_tokens=chunk_tokens)
+        _validate.optional(_validate.positive_int, chunk_tokens=chunk_tokens)
         super().__init__(in_features, num_classes, bias, device=device, dtype=dtype)
         self.ignore_index = ignore_index
         self.reduction = reduction

@@ -108,8 +108,7 @@ class TextModel:
         Raises:
             ValueError: seq_len is above what the model takes, or there is nothing to predict.
         """
-        if seq_len is not None:
-            _validate.positive_int(seq_len=seq_len)
+        _validate.optional(_validate.positive_int, seq_len=seq_len)
         if self.max_tokens is not None and seq_len is not None and seq_len > self.max_tokens:
             raise ValueError(
                 f"seq_len={seq_len}: the model takes {self.max_tokens} tokens; pass at most that"
@@ -171,8 +170,7 @@ class TextModel:
         _validate.positive_int(max_new_tokens=max_new_tokens)
         _validate.non_negative(temperature=temperature)
         _validate.finite(temperature=temperature)
-        if top_k is not None:
-            _validate.positive_int(top_k=top_k)
+        _validate.optional(_validate.positive_int, top_k=top_k)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             if seed is None:
                 torch.seed()

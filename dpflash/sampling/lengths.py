@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from .._validate import positive_int
+from .._validate import optional, positive_int
 from ..refusal import PrivateRefusal
 from ..verification.nested import leaves_of
 
@@ -73,8 +73,7 @@ class Lengths:
     """
 
     def __init__(self, declared: int | None = None) -> None:
-        if declared is not None:
-            positive_int(public_length=declared)
+        optional(positive_int, public_length=declared)
         self.declared = declared
         self.differ = False
         self._seen: dict[str, tuple[int, ...]] | None = None

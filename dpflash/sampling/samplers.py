@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from .._validate import positive_int
+from .._validate import optional, positive_int
 from ..privacy.keys import Uncopied, derive_key, uniform_words
 from .tracker import EARLIER_EPOCH, BatchTracker
 
@@ -42,8 +42,7 @@ class DrawSampler(Uncopied, ABC):
         physical_batch_size: int | None = None,
     ):
         positive_int(num_samples=num_samples, steps_per_epoch=steps_per_epoch)
-        if physical_batch_size is not None:
-            positive_int(physical_batch_size=physical_batch_size)
+        optional(positive_int, physical_batch_size=physical_batch_size)
         self.num_samples = num_samples
         self.steps_per_epoch = steps_per_epoch
         self.physical_batch_size = physical_batch_size
@@ -164,8 +163,7 @@ class PoissonBatchSampler(DrawSampler):
         )
         if not 0 < sample_rate <= 1:
             raise ValueError(f"sample_rate={sample_rate!r}: expected a number in (0, 1]")
-        if max_batch_size is not None:
-            positive_int(max_batch_size=max_batch_size)
+        optional(positive_int, max_batch_size=max_batch_size)
         self.sample_rate = sample_rate
         self.max_batch_size = max_batch_size
 

@@ -215,8 +215,7 @@ class TrainingConfig:
                         f"{name}={getattr(self, name)!r} with model={self.model!r}: a pretrained "
                         "model has its own; drop one of them"
                     )
-            if self.lora_rank is not None:
-                _validate.positive_int(lora_rank=self.lora_rank)
+            _validate.optional(_validate.positive_int, lora_rank=self.lora_rank)
             self._set(model=os.fspath(Path(self.model).absolute()))
             if self.tokenizer is not None:
                 self._set(tokenizer=os.fspath(Path(self.tokenizer).absolute()))

@@ -498,14 +498,11 @@ def held_out_batches(
         ValueError: a number is below 1.
     """
     _validate.positive_int(seq_len=seq_len, batch_size=batch_size)
-    if max_windows is not None:
-        _validate.positive_int(max_windows=max_windows)
+    _validate.optional(_validate.positive_int, max_windows=max_windows)
     windows = islice(_windows_in_rounds(documents, seq_len, padding), max_windows)
     while batch := list(islice(windows, batch_size)):
-        yield (
-            torch.stack([inputs for inputs, _ in batch]),
-            torch.stack([targets for _, targets in batch]),
-        )
+        inputs, targets = map(torch.stack, zip(*batch, strict=True))
+        yield inputs, targets
 
 
 def _windows_in_rounds(

@@ -72,6 +72,12 @@ def one_step_delta(epsilon, noise, rate, direction):
     return below - mpmath.exp(epsilon) * ((1 - q) * below + q * below_shifted)
 
 
+def one_step_deltas(noise, rate, epsilon):
+    """`one_step_delta` of something removed and of something added, from 60 digits."""
+    with mp.workdps(60):
+        return tuple(float(one_step_delta(epsilon, noise, rate, d)) for d in DIRECTIONS)
+
+
 def few_steps_delta(epsilon, noise, rate, steps, direction, degree=60):
     """Profile of up to three steps: Gauss-Legendre over x of all but the last."""
     if steps == 1:
@@ -733,6 +739,19 @@ def write(known, least_digits=10):
             print(f"left out: {row}, {found}")
         lines = ",\n ".join(json.dumps(entry) for entry in table)
         TRUTH.write_text(f"[\n {lines}\n]\n")
+
+
+def phases_of(row):
+    if "phases" in row:
+        return [tuple(phase) for phase in row["phases"]]
+    return [(row["noise_multiplier"], row["sample_rate"], row["steps"])]
+
+
+def name(row):
+    if "phases" in row:
+        return f"{len(row['phases'])}-phases-d{row['delta']:g}"
+    rate, noise = row["sample_rate"], row["noise_multiplier"]
+    return f"q{rate:g}-s{noise:g}-T{row['steps']}-d{row['delta']:g}"
 
 
 def read():

@@ -4,11 +4,11 @@ import dataclasses
 import math
 import os
 
-import mpmath
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import one_step_deltas
 from scipy.special import ndtr, ndtri
 
 from dpflash.accounting import (
@@ -183,18 +183,6 @@ def test_the_contour_itself_has_the_closed_form_of_the_gaussian():
             lower, upper = module._delta_of(pairs, side, epsilon)
             assert lower <= truth * (1 + 1e-12)
             assert truth * (1 - 1e-12) <= upper <= truth * (1 + 1e-6)
-
-
-def one_step_deltas(noise, rate, epsilon):
-    with mpmath.workdps(50):
-        s, q, e = mpmath.mpf(noise), mpmath.mpf(rate), mpmath.exp(mpmath.mpf(epsilon))
-        x = mpmath.mpf(1) / 2 + s**2 * mpmath.log((e - 1 + q) / q)
-        removed = q * mpmath.ncdf((1 - x) / s) - (e - 1 + q) * mpmath.ncdf(-x / s)
-        if 1 / e <= 1 - q:
-            return float(removed), 0.0
-        x = mpmath.mpf(1) / 2 + s**2 * mpmath.log((1 / e - 1 + q) / q)
-        mixed = (1 - q) * mpmath.ncdf(x / s) + q * mpmath.ncdf((x - 1) / s)
-        return float(removed), float(mpmath.ncdf(x / s) - e * mixed)
 
 
 @pytest.mark.parametrize(

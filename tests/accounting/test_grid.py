@@ -4,7 +4,6 @@ import json
 import math
 import os
 import warnings
-from pathlib import Path
 
 import dp_accounting
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from dp_accounting.pld import PLDAccountant as PeerPLDAccountant
 from opacus.accountants import PRVAccountant as OpacusPRVAccountant
 from opacus.accountants.analysis.rdp import compute_rdp as opacus_compute_rdp
+from oracle import TRUTH, name, phases_of
 
 from dpflash.accounting import (
     ContourAccountant,
@@ -21,7 +21,7 @@ from dpflash.accounting import (
 )
 
 FULL = os.environ.get("DPFLASH_FULL") == "1"
-ROWS = json.loads(Path(__file__).with_name("truth.json").read_text())
+ROWS = json.loads(TRUTH.read_text())
 ROUNDING = 4e-15  # of an epsilon as float64
 
 # (noise, rate, steps) of rows at which PLD's get_delta is more than 1% above the delta whose
@@ -34,19 +34,6 @@ PLD_LOOSE_DELTAS = {
     (0.8, 1e-5, 2): 3,
     (0.5, 0.1, 1_000_000): 1e6,
 }
-
-
-def phases_of(row):
-    if "phases" in row:
-        return [tuple(phase) for phase in row["phases"]]
-    return [(row["noise_multiplier"], row["sample_rate"], row["steps"])]
-
-
-def name(row):
-    if "phases" in row:
-        return f"{len(row['phases'])}-phases-d{row['delta']:g}"
-    rate, noise = row["sample_rate"], row["noise_multiplier"]
-    return f"q{rate:g}-s{noise:g}-T{row['steps']}-d{row['delta']:g}"
 
 
 def asked(kind, history):

@@ -2,11 +2,11 @@
 
 import math
 
-import mpmath
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import one_step_deltas
 
 from dpflash.accounting import (
     ContourAccountant,
@@ -23,23 +23,10 @@ rates = st.floats(-9, -0.001).map(lambda x: 10**x)
 many = settings(max_examples=100, derandomize=True, deadline=None)
 
 
-def deltas_by_mpmath(noise, rate, epsilon):
-    """Something is removed, something is added; the densities are integrated where P > e^eps Q."""
-    with mpmath.workdps(60):
-        s, q, e = mpmath.mpf(noise), mpmath.mpf(rate), mpmath.exp(mpmath.mpf(epsilon))
-        x = mpmath.mpf(1) / 2 + s**2 * mpmath.log((e - 1 + q) / q)
-        removed = q * mpmath.ncdf((1 - x) / s) - (e - 1 + q) * mpmath.ncdf(-x / s)
-        if 1 / e <= 1 - q:
-            return float(removed), 0.0
-        x = mpmath.mpf(1) / 2 + s**2 * mpmath.log((1 / e - 1 + q) / q)
-        mixed = (1 - q) * mpmath.ncdf(x / s) + q * mpmath.ncdf((x - 1) / s)
-        return float(removed), float(mpmath.ncdf(x / s) - e * mixed)
-
-
 @given(noises, rates, st.floats(-8, 1.5).map(lambda x: 10**x))
 @many
 def test_delta_of_one_step_equals_its_formula_in_many_digits(noise, rate, epsilon):
-    truths = deltas_by_mpmath(noise, rate, epsilon)
+    truths = one_step_deltas(noise, rate, epsilon)
     truth = max(truths)
     found = one_step_delta(Pair(noise, rate), epsilon)
     # Where epsilon is far below the rounding of 1 the profile is known to that rounding only.
@@ -62,7 +49,7 @@ def test_both_directions_are_those_of_the_densities(noise, rate, epsilon):
         for p, q in ((mixed, plain), (plain, mixed))
     ]
     # The grid knows nothing of the kink between two nodes.
-    assert both == pytest.approx(deltas_by_mpmath(noise, rate, epsilon), rel=1e-6)
+    assert both == pytest.approx(one_step_deltas(noise, rate, epsilon), rel=1e-6)
     assert one_step_delta(Pair(noise, rate), epsilon) == pytest.approx(max(both), rel=1e-6)
 
 
@@ -90,9 +77,9 @@ def test_the_contour_accountant_takes_one_step_for_what_it_is(noise, rate, delta
     assert upper == one_step_epsilon(Pair(noise, rate), delta)
     assert lower == pytest.approx(upper, rel=2e-9)
     if upper > 1e-4:
-        truth = max(deltas_by_mpmath(noise, rate, upper))
+        truth = max(one_step_deltas(noise, rate, upper))
         assert truth <= delta * (1 + 1e-8)
-        truth = max(deltas_by_mpmath(noise, rate, lower * (1 - 1e-6)))
+        truth = max(one_step_deltas(noise, rate, lower * (1 - 1e-6)))
         assert truth >= delta * (1 - 1e-8)
     assert accountant.get_delta(1.0) == one_step_delta(Pair(noise, rate), 1.0)
 
@@ -101,7 +88,7 @@ def test_one_fixed_batch_is_the_removal_at_half_the_noise():
     accountant = ContourAccountant(neighboring_relation="replace_one")
     accountant.compose(FixedSizeGaussian(noise_multiplier=2.0, batch_size=20, num_samples=100))
     for epsilon in (0.0, 0.01, 0.2, 1.5, 7.0):
-        truth, _ = deltas_by_mpmath(1.0, 0.2, epsilon)
+        truth, _ = one_step_deltas(1.0, 0.2, epsilon)
         assert accountant.get_delta(epsilon) == pytest.approx(truth, rel=1e-10)
     replaced = PoissonGaussian(relation="replace_one", noise_multiplier=2.0, sample_rate=0.2)
     other = ContourAccountant(neighboring_relation="replace_one")

@@ -1,22 +1,13 @@
 """The oracle's methods against each other, and its table against them."""
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import mpmath
 import numpy as np
+import oracle
 import pytest
 from mpmath import mp, mpf
-
-_SPEC = importlib.util.spec_from_file_location(
-    "accounting_oracle", Path(__file__).with_name("oracle.py")
-)
-oracle = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = oracle
-_SPEC.loader.exec_module(oracle)
-ADD, REMOVE, DIRECTIONS, Contour = oracle.ADD, oracle.REMOVE, oracle.DIRECTIONS, oracle.Contour
+from oracle import ADD, DIRECTIONS, REMOVE, Contour, name, phases_of
 
 extended = pytest.mark.skipif(
     np.finfo(np.longdouble).eps > 1e-18, reason="long double has no more digits than float64 here"
@@ -48,19 +39,6 @@ def quiet():
 
 def precise(value):
     return mpf(str(value))
-
-
-def phases_of(row):
-    if "phases" in row:
-        return [tuple(phase) for phase in row["phases"]]
-    return [(row["noise_multiplier"], row["sample_rate"], row["steps"])]
-
-
-def name(row):
-    if "phases" in row:
-        return f"{len(row['phases'])}-phases-d{row['delta']:g}"
-    rate, noise = row["sample_rate"], row["noise_multiplier"]
-    return f"q{rate:g}-s{noise:g}-T{row['steps']}-d{row['delta']:g}"
 
 
 @pytest.mark.cases(3)

@@ -1,14 +1,12 @@
 """Units of several examples: the oracle's table, closed forms, and what must hold anywhere."""
 
-import importlib.util
 import json
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import opacus.accountants
 import pytest
+import unit_oracle as oracle
 from dp_accounting.pld import PLDAccountant as PeerPLDAccountant
 from mpmath import mp, mpf
 from scipy.special import log_ndtr, logsumexp
@@ -34,13 +32,6 @@ from dpflash.accounting.dp_events import to_dp_event
 from dpflash.accounting.mixture import Mixture, mixture_of, quantile
 from dpflash.accounting.pairs import Pair
 from dpflash.accounting.pld_loss import LossDistribution
-
-_SPEC = importlib.util.spec_from_file_location(
-    "unit_oracle", Path(__file__).with_name("unit_oracle.py")
-)
-oracle = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = oracle
-_SPEC.loader.exec_module(oracle)
 
 ROWS = json.loads(oracle.TRUTH.read_text())
 SIDES = {REMOVE: oracle.REMOVE, ADD: oracle.ADD}

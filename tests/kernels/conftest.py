@@ -1,7 +1,27 @@
 """What tests of kernels share."""
 
+import os
+import platform
+
 import pytest
 import torch
+
+from dpflash.kernels import native as cpp
+
+FULL = os.environ.get("DPFLASH_FULL") == "1"
+# Processors that this one can stand in for, as in test_native.py.
+PROCESSORS = {"native": ("-march=native",)}
+if platform.machine() in ("x86_64", "AMD64"):
+    PROCESSORS["sse2"] = ("-march=x86-64",)
+    if FULL and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        PROCESSORS["avx2"] = ("-march=x86-64-v3",)
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request, monkeypatch):
+    """The C++ kernels with the vectors of each of these processors."""
+    library = cpp.load(PROCESSORS[request.param])
+    monkeypatch.setattr(cpp, "library", lambda: library)
 
 
 @pytest.fixture

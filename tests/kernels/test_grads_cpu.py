@@ -8,7 +8,6 @@ import itertools
 import math
 import multiprocessing
 import os
-import platform
 from fractions import Fraction
 
 import hypothesis
@@ -33,19 +32,6 @@ GRID = 2.0**-30
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Around a run of words (2048), a group (64) and every width of vectors.
 SIZES = [1, 7, 8, 9, 31, 63, 65, 2047, 2048, 2049, 4099]
-FULL = os.environ.get("DPFLASH_FULL") == "1"
-# Processors that this one can stand in for, as in test_native.py.
-PROCESSORS = {"native": ("-march=native",)}
-if platform.machine() in ("x86_64", "AMD64"):
-    PROCESSORS["sse2"] = ("-march=x86-64",)
-    if FULL and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        PROCESSORS["avx2"] = ("-march=x86-64-v3",)
-
-
-@pytest.fixture(params=PROCESSORS)
-def processor(request, monkeypatch):
-    library = cpp.load(PROCESSORS[request.param])
-    monkeypatch.setattr(cpp, "library", lambda: library)
 
 
 @pytest.fixture
@@ -299,7 +285,7 @@ def test_a_squared_norm_is_a_bound_that_is_nearly_reached(dtype, processor):
 
 
 def test_the_bits_of_a_norm_do_not_depend_on_batch_place_strides_or_vectors(processor):
-    library = cpp.load(PROCESSORS["native"])
+    library = cpp.load(("-march=native",))
     grads = random(7, 10_001) * torch.exp2(random(7, 10_001, seed=1) * 4)
     found = kernels.squared_norm(grads)
     shuffled = torch.tensor([3, 0, 6, 2, 5, 1, 4])

@@ -5,7 +5,6 @@ mpmath is the judge. What runs in C++ is tested on every width of vectors that t
 
 import math
 import os
-import platform
 import re
 
 import mpmath
@@ -19,18 +18,6 @@ from dpflash.kernels.rounded_normal import RELATIVE_ERROR, settle, tail_quantile
 
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 TOP = 2**63 - 1
-# Processors that this one can stand in for, as in test_native.py.
-PROCESSORS = {"native": ("-march=native",)}
-if platform.machine() in ("x86_64", "AMD64"):
-    PROCESSORS["sse2"] = ("-march=x86-64",)
-    if FULL and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        PROCESSORS["avx2"] = ("-march=x86-64-v3",)
-
-
-@pytest.fixture(params=PROCESSORS)
-def processor(request, monkeypatch):
-    library = cpp.load(PROCESSORS[request.param])
-    monkeypatch.setattr(cpp, "library", lambda: library)
 
 
 def never(number):

@@ -14,11 +14,10 @@ def llama(**changes):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, **changes))
 
 
-def gpt2():
+def gpt2(**changes):
     transformers = pytest.importorskip("transformers")
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=23, n_embd=16, n_layer=2, n_head=4, n_positions=16)
-    )
+    sizes = {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **changes))
 
 
 def mixture():

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from small_runs import TINY, gpt2, mixture
 from torch import nn
 
 import dpflash
@@ -16,21 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 
 
 def llama(**changes):
-    config = transformers.LlamaConfig(
-        **{
-            "vocab_size": 23,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 16,
-            "use_cache": False,
-            "attn_implementation": "eager",
-            **changes,
-        }
-    )
-    return transformers.LlamaForCausalLM(config)
+    options = {**TINY, "num_key_value_heads": 2, "attn_implementation": "eager", **changes}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(use_cache=False, **options))
 
 
 def lora(**options):
@@ -95,28 +83,35 @@ def tokens(samples=4, length=8, seed=1):
     return torch.randint(3, 9, (samples, length), generator=generator)
 
 
-def test_dora_with_frozen_magnitudes_trains(private, oracle, sums, distance):
-    model, batch = adapted(CONFIGS["dora"]), tokens()
+@pytest.fixture
+def as_the_loop(private, oracle, sums, distance):
+    """as_the_loop(model, ...): checks its sums; gives the private model and its optimizer."""
+
+    def check(model, **kind):
+        batch = tokens()
+        expected = oracle(model, losses, batch)
+        model = copy.deepcopy(model).double()
+        engine, made, optimizer, _ = private(model, max_grad_norm=1e9, exact=False, **kind)
+        engine.backward(losses(made, batch))
+        assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+        return made, optimizer
+
+    return check
+
+
+def test_dora_with_frozen_magnitudes_trains(as_the_loop):
+    model = adapted(CONFIGS["dora"])
     for name, parameter in model.named_parameters():
         if "magnitude" in name:
             parameter.requires_grad_(False)
-    expected = oracle(model, losses, batch)
-    engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=1e9, exact=False)
-    engine.backward(losses(made, batch))
-    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+    as_the_loop(model)
 
 
 @pytest.mark.cases(16)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @every_kind
-def test_gradients_are_those_of_a_loop_over_samples(name, kind, private, oracle, sums, distance):
-    model, batch = adapted(CONFIGS[name]), tokens()
-    expected = oracle(model, losses, batch)
-    engine, made, _, _ = private(
-        copy.deepcopy(model).double(), max_grad_norm=1e9, exact=False, **kind
-    )
-    engine.backward(losses(made, batch))
-    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+def test_gradients_are_those_of_a_loop_over_samples(name, kind, as_the_loop):
+    as_the_loop(adapted(CONFIGS[name]), **kind)
 
 
 @pytest.mark.cases(6)
@@ -150,55 +145,25 @@ def test_one_sample_in_or_out_moves_the_sum_by_at_most_the_bound(name, kind, pri
 
 @pytest.mark.parametrize("name", ["dora", "dora with dropout"])
 @pytest.mark.parametrize("base", ["biases", "transposed", "flattened"])
-def test_dora_beside_layers_of_other_kinds(base, name, private, oracle, sums, distance):
+def test_dora_beside_layers_of_other_kinds(base, name, as_the_loop):
     config = copy.deepcopy(CONFIGS[name])
     if base == "biases":
         plain = llama(attention_bias=True)
         nn.init.normal_(plain.model.layers[0].self_attn.q_proj.bias)
     elif base == "transposed":
         config.target_modules, config.fan_in_fan_out = {"c_attn", "c_fc"}, True
-        plain = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=23,
-                n_positions=16,
-                n_embd=16,
-                n_layer=2,
-                n_head=2,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                use_cache=False,
-            )
-        )
+        plain = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
     else:
         config.target_modules = {"q_proj", "fc1", "fc2"}
+        sizes = {**TINY, "ffn_dim": 24, "word_embed_proj_dim": 16}
         plain = transformers.OPTForCausalLM(
-            transformers.OPTConfig(
-                vocab_size=23,
-                hidden_size=16,
-                ffn_dim=24,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                max_position_embeddings=16,
-                word_embed_proj_dim=16,
-                dropout=0.0,
-                use_cache=False,
-            )
+            transformers.OPTConfig(**sizes, dropout=0.0, use_cache=False)
         )
-    model, batch = adapted(config, plain), tokens()
-    expected = oracle(model, losses, batch)
-    engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=1e9, exact=False)
-    engine.backward(losses(made, batch))
-    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+    as_the_loop(adapted(config, plain))
 
 
-def test_tokens_trained_in_a_table_that_is_the_head_too(private, oracle, sums, distance):
-    base = llama(tie_word_embeddings=True)
-    model, batch = adapted(lora(trainable_token_indices=[3, 4]), base), tokens()
-    expected = oracle(model, losses, batch)
-    engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=1e9, exact=False)
-    engine.backward(losses(made, batch))
-    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+def test_tokens_trained_in_a_table_that_is_the_head_too(as_the_loop):
+    as_the_loop(adapted(lora(trainable_token_indices=[3, 4]), llama(tie_word_embeddings=True)))
 
 
 def test_trained_tokens_take_no_memory_of_a_table_for_each_sample(private):
@@ -224,11 +189,8 @@ class Quantized(nn.Module):
 
     def __init__(self, layer, bits):
         super().__init__()
-        self.in_features, self.out_features, self.bits = (
-            layer.in_features,
-            layer.out_features,
-            bits,
-        )
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bits = bits
         weight, most = layer.weight.detach(), 2 ** (bits - 1) - 1
         scale = weight.abs().amax(1, keepdim=True) / most
         codes = ((weight / scale).round() + most + 1).to(torch.uint8)
@@ -261,50 +223,24 @@ class Beside(nn.Module):
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("bits", [8, 4])
 @every_kind
-def test_adapters_of_a_base_of_few_bits_agree_with_the_loop(
-    bits, kind, private, oracle, sums, distance
-):
+def test_adapters_of_a_base_of_few_bits_agree_with_the_loop(bits, kind, as_the_loop):
     torch.manual_seed(0)
-    model, batch = llama().requires_grad_(False), tokens()
+    model = llama().requires_grad_(False)
     for layer in model.model.layers:
         for name in ("q_proj", "v_proj"):
             plain = getattr(layer.self_attn, name)
             setattr(layer.self_attn, name, Beside(Quantized(plain, bits)))
-    expected = oracle(model, losses, batch)
     before = {n: b.clone() for n, b in model.named_parameters() if b.dtype == torch.uint8}
-    engine, made, optimizer, _ = private(
-        copy.deepcopy(model).double(), max_grad_norm=1e9, exact=False, **kind
-    )
-    engine.backward(losses(made, batch))
-    assert distance(sums(engine, made), expected.clipped_sum(1e9)) <= 1e-10
+    made, optimizer = as_the_loop(model, **kind)
     optimizer.step()
     assert before and all(torch.equal(b, made.get_parameter(n)) for n, b in before.items())
 
 
-@pytest.mark.parametrize(
-    "config, base, error",
-    [
-        (
-            lora(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
-            lambda: transformers.MixtralForCausalLM(
-                transformers.MixtralConfig(
-                    vocab_size=23,
-                    hidden_size=16,
-                    intermediate_size=24,
-                    num_hidden_layers=1,
-                    num_attention_heads=4,
-                    num_key_value_heads=2,
-                    num_local_experts=2,
-                )
-            ),
-            r"mlp.experts' adds LoRA to a parameter of another module \(target_parameters\)",
-        ),
-    ],
-    ids=["target_parameters"],
-)
-def test_what_has_no_rule_is_refused_by_name(config, base, error, private):
+def test_what_has_no_rule_is_refused_by_name(private):
+    config = lora(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    error = r"mlp.experts' adds LoRA to a parameter of another module \(target_parameters\)"
     with pytest.raises(ValueError, match=error):
-        private(adapted(config, base()))
+        private(adapted(config, mixture()))
 
 
 @pytest.mark.parametrize(
