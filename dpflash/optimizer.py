@@ -19,6 +19,15 @@ from .verification.settable import OnlySettable
 _MADE_BY = "pass it to make_private, after engine.detach(model) where a model is private already"
 
 
+def _of_original(name: str) -> Any:
+    """A property of the wrapped optimizer."""
+
+    def put(self: PrivateOptimizer, value: Any) -> None:
+        setattr(self.original_optimizer, name, value)
+
+    return property(lambda self: getattr(self.original_optimizer, name), put)
+
+
 class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     """Wraps any torch optimizer; its `step` releases one logical batch.
 
@@ -193,29 +202,9 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     # State and parameter groups are those of the wrapped optimizer.
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.original_optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.original_optimizer.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        return self.original_optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.original_optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.original_optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.original_optimizer.defaults = value
+    param_groups: list[dict[str, Any]] = _of_original("param_groups")
+    state: Any = _of_original("state")
+    defaults: dict[str, Any] = _of_original("defaults")
 
     def __getattr__(self, name: str) -> Any:
         if name == "_original":

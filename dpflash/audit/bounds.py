@@ -244,8 +244,14 @@ def assess(
         "canaries": len(scores),
     }
     if independent:
-        broken = [cut for cut in cuts if cut.breaks_claim]
-        refuted = _broken_cut(broken[0]) if broken else ""
+        broken = (
+            f"at the cut {c.score:.4g} false positives are at most {c.most_false_positives:.3g} "
+            f"and false negatives at most {c.most_false_negatives:.3g}; the claim allows no less "
+            f"than {c.claimed_false_negatives:.3g}"
+            for c in cuts
+            if c.breaks_claim
+        )
+        refuted = next(broken, "")
     else:
         value = one_run_p_value(**counts, epsilon=claim.epsilon, delta=claim.delta)
         right = f"{correct} of {counts['guesses']} guesses are right (p {value:.2g})"
@@ -258,14 +264,6 @@ def assess(
         guesses=counts["guesses"],
         scores=len(scores),
         refuted=refuted,
-    )
-
-
-def _broken_cut(cut: Cut) -> str:
-    return (
-        f"at the cut {cut.score:.4g} false positives are at most {cut.most_false_positives:.3g} "
-        f"and false negatives at most {cut.most_false_negatives:.3g}; the claim allows no less "
-        f"than {cut.claimed_false_negatives:.3g}"
     )
 
 

@@ -19,6 +19,8 @@ _IGNORED = -100  # ignore_index of torch and transformers
 _SCALE = 8.0
 _TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 
+_Change = Callable[[Tensor, Tensor], Tensor]
+
 VALUES, MASKS, TARGETS = "values", "masks", "targets"
 
 
@@ -96,72 +98,60 @@ def alterations(batch: Any, rows: Iterable[int], who: str) -> Iterator[Altered]:
     """
     index = torch.tensor(list(rows), dtype=torch.long)
 
-    def scale(t: Tensor) -> Tensor:
-        return _replace(t, index, t[index.to(t.device)] * _SCALE)
+    def shortened(own: Tensor, t: Tensor) -> Tensor:
+        own[:, own.shape[1] // 2 :] = 0
+        return own
 
-    def shorten_mask(t: Tensor) -> Tensor:
-        altered = t[index.to(t.device)]
-        altered[:, altered.shape[1] // 2 :] = 0
-        return _replace(t, index, altered)
+    def ignored(own: Tensor, t: Tensor) -> Tensor:
+        label = int(t.min()) if int(t.min()) < 0 else _IGNORED
+        own.view(own.shape[0], -1)[:, own[0].numel() // 2 :] = label
+        return own
 
-    def ignore_targets(t: Tensor) -> Tensor:
-        altered = t[index.to(t.device)]
-        ignored = int(t.min()) if int(t.min()) < 0 else _IGNORED
-        altered.view(altered.shape[0], -1)[:, altered[0].numel() // 2 :] = ignored
-        return _replace(t, index, altered)
-
-    changes: tuple[tuple[str, str, Callable[[Tensor], Tensor], Callable[..., bool]], ...] = (
-        (VALUES, f"{who} are scaled by {_SCALE:g}", scale, _is_value),
-        (MASKS, f"masks of {who} are shortened", shorten_mask, _is_mask),
-        (TARGETS, f"targets of {who} are ignored from the middle on", ignore_targets, _is_target),
+    # (kind, how, the new rows of a tensor, which tensors).
+    changes: tuple[tuple[str, str, _Change, Callable[[Tensor, str], bool]], ...] = (
+        (
+            VALUES,
+            f"{who} are scaled by {_SCALE:g}",
+            lambda own, t: own * _SCALE,
+            lambda t, _: t.is_floating_point() and not _is_binary(t),
+        ),
+        (
+            MASKS,
+            f"masks of {who} are shortened",
+            shortened,
+            lambda t, _: t.ndim > 1 and not t.is_complex() and _is_binary(t),
+        ),
+        (TARGETS, f"targets of {who} are ignored from the middle on", ignored, _is_target),
     )
-    for kind, how, change, wanted in changes:
-        other, count = _map_leaves(batch, change, wanted)
-        if count:
-            yield Altered(kind, how, other)
-
-
-def _replace(t: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    return t.detach().clone().index_copy(0, index.to(t.device), rows.detach().to(t.dtype))
-
-
-def _map_leaves(
-    batch: Any, change: Callable[[Tensor], Tensor], wanted: Callable[[Tensor, str, int], bool]
-) -> tuple[Any, int]:
-    """The batch with `change` applied to its wanted tensors, and the number of these."""
     # One tensor may be in several places, as inputs and labels.
     batch = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), batch)
-    changed = {
-        id(t): change(t)
-        for place, t in tensors_of(batch)
-        if t.ndim and wanted(t, *_name_and_position(place))
-    }
-    return map_tensors(lambda t: changed.get(id(t), t), batch), len(changed)
+    for kind, how, change, wanted in changes:
+        changed = {}
+        for place, t in tensors_of(batch):
+            if t.ndim and wanted(t, place):
+                at = index.to(t.device)
+                own = change(t[at], t).detach().to(t.dtype)
+                changed[id(t)] = t.detach().clone().index_copy(0, at, own)
+        if changed:
+            yield Altered(kind, how, _replaced(batch, changed))
 
 
-def _name_and_position(place: str) -> tuple[str, int]:
-    """The last key or field of a place in a batch, or the last position; "" or 0 for none."""
-    last = re.split(r"[\[.]", place)[-1].strip("]'")
-    return ("", int(last)) if last.isdigit() else (last, 0)
+def _replaced(batch: Any, changed: dict[int, Tensor]) -> Any:
+    return map_tensors(lambda t: changed.get(id(t), t), batch)
 
 
 def _is_binary(t: Tensor) -> bool:
     return t.dtype == torch.bool or bool(((t == 0) | (t == 1)).all())
 
 
-def _is_mask(t: Tensor, key: str, position: int) -> bool:
-    return t.ndim > 1 and not t.is_complex() and _is_binary(t)
-
-
-def _is_value(t: Tensor, key: str, position: int) -> bool:
-    return t.is_floating_point() and not _is_binary(t)
-
-
-def _is_target(t: Tensor, key: str, position: int) -> bool:
+def _is_target(t: Tensor, place: str) -> bool:
     """Whether these are integer targets that may contain an ignore_index."""
     if t.dtype not in (torch.int64, torch.int32) or t.numel() == 0:
         return False
     if bool((t < 0).any()):
         return True
+    # The last key or field of the place, or the last position.
+    last = re.split(r"[\[.]", place)[-1].strip("]'")
+    is_named = int(last) > 0 if last.isdigit() else last in _TARGET_NAMES
     # On a GPU an out-of-range target that is not ignored would trigger a device assertion.
-    return t.device.type == "cpu" and (key in _TARGET_NAMES or position > 0)
+    return t.device.type == "cpu" and is_named

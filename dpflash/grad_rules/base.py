@@ -71,10 +71,6 @@ class ModuleContext:
         self.longest = max(self.longest, length)
         return self.longest
 
-    def note_compared(self, call: Any) -> None:
-        """Note that a call with arguments of this structure equals one of the whole batch."""
-        self.compared.add(call)
-
     def note_left_out(self, cache: Any) -> bool:
         """Whether it is another cache than the last one that a call ran without."""
         last, self.left_out = self.left_out, weakref.ref(cache)
@@ -249,7 +245,11 @@ class PrivateModule(nn.Module):
             if parameter.requires_grad:
                 trainable = True
                 if name in context.frozen:
-                    self.refuse_thawed(name)
+                    raise RuntimeError(
+                        f"parameter '{context.name}.{name}' was frozen when the model was made "
+                        "private and is trainable now; call engine.detach(model), then "
+                        "make_private again"
+                    )
         if not trainable or not torch.is_grad_enabled():
             return False
         refuse_tracing(context.name)
@@ -265,13 +265,6 @@ class PrivateModule(nn.Module):
             f"module '{context.name}' ({plain_class(self).__name__}) in a batch of packed "
             "documents, of which its rule gets no per-document gradients; freeze it with "
             "requires_grad_(False), or train with one document a row"
-        )
-
-    def refuse_thawed(self, name: str) -> NoReturn:
-        """Refuse a parameter that was frozen when the model was made private."""
-        raise RuntimeError(
-            f"parameter '{self._dpflash.name}.{name}' was frozen when the model was made "
-            "private and is trainable now; call engine.detach(model), then make_private again"
         )
 
     def __prepare_scriptable__(self) -> NoReturn:

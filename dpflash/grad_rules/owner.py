@@ -129,7 +129,7 @@ class PrivateOwner(PrivateModule):
             self._refuse_mixing()
         if is_to_compare:
             # Not before: a loop that catches the error meets it again.
-            self._dpflash.note_compared(call)
+            self._dpflash.compared.add(call)
         # Counters; under vmap none of them can depend on the data.
         plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, _PLAIN)}
         self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)

@@ -361,11 +361,6 @@ def _borders(starts: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows.flatten(), (0, 1), value=True).nonzero()[:, 0].int()
 
 
-def _in_one_row(x: Tensor) -> Tensor:
-    """Turn x `[B, H, T, D]` into `[1, H, B T, D]`."""
-    return x.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-
 def _attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -406,7 +401,8 @@ def _attention(
 
     shape = query.shape[0], query.shape[2]
     if borders is not None and query.shape[0] > 1:
-        query, key, value = map(_in_one_row, (query, key, value))
+        rows = query, key, value
+        query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in rows)  # [1, H, B T, D]
         if position_bias is not None:
             cause = "position_bias with documents packed into several rows"
             _refuse_data(cause, "expected one row", _ELSEWHERE)

@@ -291,7 +291,12 @@ class ForwardWrapper:
         args, kwargs = own_copies(arguments)
         tensors = _tensors((args, kwargs))
         with self._backward.call(_first_dimensions(tensors)), self._watched(again=True):
-            self._noted(rows, lambda: self._again(module, tensors, args, kwargs))
+            self._backward.forward.record(rows)
+            try:
+                outputs = self._again(module, tensors, args, kwargs)
+            finally:
+                self._backward.forward.record(None)
+            rows.note_outputs(outputs)
             rows.set_call(self._size_of_call(tensors), self._backward.forward.state.used)
         return rows
 
@@ -303,21 +308,11 @@ class ForwardWrapper:
         contents = Contents(()) if self.unchanged is None else self.unchanged.allowed_contents()
         return _State(RandomState(self._parameter_device), contents, self._attributes())
 
-    def _noted(self, rows: ForwardRows, call: Callable[[], Any]) -> Any:
-        """Run a call and record the inputs of its layers and its outputs."""
-        self._backward.forward.record(rows)
-        try:
-            outputs = call()
-        finally:
-            self._backward.forward.record(None)
-        rows.note_outputs(outputs)
-        return outputs
-
     def _again(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Run a forward that has no backward."""
         if self._compiles(module):
             return self._called(module, tensors, args, kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(_drop, _dropped):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: None, _dropped):
             return self._eagerly(module, self._autocast_dtype(), args, kwargs, inner=True)
 
     def _seeded(self) -> AbstractContextManager[None]:
@@ -473,10 +468,6 @@ def _tensors(arguments: Any) -> list[Tensor]:
 
 def _first_dimensions(tensors: list[Tensor]) -> frozenset[int]:
     return frozenset(t.shape[0] for t in tensors)
-
-
-def _drop(x: Tensor) -> None:
-    """Save nothing for a backward."""
 
 
 def _dropped(packed: None) -> Tensor:

@@ -71,13 +71,11 @@ class BlockSparse(Pattern):
         self._fix_key()
 
     def _refuse_rules(self) -> None:
-        if self.local_blocks > 1:
-            raise _arguments.refusal(
-                "local_blocks", self.local_blocks, "1 beside block_lists", "leave it out"
-            )
-        for name in ("stride_blocks", "global_blocks", "random_blocks"):
-            if value := getattr(self, name):
-                raise _arguments.refusal(name, value, "0 beside block_lists", "leave it out")
+        most = {"local_blocks": 1, "stride_blocks": 0, "global_blocks": 0, "random_blocks": 0}
+        for name, number in most.items():
+            if (value := getattr(self, name)) > number:
+                expected = f"{number} beside block_lists"
+                raise _arguments.refusal(name, value, expected, "leave it out")
 
     def _check_lists(self) -> None:
         of_heads = self._lists()

@@ -63,18 +63,20 @@ def slots_of_draws(
         at_most: upper bound of the rows; None for none.
         cap: most samples of a draw; None for no truncation.
     """
-    expected = num_samples * sample_rate
+    expected = mean_size = num_samples * sample_rate
     if sample_rate == 1:
         return slots_of_size(min(num_samples, cap or num_samples), ranks=ranks, at_most=at_most)
     if cap is not None and at_most is not None and cap <= at_most * ranks:
         return -(-cap // ranks)
     bound = min(at_most or num_samples, num_samples)
+    if cap is not None and cap < num_samples:
+        mean_size = _sum_of_tails(np.arange(cap), num_samples, sample_rate)
     chosen = 2 if expected >= _LEAST_PAIRED * ranks and bound > 1 else 1
     for slots in sorted({2**k for k in range(30)} | {3 * 2**k for k in range(1, 29)}):
         if slots > bound or slots > 2 * expected + 1:
             break
         rows = slots * ranks * _mean_rounds(num_samples, sample_rate, slots * ranks, cap)
-        if 1 - _mean_size(num_samples, sample_rate, cap) / rows <= MOST_PADDING:
+        if 1 - mean_size / rows <= MOST_PADDING:
             chosen = max(chosen, slots)
     return chosen
 
@@ -86,12 +88,6 @@ def _mean_rounds(num_samples: int, sample_rate: float, slots: int, cap: int | No
     most = min(num_samples, cap or num_samples, likely)
     below = np.arange(1, -(-most // slots)) * slots  # a further batch for each that is exceeded
     return 1.0 + _sum_of_tails(below, num_samples, sample_rate)
-
-
-def _mean_size(num_samples: int, sample_rate: float, cap: int | None) -> float:
-    if cap is None or cap >= num_samples:
-        return num_samples * sample_rate
-    return _sum_of_tails(np.arange(cap), num_samples, sample_rate)
 
 
 def _sum_of_tails(sizes: NDArray[np.int64], num_samples: int, sample_rate: float) -> float:

@@ -200,10 +200,6 @@ class BatchTracker:
         """How many releases have begun so far."""
         return 0 if self._batch is None else self._batch.releases
 
-    @property
-    def _is_open(self) -> bool:
-        return self._batch is not None and self._batch.is_open
-
     # Signals of another loader: Opacus' BatchMemoryManager
 
     def signal(self, do_skip: bool) -> None:
@@ -254,7 +250,7 @@ class BatchTracker:
 
     def abandon(self) -> None:
         """Drop a logical batch that the loop left before its release."""
-        if self._is_open:
+        if self._batch is not None and self._batch.is_open:
             warnings.warn(
                 "the loop left its last logical batch before optimizer.step() released it; its "
                 "gradients are dropped",

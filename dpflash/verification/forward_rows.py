@@ -64,7 +64,7 @@ class ForwardRows:
 
     def __init__(self, *, compares: bool = False, units: Units | None = None) -> None:
         self.compares = compares
-        self._units = units
+        self.units = units
         self.size = 0
         self.layers: list[str] = []
         self.where: list[str] = []
@@ -74,16 +74,6 @@ class ForwardRows:
         self.dtypes: set[torch.dtype] = set()
         self._greatest: list[Tensor] = []
         self._least: list[Tensor] = []
-
-    @property
-    def are_packed(self) -> bool:
-        """Whether the samples are packed documents."""
-        return self._units is not None and not self._units.are_rows
-
-    @property
-    def has_units(self) -> bool:
-        """Whether the samples are no rows."""
-        return self._units is not None
 
     def set_call(self, size: int, layers: Iterable[str]) -> None:
         """Record B and the names of the modules that ran."""
@@ -103,7 +93,7 @@ class ForwardRows:
 
     def _by_sample(self, x: Tensor) -> Tensor:
         """An output with the samples first, where it has an entry for each of their positions."""
-        units = self._units
+        units = self.units
         if units is None or tuple(x.shape[: len(units.shape)]) != units.shape:
             return x
         return units.padded(units.flattened(x, _OUTPUT))
@@ -142,7 +132,8 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
             return _COMPARED
     if where is None:
         return None
-    return (_CHANGED_DOCUMENT if first.are_packed else _CHANGED).format(where=where)
+    is_packed = first.units is not None and not first.units.are_rows
+    return (_CHANGED_DOCUMENT if is_packed else _CHANGED).format(where=where)
 
 
 def reached(first: ForwardRows, second: ForwardRows, replacement: Replacement) -> bool:
@@ -228,7 +219,7 @@ class Replacement:
         """
         samples = [*range(size)] if real is None else real.nonzero().flatten().tolist()
         # A packed batch has no masks.
-        least = None if first.has_units else _least_filled(_of_samples(arguments, size))
+        least = None if first.units is not None else _least_filled(_of_samples(arguments, size))
         count = len(samples)
         extremes = first.extremes(count // 8)
 

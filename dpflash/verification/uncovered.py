@@ -94,7 +94,7 @@ class Uncovered:
         roots = [losses.grad_fn] if losses is not None else roots_of_backward()
         if not roots:
             return _UNSEEN
-        runs = _is_run if losses is None else _always
+        runs = torch._C._will_engine_execute_node if losses is None else _always
         is_called, self._is_called = self._is_called, False
         if not is_called and _is_hidden(self._module):
             return _HIDDEN
@@ -204,11 +204,6 @@ def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:
 
 def _always(node: Any) -> bool:
     return True
-
-
-def _is_run(node: Any) -> bool:
-    """Whether the backward under way runs a node that is not its root."""
-    return bool(torch._C._will_engine_execute_node(node))
 
 
 def leaves_past_gates(
