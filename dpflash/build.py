@@ -153,11 +153,12 @@ def build(
     backward = _backward(module, checked, settings, step, unchanged, uncovered)
     attach(module, checked.layers, backward)
 
-    def place() -> tuple[object, ...]:
-        return (step.releases, step.tracker.place(), ranks.data_rank)
-
     devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
-    masks = SecretMasks(devices, lambda: keys.noise, place)
+    masks = SecretMasks(
+        devices,
+        lambda: keys.noise,
+        lambda: (step.releases, step.tracker.place(), ranks.data_rank),
+    )
     optimization = checked.optimization
     wrapper = ForwardWrapper(
         module, backward, optimization, unchanged, masks, loader.order, uncovered

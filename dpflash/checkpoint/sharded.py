@@ -199,9 +199,7 @@ def _fill(
 
     names = tensor_io.write(folder, tensors, call, ranks.everyone)
     own = ranks.run_on_all(call, lambda: _digests(folder, names, ranks))
-    files: dict[str, str] = {}
-    for part in ranks.gather(own, call):
-        files.update(part)
+    files = {name: digest for part in ranks.gather(own, call) for name, digest in part.items()}
 
     def finish() -> bytes:
         whole = {**plain, **state, "files": files}

@@ -203,10 +203,8 @@ class HeadShape(LinearShape):
 
     def _dlogits(self) -> list[Work]:
         """The product, then three passes over its result: sub, exp, mul."""
-        return [
-            Work(self._product, self._operands, _name(self.dtype)),
-            Work(moved=6 * self._logits),
-        ]
+        product = Work(self._product, self._operands, _name(self.dtype))
+        return [product, Work(moved=6 * self._logits)]
 
     def _kernel(self, gpu: bool) -> str:
         """The dlogits are fp32 at least, so the products with them are."""

@@ -29,7 +29,7 @@ from ..clipping.planner import LinearShape
 from ..packing.units import Units
 from ..patterns import Adaptive, Documents, Pattern
 from ..verification.second_order import differentiable_once
-from .base import PrivateModule, Slot, autocast_dtype, plain_class
+from .base import PrivateModule, Slot, autocast_dtype, plain_class, taken
 from .linear import PrivateLinear, bias_grad
 
 
@@ -89,9 +89,7 @@ class _SelfAttention(torch.autograd.Function):
         needs = ctx.needs_input_grad
         dqkv_weight = dqkv_bias = dout_weight = dout_bias = dsinks = dslopes = dx = None
         if needs[10]:
-            dout_weight = out_slot.gate.take_linear(
-                out_slot.position, o.transpose(1, 2).flatten(2), dy
-            )
+            dout_weight = taken(out_slot, o.transpose(1, 2).flatten(2), dy)
         if needs[11]:
             dout_bias = bias_grad(dy, ctx.units)
         q, k, v = heads.split(qkv)
@@ -111,7 +109,7 @@ class _SelfAttention(torch.autograd.Function):
         )
         heads.turn_(dq, dk, -1.0)
         if needs[8]:
-            dqkv_weight = qkv_slot.gate.take_linear(qkv_slot.position, x, dqkv)
+            dqkv_weight = taken(qkv_slot, x, dqkv)
         if needs[9] and not sums_of_rows:
             dqkv_bias = bias_grad(dqkv, ctx.units)
         elif needs[9]:

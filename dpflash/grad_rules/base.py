@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from dpflash.kernels import per_sample_grad
+
 from ..clipping.backward import PrivateBackward
 from ..clipping.gate import Gate
 from ..clipping.planner import LinearShape
@@ -26,6 +28,13 @@ class Slot:
 
     gate: Gate
     position: int
+
+
+def taken(slot: Slot | None, x: Tensor, dy: Tensor, *, swapped: bool = False) -> Tensor | None:
+    """What a linear use leaves for the handle, see `Gate.take_linear`; without a slot all."""
+    if slot is None:
+        return per_sample_grad(x, dy)
+    return slot.gate.take_linear(slot.position, x, dy, swapped=swapped)
 
 
 @dataclass

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpflash.kernels import per_sample_bias_grad, per_sample_grad
+from dpflash.kernels import per_sample_bias_grad
 
 from ..clipping.planner import LinearShape
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
-from .base import PrivateModule, Slot, autocast_dtype
+from .base import PrivateModule, Slot, autocast_dtype, taken
 
 
 class _Linear(torch.autograd.Function):
@@ -49,12 +49,7 @@ class _Linear(torch.autograd.Function):
             dx = dy @ (weight.t() if ctx.transposed else weight)
         if ctx.needs_input_grad[3]:
             left, right = (dy, x) if ctx.transposed else (x, dy)
-            if ctx.slot is None:
-                dweight = per_sample_grad(left, right)
-            else:
-                dweight = ctx.slot.gate.take_linear(
-                    ctx.slot.position, left, right, swapped=ctx.transposed
-                )
+            dweight = taken(ctx.slot, left, right, swapped=ctx.transposed)
         if ctx.needs_input_grad[4]:
             dbias = bias_grad(dy, ctx.units)
         return dx, None, None, dweight, dbias, None, None, None

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from dpflash.kernels import per_sample_bias_grad, per_sample_grad
+from dpflash.kernels import per_sample_bias_grad
 
 from ..clipping.planner import LinearShape
 from ..clipping.precision import without_autocast
 from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
-from .base import Handles, PrivateModule, Slot, autocast_dtype
+from .base import Handles, PrivateModule, Slot, autocast_dtype, taken
 from .batch_second import samples_first
 from .recurrent_cells import CELLS, Steps, cell_states
 
@@ -77,11 +77,11 @@ class _Recurrence(torch.autograd.Function):
             from_x, from_h = (_samples_first(t, x.dtype) for t in (found.from_x, found.from_h))
             in_slot, hidden_slot, projection_slot = ctx.slots
             handles = _Weights(
-                ih=_taken(in_slot, x, from_x) if needs[11] else None,
-                hh=_taken(hidden_slot, h_before, from_h) if needs[12] else None,
+                ih=taken(in_slot, x, from_x) if needs[11] else None,
+                hh=taken(hidden_slot, h_before, from_h) if needs[12] else None,
                 bias_ih=per_sample_bias_grad(from_x) if needs[13] else None,
                 bias_hh=per_sample_bias_grad(from_h) if needs[14] else None,
-                hr=_taken(
+                hr=taken(
                     projection_slot, *(_samples_first(t, x.dtype) for t in found.projected or ())
                 )
                 if needs[15]
@@ -90,12 +90,6 @@ class _Recurrence(torch.autograd.Function):
             dx = from_x @ weights.ih if needs[3] else None
         dc0 = None if found.c0 is None else found.c0.to(x.dtype)
         return (None, None, None, dx, found.h0.to(x.dtype), dc0, *(None,) * 5, *handles)
-
-
-def _taken(slot: Slot | None, x: Tensor, dy: Tensor) -> Tensor | None:
-    if slot is None:
-        return per_sample_grad(x, dy)
-    return slot.gate.take_linear(slot.position, x, dy)
 
 
 def _run(

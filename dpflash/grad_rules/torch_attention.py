@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpflash.kernels import per_sample_bias_grad, per_sample_grad
+from dpflash.kernels import per_sample_bias_grad
 
 from ..clipping.forward import ALL_ROWS
 from ..clipping.planner import LinearShape
 from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
-from .base import Handles, PrivateModule, Slot, autocast_dtype
+from .base import Handles, PrivateModule, Slot, autocast_dtype, taken
 from .batch_second import samples_first
 
 
@@ -55,11 +55,7 @@ class _Projections(torch.autograd.Function):
         needs = ctx.needs_input_grad
         dweight = dbias = None
         if needs[2]:
-            x, dy = _together(sources, grads)
-            if ctx.slot is None:
-                dweight = per_sample_grad(x, dy)
-            else:
-                dweight = ctx.slot.gate.take_linear(ctx.slot.position, x, dy)
+            dweight = taken(ctx.slot, *_together(sources, grads))
         if needs[3]:
             dbias = torch.cat([per_sample_bias_grad(dy) for dy in grads], 1)
         dxs = [
@@ -112,16 +108,8 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         out_proj = self.out_proj
         private = [m.is_private_call() for m in (self, out_proj) if isinstance(m, PrivateModule)]
         if not any(private):
-            plain = super().forward(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                need_weights,
-                attn_mask,
-                average_attn_weights,
-                is_causal,
-            )
+            options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            plain: tuple[Tensor, Tensor | None] = super().forward(query, key, value, *options)
             return plain
         if is_causal and attn_mask is None:
             raise ValueError(

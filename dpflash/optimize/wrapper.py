@@ -89,28 +89,25 @@ class ForwardWrapper:
         self._compiled = self._compile() if optimization.compiled else None
         # Users save the inner model of a DistributedDataParallel.
         self._inner = module.module if isinstance(module, DistributedDataParallel) else None
-        self._inner_class: type[nn.Module] = type(self._inner or module)
         self._is_plain = False
-        # While the layers are plain: classes with the same guards around the plain ones.
         self._plain_original = plain_class(module)
-        self._plain_class = _class_around(self._plain_original, self)
-        self._plain_inner_class = self._guarded_inner(plain_class(self._inner or module))
+        # (module, its class, a class around it, one around the plain class with the same guards).
+        around = [_class_around(kind, self) for kind in (self._original, self._plain_original)]
+        self._classes = [(module, self._original, *around)]
+        if self._inner is not None:
+            kinds = type(self._inner), plain_class(self._inner)
+            around = [_class_with(kind, _guards(kind, self, "module.")) for kind in kinds]
+            self._classes.append((self._inner, kinds[0], *around))
 
     def put(self) -> None:
         """Wrap the model's forward, and guard its state_dict."""
-        object.__setattr__(self._module, "__class__", _class_around(self._original, self))
-        if self._inner is not None:
-            kind = self._guarded_inner(self._inner_class)
-            object.__setattr__(self._inner, "__class__", kind)
-
-    def _guarded_inner(self, kind: type[nn.Module]) -> type[nn.Module]:
-        return _class_with(kind, _guards(kind, self, "module."))
+        for module, _, around, _ in self._classes:
+            object.__setattr__(module, "__class__", around)
 
     def remove(self) -> None:
         """Give the model its class back."""
-        object.__setattr__(self._module, "__class__", self._original)
-        if self._inner is not None:
-            object.__setattr__(self._inner, "__class__", self._inner_class)
+        for module, original, _, _ in self._classes:
+            object.__setattr__(module, "__class__", original)
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
@@ -122,20 +119,17 @@ class ForwardWrapper:
         Raises:
             PrivateRefusal: a buffer or a frozen parameter changed.
         """
-        outermost = [(self._module, self._plain_class)]
-        if self._inner is not None:
-            outermost.append((self._inner, self._plain_inner_class))
         # Their own classes again, not equal ones: torch.compile guards on them.
-        held = [type(module) for module, _ in outermost]
+        held = [(module, type(module)) for module, *_ in self._classes]
         with plain_layers(self._module):
-            for module, kind in outermost:
-                object.__setattr__(module, "__class__", kind)
+            for module, _, _, plain in self._classes:
+                object.__setattr__(module, "__class__", plain)
             self._is_plain = True
             try:
                 yield
             finally:
                 self._is_plain = False
-                for (module, _), kind in zip(outermost, held, strict=True):
+                for module, kind in held:
                     object.__setattr__(module, "__class__", kind)
         if self.unchanged is not None and (refusal := self.unchanged.refusal(contents=False)):
             raise PrivateRefusal(refusal) from None
@@ -368,7 +362,8 @@ class ForwardWrapper:
                 # DistributedDataParallel prepares for the backward of its last forward.
                 outputs = self._inner(*args, **kwargs)
             else:
-                outputs = self._original.forward(module, *args, **kwargs)
+                kind = self._plain_original if self._is_plain else self._original
+                outputs = kind.forward(module, *args, **kwargs)
         return _widened(outputs) if self.optimization.autocast else outputs
 
     def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -376,13 +371,9 @@ class ForwardWrapper:
         if self._order is not None and not torch.compiler.is_compiling():
             with self._backward.step.noting_refusals():
                 self._order.refuse_private(_tensors((args, kwargs)))
-        with self._autocast(self._autocast_dtype()):
-            if module is self._module and self._inner is not None:
-                # The step averages gradients over the ranks.
-                outputs = self._inner(*args, **kwargs)
-            else:
-                outputs = self._plain_original.forward(module, *args, **kwargs)
-        return _widened(outputs) if self.optimization.autocast else outputs
+        # Of the inner model: the step averages gradients over the ranks.
+        inner = module is self._module
+        return self._eagerly(module, self._autocast_dtype(), args, kwargs, inner=inner)
 
     def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         return nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype)

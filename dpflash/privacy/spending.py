@@ -454,10 +454,8 @@ class Spending:
         """The epsilon of the next ledger line."""
         if self.delta is None:
             return None
-        if event is None:
-            found = self.epsilon(self.delta).upper
-        else:
-            found = self._after(event, self.delta)
+        delta = self.delta
+        found = self.epsilon(delta).upper if event is None else self._after(event, delta)
         return found if math.isfinite(found) else None
 
     def _refusal(self, event: Event) -> str:
