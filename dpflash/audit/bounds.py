@@ -234,6 +234,9 @@ def assess(
     limit = false_alarm_rate / (2 * len(plan.cuts))
     cuts = tuple(_cut(inside, outside, score, limit, claim) for score in plan.cuts)
     middle = _cut(inside, outside, plan.middle, (1 - confidence) / 2, None)
+    # The Gaussian trade-off curve through the upper limits of both rates.
+    mu = -float(ndtri(middle.most_false_positives) + ndtri(middle.most_false_negatives))
+    lower = gaussian_epsilon(delta=claim.delta, noise_multiplier=1 / mu) if mu > 0 else 0.0
     order = np.argsort(scores, kind="stable")
     positive = order[len(order) - plan.positive :]
     negative = order[: plan.negative]
@@ -259,7 +262,7 @@ def assess(
     return Assessment(
         cuts=cuts,
         epsilon_lower=one_run_epsilon(**counts, delta=claim.delta, confidence=confidence),
-        epsilon_lower_gaussian=_gaussian_bound(middle, claim.delta),
+        epsilon_lower_gaussian=lower,
         correct=correct,
         guesses=counts["guesses"],
         scores=len(scores),
@@ -299,12 +302,6 @@ def upper_limit(successes: int, trials: int, level: float) -> float:
     if successes >= trials:
         return 1.0
     return float(betaincinv(successes + 1, trials - successes, 1 - level))
-
-
-def _gaussian_bound(cut: Cut, delta: float) -> float:
-    """Epsilon of the Gaussian trade-off curve through the upper limits of both rates."""
-    mu = -float(ndtri(cut.most_false_positives) + ndtri(cut.most_false_negatives))
-    return gaussian_epsilon(delta=delta, noise_multiplier=1 / mu) if mu > 0 else 0.0
 
 
 def one_run_p_value(

@@ -42,7 +42,11 @@ def check_first_dimensions(trial: Trial, model: nn.Module, batch: Any, findings:
         batch: the batch, in its own dtype.
         findings: receives the result.
     """
-    copied = _PrivateCopy(_supported(model, findings), trial)
+    unsupported = {p.where for p in findings.problems if p.kind == "unsupported"}
+    for name, module in model.named_modules():
+        if (name or ITSELF) in unsupported:
+            module.eval().requires_grad_(False)
+    copied = _PrivateCopy(model, trial)
     seen: dict[int, dict[str, set[int]]] = {}
     for size in sorted({trial.size, trial.size - 1, 1}, reverse=True):
         if _runs(trial, size, findings):
@@ -100,15 +104,6 @@ def _report(name: str, found: dict[int, set[int]], remedy: str, findings: Findin
 def _fits(size: int, dims: set[int]) -> bool:
     """Whether these are the batch, or a 1 that all samples share."""
     return dims <= {size, 1}
-
-
-def _supported(model: nn.Module, findings: Findings) -> nn.Module:
-    """The model with the modules frozen that are reported as unsupported."""
-    unsupported = {p.where for p in findings.problems if p.kind == "unsupported"}
-    for name, module in model.named_modules():
-        if (name or ITSELF) in unsupported:
-            module.eval().requires_grad_(False)
-    return model
 
 
 class _Inputs(ForwardRows):

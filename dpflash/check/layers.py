@@ -68,14 +68,7 @@ def check_private_backward(
         return
     findings.checked.append(comparison)
     tolerance = max(trial.tolerance, 1e-4)  # sums are fp32
-    _find_outside_uses(subject.trained, findings)
-    if not (findings.errors() or trial.random or backward.statistics.squared_norms is None):
-        norms = backward.statistics.squared_norms.sqrt().tolist()
-        _compare_norms(trial, norms, reference, tolerance, findings)
-
-
-def _find_outside_uses(trained: dict[str, nn.Parameter], findings: Findings) -> None:
-    for name, parameter in trained.items():
+    for name, parameter in subject.trained.items():
         if parameter.grad is not None:
             findings.add(
                 "outside_use",
@@ -83,6 +76,9 @@ def _find_outside_uses(trained: dict[str, nn.Parameter], findings: Findings) -> 
                 "it is used outside of its own module, where its gradient is not clipped",
                 "call the module itself, not F.linear(x, m.weight)",
             )
+    if not (findings.errors() or trial.random or backward.statistics.squared_norms is None):
+        norms = backward.statistics.squared_norms.sqrt().tolist()
+        _compare_norms(trial, norms, reference, tolerance, findings)
 
 
 def _compare_norms(

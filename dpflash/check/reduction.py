@@ -226,7 +226,17 @@ def _report(trial: Trial, outcomes: list[_Outcome], findings: Findings) -> None:
     if not failing:
         return
     if all(outcome.other_fits for outcome in outcomes):
-        findings.add("reduction", LOSS_FN, *_other_reduction(trial, failing))
+        declared = trial.loss_reduction
+        other, fix = ("sum", "divide") if declared == "mean" else ("mean", "multiply")
+        findings.add(
+            "reduction",
+            LOSS_FN,
+            f"the scalar is the {other} of its samples' own losses, not their {declared} as "
+            f"loss_reduction={declared!r} declares, so gradients would be clipped at the wrong "
+            f"scale: {_differs(failing)}",
+            f"declare loss_reduction='{other}', in make_private too, or {fix} the scalar by the "
+            "number of samples in the batch",
+        )
         return
     by_place: dict[str, list[_Outcome]] = {}
     for outcome in failing:
@@ -246,22 +256,6 @@ def _report(trial: Trial, outcomes: list[_Outcome], findings: Findings) -> None:
             findings.add("reduction", where, message, remedy)
         else:
             findings.add("coupling", where, *coupling_problem(trial, where, message))
-
-
-def _other_reduction(trial: Trial, failing: list[_Outcome]) -> tuple[str, str]:
-    """Message and remedy for a mean declared as a sum, or a sum declared as a mean."""
-    declared = trial.loss_reduction
-    other, fix = ("sum", "divide") if declared == "mean" else ("mean", "multiply")
-    message = (
-        f"the scalar is the {other} of its samples' own losses, not their {declared} as "
-        f"loss_reduction={declared!r} declares, so gradients would be clipped at the wrong scale: "
-        f"{_differs(failing)}"
-    )
-    remedy = (
-        f"declare loss_reduction='{other}', in make_private too, or {fix} the scalar by the "
-        "number of samples in the batch"
-    )
-    return message, remedy
 
 
 def _differs(group: list[_Outcome]) -> str:

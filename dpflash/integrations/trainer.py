@@ -308,7 +308,10 @@ class DPTrainer(Trainer):
 
     def _make_private(self) -> PrivateDataLoader:
         loader = self._plain_loader()
-        self._name_units()
+        unit_of, dataset = self._privacy.unit_of, self.train_dataset
+        if callable(unit_of) and dataset is not None:
+            # Now: entries of the loader lack columns that it may read.
+            self._privacy = replace(self._privacy, unit_of=units_of(dataset, unit_of))
         self._try_loss(loader)
         self.create_optimizer()
         spent = self.get_epsilon()
@@ -360,12 +363,6 @@ class DPTrainer(Trainer):
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,
         )
-
-    def _name_units(self) -> None:
-        """Call a function unit_of now: entries of the loader lack columns that it may read."""
-        unit_of, dataset = self._privacy.unit_of, self.train_dataset
-        if callable(unit_of) and dataset is not None:
-            self._privacy = replace(self._privacy, unit_of=units_of(dataset, unit_of))
 
     def _training_collate(self, collate: Any) -> Any:
         """The collate function of training, from that of the trainer."""

@@ -210,7 +210,9 @@ class ForwardWrapper:
             PrivateRefusal: results of some samples changed as others were replaced, or with what
                 an earlier forward has kept, or a buffer of the model changed.
         """
-        before = self._state()
+        # What a forward may change; a repeated one must find and leave it as it was.
+        contents = Contents(()) if self.unchanged is None else self.unchanged.allowed_contents()
+        before = _State(RandomState(self._parameter_device), contents, self._attributes())
         try:
             with self._backward.forward.aside():
                 self._compare_forwards(module, (args, kwargs), before)
@@ -296,11 +298,6 @@ class ForwardWrapper:
 
     def _attributes(self) -> OwnAttributes:
         return OwnAttributes(self._module.named_modules())
-
-    def _state(self) -> _State:
-        """State that a forward may change; a repeated one must find and leave it as it was."""
-        contents = Contents(()) if self.unchanged is None else self.unchanged.allowed_contents()
-        return _State(RandomState(self._parameter_device), contents, self._attributes())
 
     def _again(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Run a forward that has no backward."""

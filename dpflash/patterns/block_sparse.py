@@ -65,17 +65,14 @@ class BlockSparse(Pattern):
             _arguments.store(self, **{name: _arguments.integer(name, getattr(self, name), 0)})
         _arguments.flag("causal", self.causal)
         if self.block_lists is not None:
-            self._refuse_rules()
+            most = {"local_blocks": 1, "stride_blocks": 0, "global_blocks": 0, "random_blocks": 0}
+            for name, number in most.items():
+                if (value := getattr(self, name)) > number:
+                    expected = f"{number} beside block_lists"
+                    raise _arguments.refusal(name, value, expected, "leave it out")
             _arguments.store(self, block_lists=_tuples(self.block_lists))
             self._check_lists()
         self._fix_key()
-
-    def _refuse_rules(self) -> None:
-        most = {"local_blocks": 1, "stride_blocks": 0, "global_blocks": 0, "random_blocks": 0}
-        for name, number in most.items():
-            if (value := getattr(self, name)) > number:
-                expected = f"{number} beside block_lists"
-                raise _arguments.refusal(name, value, expected, "leave it out")
 
     def _check_lists(self) -> None:
         of_heads = self._lists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,16 +29,20 @@ def differentiable_once(
     @functools.wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                f"the gradient of {_layer_of(ctx)} was asked for with create_graph=True, as "
-                "gradient penalties (WGAN-GP, R1), losses on derivatives (PINN) and Hessians do: "
-                "its own gradient is not computed, so the penalty would not be trained. "
-                f"{_INSTEAD}"
-            )
+            refuse_second_order(_layer_of(ctx))
         with torch.no_grad():
             return backward(ctx, *grads)
 
     return wrapped
+
+
+def refuse_second_order(layer: str) -> NoReturn:
+    """Refuse a backward with create_graph=True."""
+    raise RuntimeError(
+        f"the gradient of {layer} was asked for with create_graph=True, as gradient penalties "
+        "(WGAN-GP, R1), losses on derivatives (PINN) and Hessians do: its own gradient is not "
+        f"computed, so the penalty would not be trained. {_INSTEAD}"
+    )
 
 
 def refuse_transforms(layer: str) -> None:
