@@ -30,7 +30,6 @@ from dpflash.bench.suite import (
     Measurement,
     Request,
     Suite,
-    needs,
     run_suite,
     worst,
     wrong_rows,
@@ -92,7 +91,7 @@ def found(tmp_path_factory, roofs):
 
     def others(request):
         """Those of others."""
-        return [needs("alone", {"size": 1}, "a friend", section="products")]
+        return [row("alone", {"size": 1}, needs="a friend", section="products")]
 
     suite = toy(Comparison(measurements, baseline="right"), others, derive=derive)
     with contextlib.redirect_stderr(io.StringIO()) as lines:
@@ -193,7 +192,7 @@ def test_a_slow_row_is_timed_with_fewer_calls_and_is_not_compared(tmp_path, monk
 
 
 def bug(request):
-    yield needs("half", {}, "a friend", section="products")
+    yield row("half", {}, needs="a friend", section="products")
     raise ArithmeticError("a bug")
 
 
@@ -236,7 +235,7 @@ def test_a_row_that_fails_while_it_is_timed_has_no_figures_and_those_beside_it_h
 
 
 def stop(request):
-    yield needs("stopped", {}, "a friend")
+    yield row("stopped", {}, needs="a friend")
     raise KeyboardInterrupt
 
 
