@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -26,6 +26,10 @@ _FIRST = 7
 _REPEATS = 8
 _CPU = torch.device("cpu")
 _FAILED: Any = object()
+# Lists that are longer are rows of numbers, of which the kinds count and not the places.
+_FIELDS = 16
+# Objects inside of so many others are told apart by their types alone.
+_DEPTH = 6
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
 # So many samples show whether most are bad.
 _JUDGED = 64
@@ -56,7 +60,16 @@ class _Fetched(list[Any]):
 
 
 class _Together(list[Any]):
-    """What a dataset's `__getitems__` returned that is not one object for each entry."""
+    """What a dataset's `__getitems__` returned that is not one object for each entry.
+
+    Args:
+        parts: what it returned.
+        bad: rows that hold another entry, because their own cannot be read.
+    """
+
+    def __init__(self, parts: Sequence[Any], bad: Sequence[int]) -> None:
+        super().__init__(parts)
+        self.bad = bad
 
 
 class ReadableEntries(Dataset[Any]):
@@ -68,6 +81,7 @@ class ReadableEntries(Dataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
+        self._is_together: bool | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -80,15 +94,39 @@ class ReadableEntries(Dataset[Any]):
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
         several = getattr(self._dataset, "__getitems__", None)
-        if several is not None:
-            try:
-                found = list(several(indices))
-            except Exception:  # Some entry cannot be read; the others can.
-                pass
-            else:
-                same = len(found) == len(indices)
-                return _Fetched(found, indices) if same else _Together(found)
-        return _Fetched([self[index] for index in indices], indices)
+        if several is None:
+            return _Fetched([self[index] for index in indices], indices)
+        found, bad = _read_together(several, indices)
+        if found is not None and self._is_together is None:
+            with random_state_kept(_CPU):
+                one, _ = _read_together(several, indices[:1])
+            self._is_together = one is not None and len(one) != 1
+        if found is not None and (self._is_together or len(found) != len(indices)):
+            return _Together(found, bad)
+        if found is None or bad:
+            found = [self[index] for index in indices]
+        return _Fetched(found, indices)
+
+
+def _read_together(
+    several: Callable[[list[Any]], Any], indices: list[Any]
+) -> tuple[list[Any] | None, list[int]]:
+    """What `__getitems__` returns, and the rows that hold another entry in place of a bad one."""
+
+    def read(some: list[Any]) -> list[Any] | None:
+        try:
+            return list(several(some))
+        except Exception:
+            return None
+
+    found = read(indices)
+    if found is not None:
+        return found, []
+    bad = [row for row, index in enumerate(indices) if read([index]) is None]
+    good = next((i for row, i in enumerate(indices) if row not in bad), None)
+    if good is None:
+        good = next((i for i in range(_FIRST) if read([i]) is not None), None)
+    return read([good if row in bad else i for row, i in enumerate(indices)]), bad
 
 
 class Collated(NamedTuple):
@@ -104,7 +142,9 @@ class FittingCollate:
     An entry fits if the collate function makes a batch of it and one of the first entries that
     has the same fields and dtypes as a batch of that one entry alone, and the same shapes too
     where the length is public; where that one has a floating-point number, an integer becomes one.
-    So whether it fits does not depend on its batch. That first entry is one that agrees with most
+    So whether it fits does not depend on its batch. A batch is taken as it is only if its entries
+    have types and dtypes of entries that fit: one of another type could pass among others, by
+    promotion, and not alone. That first entry is one that agrees with most
     of the first `_FIRST`: one entry more or less may leave no such entry, but never leads to one
     with other fields.
 
@@ -128,17 +168,20 @@ class FittingCollate:
         self._exact = has_public_length
         self._form: _Form | None = None
         self._is_looked_up = False
+        self._known: set[Hashable] = set()
         self._error = ""
         self._order = CollatedOrder()
 
     def __call__(self, entries: list[Any]) -> Collated:
         if isinstance(entries, _Together):
-            return Collated(self.collate(list(entries)))
+            return Collated(self.collate(list(entries)), entries.bad)
         form = self._looked_up()
+        are_known = form is None or self._are_known(entries, form)
         random_state = RandomState(_CPU)
         batch = self._tried(list(map(_shallow, entries)))
         indices = list(entries.indices) if isinstance(entries, _Fetched) else []
-        if batch is not _FAILED and (form is None or form.has_made(batch, len(entries))):
+        is_whole = are_known and batch is not _FAILED
+        if is_whole and (form is None or form.has_made(batch, len(entries))):
             self._refuse_moved(batch, entries, indices)
             return Collated(batch)
         if form is not None:
@@ -196,6 +239,14 @@ class FittingCollate:
         with random_state_kept(_CPU):
             return [self._fits(_with_floats(entry, form.entry), form) for entry in entries]
 
+    def _are_known(self, entries: Sequence[Any], form: _Form) -> bool:
+        """Whether an entry of the types and dtypes of each of these has fitted."""
+        kinds = {_kind_of(entry, with_lengths=self._exact): entry for entry in entries}
+        with random_state_kept(_CPU):
+            new = {kind for kind in kinds if kind not in self._known}
+            self._known |= {kind for kind in new if self._fits(kinds[kind], form)}
+        return kinds.keys() <= self._known
+
     def _looked_up(self) -> _Form | None:
         if not self._is_looked_up:
             self._is_looked_up = True
@@ -208,6 +259,7 @@ class FittingCollate:
             has_it = self._fits(self.dataset[form.index], form)
         if not has_it:
             self._form = form = self._common_form() or form
+            self._known = set()
         return form
 
     def _common_form(self) -> _Form | None:
@@ -359,6 +411,25 @@ def _described(
     of_two, of_three = dict(parts_of(two)), dict(parts_of(three))
     for name, part in parts_of(batch):
         yield from _described(part, of_two.get(name), of_three.get(name), size, place + name)
+
+
+def _kind_of(x: Any, *, with_lengths: bool, depth: int = 0) -> Hashable:
+    """Types, dtypes and names of an entry's parts, and their lengths too if these are public."""
+    if isinstance(x, Tensor | np.ndarray):
+        storage = tuple(str(getattr(x, name, None)) for name in _STORAGE)
+        return type(x), storage, tuple(x.shape) if with_lengths else x.ndim
+    if depth == _DEPTH:
+        return (type(x),)
+    if isinstance(x, list | tuple) and len(x) > _FIELDS:
+        simple = frozenset(map(type, x))
+        parts: Hashable = simple
+        if not simple <= {int, float, bool, str}:
+            parts = frozenset(_kind_of(y, with_lengths=with_lengths, depth=depth + 1) for y in x)
+        return type(x), parts, len(x) if with_lengths else None
+    return type(x), tuple(
+        (name, _kind_of(part, with_lengths=with_lengths, depth=depth + 1))
+        for name, part in parts_of(x)
+    )
 
 
 def _with_floats(entry: Any, own: Any) -> Any:

@@ -191,6 +191,39 @@ def test_whether_an_entry_fits_depends_on_no_entry_but_itself_while_the_first_ag
         assert rows == [0, 1] and torch.equal(batch, torch.ones(2, 4))
 
 
+ONES, TOKENS = torch.ones(4), [1] * 20
+MINORITIES = {
+    "bool": ((ONES, 1), (ONES, True), default_collate),
+    "integer tensor": ((ONES, 1), (ONES, torch.tensor(1)), default_collate),
+    "bfloat16": ((ONES, 1), (ONES.bfloat16(), 1), default_collate),
+    "narrower integers": (ONES.long(), ONES.int(), default_collate),
+    "another field": ({"x": ONES}, {"x": ONES, "source": 2}, default_collate),
+    "a list of floats": (TOKENS, [1.0] * 20, torch.tensor),
+    "nested": ({"x": [[ONES]]}, {"x": [[ONES.double()]]}, default_collate),
+}
+
+
+@pytest.mark.parametrize("kind", MINORITIES)
+def test_an_entry_that_passes_only_among_others_is_bad_in_every_microbatch(kind):
+    common, odd, collate = MINORITIES[kind]
+    fitting = FittingCollate(collate, ReadableEntries([common] * 7))
+    batches = [[common] * 2, [common, odd, common], [odd, common, odd], [odd] * 2]
+    batches.append([common, Unreadable(""), odd])
+    assert [[*fitting(batch).bad] for batch in batches] == [[], [1], [0, 2], [0, 1], [1, 2]]
+
+
+class Together(Entries):
+    """Reads several entries as one object."""
+
+    def __getitems__(self, indices):
+        return list(map(torch.stack, zip(*map(self.__getitem__, indices), strict=True)))
+
+
+@pytest.mark.parametrize("kind", ["raises", "undecodable", "none"])
+def test_a_bad_entry_of_a_dataset_that_reads_several_as_one_adds_nothing(kind, capsys):
+    assert_adds_nothing(Together(ROWS[kind]), capsys, collate_fn=lambda batch: batch)
+
+
 def test_what_is_not_of_one_entry_alone_is_refused_without_a_value():
     def halves(entries):
         if len(entries) > 3:
