@@ -193,6 +193,8 @@ class PrivateRun:
     def verified(self) -> bool | str:
         """See `PrivacyEngine.verified`."""
         verified = self.backward.proof.verified
+        if verified is True and self.backward.is_past_calls:
+            return "gradients"
         is_open = self.trial is not None and not self.trial.has_compared
         return "pending" if verified is True and is_open else verified
 

@@ -98,6 +98,7 @@ class PrivateBackward:
             backwards of ghost clipping.
         factors: clipping factors in mode "sum".
         norms_again: whether mode "sum" computes norms too.
+        is_past_calls: whether the last losses were computed past the model's own call.
         attachment: what make_private put on the model, see `Attachment`.
     """
 
@@ -133,7 +134,7 @@ class PrivateBackward:
         self._refusal = refusal
         self._index = {id(group): index for index, group in enumerate(self.groups)}
         self._task = -1
-        self._is_called = self._has_warned = False
+        self._is_called = self._has_warned = self.is_past_calls = False
         self._in_backward = False
         self._expected_size: int | None = None
         self._arrived: set[int] = set()
@@ -397,12 +398,13 @@ class PrivateBackward:
         self.step.begin_backward()
 
     def _warn_uncalled(self) -> None:
-        """Warn once if the losses were computed without a call of the model itself."""
-        if self._is_called or self._has_warned or not self.proof.is_on:
+        """Warn once if layers of the forward ran outside of a call of the model itself."""
+        self.is_past_calls = not self._is_called or self.forward.state.is_past_calls
+        if not self.is_past_calls or self._has_warned or not self.proof.is_on:
             return
         self._has_warned = True
         warnings.warn(
-            "the losses were computed without a call of the private model itself: its layers were "
+            "losses were computed without a call of the private model itself: its layers were "
             "called one by one, by one of its methods, or through your own torch.compile. So "
             "dpflash does not check whether its forward mixes samples, the order of rows, or "
             "random masks; see engine.verified. Call model(x), and compute in its forward all "

@@ -66,6 +66,7 @@ class ForwardState:
         flattened: see `_Call`; set at the end of the call.
         shapes: uses of matrix parameters, by group and position; the planner reads them.
         is_over: whether the next private operation begins another forward.
+        is_past_calls: whether a private operation ran outside of a call of the model.
     """
 
     batch_size: int | None = None
@@ -76,6 +77,7 @@ class ForwardState:
     flattened: set[str] = field(default_factory=set)
     shapes: dict[int, dict[int, list[LinearShape]]] = field(default_factory=dict)
     is_over: bool = True
+    is_past_calls: bool = False
 
 
 def _explain_expanded(error: RuntimeError, call: _Call) -> None:
@@ -314,6 +316,7 @@ class PrivateForward:
         state = self.state
         if not recomputing:
             state.used[name] = state.used.get(name, 0) + 1
+            state.is_past_calls |= self._call is None
         gate = state.gates.get(group)
         if gate is None:
             gate = self._open_gate(self._groups[group], samples, self.number)

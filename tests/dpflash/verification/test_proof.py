@@ -1044,6 +1044,21 @@ def test_a_model_whose_layers_are_called_one_by_one_is_proven_by_its_gradients_a
     assert engine.verified is True
 
 
+@pytest.mark.parametrize("order", ["metric first", "metric last", "both in the losses"])
+def test_a_call_of_the_model_beside_its_layers_does_not_hide_them(order, private):
+    engine, model, *_ = private(Between())
+    if order == "metric first":
+        model(data())
+    losses = model.c(torch.tanh(model.a(data()))).square().sum(1)
+    if order == "metric last":
+        model(data()).sum().item()
+    if order == "both in the losses":
+        losses = losses + losses_of(model, data())
+    with pytest.warns(UserWarning, match="without a call of the private model itself"):
+        engine.backward(losses)
+    assert engine.verified in ("gradients", "pending")
+
+
 def test_forwards_without_a_gradient_are_not_repeated(private):
     engine, model, *_ = private(Counted(Between()))
     with torch.no_grad():
