@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from ..refusal import PrivateRefusal
 from ..verification.nested import leaves_of, parts_of, tensors_of
 from .entries import Collate, Collated, FittingCollate, ReadableEntries, name_of
+from .order_trial import moves_rows
 
 _ENTRIES = 6
 _SEEDS = 24
@@ -41,10 +42,11 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function makes batches that cannot be trained on privately.
 
     That is one that visibly mixes or sorts the entries of a batch, makes nested tensors, or has
-    no field with one row for each entry. The function is called about 50 times on entries of the
-    dataset, or about 100 times if it draws random numbers, for three seconds at most. Global
-    random states are restored. Where DataLoader workers fetch the entries, these workers try it,
-    see `TriedCollate`.
+    no field with one row for each entry. So is a dataset whose `__getitems__` sorts them. The
+    function is called about 80 times on entries of the dataset, or about 200 times if it or the
+    dataset draws random numbers, for three seconds at most in each of two trials. Global random
+    states are restored. Where DataLoader workers fetch the entries, these workers try it, see
+    `TriedCollate`.
 
     Args:
         may_sort: whether rows may be in another order than the entries.
@@ -52,9 +54,8 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     Raises:
         ValueError: naming the function; no value is shown.
     """
-    if loader.num_workers or _is_known(loader.collate_fn):
-        return
-    _try(FittingCollate(loader.collate_fn, ReadableEntries(loader.dataset)), may_sort)
+    if not loader.num_workers:
+        _try(FittingCollate(loader.collate_fn, ReadableEntries(loader.dataset)), may_sort)
 
 
 class TriedCollate:
@@ -66,7 +67,7 @@ class TriedCollate:
     def __init__(self, collate: FittingCollate, *, may_sort: bool):
         self.collate = collate
         self.may_sort = may_sort
-        self.is_tried = _is_known(collate.collate)
+        self.is_tried = False
 
     def __call__(self, entries: list[Any]) -> Collated:
         if not self.is_tried:
@@ -78,18 +79,34 @@ class TriedCollate:
 def _try(fitting: FittingCollate, may_sort: bool) -> None:
     """Try the function on entries from all over the dataset, as `refuse_mixing` says."""
     last = len(fitting.dataset) - 1
-    indices = {last * k // (_ENTRIES - 1) for k in range(_ENTRIES)}
+    if not _is_known(fitting.collate):
+        with _randomness_kept():
+            indices = {last * k // (_ENTRIES - 1) for k in range(_ENTRIES)}
+            entries = [fitting.dataset[index] for index in sorted(indices)]
+            entries = list(compress(entries, fitting.fit(entries)))
+        _refuse(fitting.collate, entries)
+    elif not fitting.dataset.reads_together:
+        return
+    if may_sort:
+        return
     with _randomness_kept():
-        entries = [fitting.dataset[index] for index in sorted(indices)]
-        entries = list(compress(entries, fitting.fit(entries)))
-    _refuse(fitting.collate, entries, may_sort)
+        is_moved = moves_rows(fitting)
+    if is_moved:
+        may_be = [f"data_loader.collate_fn={name_of(fitting.collate)}"]
+        if fitting.dataset.reads_together:
+            may_be = [*may_be, "data_loader.dataset's __getitems__"][_is_known(fitting.collate) :]
+        raise PrivateRefusal(
+            f"{' or '.join(may_be)} puts the rows in another order than the entries that it is "
+            "given. Padding rows are known by their position, so keep the order, and sort inside "
+            "of the model where a layer needs it (pack_padded_sequence has enforce_sorted=False)"
+        ) from None
 
 
 def _is_known(collate: Collate) -> bool:
     return collate is default_collate or collate is default_convert
 
 
-def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
+def _refuse(collate: Collate, entries: list[Any]) -> None:
     name = name_of(collate)
     with _randomness_kept():
         try:
@@ -97,7 +114,6 @@ def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
             refusal = _odd_field(trial.two, len(entries[:2]))
             mixes = refusal is None and trial.mixes()
             shared = None if refusal or mixes else trial.shared_of_entries()
-            sorts = refusal is None and not may_sort and trial.sorts()
         except Exception:
             return  # The function does not accept such batches.
     if refusal is not None:
@@ -107,13 +123,6 @@ def _refuse(collate: Collate, entries: list[Any], may_sort: bool) -> None:
             f"data_loader.collate_fn={name} makes batch{shared} from all entries of the batch (as "
             "a mean, a scale or a count), and every row's gradient would depend on it. Leave it "
             "out, and compute it for each row, or once from public data"
-        ) from None
-    if sorts:
-        raise PrivateRefusal(
-            f"data_loader.collate_fn={name} puts the rows in another order than the entries that "
-            "it is given. Padding rows are known by their position, so keep the order, and sort "
-            "inside of the model where a layer needs it (pack_padded_sequence has "
-            "enforce_sorted=False)"
         ) from None
     if mixes:
         raise PrivateRefusal(
@@ -184,32 +193,6 @@ class _Trial:
         # A batch of another size shows which dimensions are the batch.
         self.two = self._batch(entries[:2])
         self._draws = False
-
-    def sorts(self) -> bool:
-        """Whether the rows are in another order than the entries; False if unknown."""
-        if len(self._entries) < 3:
-            return False
-        order = range(len(self._entries))
-        orders = [[*order], [*order][::-1], [*order[1:], 0]]
-        batches = [self._collated([self._entries[i] for i in o], 0) for o in orders]
-        if any(batch.drew for batch in batches):
-            return False
-        # A column may number the rows; one column that follows the entries is enough.
-        columns = [list(zip(*batch.rows, strict=True)) for batch in batches]
-        sorted_ones = 0
-        for first, *others in zip(*columns, strict=True):
-            if all(_equal(first[0], value) for value in first):
-                continue
-            if all(
-                _equal(first[i], value)
-                for other, o in zip(others, orders[1:], strict=True)
-                for i, value in zip(o, other, strict=True)
-            ):
-                return False
-            sorted_ones += all(
-                any(_equal(value, known) for known in first) for other in others for value in other
-            )
-        return sorted_ones > 0
 
     def mixes(self) -> bool:
         """Whether an entry's row depends on the other entries, given one random state.

@@ -83,6 +83,11 @@ class ReadableEntries(Dataset[Any]):
         self._dataset = dataset
         self._is_together: bool | None = None
 
+    @property
+    def reads_together(self) -> bool:
+        """Whether the dataset reads several entries at once."""
+        return hasattr(self._dataset, "__getitems__")
+
     def __len__(self) -> int:
         return len(self._dataset)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +30,7 @@ _REMEMBERED = 1 << 16
 _DISTINCTIVE = 8
 _COLUMNS = 64  # so many numbers of a row are ranked
 _RARE = math.log(1e-9)
+_RARE_RUN = math.log(1e-6)
 SORTING = (
     "so padding rows could not be distinguished from samples and nothing was released: keep the "
     "loader's order, and sort inside of the model where a layer needs it (pack_padded_sequence "
@@ -110,6 +111,8 @@ class RowOrder:
         self._tensors: list[Tensor] = []
         self._copies: Tensor | None = None
         self._real: Tensor | None = None
+        # By the number of the tensor in a call, see `_gather`.
+        self._chances: defaultdict[int, float] = defaultdict(float)
         self._size: int | None = None
         # Hashes of whole tensors in earlier batches, and of single rows.
         self._past: OrderedDict[int, None] = OrderedDict()
@@ -199,11 +202,11 @@ class RowOrder:
             ) from None
         if is_released:
             return
-        orders = [(rows, own) for rows in found for own in _orders(rows, self._batch)]
+        orders = [(rows, own) for rows in found for own in _orders(rows, self._alike(rows))]
         # Few labels that were changed at random may be as many of each as before.
         moved = any(_is_rich(rows.x[rows.digests != own]) for rows, own in orders)
         moved = moved or any(self._moves(rows.x) for rows in found) or _are_moved_alike(orders)
-        if moved or any(map(self._gathers, found)):
+        if moved or self._gather(found):
             raise PrivateRefusal(
                 f"the model got the rows of the loader's batch in another order, {SORTING}"
             ) from None
@@ -233,26 +236,43 @@ class RowOrder:
         # Rows that were emptied may be equal to an empty entry.
         return all(any(map(_is_telling, rows.x[apart])) for apart in moved)
 
-    def _gathers(self, rows: _Rows) -> bool:
-        """Whether copies of the padding sample lie in other rows, as after a sort and a crop.
+    def _alike(self, rows: _Rows) -> list[_Rows]:
+        """The batch's tensors, and these cropped to the length of the rows."""
+        others = (x for x in self._tensors if x.dtype == rows.x.dtype)
+        crops = (_cropped(x, rows.x) for x in others if _has_rows(x) and len(x) == len(rows.x))
+        return self._batch + [_Rows(x) for x in crops if x is not None]
 
-        Its own rows are unequal then, and as many rows of other samples are equal.
+    def _gather(self, found: Sequence[_Rows]) -> bool:
+        """Whether copies of the padding sample lie in other rows, in batch after batch.
+
+        They do if some function was taken of each row and the rows are in another order. Rows that
+        are drawn at random from a table do so in few batches running.
+        """
+        for number, rows in enumerate(found):
+            chance = self._chance_of_copies(rows)
+            if chance is not None:
+                self._chances[number] = chance and self._chances[number] + chance
+        return any(chance < _RARE_RUN for chance in self._chances.values())
+
+    def _chance_of_copies(self, rows: _Rows) -> float | None:
+        """Logarithm of a chance; 0 if other rows are equal, None where none may have moved.
+
+        Random rows of B have one group of k equal ones with a chance of about B^(2 - k) / 2 at
+        most, whatever the size of the table.
         """
         if self._copies is None:
-            return False
-        size = len(self._copies)
+            return None
+        size, count = len(self._copies), int(self._copies.sum())
+        batch = (_of_samples(own, size) for own in self._batch if len(own.x) % size == 0)
+        if not any(_has_one_group(own, count) for own in batch):
+            return None
         digests = _of_samples(rows, size)
-        if _are_equal(digests[self._copies]):
-            return False
-        batch = [_of_samples(own, size) for own in self._batch if len(own.x) % size == 0]
-        _, inverse, counts = digests.unique(return_inverse=True, return_counts=True)
-        for group in (counts >= int(self._copies.sum())).nonzero():
-            equal = inverse == group
-            were_equal = batch and all(_are_equal(own[equal]) for own in batch)
-            first = int(equal.int().argmax())
-            if not were_equal and _is_telling(rows.x.reshape(size, -1)[first]):
-                return True
-        return False
+        _, kinds, counts = digests.unique(return_inverse=True, return_counts=True)
+        if not _has_one_group(digests, count):
+            return 0.0
+        if int((counts[kinds[self._copies]] == count).sum()) == count:
+            return None
+        return math.log(0.5) - (count - 2) * math.log(size)
 
     def _moves(self, x: Tensor) -> bool:
         """Whether these are rows of the batch in another order, with changed values.
@@ -266,8 +286,9 @@ class RowOrder:
         rows = x.reshape(size, -1)
         if _are_equal(rows[self._copies]):
             return False
-        for own in _with_rows(self._tensors, len(x)):
-            if own.is_complex() or own[0].numel() != x[0].numel():
+        for tensor in _with_rows(self._tensors, len(x)):
+            own = tensor if tensor[0].numel() == x[0].numel() else _cropped(tensor, x)
+            if own is None or own.is_complex():
                 continue
             kept = (own.to(x.dtype) if x.is_floating_point() else own).reshape(size, -1)
             step = max(1, rows.shape[1] // _COLUMNS)
@@ -346,6 +367,19 @@ class _Rows:
         is_text = len(shape) == 2 and not dtype.is_floating_point
         form = (dtype,) if is_text else (shape[1:], dtype)
         return [hash((form, row)) for row in self.digests.tolist()]
+
+
+def _has_one_group(digests: Tensor, count: int) -> bool:
+    """Whether so many are equal, and all others different."""
+    counts = digests.unique(return_counts=True)[1]
+    return int(counts.max()) == count and len(counts) == len(digests) - count + 1
+
+
+def _cropped(x: Tensor, given: Tensor) -> Tensor | None:
+    """The first columns of x `[B, T, ...]`, as many as `given` has; None if it has not fewer."""
+    if x.ndim < 2 or x.shape[2:] != given.shape[2:] or x.ndim != given.ndim:
+        return None
+    return x[:, : given.shape[1]] if 0 < given.shape[1] < x.shape[1] else None
 
 
 def _of_samples(rows: _Rows, size: int) -> Tensor:

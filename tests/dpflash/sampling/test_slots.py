@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -535,17 +536,18 @@ def test_few_labels_that_are_changed_at_random_are_in_order(private):
             optimizer.zero_grad()
 
 
-def orders(size, width, values, change, apart=False):
+def orders(size, width, values, change, apart=False, order=None):
     """Whether `change(x, g)` is taken for another order of 40 random batches x.
 
     Args:
         apart: give each column as a tensor of its own.
+        order: sees all batches; by default each has its own.
     """
-    g = torch.Generator().manual_seed(0)
+    g, one = torch.Generator().manual_seed(0), order
     for padding in torch.randint(1, 3, (40,), generator=g).tolist():
         x, real = values((size, *width), g), torch.arange(size) >= padding
         x[~real] = x[padding].clone()
-        order = RowOrder()
+        order = one or RowOrder()
         columns = x.unbind(1) if apart else [x]
         order.observe(columns, BatchMark(0, size, True, real=real))
         changed = change(x, g)
@@ -617,8 +619,33 @@ def test_features_of_one_number_each_are_refused_if_moved_alike(values, size, fe
     assert not any(orders(size, (features,), values, each, apart=True))
 
 
+def by_first(x):
+    return x[x.flatten(1)[:, 0].argsort()]
+
+
+@pytest.mark.parametrize("number", [2, 99])
+def test_rows_that_are_sorted_and_cropped_are_refused(number):
+    values = functools.partial(levels, number)
+    for width, scale in itertools.product([(40,), (40, 2)], [1, 2.5]):
+
+        def cropped(x, g, by=scale):
+            return (x if by == 1 else by * x)[:, :30]
+
+        assert sum(orders(8, width, values, lambda x, g, crop=cropped: crop(by_first(x), g))) > 15
+        assert not any(orders(8, width, values, cropped))
+    # Few rows: their contents tell, and not the order of each column.
+    assert (
+        sum(orders(4, (18,), functools.partial(levels, 20), lambda x, g: by_first(x)[:, :14])) > 15
+    )
+
+    def random_crop(x, g):
+        starts = levels(10, (8,), g)
+        return torch.stack([row[i : i + 30] for row, i in zip(x, starts, strict=True)])
+
+    assert not any(orders(8, (40,), values, random_crop, order=RowOrder()))
+
+
 VIEWS = {
-    "cropped": lambda x: x[:, :-1],
     "one more": lambda x: F.pad(x, (1, 0)),
     "turned": lambda x: x.unflatten(1, (4, 4)).transpose(1, 2).flatten(1)[:, :15],
     "sums": lambda x: x.float().unflatten(1, (8, 2)).sum(2),
@@ -626,15 +653,24 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_sorted_rows_are_refused_also_where_the_loop_changed_their_form(view):
+def test_sorted_rows_are_refused_in_some_batches_where_the_loop_changed_their_form(view):
     change, values = VIEWS[view], functools.partial(levels, 99)
-    assert sum(orders(6, (16,), values, lambda x, g: change(x[x[:, 0].argsort()]))) > 15
-    assert not any(orders(6, (16,), values, lambda x, g: change(x)))
+    found = [*orders(6, (16,), values, lambda x, g: change(by_first(x)), order=RowOrder())]
+    assert any(found[:30])
+    assert not any(orders(6, (16,), values, lambda x, g: change(x), order=RowOrder()))
 
-    def crop(x, g):
-        return torch.stack([row[i : i + 12] for row, i in zip(x, levels(4, (6,), g), strict=True)])
 
-    assert not any(orders(6, (16,), values, crop))
+@pytest.mark.parametrize("size, table", [(8, 10), (16, 10), (16, 100), (32, 1000)])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1], ids=lambda x: f"{x:.0%}")
+def test_rows_of_a_table_are_not_taken_for_another_order(size, table, share):
+    """Embeddings of random steps; one embedding in place of some conditions."""
+    embeddings = normal((table, 16), torch.Generator().manual_seed(1))
+
+    def replaced(x, g):
+        new = embeddings[levels(table if share == 1 else 1, (size,), g)]
+        return torch.where(torch.rand(size, 1, generator=g) < share, new, 2 * x[:, :16])
+
+    assert not any(orders(size, (24,), normal, replaced, order=RowOrder()))
 
 
 def test_masked_tokens_and_augmented_rows_are_not_taken_for_another_order(private):

@@ -1,0 +1,168 @@
+"""Tries, before training, whether a dataset and its collate function keep the order of entries."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from itertools import permutations
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..verification.nested import parts_of
+from .entries import FittingCollate, ReadableEntries, Unreadable
+
+_CANDIDATES = 32
+_CHOICES = 4
+_BATCHES = 8
+# Means of random rows differ by less standard errors than this, but for less than 1 in 100.
+_ERRORS = 3.0
+_AGREE = 3
+_SECONDS = 3.0
+
+
+def moves_rows(fitting: FittingCollate) -> bool:
+    """Whether rows are in another order than the entries of which they are made.
+
+    Three entries are made into batches in several orders, and it is seen in which row the content
+    of each is. Contents that are random, by augmentation or dropout, are compared by their means
+    over 8 batches. Short entries are tried with long ones, and entries that follow each other. An
+    order that only some other entries or random numbers decide is not seen.
+
+    Args:
+        fitting: the function and the dataset, of which at most 32 entries are read.
+    """
+    deadline = time.monotonic() + _SECONDS
+    read = _read(fitting.dataset)
+    for chosen in _choices(read):
+        rotated, swapped = [*chosen[1:], chosen[0]], [chosen[1], chosen[0], *chosen[2:]]
+        for other in (rotated, swapped):
+            if time.monotonic() > deadline:
+                return False
+            try:
+                if all(_is_moved(fitting, read, chosen, other) for _ in range(_AGREE)):
+                    return True
+            except Exception:
+                continue  # The function does not accept such a batch.
+    return False
+
+
+def _read(dataset: ReadableEntries) -> dict[int, Any]:
+    """Entries from all over the dataset, by their index."""
+    deadline = time.monotonic() + _SECONDS
+    last = len(dataset) - 1
+    read: dict[int, Any] = {}
+    for k in range(_CANDIDATES):
+        index = last * k // (_CANDIDATES - 1)
+        entry = read[index] if index in read else dataset[index]
+        if not isinstance(entry, Unreadable):
+            read[index] = entry
+        if time.monotonic() > deadline:
+            break
+    return read
+
+
+def _choices(read: dict[int, Any]) -> Iterator[list[int]]:
+    """Indices of a short entry, a long one and another, and of entries that follow each other."""
+    sizes = {index: _vector(entry).numel() for index, entry in read.items()}
+    by_size = sorted(sizes, key=sizes.__getitem__)
+    half = len(by_size) // 2
+    for k in range(min(_CHOICES, half)):
+        yield list(dict.fromkeys([by_size[k], by_size[-1 - k], by_size[half]]))
+    for k in range(0, min(3 * _CHOICES, len(sizes) - 2), 3):
+        yield list(sizes)[k : k + 3]
+
+
+def _is_moved(
+    fitting: FittingCollate, read: dict[int, Any], entries: list[int], others: list[int]
+) -> bool:
+    """Whether some field has rows in another order, and none in that of the entries.
+
+    Args:
+        fitting: the function and the dataset.
+        read: entries by their index.
+        entries: indices of the dataset.
+        others: the same in another order.
+    """
+    moved, size = False, len(entries)
+    batches = (_fields(fitting, read, own) for own in ([entries[0]] * size, entries, others))
+    expected = tuple(map(others.index, entries))
+    for alone, before, after in zip(*batches, strict=True):
+        if any(_is_apart(*_distance(alone[:, 0], alone[:, row])) for row in range(1, size)):
+            continue  # It numbers the rows.
+        length = max(before.shape[2], after.shape[2])
+        x, y = (F.pad(rows, (0, length - rows.shape[2])) for rows in (before, after))
+        found = {}
+        for order in permutations(range(size)):
+            pairs = [_distance(x[:, row], y[:, order[row]]) for row in range(size)]
+            found[order] = [sum(each) for each in zip(*pairs, strict=True)]
+        best = min(found, key=lambda order: found[order][0])
+        worst = max(found.values())
+        if best == expected and _is_apart(*worst):
+            return False
+        moved |= _is_apart(*found[expected]) and found[best][0] < found[expected][0] / 2
+    return moved
+
+
+def _distance(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """The distance of the means of two samples `[n, d]`, and its standard error."""
+    error = sum(float(z.var(0, correction=1).sum()) / len(z) for z in (x, y)) ** 0.5
+    return float((x.mean(0) - y.mean(0)).norm()), error
+
+
+def _is_apart(distance: float, error: float) -> bool:
+    return distance > _ERRORS * error
+
+
+def _fields(fitting: FittingCollate, read: dict[int, Any], indices: list[int]) -> list[Tensor]:
+    """`[n, B, d]` of each field that has a row for each of B entries, from n batches."""
+
+    def made() -> list[Tensor]:
+        entries = [read[index] for index in indices]
+        if fitting.dataset.reads_together:
+            entries = fitting.dataset.__getitems__(indices)
+        # A function may change its entries in place, and they may belong to the dataset.
+        batch = fitting.collate([copy.deepcopy(entry) for entry in entries])
+        return list(_columns(batch, len(indices)))
+
+    batches = [made(), made()]
+    if any(not torch.equal(x, y) for x, y in zip(*batches, strict=True)):
+        batches += [made() for _ in range(_BATCHES - len(batches))]
+    fields = []
+    for of_batches in zip(*batches, strict=True):
+        rows = pad_sequence([x.T for x in of_batches], batch_first=True)
+        fields.append(rows.transpose(1, 2))
+    return fields
+
+
+def _columns(batch: Any, size: int) -> Iterator[Tensor]:
+    """`[B, d]` of each part of a batch that has B rows; a tuple of B fields looks like one."""
+    is_array = isinstance(batch, Tensor | np.ndarray)
+    if (batch.ndim if is_array else isinstance(batch, list | tuple)) and len(batch) == size:
+        yield pad_sequence([_vector(row) for row in batch], batch_first=True)
+    if not is_array:
+        for _, part in parts_of(batch):
+            yield from _columns(part, size)
+
+
+def _vector(value: Any) -> Tensor:
+    """Its numbers and texts, as numbers of double precision `[d]`."""
+    if isinstance(value, str):
+        value = value.encode()
+    if isinstance(value, bytes):
+        value = np.frombuffer(value, dtype=np.uint8)
+    if isinstance(value, np.ndarray | np.generic):
+        value = torch.from_numpy(np.array(value, dtype=np.float64, copy=True))
+    if isinstance(value, Real):
+        value = torch.tensor(float(value))
+    if isinstance(value, Tensor):
+        x = torch.view_as_real(value) if value.is_complex() else value
+        return x.detach().double().nan_to_num(0, 0, 0).flatten()
+    vectors = [_vector(part) for _, part in parts_of(value)]
+    return torch.cat(vectors) if vectors else torch.zeros(0, dtype=torch.double)
