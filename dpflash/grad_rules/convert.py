@@ -74,9 +74,8 @@ def check_model(model: nn.Module) -> list[Layer]:
             "as its class defines it, and prepare what make_private returns"
         )
     inside = parts_of_layers(model)
+    refuse_compiled(model)
     for name, module in model.named_modules():
-        if module is not model and module._compiled_call_impl is not None:
-            _refuse_compiled(name, module)
         check_module(name or "(the model itself)", module, is_inside=module in inside)
     return layers_of(model, inside)
 
@@ -141,12 +140,19 @@ def _was_compiled(module: nn.Module) -> bool:
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse modules below the model that torch.compile runs."""
+    for name, module in model.named_modules():
+        if module is not model and (module._compiled_call_impl or _was_compiled(module)):
+            _refuse_compiled(name, module)
+
+
 def _refuse_compiled(name: str, module: nn.Module) -> None:
     if any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             f"module '{name}' is compiled by torch.compile, which would not run the private "
-            "layers. Pass the plain model (model._orig_mod of a compiled one); make_private "
-            "compiles it as optimize= says"
+            "layers. Leave it plain (module._orig_mod of a compiled one), also after "
+            "make_private, which compiles the model as optimize= says"
         )
 
 

@@ -24,7 +24,7 @@ from ..clipping.backward import PrivateBackward
 from ..clipping.precision import without_autocast
 from ..grad_rules import PrivateModule
 from ..grad_rules.base import plain_class
-from ..grad_rules.convert import plain_layers
+from ..grad_rules.convert import plain_layers, refuse_compiled
 from ..grad_rules.experts import refuse_router_losses
 from ..privacy.masks import SecretMasks
 from ..refusal import PrivateRefusal
@@ -188,7 +188,10 @@ class ForwardWrapper:
 
     def _restart_proof(self, structure: int) -> None:
         """Begin the proof again if modules or hooks are others than in the call before."""
-        self._restarts = self._restarts + 1 if structure != self._structure else 0
+        is_other = structure != self._structure
+        if is_other:
+            refuse_compiled(self._module)
+        self._restarts = self._restarts + 1 if is_other else 0
         self._structure = structure
         if self._restarts:
             self._backward.proof.restart(self._module.modules())

@@ -318,11 +318,12 @@ class _Structure:
     def _now(self) -> Iterator[Any]:
         # Lines of Python for each module would take longer than the call of a small model.
         forwards = map(dict.get, self._own, repeat("forward"))
-        return chain(chain.from_iterable(map(dict.values, self._dicts)), forwards)
+        compiled = map(dict.get, self._own, repeat("_compiled_call_impl"))
+        return chain(chain.from_iterable(map(dict.values, self._dicts)), forwards, compiled)
 
     def entered(self, allowed: Collection[str]) -> str | None:
         """Name of a parameter that was not in the model, or is not in its place; None if none."""
-        size = sum(map(len, self._dicts)) + len(self._own)
+        size = sum(map(len, self._dicts)) + 2 * len(self._own)
         is_same = size == len(self._held) and all(map(is_, self._now(), self._held))
         if is_same and not any(self._empty):
             return None

@@ -302,6 +302,37 @@ def test_what_torch_compile_made_of_a_model_is_refused_by_that_cause(refused):
     refused(ValueError, "'0'", "torch.compile", model=part)
 
 
+def wrap_first(model):
+    model[0] = torch.compile(model[0], backend="eager")
+
+
+def compile_forward(model):
+    model[1][0].forward = torch.compile(model[1][0].forward, backend="eager")
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda model: model[1].compile(backend="eager"), "1"),
+        (wrap_first, "0"),
+        (compile_forward, "1.0"),
+    ],
+)
+def test_a_part_that_is_compiled_after_make_private_is_refused_likewise(
+    change, name, trained_before, private
+):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
+    engine, model, optimizer, batches = private(model, *DATA.tensors)
+    for (x,) in chain.from_iterable([batches] * 2 * trained_before):
+        engine.backward(model(x).sum(1))
+        optimizer.step()
+    change(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"'{name}' is compiled by torch.compile.*_orig_mod"):
+            model(DATA.tensors[0])
+
+
 @pytest.mark.parametrize(
     "record",
     [
