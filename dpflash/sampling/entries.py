@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -59,17 +59,16 @@ class _Fetched(list[Any]):
         self.indices = indices
 
 
-class _Together(list[Any]):
+class Together(NamedTuple):
     """What a dataset's `__getitems__` returned that is not one object for each entry.
 
-    Args:
-        parts: what it returned.
+    Attributes:
+        whole: what it returned.
         bad: rows that hold another entry, because their own cannot be read.
     """
 
-    def __init__(self, parts: Sequence[Any], bad: Sequence[int]) -> None:
-        super().__init__(parts)
-        self.bad = bad
+    whole: Any
+    bad: Sequence[int]
 
 
 class ReadableEntries(Dataset[Any]):
@@ -97,7 +96,7 @@ class ReadableEntries(Dataset[Any]):
         except Exception as error:
             return Unreadable(repr(error))
 
-    def __getitems__(self, indices: list[Any]) -> list[Any]:
+    def __getitems__(self, indices: list[Any]) -> Any:
         several = getattr(self._dataset, "__getitems__", None)
         if several is None:
             return _Fetched([self[index] for index in indices], indices)
@@ -105,22 +104,22 @@ class ReadableEntries(Dataset[Any]):
         if found is not None and self._is_together is None:
             with random_state_kept(_CPU):
                 one, _ = _read_together(several, indices[:1])
-            self._is_together = one is not None and len(one) != 1
+            self._is_together = isinstance(one, Mapping) or (one is not None and len(one) != 1)
         if found is not None and (self._is_together or len(found) != len(indices)):
-            return _Together(found, bad)
+            return Together(found, bad)
         if found is None or bad:
             found = [self[index] for index in indices]
-        return _Fetched(found, indices)
+        return _Fetched(list(found), indices)
 
 
 def _read_together(
     several: Callable[[list[Any]], Any], indices: list[Any]
-) -> tuple[list[Any] | None, list[int]]:
+) -> tuple[Any, list[int]]:
     """What `__getitems__` returns, and the rows that hold another entry in place of a bad one."""
 
-    def read(some: list[Any]) -> list[Any] | None:
+    def read(some: list[Any]) -> Any:
         try:
-            return list(several(some))
+            return several(some)
         except Exception:
             return None
 
@@ -177,9 +176,9 @@ class FittingCollate:
         self._error = ""
         self._order = CollatedOrder()
 
-    def __call__(self, entries: list[Any]) -> Collated:
-        if isinstance(entries, _Together):
-            return Collated(self.collate(list(entries)), entries.bad)
+    def __call__(self, entries: list[Any] | Together) -> Collated:
+        if isinstance(entries, Together):
+            return Collated(self.collate(entries.whole), entries.bad)
         form = self._looked_up()
         are_known = form is None or self._are_known(entries, form)
         random_state = RandomState(_CPU)

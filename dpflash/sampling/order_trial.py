@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..verification.nested import parts_of
-from .entries import FittingCollate, ReadableEntries, Unreadable
+from .entries import FittingCollate, ReadableEntries, Together, Unreadable
 
 _CANDIDATES = 32
 _CHOICES = 4
@@ -124,11 +124,12 @@ def _fields(fitting: FittingCollate, read: dict[int, Any], indices: list[int]) -
     """`[n, B, d]` of each field that has a row for each of B entries, from n batches."""
 
     def made() -> list[Tensor]:
-        entries = [read[index] for index in indices]
+        found: Any = [read[index] for index in indices]
         if fitting.dataset.reads_together:
-            entries = fitting.dataset.__getitems__(indices)
+            found = fitting.dataset.__getitems__(indices)
         # A function may change its entries in place, and they may belong to the dataset.
-        batch = fitting.collate([copy.deepcopy(entry) for entry in entries])
+        whole = found.whole if isinstance(found, Together) else list(found)
+        batch = fitting.collate(copy.deepcopy(whole))
         return list(_columns(batch, len(indices)))
 
     batches = [made(), made()]

@@ -219,9 +219,15 @@ class Together(Entries):
         return list(map(torch.stack, zip(*map(self.__getitem__, indices), strict=True)))
 
 
+class TogetherByName(Together):
+    def __getitems__(self, indices):
+        return dict(zip("xy", super().__getitems__(indices), strict=True))
+
+
 @pytest.mark.parametrize("kind", ["raises", "undecodable", "none"])
-def test_a_bad_entry_of_a_dataset_that_reads_several_as_one_adds_nothing(kind, capsys):
-    assert_adds_nothing(Together(ROWS[kind]), capsys, collate_fn=lambda batch: batch)
+@pytest.mark.parametrize("dataset", [Together, TogetherByName])
+def test_a_bad_entry_of_a_dataset_that_reads_several_as_one_adds_nothing(kind, dataset, capsys):
+    assert_adds_nothing(dataset(ROWS[kind]), capsys, collate_fn=lambda batch: batch)
 
 
 def test_what_is_not_of_one_entry_alone_is_refused_without_a_value():
