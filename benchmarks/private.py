@@ -38,7 +38,9 @@ DPFLASH = {
     "dpflash-per_layer": ("per_layer", "auto"),
 }
 OPACUS = ("opacus-hooks", "opacus-ghost")
-PROVIDERS = (NONPRIVATE, *DPFLASH, *OPACUS)
+OPAKE = "opake"
+PEERS = (*OPACUS, OPAKE)
+PROVIDERS = (NONPRIVATE, *DPFLASH, *PEERS)
 
 # Below the norms of all samples in all layers, so that each sample is clipped.
 MAX_GRAD_NORM = 0.1
@@ -62,7 +64,7 @@ def private_subject(*, provider: str, **given: Any) -> Subject:
     Its error is that of the sum of clipped gradients, without noise.
 
     Raises:
-        Unsupported: Opacus is not installed.
+        Unsupported: Opacus or opake is not installed.
     """
     return private_step(provider=provider, **given)[0]
 
@@ -100,10 +102,12 @@ def make_training(
     The name of the latter is "optimize-LEVEL".
 
     Raises:
-        Unsupported: Opacus is not installed.
+        Unsupported: Opacus or opake is not installed.
     """
+    if provider == OPAKE:
+        return Training(_opake_step(task, noise_multiplier, optimize))
     model = task.build()
-    optimizer = optimize(list(model.parameters()))
+    optimizer = optimize(trained(model))
     loader: Iterable[Any] = DataLoader(TensorDataset(task.x, task.y), batch_size=task.batch)
     given: dict[str, Any] = {"module": model, "optimizer": optimizer, "data_loader": loader}
     given.update(noise_multiplier=noise_multiplier, max_grad_norm=MAX_GRAD_NORM)
@@ -163,7 +167,7 @@ def clipping_of(provider: str) -> str | None:
     """A provider's clipping: "flat" or "per_layer"; None for none, or by a level."""
     if provider in DPFLASH:
         return DPFLASH[provider][0]
-    return "flat" if provider in OPACUS else None
+    return "flat" if provider in PEERS else None
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
@@ -190,7 +194,7 @@ def clipped_sums(
     In flat clipping, `raised` has factors of the samples' norms, see `raised_norms`.
     """
     model = task.build()
-    parameters = list(model.parameters())
+    parameters = trained(model)
     index = {parameter: number for number, parameter in enumerate(parameters)}
     groups = [] if clipping is None else make_groups(layers_of(model), parameters, clipping)
     sums = [torch.zeros_like(parameter) for parameter in parameters]
@@ -208,7 +212,7 @@ def clipped_sums(
 def _sample_gradients(task: Task, model: nn.Module) -> Iterator[list[Tensor]]:
     for x, y in zip(task.x.split(1), task.y.split(1), strict=True):
         loss = task.losses(model, x, y).sum()
-        yield list(torch.autograd.grad(loss, list(model.parameters())))
+        yield list(torch.autograd.grad(loss, trained(model)))
 
 
 def _norm(grads: Sequence[Tensor]) -> float:
@@ -226,6 +230,11 @@ class GradientKeeper(torch.optim.SGD):
         """Copies the gradients."""
         grads = (parameter.grad for parameter in self.param_groups[0]["params"])
         self._given += [grad.detach().float().clone() for grad in grads]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that ask for gradients."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -272,6 +281,49 @@ def _make_opacus(task: Task, mode: str, given: Mapping[str, Any]) -> tuple[Any, 
         return criterion(output, y)
 
     return model, optimizer, loader, loss
+
+
+def _opake_step(task: Task, noise_multiplier: float, optimize: Optimize) -> Step:
+    """A step of opake, whose gradients and noise are functions of the parameters."""
+    try:
+        from opake.dpsgd.clipping import clipped_grad
+        from opake.dpsgd.noise import gaussian_noise
+        from opake.random import key
+    except ImportError:
+        raise Unsupported("opake: pip install opake") from None
+    model = task.build()
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = optimize(list(named.values()))
+    batches = endless(DataLoader(TensorDataset(task.x, task.y), batch_size=task.batch))
+
+    def loss(parameters: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        with task.precision():
+            output = torch.func.functional_call(model, dict(parameters), (x[None],))
+        return task.loss(output, y[None])[0]
+
+    clipping: Any
+    noised: Any = None
+    noise: Any = None
+    clipped, clipping = clipped_grad(
+        loss, clipping_norm=MAX_GRAD_NORM, batch_argnums=(1, 2), normalize_by=task.batch
+    )
+    if noise_multiplier:
+        noised, noise = gaussian_noise(noise_multiplier=noise_multiplier, key=key(0))
+
+    def step() -> None:
+        nonlocal clipping, noise
+        x, y = next(batches)
+        values = {name: parameter.detach() for name, parameter in named.items()}
+        gradients: Any
+        gradients, clipping = clipped(values, x, y, state=clipping)
+        if noised is not None:
+            gradients, noise = noised(gradients, noise)
+        for name, parameter in named.items():
+            parameter.grad = gradients.pytree[name]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The suites "private-step" and "optimize": private training steps.
 
-"private-step" is beside no privacy and beside Opacus, "optimize" at each level of
-`make_private(optimize=...)`, with a transformer of one block over bytes. Where a batch there is
+"private-step" is beside no privacy, Opacus and opake, with a transformer over bytes and with LoRA
+of a Llama; "optimize" is at each level of `make_private(optimize=...)`, with a transformer of one
+block. Where a batch there is
 larger than a physical one, the timed step is that of its first physical batch.
 """
 
@@ -25,19 +26,26 @@ from .document import (
     page,
 )
 from .output import row
-from .private import DPFLASH, NONPRIVATE, OPACUS, private_step, private_subject
+from .private import AUTO, DPFLASH, NONPRIVATE, OPAKE, PEERS, private_step, private_subject
 from .suite import Comparison, Request, Subject, Suite, compared
 from .work import count_work
 
-_LM = ("batch", "tokens", "heads", "head_dim", "layers")
-_ALL = (NONPRIVATE, *DPFLASH, *OPACUS)
+_SIZES = ("model", "batch", "tokens", "heads", "head_dim", "layers")
+_ALL = (NONPRIVATE, *DPFLASH, *PEERS)
 # Without those that short sequences show to be slow; they take minutes on long ones.
 _SLOW = ("dpflash-flat-book_keeping", "dpflash-flat-ghost", "opacus-ghost")
 _SOME = tuple(name for name in _ALL if name not in _SLOW)
-_STEPS: Mapping[str, Sequence[tuple[tuple[int, ...], Sequence[str]]]] = {  # sizes of _LM
-    "quick": [((4, 128, 2, 32, 1), _ALL)],
-    "cpu": [((16, 256, 8, 32, 2), _ALL), ((4, 2048, 8, 32, 2), _SOME)],
-    "cuda": [((4, 4096, 16, 64, 12), _ALL), ((1, 16384, 16, 64, 12), _ALL)],
+_FEW = (NONPRIVATE, AUTO, "dpflash-per_layer", "opacus-hooks", OPAKE)
+_LORA = ((8, 128), (1, 512), (1, 64))
+_STEPS: Mapping[str, Sequence[tuple[tuple[Any, ...], Sequence[str]]]] = {  # _SIZES
+    "quick": [(("lm", 4, 128, 2, 32, 1), _ALL)],
+    "cpu": [
+        (("lm", 16, 256, 8, 32, 2), _ALL),
+        (("lm", 4, 2048, 8, 32, 2), _SOME),
+        (("lm", 1, 256, 8, 32, 2), _FEW),
+        *((("llama-lora", *sizes, 8, 64, 4), _FEW) for sizes in _LORA),
+    ],
+    "cuda": [(("lm", 4, 4096, 16, 64, 12), _ALL), (("lm", 1, 16384, 16, 64, 12), _ALL)],
 }
 
 
@@ -45,21 +53,22 @@ def _plan(request: Request) -> Iterator[Comparison]:
     size = "quick" if request.quick else request.where.type
     dtype = {"dtype": "bfloat16" if request.where.type == "cuda" else "float32"}
     for sizes, providers in _STEPS[size]:
-        yield steps({**dict(zip(_LM, sizes, strict=True)), **dtype}, providers)
+        yield steps({**dict(zip(_SIZES, sizes, strict=True)), **dtype}, providers)
 
 
 def steps(shape: Mapping[str, Any], providers: Sequence[str]) -> Comparison:
     """A whole step by each provider."""
-    name = f"B{shape['batch']}-T{shape['tokens']}"
+    lora = "LoRA-" if shape["model"] == "llama-lora" else ""
+    name = f"{lora}B{shape['batch']}-T{shape['tokens']}"
     return compared(
         f"step/{name}",
         private_subject,
         "provider",
         providers,
-        {"model": "lm", **shape},
+        shape,
         section="step",
         baseline=providers[0],
-        peers=OPACUS,
+        peers=PEERS,
         columns={"shape": name},
     )
 

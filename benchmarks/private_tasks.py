@@ -48,10 +48,12 @@ class Task:
 
 
 def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given: Any) -> Task:
-    """A task of the language model "lm" on bytes, or of one layer "attention" on random vectors.
+    """A task of a model: "lm" and "llama-lora" on bytes, one layer "attention" on random vectors.
 
     `given` are the further arguments of `bytes_task`.
     """
+    if model == "llama-lora":
+        return bytes_task(lambda: adapted_llama(heads * head_dim, heads, layers), **given)
     if model == "lm":
         shape = (VOCABULARY, heads * head_dim, layers, heads)
         # Opacus' ghost clipping refuses tied weights, so none are tied here.
@@ -61,6 +63,33 @@ def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given
     if layers != 1:
         raise ValueError(f"layers={layers} of model='attention': it has one; take model='lm'")
     return _attention_task(heads, heads * head_dim, **given)
+
+
+def adapted_llama(width: int, heads: int, layers: int) -> nn.Module:
+    """LoRA of rank 16 on all linear layers of a Llama over bytes, which returns logits."""
+    import peft
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=-(-8 * width // 96) * 32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )
+    # Of the usual weights, which begin at zero, half of the gradients are zero.
+    lora = peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
+    return _Logits(peft.get_peft_model(transformers.LlamaForCausalLM(config), lora))
+
+
+class _Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x, use_cache=False).logits
+        return logits
 
 
 def bytes_task(

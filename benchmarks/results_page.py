@@ -27,6 +27,7 @@ _LABELS = {
     "dpflash-per_block": "dpflash, per_block",
     "opacus-hooks": "Opacus (hooks)",
     "opacus-ghost": "Opacus (ghost)",
+    "opake": "opake",
     NONPRIVATE: "no privacy",
 }
 _LOSS_LABELS = {"dpflash": "dpflash", "opacus": "Opacus", NONPRIVATE: "no privacy"}

@@ -24,6 +24,7 @@ import dpflash
 from dpflash.bench.environment import environment
 from dpflash.bench.output import write_text
 from dpflash.bench.private import endless
+from dpflash.bench.private_tasks import adapted_llama
 from dpflash.optimize import wrapper
 from dpflash.sampling.entries import FittingCollate
 from dpflash.sampling.row_order import RowOrder
@@ -58,37 +59,11 @@ def language_model() -> nn.Module:
     return dpflash.nn.LongContextLM(VOCABULARY, 256, 2, 8, max_seq_len=256, tie_embeddings=False)
 
 
-def adapted_llama() -> nn.Module:
-    """LoRA of rank 16 on all linear layers of a Llama with width 512."""
-    import peft
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-    )
-    lora = peft.LoraConfig(r=16, target_modules="all-linear")
-    return _Logits(peft.get_peft_model(transformers.LlamaForCausalLM(config), lora))
-
-
-class _Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(x).logits
-        return logits
-
-
 CASES: list[tuple[str, Callable[[], nn.Module], int, int]] = [  # name, model, B, tokens
     ("lm", language_model, 16, 256),
     ("lm", language_model, 1, 256),
-    ("llama-lora", adapted_llama, 8, 128),
-    ("llama-lora", adapted_llama, 1, 64),
+    ("llama-lora", lambda: adapted_llama(512, 8, 4), 8, 128),
+    ("llama-lora", lambda: adapted_llama(512, 8, 4), 1, 64),
 ]
 
 

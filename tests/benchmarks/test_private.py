@@ -12,7 +12,7 @@ from dpflash.bench import private, private_tasks
 from dpflash.bench.private import (
     DPFLASH,
     NONPRIVATE,
-    OPACUS,
+    PEERS,
     PROVIDERS,
     clipped_sums,
     gradient_error,
@@ -30,8 +30,8 @@ RUN = {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 1000}
 
 
 def subject(model, provider, **changes):
-    if provider in OPACUS:
-        pytest.importorskip("opacus")
+    if provider in PEERS:
+        pytest.importorskip(provider.split("-")[0])
     return private_subject(model=model, provider=provider, **{**SHAPE, **HERE, **changes})
 
 
@@ -47,13 +47,13 @@ def training_of(task, provider):
 
 
 @pytest.mark.cases(9)
-@pytest.mark.parametrize("model", ["attention", "lm"])
+@pytest.mark.parametrize("model", ["attention", "lm", "llama-lora"])
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_without_noise_every_provider_sums_what_a_loop_over_samples_sums(model, provider):
     measured = subject(model, provider)
     assert measured.error() <= measured.tolerance
     assert measured.tokens == 72
-    if provider not in OPACUS:
+    if provider not in PEERS:
         # A step of the private loader raises no warning.
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -127,12 +127,13 @@ def test_a_private_step_is_accounted_for_as_one_of_the_private_loader():
     assert training.engine.get_epsilon(1e-5) < float("inf")
 
 
-def test_a_missing_opacus_and_a_second_layer_of_attention_are_refused(monkeypatch):
+def test_a_missing_peer_and_a_second_layer_of_attention_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="layers=2"):
         subject("attention", NONPRIVATE, layers=2)
-    monkeypatch.setitem(sys.modules, "opacus", None)
-    with pytest.raises(Unsupported, match="pip install opacus"):
-        private_subject(model="attention", provider="opacus-hooks", **SHAPE, **HERE)
+    for peer, provider in [("opacus", "opacus-hooks"), ("opake.dpsgd.clipping", "opake")]:
+        monkeypatch.setitem(sys.modules, peer, None)
+        with pytest.raises(Unsupported, match=f"pip install {peer.split('.')[0]}"):
+            private_subject(model="attention", provider=provider, **SHAPE, **HERE)
 
 
 def test_work_of_a_step_is_that_of_the_formula():

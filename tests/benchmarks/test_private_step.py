@@ -39,9 +39,9 @@ def test_a_cpu_measures_the_fast_providers_on_a_long_sequence_and_peers_are_mark
     )
     assert short == {*private.PROVIDERS}
     ours = {f"dpflash-{c}" for c in ("flat-auto", "flat-instantiate", "per_layer")}
-    assert long == {"nonprivate", "opacus-hooks", *ours}
+    assert long == {"nonprivate", "opacus-hooks", "opake", *ours}
     peers = {one.config["provider"] for one in measurements.values() if one.columns.get("peer")}
-    assert peers == {"opacus-hooks", "opacus-ghost"}
+    assert peers == {"opacus-hooks", "opacus-ghost", "opake"}
 
 
 def test_the_benchmark_writes_figures(monkeypatch, tmp_path):
@@ -52,7 +52,15 @@ def test_the_benchmark_writes_figures(monkeypatch, tmp_path):
     monkeypatch.setattr(suite, "run_isolated", in_this_process)
     roofs = Ceilings({"float32": 1e11}, 1e10)
     monkeypatch.setattr(suite, "measured_roofs", lambda *_, **__: roofs)
-    lm = {"batch": 2, "tokens": 16, "heads": 2, "head_dim": 16, "layers": 1, "dtype": "float32"}
+    lm = {
+        "model": "lm",
+        "batch": 2,
+        "tokens": 16,
+        "heads": 2,
+        "head_dim": 16,
+        "layers": 1,
+        "dtype": "float32",
+    }
 
     def plan(request):
         yield Comparison(private_step.steps(lm, [AUTO]).measurements[:1])
