@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from dpflash import losses
 from dpflash.nn import LongContextLM, MultiheadAttention
 
+from .suite import Unsupported
+
 VOCABULARY = 256
 
 
@@ -66,10 +68,16 @@ def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given
 
 
 def adapted_llama(width: int, heads: int, layers: int) -> nn.Module:
-    """LoRA of rank 16 on all linear layers of a Llama over bytes, which returns logits."""
-    import peft
-    import transformers
+    """LoRA of rank 16 on all linear layers of a Llama over bytes, which returns logits.
 
+    Raises:
+        Unsupported: PEFT or transformers is not installed.
+    """
+    try:
+        import peft
+        import transformers
+    except ImportError:
+        raise Unsupported("PEFT and transformers: pip install peft transformers") from None
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,

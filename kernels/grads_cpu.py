@@ -99,9 +99,20 @@ def clip_reduce(
 
 def _readable(grads: Tensor) -> Tensor:
     """In fp32 or fp64, the elements of a sample next to each other, samples anywhere."""
-    grads = grads.detach().resolve_neg().to(torch.promote_types(grads.dtype, torch.float32))
-    each_in_a_row = grads.shape[0] == 0 or grads[0].is_contiguous()
-    return grads if each_in_a_row else grads.contiguous()
+    grads = grads.resolve_neg()
+    if grads.dtype not in (torch.float32, torch.float64):
+        grads = grads.float()
+    return grads if _is_readable(grads) else grads.contiguous()
+
+
+def _is_readable(grads: Tensor) -> bool:
+    # By hand: grads[0] is a tensor more for each parameter of a step.
+    step = 1
+    for size, stride in zip(grads.shape[:0:-1], grads.stride()[:0:-1], strict=True):
+        if size != 1 and stride != step:
+            return 0 in grads.shape
+        step *= size
+    return True
 
 
 def _threads(grads: Tensor) -> int:

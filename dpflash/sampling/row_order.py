@@ -123,11 +123,13 @@ class RowOrder:
     @contextmanager
     def iterated(self) -> Iterator[None]:
         """The loop is inside of an epoch."""
-        _iterated.add(self)
+        # At the exit of the interpreter the name may be gone.
+        iterated = _iterated
+        iterated.add(self)
         try:
             yield
         finally:
-            _iterated.discard(self)
+            iterated.discard(self)
 
     def refusal(self) -> str | None:
         """Why the losses of the model's last call may not be released, or None."""

@@ -409,3 +409,11 @@ def test_a_shuffled_loader_that_drops_its_last_batch_has_fewer_steps_and_each_ba
         sizes.append(len(batch))
         loader.tracker.released()
     assert sizes == [7] * 5
+
+
+def test_a_loop_that_was_left_ends_quietly_at_the_exit_of_the_interpreter(monkeypatch):
+    """The names of modules are gone when its iterator is closed there."""
+    batches = iter(private_loader(torch.randn(20, 2)))
+    next(batches)
+    monkeypatch.setattr("dpflash.sampling.row_order._iterated", None)
+    batches.close()
