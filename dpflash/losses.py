@@ -54,15 +54,16 @@ def cross_entropy(
     _require_floating(logits=logits)
     if targets.dtype != torch.int64:
         raise ValueError(
-            f"targets have dtype {targets.dtype}: expected torch.int64 class indices; "
-            "convert integers with targets.long(), soft targets are not supported"
+            f"targets have dtype {targets.dtype}: expected torch.int64 class indices. Pass "
+            "targets.long() of integers, targets.argmax(-1) of one-hot rows; with probabilities, "
+            "torch.nn.functional.cross_entropy(logits, targets, reduction='none') is [B] too"
         )
     if logits.ndim < 2 or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} do not fit targets of shape "
             f"{tuple(targets.shape)}: expected logits [B, ..., V] and targets [B, ...]; classes "
-            "come last (logits.movedim(1, -1) moves them there), and under context parallelism "
-            "both are this rank's tokens"
+            "come last (logits.movedim(1, -1) moves them there; one-hot targets become "
+            "targets.argmax(-1)), and under context parallelism both are this rank's tokens"
         )
     valid, outside = kinds_of_targets(targets, logits.shape[-1], ignore_index)
     position_losses = F.cross_entropy(

@@ -88,7 +88,7 @@ class PrivateRun:
         if not is_tensor or losses.ndim not in dims:
             raise PrivateRefusal(
                 "losses is not one loss per sample: expected a tensor [B] in each batch. Use "
-                "dpflash.losses, or reduction='none' and a mean over each sample's own elements; "
+                "dpflash.losses, or reduction='none', and losses.flatten(1).mean(1) of [B, ...]; "
                 "a scalar is taken only where it is a reduction over samples, declared by "
                 "make_private(loss_reduction='mean' or 'sum'), as a classifier's is; that of a "
                 "language model of Hugging Face, over tokens, is not",

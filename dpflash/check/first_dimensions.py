@@ -22,8 +22,8 @@ _BATCH_FIRST_REMEDY = (
     "right before the layer), or freeze the layer with requires_grad_(False)"
 )
 _INDICES_REMEDY = (
-    "if all samples share its indices, such as positions, pass indices[None, :]; if there is one "
-    "index per sample, indices[:, None]; do not flatten [B, T]; or freeze the layer with "
+    "if all samples share its indices, such as positions, pass indices.expand(B, -1); if there is "
+    "one index per sample, indices[:, None]; do not flatten [B, T]; or freeze the layer with "
     "requires_grad_(False)"
 )
 

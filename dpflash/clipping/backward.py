@@ -441,9 +441,9 @@ class PrivateBackward:
         mixed = self._arrived_generation not in (None, gate.generation)
         if mixed or (self.mode == "sum" and gate is not self._summing):
             raise PrivateRefusal(
-                "losses come from more than one forward, or from an earlier one; call "
-                "engine.backward after each forward, and give every layer inputs whose first "
-                f"dimension is the batch. {ALL_ROWS}. {SHARED}{self.forward.misfit}"
+                f"{self.forward.misfit}losses come from more than one forward, or from an earlier "
+                "one; call engine.backward after each forward, and give every layer inputs whose "
+                f"first dimension is the batch. {ALL_ROWS}. {SHARED}"
             ) from None
         self.step.sums.refuse_inexact(gate.batch_size)
         self._arrived.add(id(gate))
@@ -452,9 +452,9 @@ class PrivateBackward:
 
     def refuse_size(self, gate_size: int, loss_size: int) -> None:
         raise PrivateRefusal(
-            "losses has another number of entries than the batch that the model saw: give one "
-            "loss per sample of the forward, batch first. "
-            f"{ALL_ROWS}. {SHARED}{self.forward.misfit}",
+            f"{self.forward.misfit}losses has another number of entries than the batch that the "
+            "model saw: give one loss per sample of the forward, batch first. "
+            f"{ALL_ROWS}. {SHARED}",
             losses=loss_size,
             batch_size=gate_size,
         ) from None

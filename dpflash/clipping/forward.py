@@ -43,12 +43,14 @@ class _Call:
     Attributes:
         sizes: first dimensions of the tensors that the model was given.
         batch_size: of the input of its first private operation.
+        first: the module of that operation.
         flattened: modules whose input has a row for each token, samples in order.
         shared: modules whose input of one row is what all samples share, in order.
     """
 
     sizes: frozenset[int]
     batch_size: int | None = None
+    first: str = ""
     flattened: set[str] = field(default_factory=set)
     shared: dict[str, None] = field(default_factory=dict)
 
@@ -235,16 +237,21 @@ class PrivateForward:
         if call is None:
             return leading
         if call.batch_size is None:
-            call.batch_size = self._first_batch_size(x, call)
+            call.batch_size, call.first = self._first_batch_size(x, call), name
         size = call.batch_size
         if leading != size and is_flattened(x, size):
             call.flattened.add(name)
             return size
         if leading != size and (leading != 1 or size == 1):
+            why = (
+                f"the first, '{call.first}', got [1, ...]: pass it what all samples share, such "
+                "as positions, as x.expand(B, ...), or freeze it with requires_grad_(False)"
+                if size == 1
+                else "rows for tokens are taken only where autograd's graph shows them to be "
+                "[B, ...] flattened, samples first"
+            )
             self.misfit = self.misfit or (
-                f". Module '{name}' got another first dimension than layers before it; rows for "
-                "tokens are taken only where autograd's graph shows them to be [B, ...] "
-                "flattened, samples first"
+                f"module '{name}' got another first dimension than layers before it; {why}. "
             )
         if leading != 1 or size == 1:
             return leading

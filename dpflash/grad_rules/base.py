@@ -269,11 +269,10 @@ class PrivateModule(nn.Module):
 
     def refuse_documents(self) -> NoReturn:
         """Refuse a batch of packed documents."""
-        context = self._dpflash
         raise ValueError(
-            f"module '{context.name}' ({plain_class(self).__name__}) in a batch of packed "
-            "documents, of which its rule gets no per-document gradients; freeze it with "
-            "requires_grad_(False), or train with one document a row"
+            f"{described(self)} in a batch of packed documents, of which its rule gets no "
+            "per-document gradients; freeze it with requires_grad_(False), or train with one "
+            "document a row"
         )
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -293,6 +292,21 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The original class of a private module."""
     return type(module).__bases__[1] if isinstance(module, PrivateModule) else type(module)
+
+
+def described(module: PrivateModule) -> str:
+    """A private module's name and original class."""
+    name = module._dpflash.name or "(the model itself)"
+    return f"module '{name}' ({plain_class(module).__name__})"
+
+
+def refuse_without_tensor(module: PrivateModule) -> NoReturn:
+    """Refuse a call that tells nothing of the batch."""
+    raise ValueError(
+        f"{described(module)} was called without a tensor, so the batch cannot be told. Give it "
+        "the batch: forward(self, x) that returns x + self.weight, instead of self.weight alone; "
+        "or freeze it with requires_grad_(False)"
+    )
 
 
 def plain_forward(module: nn.Module) -> Any:

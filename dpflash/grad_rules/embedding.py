@@ -172,6 +172,6 @@ class PrivateEmbedding(PrivateModule):
         raise PrivateRefusal(
             f"indices of embedding '{self._dpflash.name}' have one dimension, which may be "
             "one index for each sample or positions shared by all. Pass indices[:, None] for the "
-            "former, indices[None, :] for the latter",
+            "former, indices.expand(B, -1) for the latter",
             length=length,
         ) from None

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..clipping.forward import ALL_ROWS
 from ..packing import Units
 from ..refusal import PrivateRefusal
-from .base import PrivateModule, plain_class, plain_copy
+from .base import PrivateModule, described, plain_copy, refuse_without_tensor
 from .by_document import by_document
 from .functions import PerSampleFunctions
 from .output_shapes import OutputShapes, map_tensors
@@ -42,10 +42,7 @@ class PrivateLeaf(PrivateModule):
         }
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         if not tensors:
-            raise ValueError(
-                f"module '{context.name}' ({type(self).__name__}) was called without a tensor, so "
-                "the batch cannot be told; it has no rule for private training"
-            )
+            refuse_without_tensor(self)
         if isinstance(self, nn.modules.conv._ConvNd) and tensors[0].ndim != self.weight.ndim:
             raise PrivateRefusal(
                 f"input of module '{context.name}' has no batch; a private convolution needs "
@@ -59,9 +56,8 @@ class PrivateLeaf(PrivateModule):
         others = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
             raise ValueError(
-                f"module '{context.name}' ({type(self).__name__}) takes tensors inside of a "
-                "tuple, list or dict, where the generic rule cannot tell the batch; pass them as "
-                "arguments of their own"
+                f"{described(self)} takes tensors inside of a tuple, list or dict, where the "
+                "generic rule cannot tell the batch; pass them as arguments of their own"
             )
         rows = {a.shape[0] for a in tensors if a.ndim}
         args = tuple(context.check_batch(a) if isinstance(a, Tensor) else a for a in args)
@@ -73,9 +69,9 @@ class PrivateLeaf(PrivateModule):
         is_flattened = not rows <= {1, batch_size}
         if len(sizes) > 1 or is_flattened and len(rows) > 1:
             raise PrivateRefusal(
-                f"tensor arguments of module '{context.name}' ({type(self).__name__}) have "
-                "different first dimensions, or samples in some and tokens in others; the generic "
-                f"rule needs the batch first in each. {ALL_ROWS}",
+                f"tensor arguments of {described(self)} have different first dimensions, or "
+                "samples in some and tokens in others; the generic rule needs the batch first in "
+                f"each. {ALL_ROWS}",
                 rows=rows,
                 sizes=sizes,
             ) from None
@@ -115,16 +111,16 @@ class PrivateLeaf(PrivateModule):
             except RuntimeError as error:
                 if misfit := context.backward.forward.misfit:
                     raise PrivateRefusal(
-                        f"module '{context.name}' ({plain_class(self).__name__}) has no rule of "
-                        f"its own, and fails in a batch{misfit}. {ALL_ROWS}",
+                        f"{misfit}{described(self)} has no rule of its own, and fails in a "
+                        f"batch. {ALL_ROWS}",
                         error=str(error),
                     ) from None
                 if not ("vmap" in str(error) or "functorch" in str(error)):
                     raise
                 raise RuntimeError(
-                    f"module '{context.name}' ({plain_class(self).__name__}) has no rule of its "
-                    f"own, and torch.func.vmap, which runs it for each sample, fails. "
-                    "Freeze it with requires_grad_(False), or use another layer"
+                    f"{described(self)} has no rule of its own, and torch.func.vmap, which runs "
+                    "it for each sample, fails. Freeze it with requires_grad_(False), or use "
+                    "another layer"
                 ) from error
             return shape.of_batch(outputs, args, kwargs)
 

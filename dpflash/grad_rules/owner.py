@@ -31,7 +31,14 @@ from ..verification.digests import tolerance
 from ..verification.dropout import WithoutDropout
 from ..verification.forward_rows import own_copies
 from ..verification.random_state import RandomState, random_state_kept
-from .base import PrivateModule, of_units, plain_class, plain_copy
+from .base import (
+    PrivateModule,
+    described,
+    of_units,
+    plain_class,
+    plain_copy,
+    refuse_without_tensor,
+)
 from .batch_second import BatchSecond
 from .embedding import PrivateEmbedding
 from .functions import PerSampleFunctions
@@ -61,7 +68,7 @@ class PrivateOwner(PrivateModule):
             return super().forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                f"{self._described} has parameters of its own and layers below it, which "
+                f"{described(self)} has parameters of its own and layers below it, which "
                 "torch.compile cannot trace; leave out torch.compile"
             )
         leaves, structure = tree_flatten((args, kwargs))
@@ -92,7 +99,7 @@ class PrivateOwner(PrivateModule):
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
             level = _functorch.current_level()
-            outside = _Outside(self._described, batch_size, level, device, dtype)
+            outside = _Outside(described(self), batch_size, level, device, dtype)
             own_copy.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
             own_copy.__dict__["_parameters"] = {**self._parameters, **parameters}
             # Modules expect a batch dimension; theirs has one sample.
@@ -135,11 +142,6 @@ class PrivateOwner(PrivateModule):
         self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)
         return outputs
 
-    @property
-    def _described(self) -> str:
-        name = self._dpflash.name or "(the model itself)"
-        return f"module '{name}' ({plain_class(self).__name__})"
-
     @contextmanager
     def _named(self) -> Iterator[None]:
         """Name the module in what vmap raises about an operation that it cannot run."""
@@ -149,7 +151,7 @@ class PrivateOwner(PrivateModule):
             if not any(word in str(error).lower() for word in ("vmap", "batching rule")):
                 raise
             raise RuntimeError(
-                f"{self._described} has an operation that cannot be told apart by sample, such "
+                f"{described(self)} has an operation that cannot be told apart by sample, such "
                 "as a boolean mask (x[mask]), nonzero() or item(). Move its parameters into a "
                 "module of their own, or freeze them with requires_grad_(False)"
             ) from error
@@ -158,7 +160,7 @@ class PrivateOwner(PrivateModule):
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *_PLAIN)):
                 raise ValueError(
-                    f"{self._described} {verb} an object of {type(leaf).__name__}, which may keep "
+                    f"{described(self)} {verb} an object of {type(leaf).__name__}, which may keep "
                     "tensors of single samples; a module with parameters of its own and layers "
                     "below it takes and returns tensors and plain values. Training needs no "
                     "cache: pass use_cache=False in the call, model(..., use_cache=False); "
@@ -173,7 +175,7 @@ class PrivateOwner(PrivateModule):
             is_plain = isinstance(own_copy.__dict__.get(name, self), _PLAIN)
             if content != before.get(name) and not is_plain:
                 raise RuntimeError(
-                    f"the forward of {self._described} sets its attribute '{name}', which would "
+                    f"the forward of {described(self)} sets its attribute '{name}', which would "
                     "keep one batch's samples for the next. Return the value instead, or move the "
                     "module's parameters into a module of their own"
                 )
@@ -239,7 +241,7 @@ class PrivateOwner(PrivateModule):
 
     def _refuse_mixing(self) -> NoReturn:
         raise PrivateRefusal(
-            f"{self._described} gives a sample alone another result than in a batch, so "
+            f"{described(self)} gives a sample alone another result than in a batch, so "
             "nothing was released: its forward mixes samples, branches on the number of "
             "samples, or draws random numbers other than dropout's, such as masks of SpecAugment "
             "(config.apply_spec_augment=False). Outputs that compare the samples of a batch, for "
@@ -253,10 +255,7 @@ class PrivateOwner(PrivateModule):
         self._refuse_objects(leaves, "got")
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not tensors:
-            raise ValueError(
-                f"{self._described} was called without a tensor, so the batch cannot be "
-                "told; it has no rule for private training"
-            )
+            refuse_without_tensor(self)
         return len(self._dpflash.check_batch(tensors[0]))
 
     def _in_dim(self, leaf: Any, batch_size: int, structure: TreeSpec, index: int) -> int | None:
@@ -276,7 +275,7 @@ class PrivateOwner(PrivateModule):
         if place is not None:
             if len(leaf) > 1 and places.setdefault(place, "positions") == "batch":
                 raise PrivateRefusal(
-                    f"{self._described} got a tensor with another first dimension than the batch, "
+                    f"{described(self)} got a tensor with another first dimension than the batch, "
                     "as an argument that had one entry for each sample before; pass one for each "
                     f"sample, or positions as [1, T]. {ALL_ROWS}",
                     shape=tuple(leaf.shape),
@@ -284,7 +283,7 @@ class PrivateOwner(PrivateModule):
                 ) from None
         elif leaf.requires_grad or (leaf.ndim and len(leaf) != 1):
             raise PrivateRefusal(
-                f"{self._described} got a tensor whose first dimension is not the batch: it must "
+                f"{described(self)} got a tensor whose first dimension is not the batch: it must "
                 "be, or be 1 where the tensor does not depend on layers that are trained. "
                 f"{ALL_ROWS}",
                 shape=tuple(leaf.shape),

@@ -22,9 +22,10 @@ STEP_OF_ANOTHER = (
 FOREIGN = (
     "the batch is not of the private loader: how it was sampled is unknown, and several of its "
     "rows may be of one sample, so nothing was released. Iterate over the loader that "
-    "make_private returned; views of a sample belong inside of the model, and two models that "
-    "share batches into one module, called as a whole. make_private(foreign_batches=True) takes "
-    f"batches of your own; dpflash.PrivacyConfig says what you vouch for then. {STEP_OF_ANOTHER}"
+    "make_private returned, anew in each epoch (itertools.cycle keeps batches); views of a sample "
+    "belong inside of the model, and two models that share batches into one module, called as a "
+    "whole. make_private(foreign_batches=True) takes batches of your own; dpflash.PrivacyConfig "
+    f"says what you vouch for then. {STEP_OF_ANOTHER}"
 )
 EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
@@ -37,8 +38,8 @@ _INCOMPLETE = (
     "the sum of a logical batch lacks a microbatch, so it is not released: each microbatch of the "
     "private loader needs its engine.backward(losses) before the next one, without an error, "
     "outside of engine.public_data(), an empty one too, and whatever its losses are. A backward "
-    "through a copy of the model does not count. Samples "
-    "whose gradient is not finite contribute zero by themselves: remove a guard such as "
+    "through a copy of the model does not count: call the model that make_private returned. "
+    "Samples whose gradient is not finite contribute zero by themselves: remove a guard such as "
     f"`if not torch.isfinite(loss): continue`. {_ONLY_READ}"
 )
 _UNRELEASED = (
@@ -253,7 +254,8 @@ class BatchTracker:
         if self._batch is not None and self._batch.is_open:
             warnings.warn(
                 "the loop left its last logical batch before optimizer.step() released it; its "
-                "gradients are dropped",
+                "gradients are dropped. Leave `for batch in loader` where loader.is_last, or at "
+                "its end; next(iter(loader)) begins an epoch each time",
                 PrivateWarning,
                 stacklevel=3,
             )
@@ -429,7 +431,7 @@ class BatchTracker:
             raise RuntimeError(
                 "a second backward on the same batch: its samples would enter the step twice and "
                 "break the bound. Add the losses up and call engine.backward once for each batch "
-                "(the microbatches of the private loader accumulate until optimizer.step())"
+                "of `for batch in loader` (microbatches accumulate until optimizer.step())"
             )
         if mark is None and not is_padding and self.real_rows(batch_size) is not None:
             warnings.warn(

@@ -139,6 +139,7 @@ _MAKE_PRIVATE = (
     "of what it computes; or train it on public data inside engine.public_data(). A backward of "
     "its own on private samples would train it without noise"
 )
+_COPY = "if it is of a copy of the model, train the one that make_private returned; else "
 _LATER = (
     "to train it later, let it require grad at make_private, freeze it then, and unfreeze it when "
     "its turn comes; otherwise "
@@ -185,12 +186,13 @@ def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:
     what, remedy = "a tensor outside of the private model that requires grad", _MAKE_PRIVATE
     if isinstance(leaf, nn.Parameter):
         what = f"a parameter of shape {tuple(leaf.shape)} outside of the private model"
+        remedy = _COPY + remedy
     else:
         remedy += _INPUTS
     for name, parameter in model.named_parameters():
         if parameter is leaf:
             what = f"'{name}', which was frozen, in no optimizer or not there at make_private,"
-            remedy = _LATER + remedy
+            remedy = _LATER + _MAKE_PRIVATE
     for prefix, module in model.named_modules():
         for key, held in {**vars(module), **module._buffers}.items():
             if held is leaf:

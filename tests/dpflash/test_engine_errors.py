@@ -596,6 +596,24 @@ def test_a_number_of_losses_other_than_the_batch_is_refused(mode, private):
         assert all(p.grad is None for p in model.parameters())
 
 
+class Constant(nn.Module):
+    def __init__(self, **layers):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self._modules.update(layers)
+
+    def forward(self, *x):
+        return self.weight + sum(x)
+
+
+@pytest.mark.parametrize("layers", [{}, {"layer": nn.Tanh()}], ids=["leaf", "owner"])
+def test_a_module_that_is_called_without_a_tensor_is_to_take_the_batch(layers, private):
+    _, model, _, _ = private(nn.Sequential(nn.Linear(3, 3), Constant(**layers)))
+    with pytest.raises(ValueError, match=r"'1' \(Constant\) was called without .* x \+ self"):
+        model[1]()
+    assert model(torch.ones(4, 3)).shape == (4, 3)
+
+
 def test_losses_that_reach_no_private_layer_are_refused(private):
     engine, model, _, _ = private(nn.Linear(3, 2))
     x = torch.randn(4, 3)

@@ -134,7 +134,7 @@ def test_rows_in_another_order_are_refused_by_the_layer_s_name(order, proof, pri
     """Without the proof of the first batch too."""
     torch.manual_seed(0)
     engine, model, _, _ = private(Flattened(*ORDERS[order]), verify_first_batch=proof)
-    with pytest.raises(PrivateRefusal, match="'norm' got another first dimension"):
+    with pytest.raises(PrivateRefusal, match="^module 'norm' got another first dimension"):
         engine.backward(losses(model, batch()))
     assert not engine._step.sums
 
@@ -154,7 +154,7 @@ def test_a_sum_of_rows_in_two_orders_is_refused(private):
     torch.manual_seed(0)
     model = Flattened(lambda x: x.reshape(-1, 6) + _time_first(x))
     engine, model, _, _ = private(model, verify_first_batch=False)
-    with pytest.raises(PrivateRefusal, match="'norm' got another first dimension"):
+    with pytest.raises(PrivateRefusal, match="^module 'norm' got another first dimension"):
         engine.backward(losses(model, batch()))
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from dpflash import PrivateRefusal
+
 IDS = torch.tensor([[1, 2, 3, 0], [2, 2, 5, 1], [3, 0, 1, 1], [6, 5, 4, 3]])
 
 
@@ -76,3 +78,22 @@ def test_positions_that_all_samples_share_remove_none_of_them(positions, trained
     model = Model(nn.Embedding, trained, positions)
     with pytest.raises(IndexError):
         released(model, torch.cat([IDS, IDS[:, :1]], 1), private, {})
+
+
+@pytest.mark.parametrize(
+    ("positions", "cause"),
+    [
+        (lambda ids: torch.arange(4)[None], r"^module 'mix' .* the first, 'places', got \[1, "),
+        (lambda ids: torch.arange(4), r"^indices of embedding 'places'"),
+    ],
+    ids=["one row", "no row"],
+)
+def test_positions_before_any_other_trained_layer_are_to_be_expanded(positions, cause, private):
+    """The first trained layer determines B, and a frozen table of tokens is none."""
+    model = Model(nn.Embedding, True, positions)
+    model.table.requires_grad_(False)
+    with pytest.raises(PrivateRefusal, match=rf"{cause}.*expand\(B, "):
+        released(model, IDS, private, {})
+    model = Model(nn.Embedding, True, lambda ids: torch.arange(4).expand(len(ids), -1))
+    model.table.requires_grad_(False)
+    released(model, IDS, private, {})
