@@ -92,11 +92,12 @@ def _try(fitting: FittingCollate, may_sort: bool) -> None:
     with _randomness_kept():
         is_moved = moves_rows(fitting)
     if is_moved:
-        may_be = [f"data_loader.collate_fn={name_of(fitting.collate)}"]
+        name = f"data_loader.collate_fn={name_of(fitting.collate)}"
+        own = "data_loader.dataset's __getitems__"
         if fitting.dataset.reads_together:
-            may_be = [*may_be, "data_loader.dataset's __getitems__"][_is_known(fitting.collate) :]
+            name = own if _is_known(fitting.collate) else f"{name} or {own}"
         raise PrivateRefusal(
-            f"{' or '.join(may_be)} puts the rows in another order than the entries that it is "
+            f"{name} puts the rows in another order than the entries that it is "
             "given. Padding rows are known by their position, so keep the order, and sort inside "
             "of the model where a layer needs it (pack_padded_sequence has enforce_sorted=False)"
         ) from None
