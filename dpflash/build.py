@@ -27,7 +27,7 @@ from .distributed.validate import check_module, digests_of, require_same_data, s
 from .grad_rules.convert import Layer, attach, check_model, make_groups
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import ForwardWrapper
-from .optimizer import PrivateOptimizer, trained_parameters
+from .optimizer import PrivateOptimizer, joined, listed, trained_parameters
 from .packing import PackTo
 from .packing.pack import EXACT_ALIGN
 from .privacy.keys import RunKeys
@@ -65,7 +65,7 @@ class Given(NamedTuple):
     """The plain objects that make_private got."""
 
     module: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     data_loader: DataLoader
 
 
@@ -102,7 +102,8 @@ def build(
     Raises:
         ValueError: naming the argument; nothing is changed then.
     """
-    module, optimizer, data_loader = given
+    module, _, data_loader = given
+    optimizers = listed(given.optimizer)
     privacy = settings.privacy
 
     def checks() -> _Checked:
@@ -128,11 +129,11 @@ def build(
     spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping)
     synchronize_ranks(module, ranks)
     step = PrivateStep(
-        optimizer,
+        joined(optimizers),
         ClippedSums(trained, names=names, ranks=ranks, exact=privacy.exact is not False),
         tracker=loader.tracker,
         options=ReleaseOptions(
-            optimizer,
+            joined(optimizers),
             noise_multiplier=settings.noise_multiplier,
             max_grad_norm=privacy.bound,
             expected_batch_size=loader.expected_batch_size,
@@ -152,6 +153,7 @@ def build(
     uncovered = Uncovered(module, trained)
     backward = _backward(module, checked, settings, step, unchanged, uncovered)
     attach(module, checked.layers, backward)
+    step.watch_gradients()
 
     devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
     masks = SecretMasks(
@@ -170,7 +172,9 @@ def build(
         model=module,
         loader=loader,
         step=step,
-        optimizer=PrivateOptimizer(optimizer, step, loss_reduction=privacy.loss_reduction),
+        optimizers=[
+            PrivateOptimizer(o, step, loss_reduction=privacy.loss_reduction) for o in optimizers
+        ],
         backward=backward,
         wrapper=wrapper,
         trial=trial,
@@ -212,7 +216,7 @@ def _check(
         refuse_mixing(data_loader, may_sort=loader.slots is None)
     if plan.has_pairs:
         _check_pairs(privacy, ranks)
-    trained = trained_parameters(module, optimizer)
+    trained = trained_parameters(module, listed(optimizer))
     entries = []
     if ranks.everyone is not None:
         entries = digests_of(ReadableEntries(loader.dataset), keys.master)

@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,6 @@ from .distributed.mesh import Ranks
 from .distributed.validate import open_ledger
 from .opacus_calls import refuse_keywords_of
 from .optimize.levels import Optimization
-from .optimizer import PrivateOptimizer
 from .privacy.keys import RunKeys, Uncopied
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
@@ -183,17 +182,17 @@ class PrivacyEngine(Uncopied, OnlySettable):
         self,
         *,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         data_loader: DataLoader,
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
         **keywords: Any,
-    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
+    ) -> tuple[nn.Module, Any, PrivateDataLoader]:
         """Make a model, its optimizer and its data loader private.
 
         Args:
             module: the model; its layers are changed in place and keep their state_dict keys.
-            optimizer: any torch optimizer over parameters of the model.
+            optimizer: any of torch over all parameters that are trained, or a list of several.
             data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
                 privacy unit, batch_size the expected batch size, over all ranks together. Each
                 row must be made of its own entry alone: a collate_fn that visibly mixes entries
@@ -209,8 +208,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
         loader's order of rows up to the losses. What is not covered: docs/guarantees.md.
 
         Returns:
-            (module, optimizer, data_loader): the same model object, the wrapped optimizer, and
-            a loader that draws as the accountant assumes.
+            (module, optimizer, data_loader): the same model object, the wrapped optimizer (of
+            a list, a list in its order), and a loader that draws as the accountant assumes.
 
         Raises:
             ValueError: naming the argument, its value and the way out; nothing is changed then.
@@ -225,7 +224,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         asked: PrivacyConfig,
         performance: PerformanceConfig,
         plan: SamplingPlan | None = None,
-    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
+    ) -> tuple[nn.Module, Any, PrivateDataLoader]:
         if not isinstance(module := given.module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         settings = resolved(asked, performance)
@@ -243,14 +242,15 @@ class PrivacyEngine(Uncopied, OnlySettable):
         )
         self._sampler = run.loader.sampler_name
         run.backward.attach(Attachment(run, self.detach))
-        return run.model, run.optimizer, run.loader
+        several = isinstance(given.optimizer, (list, tuple))
+        return run.model, list(run.optimizers) if several else run.optimizers[0], run.loader
 
     @takes_fields(*TARGETS, "noise_multiplier")
     def make_private_with_epsilon(
         self,
         *,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         data_loader: DataLoader,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
@@ -259,7 +259,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         privacy: PrivacyConfig | None = None,
         performance: PerformanceConfig | None = None,
         **keywords: Any,
-    ) -> tuple[nn.Module, PrivateOptimizer, PrivateDataLoader]:
+    ) -> tuple[nn.Module, Any, PrivateDataLoader]:
         """`make_private` with the noise that spends target_epsilon after `epochs` or `steps`.
 
         Args:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import nn
 from dpflash.kernels import refuse_capture
 
 from .privacy.keys import Uncopied
-from .refusal import PrivateRefusal
 from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
 from .step import CAPTURED, PrivateStep
 from .verification.settable import OnlySettable
 
+_NAMED = 3  # parameters that an error names, before it counts them
 _MADE_BY = "pass it to make_private, after engine.detach(model) where a model is private already"
 
 
@@ -92,7 +93,6 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self._releasing = self._is_closed = False
         self._is_resumed = _has_stepped(optimizer)
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
-        step.watch_gradients()
 
     def _patch_step_function(self) -> None:
         """Keep PyTorch from wrapping `step` in the step hooks of the wrapped optimizer.
@@ -154,7 +154,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters that a step changes."""
-        return self._step.parameters
+        return self._step.parameters_of(self._original)
 
     @property
     def noise_multiplier(self) -> float:
@@ -241,8 +241,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             )
         if self._is_last_step_skipped or self._step.tracker.is_within_draw:
             return
-        self._step.public.drop()
-        self._step.discard()
+        self._step.zero_grad(self._original)
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -277,21 +276,15 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         with self._step.noting_refusals():
-            self._step.options.refuse_changed()
-            if self._step.tracker.step_ends_microbatch():
-                self._step.public.begin_batch(begins_draw=False)
-                return result
-            is_public = self._step.has_public_alone
-            self._check_others_have_no_gradient()
-            if is_public:
-                self._step.set_public_gradients()
-            else:
-                self._step.take_release()
-                if self._is_resumed:
-                    self._is_resumed = False
-                    self._step.charge.warn_of_forgotten_releases()
-        for hook in () if is_public else self._step_hooks:
-            hook(self)
+            kind = self._step.take_turn(self._original)
+        if kind == "microbatch":
+            return result
+        if kind == "release":
+            if self._is_resumed:
+                self._is_resumed = False
+                self._step.charge.warn_of_forgotten_releases()
+            for hook in self._step_hooks:
+                hook(self)
         self._releasing = True
         try:
             self.original_optimizer.step()
@@ -299,32 +292,104 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             self._releasing = False
         return result
 
-    def _check_others_have_no_gradient(self) -> None:
-        """The wrapped optimizer steps on every `.grad`, so none may exist that is not released."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if not parameter.requires_grad:
-                    parameter.grad = None
-                elif not self._step.sums.is_trained(parameter) and parameter.grad is not None:
-                    name = self._step.sums.names.get(parameter, "(added later)")
-                    parameter.grad = None
-                    raise PrivateRefusal(
-                        f"parameter '{name}' was frozen when the model was made private and has a "
-                        "gradient now, so nothing was released; call engine.detach(model), then "
-                        "make_private again"
-                    ) from None
-
 
 def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return any(float(s["step"]) > 0 if "step" in s else bool(s) for s in optimizer.state.values())
 
 
-def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The model's trainable parameters that the optimizer holds, in the model's order."""
+def listed(optimizer: object) -> list[Any]:
+    """The argument optimizer= of make_private as a list."""
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Several optimizers as one with the groups of all; it is not for stepping."""
+    return optimizers[0] if len(optimizers) == 1 else _Joined(optimizers)
+
+
+class _Joined(torch.optim.Optimizer):
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+        self._optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of one optimizer with these groups."""
+        groups: list[dict[str, Any]] = []
+        state: dict[int, Any] = {}
+        for own in (optimizer.state_dict() for optimizer in self._optimizers):
+            first = sum(len(group["params"]) for group in groups)
+            state |= {first + i: values for i, values in own["state"].items()}
+            groups += [
+                {**g, "params": [first + i for i in g["params"]]} for g in own["param_groups"]
+            ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = iter(state_dict["param_groups"])
+        for optimizer in self._optimizers:
+            own = list(islice(groups, len(optimizer.param_groups)))
+            held = [i for group in own for i in group["params"]]
+            state = {i: state_dict["state"][i] for i in held if i in state_dict["state"]}
+            optimizer.load_state_dict({"state": state, "param_groups": own})
+
+
+def trained_parameters(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[nn.Parameter]:
+    """The model's trainable parameters, in the model's order; the optimizers hold each of them.
+
+    Raises:
+        ValueError: naming a parameter that none of them or two of them hold, or what is wrong with
+            one of them.
+    """
+    names = {p: n for n, p in module.named_parameters()}
+    held: set[nn.Parameter] = set()
+    if not optimizers:
+        raise ValueError("optimizer=[]: expected a torch.optim.Optimizer, or some of them")
+    for own in (_held(optimizer, names) for optimizer in optimizers):
+        shared = next((n for p, n in names.items() if p in own & held), None)
+        if shared is not None:
+            raise ValueError(
+                f"parameter '{shared}' is in two optimizers, which would both apply its release: "
+                "leave it out of one of them"
+            )
+        held |= own
+    trained = {p: n for p, n in names.items() if p.requires_grad}
+    left = [name for parameter, name in trained.items() if parameter not in held]
+    if left:
+        first, listing = left[0], _listing(left)
+        raise ValueError(
+            f"no optimizer holds {listing}, which require grad, so they would never change: put "
+            "them into the optimizer, or into another one of make_private(optimizer=[first, "
+            "second]); or freeze each before make_private, "
+            f"module.get_parameter('{first}').requires_grad_(False)"
+        )
+    for parameter, name in trained.items():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter '{name}' has a hook on its gradient, which would see or "
+                "change it before the noise; remove the hook"
+            )
+        if not parameter.is_floating_point():
+            raise ValueError(f"parameter '{name}' is {parameter.dtype}; use a float")
+    return list(trained)
+
+
+def _listing(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    listing = ", ".join(f"'{name}'" for name in names[:_NAMED])
+    return f"{listing} and {len(names) - _NAMED} more" if len(names) > _NAMED else listing
+
+
+def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter]:
+    """The parameters of an optimizer that can be made private."""
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
         raise ValueError(
-            f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer "
-            "(PrivateOptimizer.original_optimizer is one)"
+            f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer, or a "
+            "list of them (PrivateOptimizer.original_optimizer is one)"
         )
     library = wrapper_of(optimizer)
     if library is not None:
@@ -332,17 +397,15 @@ def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> l
             f"optimizer={type(optimizer).__name__} of {library}, which leaves out steps: pass the "
             "optimizer that was prepared or set up, and prepare what make_private returns"
         )
-    held = {id(p): p for g in optimizer.param_groups for p in g["params"]}
-    own = {id(p): n for n, p in module.named_parameters()}
-    foreign = [p for i, p in held.items() if i not in own]
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    foreign = [p for p in held if p not in names]
     if foreign:
         raise ValueError(
             f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
             f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), behind "
             "fully_shard if that is used"
         )
-    trained = [p for p in module.parameters() if p.requires_grad and id(p) in held]
-    if not trained:
+    if not any(p.requires_grad for p in held):
         raise ValueError(
             "optimizer holds no trainable parameter of the module; check requires_grad and build "
             "it from module.parameters()"
@@ -352,12 +415,4 @@ def trained_parameters(module: nn.Module, optimizer: torch.optim.Optimizer) -> l
             "optimizer=LBFGS: it evaluates a batch several times in a step, each a release of its "
             "own; use a first-order optimizer such as AdamW"
         )
-    for parameter in trained:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"parameter '{own[id(parameter)]}' has a hook on its gradient, which would see or "
-                "change it before the noise; remove the hook"
-            )
-        if not parameter.is_floating_point():
-            raise ValueError(f"parameter '{own[id(parameter)]}' is {parameter.dtype}; use a float")
-    return trained
+    return set(held)

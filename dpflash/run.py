@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from .opacus_calls import (
     with_schedulers,
 )
 from .optimize.wrapper import ForwardWrapper
-from .optimizer import PrivateOptimizer
+from .optimizer import PrivateOptimizer, joined, listed
 from .packing import PackedBatch
 from .privacy.keys import RunKeys, place_of
 from .privacy.public_facts import PublicFacts
@@ -53,7 +53,7 @@ class PrivateRun:
         model: the private one.
         loader: draws the logical batches.
         step: owns the logical batch under way.
-        optimizer: releases it.
+        optimizers: release it, and step on the release.
         backward: clips, through the gates of the model's layers.
         wrapper: the model's forward.
         trial: of the losses of packed documents; None where none is made.
@@ -65,7 +65,7 @@ class PrivateRun:
     model: nn.Module
     loader: PrivateDataLoader
     step: PrivateStep
-    optimizer: PrivateOptimizer
+    optimizers: list[PrivateOptimizer]
     backward: PrivateBackward
     wrapper: ForwardWrapper
     trial: LossTrial | None
@@ -151,7 +151,7 @@ class PrivateRun:
         Raises:
             ValueError: no model is private.
         """
-        bound = self.optimizer.max_grad_norm
+        bound = self.step.options.max_grad_norm
         return describe_groups(self.backward.groups, self.backward.names, bound)
 
     def plan(self) -> ClippingPlan:
@@ -241,7 +241,7 @@ class PrivateRun:
         *,
         extra: dict[str, Any] | None = None,
         module: nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         noise_scheduler: Scheduler | None = None,
         grad_clip_scheduler: Scheduler | None = None,
         checkpoint_dict: dict[str, Any] | None = None,
@@ -270,7 +270,7 @@ class PrivateRun:
                 or another rank failed. The checkpoint before this one is unchanged.
         """
         refuse_keywords_of(self.save_checkpoint, unknown, stacklevel=3)
-        require_own(module=(module, self.model), optimizer=(optimizer, self.optimizer))
+        self._require_own(module, optimizer)
         if extra is not None and checkpoint_dict is not None:
             raise ValueError("checkpoint_dict with extra, which is the same: pass one of them")
         extra = checkpoint_dict if extra is None else extra
@@ -280,7 +280,7 @@ class PrivateRun:
             path,
             lambda: self._own_state(with_schedulers(extra, theirs)),
             model=self.model,
-            optimizer=self.optimizer.original_optimizer,
+            optimizer=joined(self.optimizers),
             ranks=self.step.sums.ranks,
             as_folder=self.as_folder,
         )
@@ -290,7 +290,7 @@ class PrivateRun:
         path: str | os.PathLike[str],
         *,
         module: nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         noise_scheduler: Scheduler | None = None,
         grad_clip_scheduler: Scheduler | None = None,
         **unknown: Any,
@@ -322,25 +322,30 @@ class PrivateRun:
                 another rank could not read the checkpoint.
         """
         refuse_keywords_of(self.load_checkpoint, unknown, stacklevel=3)
-        require_own(module=(module, self.model), optimizer=(optimizer, self.optimizer))
+        self._require_own(module, optimizer)
         theirs = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
         where = f"path={os.fspath(path)!r}"
 
         def check(state: dict[str, Any]) -> None:
             shapes = sharded.shapes(self.model)
-            checkpoint.check_model(where, state, shapes=shapes, optimizer=self.optimizer)
+            checkpoint.check_model(where, state, shapes=shapes, optimizers=self.optimizers)
             self._check_fits(where, state)
             require_states(state["extra"], theirs)
 
         state = sharded.load(
             path,
             model=self.model,
-            optimizer=self.optimizer.original_optimizer,
+            optimizer=joined(self.optimizers),
             ranks=self.step.sums.ranks,
             check=check,
         )
         self._restore(where, state)
         return restore_schedulers(state["extra"], theirs)
+
+    def _require_own(self, module: nn.Module | None, optimizer: object) -> None:
+        """Refuse another model or optimizer than this run's."""
+        own = optimizer if listed(optimizer) == self.optimizers else self.optimizers
+        require_own(module=(module, self.model), optimizer=(optimizer, own))
 
     def state_dict(self) -> dict[str, str]:
         """What `save_checkpoint` stores besides the states of model and optimizer.
@@ -424,7 +429,7 @@ class PrivateRun:
         )
         if "module" in state:
             sharded.put(self.model, state["module"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            joined(self.optimizers).load_state_dict(state["optimizer"])
         releases = None if ledger is None else ledger.releases
         self.keys.load_state_dict(state, ledger_releases=releases)
         self.loader.load_state_dict(state["loader"], key=self.keys.sampling)
@@ -464,7 +469,8 @@ class Attachment:
         make_plain(run.model)
         _releases[run.model] = _releases.get(run.model, 0) + run.step.releases
         release_ranks(run.model)
-        run.optimizer.release_original()
+        for optimizer in run.optimizers:
+            optimizer.release_original()
         run.step.close()
 
     def refuse_use(self) -> None:

@@ -65,11 +65,11 @@ def audit(
     if scores is not None:
         return audit_losses(
             np.asarray(scores, dtype=np.float64), np.asarray(included), engine.accountant,
-            steps=run.optimizer.releases, delta=delta, confidence=confidence, seed=seed,
+            steps=run.step.releases, delta=delta, confidence=confidence, seed=seed,
             privacy_unit=engine.privacy_unit,
         )  # fmt: skip
     privacy, performance = auditable(
-        replace(run.settings.privacy, noise_multiplier=run.optimizer.noise_multiplier),
+        replace(run.settings.privacy, noise_multiplier=run.step.options.noise_multiplier),
         run.settings.performance,
         sample_rate=run.loader.sample_rate or 1.0,
         steps=run.loader.steps_per_epoch if steps is None else steps,

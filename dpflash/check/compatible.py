@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..grad_rules.convert import check_module
-from ..optimizer import trained_parameters
+from ..optimizer import listed, trained_parameters
 from ..sampling.plan import check_loader
 from .layers import refused_modules
 from .report import ITSELF
@@ -72,14 +73,14 @@ def get_compatible_module(module: nn.Module) -> nn.Module:
 def validate(
     *,
     module: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     data_loader: DataLoader | None = None,
 ) -> None:
     """Refuse what make_private would refuse, all at once; no data is read.
 
     Args:
         module: the model.
-        optimizer: must hold parameters of the model; None for no check.
+        optimizer: must hold the trained parameters of the model, or several; None for no check.
         data_loader: must have a batch size and draw each entry alike; None for no check.
 
     Raises:
@@ -89,7 +90,7 @@ def validate(
         raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
     problems = [str(error) for _, error in refused_modules(module)]
     for check in (
-        lambda: optimizer is None or trained_parameters(module, optimizer),
+        lambda: optimizer is None or trained_parameters(module, listed(optimizer)),
         lambda: data_loader is None or check_loader(data_loader, sampling="poisson"),
     ):
         try:
@@ -103,7 +104,7 @@ def validate(
 def is_compatible(
     *,
     module: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     data_loader: DataLoader | None = None,
 ) -> bool:
     """Whether `validate` accepts model, optimizer and data loader."""

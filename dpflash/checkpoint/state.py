@@ -119,7 +119,7 @@ def check_model(
     state: Mapping[str, Any],
     *,
     shapes: dict[str, tuple[int, ...] | None],
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Refuse a checkpoint of another model or optimizer.
 
@@ -127,7 +127,7 @@ def check_model(
         where: names the checkpoint in messages.
         state: the checkpoint; its "module" holds tensors or their shapes.
         shapes: of the model's tensors, by name.
-        optimizer: must have the checkpoint's parameter groups and options.
+        optimizers: must have the checkpoint's parameter groups and options.
 
     Raises:
         ValueError: names the difference.
@@ -141,10 +141,11 @@ def check_model(
             f"{where} the model: {', '.join(different[:5])} differ. Build the model as it was"
         )
     groups = state["optimizer"]["param_groups"]
-    if [len(g["params"]) for g in optimizer.param_groups] != [len(g["params"]) for g in groups]:
+    own = [(len(g["params"]), set(o.defaults)) for o in optimizers for g in o.param_groups]
+    if [size for size, _ in own] != [len(g["params"]) for g in groups]:
         raise ValueError(f"{where} the optimizer's parameter groups. Build it as it was")
     # Schedulers add keys to the groups, so only the optimizer's own options are required.
-    if any(not set(optimizer.defaults) <= set(g) for g in groups):
+    if any(not options <= set(g) for (_, options), g in zip(own, groups, strict=True)):
         raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
 
 

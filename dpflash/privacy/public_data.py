@@ -10,7 +10,7 @@ A clipped sum and a public gradient never meet in one `.grad` before the release
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -153,6 +153,8 @@ class PublicGradients:
             grad.div_(ranks.data_size)
         return found
 
-    def drop(self) -> None:
-        """Forget the waiting gradients."""
-        self._waiting, self._of_other_batches = {}, {}
+    def drop(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forget the waiting gradients, those of all parameters by default."""
+        for parameter in self._trained if parameters is None else parameters:
+            self._waiting.pop(parameter, None)
+            self._of_other_batches.pop(parameter, None)

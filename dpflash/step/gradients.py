@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.fsdp import is_sharded
@@ -30,7 +31,7 @@ class Gradients:
         names: dict[nn.Parameter, str],
         public: PublicGradients,
     ):
-        self._trained = trained
+        self._trained = dict.fromkeys(trained)
         self._names = names
         self._public = public
         self._hooks: list[RemovableHandle] = []
@@ -53,10 +54,24 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
 
-    def drop(self) -> None:
-        """Drop a release, or what others wrote."""
-        for parameter in self._trained:
+    def drop(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Drop a release, or what others wrote; that of all parameters by default."""
+        for parameter in self._trained if parameters is None else parameters:
             parameter.grad = None
+
+    def refuse_frozen(self, optimizer: Optimizer) -> None:
+        """Refuse gradients that are not released: an optimizer steps on every `.grad`."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter not in self._trained and parameter.grad is not None:
+                name = self._names.get(parameter, "(added later)")
+                parameter.grad = None
+                raise PrivateRefusal(
+                    f"parameter '{name}' was frozen when the model was made private and has a "
+                    "gradient now, so nothing was released; call engine.detach(model), then "
+                    "make_private again"
+                ) from None
 
     def refuse_hooks(self) -> None:
         """Refuse hooks on gradients, which would see nothing: autograd makes none of parameters.

@@ -11,7 +11,7 @@
         if last microbatch:                            # release
             charge, all-reduce over the ranks, add noise   # what the gates did not do
             parameter.grad = sums[parameter] / expected_batch_size
-    optimizer.step():
+    optimizer.step():                                  # of the first optimizer; others follow it
         release                                        # if no backward could: a batch of others
         parameter.grad += gradient of public data      # see dpflash.privacy.public_data
         the wrapped optimizer's step
@@ -25,7 +25,7 @@ the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -46,6 +46,7 @@ from .gradients import Gradients
 from .noise import BatchNoise, Noise
 from .options import ReleaseOptions
 from .sums import ClippedSums
+from .turns import Kind, Turns
 
 _AGREED = (
     "noise_multiplier",
@@ -70,7 +71,8 @@ class PrivateStep:
     """One logical batch at a time: clipped sums, charge, noise, and release to the optimizer.
 
     Args:
-        optimizer: the wrapped optimizer; a release sets the gradients of its parameters.
+        optimizer: the wrapped optimizer, or several as one; a release sets the gradients of its
+            parameters.
         sums: of the clipped gradients of the logical batch.
         tracker: follows the microbatches of the training loop.
         options: noise, bound and divisor of the next release.
@@ -82,6 +84,7 @@ class PrivateStep:
         released: the parameters whose `.grad` is a release that waits for its step, or None.
         public: gradients of public data that the next step adds to its release.
         rows: which rows of the current microbatch are samples.
+        turns: which optimizers have stepped on the last release.
 
     Guarantees:
         A release is charged to the accountant, and written to the ledger, before its first noisy
@@ -110,6 +113,7 @@ class PrivateStep:
         self.public = PublicGradients(sums.trained, sums.names)
         self.gradients = Gradients(sums.trained, sums.names, self.public)
         self.rows = RealRows(tracker.real_rows)
+        self.turns = Turns()
         self._optimizer = optimizer
         self._kind_of_noise = kind_of_noise
         self._clipper: Clipper | None = None
@@ -124,8 +128,11 @@ class PrivateStep:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that a release changes."""
-        # The wrapped optimizer's as it is now: groups can be added, parameters frozen.
-        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return self.parameters_of(self._optimizer)
+
+    def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """Those of a wrapped optimizer as it is now: groups can be added, parameters frozen."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in held if self.sums.is_trained(p) and p.requires_grad]
 
     def attach(self, clipper: Clipper) -> None:
@@ -160,6 +167,7 @@ class PrivateStep:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
         self.public.refuse_inside("a batch of the private loader")
         self.public.begin_batch(begins_draw=begins_draw)
+        self.turns.end()
         if self._clipper is not None:
             self._clipper.begin_batch(samples, units)
 
@@ -174,7 +182,19 @@ class PrivateStep:
 
     def discard(self) -> None:
         """Drop the sums of a logical batch, or its release."""
+        self.turns.end()
         self.gradients.drop()
+        self._drop_sums()
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients of an optimizer's parameters, and the sums of a logical batch."""
+        self.turns.leave(optimizer)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        self.public.drop(own)
+        self.gradients.drop(own)
+        self._drop_sums()
+
+    def _drop_sums(self) -> None:
         self._clear()
         self.tracker.dropped()
         if self._clipper is not None:
@@ -208,6 +228,7 @@ class PrivateStep:
 
     def begin_backward(self) -> None:
         """A backward begins; the first of a logical batch fixes the bound."""
+        self.turns.end()
         if self.noise is not None:
             raise RuntimeError(
                 "a backward pass after a release of this logical batch was begun: its noise would "
@@ -345,20 +366,37 @@ class PrivateStep:
 
     # The step: called by the private optimizer.
 
-    def take_release(self) -> None:
-        """End the logical batch; `.grad` is its release, with the gradients of public data.
+    def take_turn(self, optimizer: torch.optim.Optimizer) -> Kind:
+        """Prepare `.grad` for a step of the optimizer, and say what it holds.
 
         Raises:
             RuntimeError: the released gradients are gone.
+            PrivateRefusal: see `PrivateOptimizer.step`.
         """
+        self.options.refuse_changed()
+        kind = self.turns.take(optimizer, self._decide, is_new=self.public.are_waiting)
+        if kind == "release":
+            self._refuse_cleared(self.parameters_of(optimizer))
+        return kind
+
+    def _decide(self) -> Kind:
+        """What the first step() behind a backward is on; ends the microbatch or logical batch."""
+        if self.tracker.step_ends_microbatch():
+            self.public.begin_batch(begins_draw=False)
+            return "microbatch"
+        if self.public.are_waiting and not self.is_open and self.tracker.is_between_batches:
+            self.gradients.refuse_frozen(self._optimizer)
+            self._set_public_gradients()
+            return "public gradients"
+        self.gradients.refuse_frozen(self._optimizer)
+        self._take_release()
+        return "release"
+
+    def _take_release(self) -> None:
+        """End the logical batch; `.grad` is its release, with the gradients of public data."""
         if self.released is None:
             self.release(signalled=self.tracker.signalled_now)
-        if self.released and all(p.grad is None for p in self.released):
-            self.discard()
-            raise RuntimeError(
-                "every .grad was cleared between the last backward of a logical batch and "
-                "optimizer.step(), so its release is lost: call model.zero_grad() after step()"
-            )
+        self._refuse_cleared(self.released or ())
         self._agree("a private batch")
         for parameter, grad in self.public.mean(self.sums.ranks).items():
             if parameter.grad is not None:
@@ -369,12 +407,16 @@ class PrivateStep:
             self._clipper.end_batch(released=True)
         self.tracker.released()
 
-    @property
-    def has_public_alone(self) -> bool:
-        """Whether the step under way is of public gradients, and no private batch waits for it."""
-        return self.public.are_waiting and not self.is_open and self.tracker.is_between_batches
+    def _refuse_cleared(self, parameters: Collection[nn.Parameter]) -> None:
+        """Refuse a step on a release whose gradients are gone."""
+        if parameters and all(p.grad is None for p in parameters):
+            self.discard()
+            raise RuntimeError(
+                "every .grad was cleared between the last backward of a logical batch and "
+                "optimizer.step(), so its release is lost: call model.zero_grad() after step()"
+            )
 
-    def set_public_gradients(self) -> None:
+    def _set_public_gradients(self) -> None:
         """Set the gradients of public data alone; nothing is released or charged."""
         self._agree("public data alone")
         self.gradients.drop()

@@ -388,6 +388,54 @@ def test_an_optimizer_of_foreign_parameters_is_refused(refused):
     refused(ValueError, "2 parameter(s)", "(5, 7)", "module.parameters()", optimizer=foreign)
 
 
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        (["0.weight", "0.bias", "2.weight"], ["holds '2.bias', which"]),
+        (["0.weight"], ["'0.bias', '2.weight', '2.bias', which"]),
+        (["2.bias"], ["'0.weight', '0.bias', '2.weight', which"]),
+        (["norm.weight"], ["'0.weight', '0.bias', '2.weight' and 2 more, which"]),
+    ],
+)
+def test_a_trained_parameter_in_no_optimizer_is_refused_by_name(held, words, refused):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    if held == ["norm.weight"]:
+        model.norm = nn.LayerNorm(2)
+    optimizer = torch.optim.SGD([model.get_parameter(n) for n in held], lr=0.1)
+    line = f"module.get_parameter({words[0].split()[words[0].startswith('holds')].rstrip(',')})"
+    ways = [f"{line}.requires_grad_(False)", "optimizer=[first, second]"]
+    refused(ValueError, *words, *ways, model=model, optimizer=optimizer)
+
+
+def test_frozen_and_tied_parameters_need_no_optimizer_of_their_own():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    model[2].weight = model[0].weight
+    model[1].requires_grad_(False)
+    PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD([model[2].weight], lr=0.1),
+        data_loader=loader(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+
+def test_a_list_of_optimizers_is_refused_where_they_share_a_parameter(refused):
+    model = nn.Linear(3, 2)
+    both = torch.optim.SGD(model.parameters(), lr=0.1)
+    one = torch.optim.AdamW([model.bias], lr=0.1)
+    for several in ([both, one], (one, both)):
+        refused(
+            ValueError, "parameter 'bias' is in two optimizers", model=model, optimizer=several
+        )
+    plain = "expected a plain torch.optim.Optimizer"
+    refused(ValueError, plain, model=model, optimizer=[both, "sgd"])
+    alone = torch.optim.SGD([model.bias], lr=0.1)
+    refused(ValueError, "no optimizer holds 'weight'", model=model, optimizer=[alone])
+    with pytest.raises(ValueError, match=r"optimizer=\[\]"):
+        PrivacyEngine.validate(module=model, optimizer=[])
+
+
 def test_an_optimizer_without_a_trainable_parameter_is_refused(refused):
     model = nn.Linear(3, 2).requires_grad_(False)
     refused(ValueError, "no trainable parameter", model=model)

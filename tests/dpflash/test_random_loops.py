@@ -13,7 +13,7 @@ import dpflash
 
 ACTIONS = (
     "next", "backward", "backward", "step", "step", "zero_grad", "model.zero_grad", "late", "late",
-    "clip", "keep", "fail", "foreign", "public", "epoch", "write",
+    "clip", "keep", "fail", "foreign", "public", "epoch", "write", "other step", "other zero_grad",
 )  # fmt: skip
 
 
@@ -21,22 +21,26 @@ class Loop:
     """A training loop that does one thing after another.
 
     Args:
+        several: whether each layer has an optimizer of its own.
         options: of make_private.
     """
 
-    def __init__(self, **options):
+    def __init__(self, several=False, **options):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8))
         self.engine = dpflash.PrivacyEngine(seed=0)
         self.reduction = options.get("loss_reduction")
-        self.model, self.optimizer, self.loader = self.engine.make_private(
+        parts = (self.model[0], self.model[2]) if several else (self.model,)
+        made = [torch.optim.SGD(part.parameters(), lr=1e-9, momentum=0.9) for part in parts]
+        self.model, self.optimizers, self.loader = self.engine.make_private(
             module=self.model,
-            optimizer=torch.optim.SGD(self.model.parameters(), lr=1e-9, momentum=0.9),
+            optimizer=made,
             data_loader=DataLoader(TensorDataset(torch.randn(12, 3)), batch_size=4),
             noise_multiplier=1e4,
             max_grad_norm=1.0,
             **options,
         )
+        self.optimizer, self.other = self.optimizers[0], self.optimizers[-1]
         self.late = torch.optim.AdamW(self.model.parameters(), lr=1e-9)
         self.epoch()
         self.x = torch.randn(4, 3)
@@ -96,6 +100,8 @@ class Loop:
             self.model.zero_grad()
         elif action == "late":
             self.late.step()
+        elif action.startswith("other "):
+            getattr(self.other, action[6:])()
         else:
             getattr(self, action)()
 
@@ -110,6 +116,7 @@ def is_noise(x):
     [
         {},
         {"physical_batch_size": 2},
+        {"physical_batch_size": 2, "several": True},
         {"clipping": "per_layer", "physical_batch_size": 2},
         {"loss_reduction": "mean", "physical_batch_size": 3},
         {"grad_sample_mode": "ghost"},
@@ -130,8 +137,8 @@ def test_every_gradient_that_a_loop_can_reach_is_noise(options, actions):
                 refused += 1
         for p in loop.model.parameters():
             assert is_noise(p.grad), action
-            for optimizer in (loop.optimizer, loop.late):
-                held = optimizer.state[p].values()
+            for optimizer in (*loop.optimizers, loop.late):
+                held = optimizer.state.get(p, {}).values()
                 assert all(is_noise(t) for t in held if isinstance(t, torch.Tensor) and t.ndim)
             if p.grad is not None and not any(p.grad is t for t in kept):
                 kept.append(p.grad)
