@@ -13,7 +13,7 @@ X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
 
 
 class Run:
-    """A run of two linear layers.
+    """A run of two linear layers, whose biases and matrices have groups of their own.
 
     Args:
         shape: of the optimizers: "one" with two groups, "two", or "turned", the two in the other
