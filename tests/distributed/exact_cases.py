@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from distributed_world import load
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dpflash
 from dpflash.packing import PackTo
 
-_NAME = "distributed_private_cases"
-if _NAME not in sys.modules:
-    _SPEC = importlib.util.spec_from_file_location(
-        _NAME, Path(__file__).with_name("private_cases.py")
-    )
-    assert _SPEC is not None and _SPEC.loader is not None
-    sys.modules[_NAME] = importlib.util.module_from_spec(_SPEC)
-    _SPEC.loader.exec_module(sys.modules[_NAME])
-cases: Any = sys.modules[_NAME]
+cases: Any = load(str(Path(__file__).with_name("private_cases.py")))
 
 SAMPLES, BATCH, WIDTHS = 60, 24, (48, 80)
 
@@ -58,17 +49,18 @@ def released(
     grad_sample_mode: str = "auto",
 ) -> list[np.ndarray]:
     """The gradients of some releases, whole; ranks=0 is one process without a mesh."""
-    mesh = cases.mesh_of(1) if ranks else None
     torch.manual_seed(0)
     plain = Sum()
-    model = plain if mesh is None else cases.wrap(plain, wrapper, mesh)
+    model, mesh = cases.parallel(plain, int(ranks > 0), wrapper)
     generator = torch.Generator().manual_seed(1)
     x = torch.randint(-1000, 1001, (SAMPLES, sum(WIDTHS)), generator=generator).float()
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
-    model, optimizer, loader = engine.make_private(
-        module=model,
+    model, optimizer, loader = cases.private(
+        engine,
+        model,
+        TensorDataset(x),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(x), batch_size=BATCH),
+        batch_size=BATCH,
         noise_multiplier=sigma,
         max_grad_norm=bound,
         clipping=clipping,
@@ -100,21 +92,19 @@ def packed(
     documents: int = 17,
 ) -> tuple[list[np.ndarray], list[int]]:
     """(gradients of releases over packed documents, this rank's microbatches of each)."""
-    mesh = cases.mesh_of(1) if ranks else None
     torch.manual_seed(0)
     plain = dpflash.nn.LongContextLM(40, 32, 1, 2, max_seq_len=256)
-    model = plain if mesh is None else cases.wrap(plain, wrapper, mesh)
+    model, mesh = cases.parallel(plain, int(ranks > 0), wrapper)
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, 257, (documents,), generator=generator).tolist()
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
-    model, optimizer, loader = engine.make_private(
-        module=model,
+    model, optimizer, loader = cases.private(
+        engine,
+        model,
+        [torch.randint(40, (n,), generator=generator) for n in lengths],
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(
-            [torch.randint(40, (n,), generator=generator) for n in lengths],
-            batch_size=(documents + 1) // 2,
-            collate_fn=PackTo(tokens=256, max_documents=max_documents, align=64),
-        ),
+        batch_size=(documents + 1) // 2,
+        collate=PackTo(tokens=256, max_documents=max_documents, align=64),
         noise_multiplier=0.5,
         max_grad_norm=0.7,
         clipping=clipping,

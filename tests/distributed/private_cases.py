@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -67,6 +70,52 @@ def wrap(model: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
+def parallel(
+    model: nn.Module, context: int, wrapper: str = "plain", **options: Any
+) -> tuple[nn.Module, DeviceMesh | None]:
+    """The model as ranks share it, and their mesh; as it is for context=0, of one process."""
+    if not context:
+        return model, None
+    mesh = mesh_of(context)
+    if context > 1:
+        context_parallel(model, mesh, **options)
+    return wrap(model, wrapper, mesh), mesh
+
+
+def sharded(mesh: DeviceMesh | None, *batch: Tensor, sharding: str = "contiguous") -> list[Tensor]:
+    """This rank's tokens of a batch."""
+    if mesh is None or mesh["context"].size() == 1:
+        return list(batch)
+    group = mesh.get_group("context")
+    return [shard_sequence(t, 1, group, sharding) for t in batch]
+
+
+def private(
+    engine: dpflash.PrivacyEngine,
+    model: nn.Module,
+    data: Any = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch_size: int = BATCH,
+    collate: Any = None,
+    shuffle: bool = False,
+    **options: Any,
+) -> Any:
+    """What `make_private` returns, for SGD where no optimizer is given."""
+    data = dataset() if data is None else data
+    return engine.make_private(
+        module=model,
+        optimizer=optimizer or torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(data, batch_size, shuffle, collate_fn=collate),
+        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options},
+    )
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """By its usual eps a gradient of about 0 would make a whole step of its rounding."""
+    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+
+
 def whole(model: nn.Module) -> np.ndarray:
     """All parameters one after another."""
     parts = []
@@ -94,23 +143,13 @@ def train_packed(
     steps: int = 3,
 ) -> dict[str, Any]:
     """Some private steps on packed documents; together=False is one process."""
-    mesh = mesh_of(context) if together else None
-    plain = made = build()
-    if mesh is not None:
-        if context > 1:
-            context_parallel(plain, mesh)
-        made = wrap(plain, wrapper, mesh)
+    plain = build()
+    made, mesh = parallel(plain, context if together else 0, wrapper)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
     pack = dpflash.packing.PackTo(tokens=2 * TOKENS, max_documents=5, rows=2)
-    made, optimizer, loader = engine.make_private(
-        module=made,
-        optimizer=torch.optim.Adam(made.parameters(), lr=1e-2, eps=1e-3),
-        data_loader=DataLoader(documents(), batch_size=BATCH, collate_fn=pack),
-        noise_multiplier=0.5,
-        max_grad_norm=0.5,
-        clipping=clipping,
-        grad_sample_mode=grad_sample_mode,
-    )
+    options = {"noise_multiplier": 0.5, "max_grad_norm": 0.5, "clipping": clipping}
+    options |= {"grad_sample_mode": grad_sample_mode, "optimizer": adam(made)}
+    made, optimizer, loader = private(engine, made, documents(), collate=pack, **options)
     microbatches, own = 0, []
     while optimizer.releases < steps:
         for batch in loader:
@@ -153,18 +192,14 @@ def train(
     users: int | None = None,
 ) -> dict[str, Any]:
     """Some private steps, if asked of users; context=0 is one process that has everything."""
-    mesh = mesh_of(context) if context else None
-    plain = made = build(**dict(model or {}))
-    if mesh is not None:
-        if context > 1:
-            context_parallel(plain, mesh, mode=mode, sharding=sharding)
-        made = wrap(plain, wrapper, mesh)
+    plain = build(**dict(model or {}))
+    made, mesh = parallel(plain, context, wrapper, mode=mode, sharding=sharding)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh, ledger=ledger)
-    made, optimizer, loader = engine.make_private(
-        module=made,
-        # By its usual eps a gradient of about 0 would make a whole step of its rounding.
-        optimizer=torch.optim.Adam(made.parameters(), lr=1e-2, eps=1e-3),
-        data_loader=DataLoader(dataset(), batch_size=batch_size),
+    made, optimizer, loader = private(
+        engine,
+        made,
+        optimizer=adam(made),
+        batch_size=batch_size,
         noise_multiplier=sigma,
         max_grad_norm=0.5,
         clipping=clipping,
@@ -179,9 +214,7 @@ def train(
     sizes: list[int] = []
     while optimizer.releases < steps:
         for x, y in loader:
-            if context > 1:
-                group_of_context = mesh.get_group("context")
-                x, y = (shard_sequence(t, 1, group_of_context, sharding) for t in (x, y))
+            x, y = sharded(mesh, x, y, sharding=sharding)
             if no_sync and not loader.is_last:
                 with made.no_sync():
                     engine.backward(made(x, y))
@@ -218,35 +251,23 @@ def clipped_sums(
         broken: adds the squares of the parts' norms, as if they were norms of the sum.
         scale: of the losses, so that gradients are far above the bound.
     """
-    mesh = mesh_of(context) if context else None
-    model = build()
-    if context > 1:
-        context_parallel(model, mesh, mode="ring")
+    model, mesh = parallel(build(), context, mode="ring")
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
-    model, optimizer, _ = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(dataset(), batch_size=BATCH),
-        noise_multiplier=0.0,
-        max_grad_norm=bound,
-        clipping=clipping,
-        grad_sample_mode=grad_sample_mode,
-    )
-    if broken:
-        break_norms()
+    options = {"clipping": clipping, "grad_sample_mode": grad_sample_mode}
+    private(engine, model, noise_multiplier=0.0, max_grad_norm=bound, **options)
     x, y = (t[:4] for t in dataset().tensors)
     if drop is not None:
         kept = [i for i in range(4) if i != drop]
         x, y = x[kept], y[kept]
-    if context > 1:
-        x, y = (shard_sequence(t, 1, mesh.get_group("context")) for t in (x, y))
-    try:
+    x, y = sharded(mesh, x, y)
+    with broken_norms() if broken else nullcontext():
         engine.backward(model(x, y) * scale)
-    finally:
-        if broken:
-            mend_norms()
-    sums = engine._step.sums
-    return torch.cat([sums[p].flatten() for p in model.parameters()]).numpy()
+    return flat_sums(engine, model).numpy()
+
+
+def flat_sums(engine: dpflash.PrivacyEngine, model: nn.Module) -> Tensor:
+    """The clipped sums of all parameters one after another."""
+    return torch.cat([engine._step.sums[p].flatten() for p in model.parameters()])
 
 
 def packed_sums(
@@ -268,16 +289,14 @@ def packed_sums(
         drop: this document has no tokens.
         broken: see `clipped_sums`.
     """
-    mesh = mesh_of(context) if context else None
-    made: nn.Module = build(**dict(model or {})).double()
-    if context > 1:
-        context_parallel(made, mesh, mode=mode)
+    made, mesh = parallel(build(**dict(model or {})).double(), context, mode=mode)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
     pack = dpflash.packing.PackTo(tokens=22 * rows, max_documents=6, rows=rows)
-    made, optimizer, _ = engine.make_private(
-        module=made,
-        optimizer=torch.optim.SGD(made.parameters(), lr=1.0),
-        data_loader=DataLoader(documents(), batch_size=BATCH, collate_fn=pack),
+    private(
+        engine,
+        made,
+        documents(),
+        collate=pack,
         noise_multiplier=0.0,
         max_grad_norm=bound,
         clipping=clipping,
@@ -299,34 +318,23 @@ def packed_sums(
         places["sample_index"].view(-1)[start:end] = -1
     engine.prepare(places)
     batch = made.context_parallel.shard(places) if context > 1 else places
-    if broken:
-        break_norms()
-    try:
+    with broken_norms() if broken else nullcontext():
         losses = made(batch.input_ids, batch.targets, packed=batch)
         engine.backward(losses)
-    finally:
-        if broken:
-            mend_norms()
-    sums = engine._step.sums
-    return {
-        "sums": torch.cat([sums[p].flatten() for p in made.parameters()]).numpy(),
-        "losses": losses.detach().numpy(),
-    }
+    return {"sums": flat_sums(engine, made).numpy(), "losses": losses.detach().numpy()}
 
 
-_held: list[Any] = []
-
-
-def break_norms() -> None:
+@contextmanager
+def broken_norms() -> Iterator[None]:
     """Norms from each rank's own part: its squares are added, never its gradients."""
-    from dpflash.clipping import context_gate
+    from dpflash.clipping.context_gate import ContextGate
     from dpflash.distributed import collectives
 
-    _held.append(context_gate.ContextGate._slice)
-    parts: dict[int, Tensor] = {}
+    sliced = ContextGate._slice
+    parts: dict[tuple[int, int], Tensor] = {}
 
     def share(self: Any, position: int, grad: Tensor) -> Tensor:
-        own = _held[0](self, position, grad)
+        own = sliced(self, position, grad)
         parts[id(self), position] = grad
         return own
 
@@ -338,37 +346,19 @@ def break_norms() -> None:
                 squares += grad.flatten(1).double().square().sum(1)
         return collectives.all_reduce_(squares, self._group, "norms")
 
-    _held.append(context_gate.ContextGate.finish_norms)
-    context_gate.ContextGate._slice = share
-    context_gate.ContextGate.finish_norms = norms
-
-
-def mend_norms() -> None:
-    from dpflash.clipping import context_gate
-
-    context_gate.ContextGate._slice, context_gate.ContextGate.finish_norms = _held
-    _held.clear()
+    with patch.multiple(ContextGate, _slice=share, finish_norms=norms):
+        yield
 
 
 def noise_of(group: object = None, *, context: int, wrapper: str = "plain") -> dict[str, Any]:
     """What a step adds to zero gradients: the parameters' change, and who drew how much."""
     from dpflash.kernels import noise
 
-    mesh = mesh_of(context) if context else None
-    plain = made = build()
-    if mesh is not None:
-        if context > 1:
-            context_parallel(plain, mesh)
-        made = wrap(plain, wrapper, mesh)
+    plain = build()
+    made, mesh = parallel(plain, context, wrapper)
     before = whole(plain)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
-    made, optimizer, loader = engine.make_private(
-        module=made,
-        optimizer=torch.optim.SGD(made.parameters(), lr=1.0),
-        data_loader=DataLoader(dataset(), batch_size=BATCH),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    made, optimizer, loader = private(engine, made)
     drawn = [0]
     original = noise.NoiseStream.add_to_
 
@@ -376,129 +366,65 @@ def noise_of(group: object = None, *, context: int, wrapper: str = "plain") -> d
         drawn[0] += out.numel()
         return original(self, out)
 
-    noise.NoiseStream.add_to_ = count
-    try:
+    with patch.object(noise.NoiseStream, "add_to_", count):
         for x, y in loader:
-            if context > 1:
-                x, y = (shard_sequence(t, 1, mesh.get_group("context")) for t in (x, y))
-            engine.backward(made(x, y) * 0.0)
+            engine.backward(made(*sharded(mesh, x, y)) * 0.0)
             optimizer.step()
             optimizer.zero_grad()
             if loader.is_last:
                 break
-    finally:
-        noise.NoiseStream.add_to_ = original
     return {"noise": (before - whole(plain)) * BATCH, "drawn": drawn[0]}
 
 
 def refusals(group: object = None) -> dict[str, str]:
     """What is refused where two ranks are, and how it is said."""
     said = {}
+    rank = dist.get_rank()
+    data, context = mesh_of(1), mesh_of(2)
+    engine, new = dpflash.PrivacyEngine(mesh=data), dpflash.PrivacyEngine
+    pack = dpflash.packing.PackTo(tokens=64, max_documents=5, align=64)
+    users = {"unit_of": [i // 2 for i in range(SAMPLES)], "examples_per_unit": 2}
 
-    def attempt(name: str, action: Any) -> None:
+    def in_context() -> nn.Module:
+        return context_parallel(build(), context)
+
+    attempts = {
+        "mesh of one": lambda: new(mesh=DeviceMesh("cpu", [rank])),
+        "mesh names": lambda: new(mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))),
+        "no mesh": lambda: new(mesh="data"),
+        "seed": lambda: new(mesh=data, seed=rank),
+        "accountant": lambda: new(mesh=data, accountant="rdp" if rank else "contour"),
+        "shuffled": lambda: private(engine, build(), sampling="shuffled", shuffle=True),
+        "noise": lambda: private(engine, build(), noise_multiplier=1.0 + rank),
+        "clipping": lambda: private(new(mesh=data), build(), clipping=("flat", "per_layer")[rank]),
+        "model": lambda: private(new(mesh=data), build(norm=("layer_norm", "rms_norm")[rank])),
+        "not context parallel": lambda: private(new(mesh=context), build()),
+        "engine without context": lambda: private(new(mesh=data), in_context()),
+        "no engine mesh": lambda: private(new(), in_context()),
+        "users": lambda: private(new(mesh=context), in_context(), **users),
+        "book_keeping": lambda: private(
+            new(mesh=context), in_context(), grad_sample_mode="book_keeping"
+        ),
+        "packed exact": lambda: private(
+            new(mesh=context), in_context(), documents(), collate=pack, exact=True
+        ),
+        "ddp without mesh": lambda: private(new(), wrap(build(), "ddp", data)),
+        "fsdp without mesh": lambda: private(new(), wrap(build(), "fsdp", data)),
+        "ledger": lambda: new(mesh=data, ledger=os.environ.get("TMPDIR", "/tmp")),
+    }
+    for name, attempt in attempts.items():
         try:
-            action()
+            attempt()
             said[name] = "nothing"
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
-
-    def make(engine: dpflash.PrivacyEngine, module: nn.Module, **options: Any) -> None:
-        arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
-        engine.make_private(
-            module=module,
-            optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
-            data_loader=DataLoader(dataset(), batch_size=BATCH, shuffle=True),
-            **arguments,
-        )
-
-    rank = dist.get_rank()
-    data, context = mesh_of(1), mesh_of(2)
-    attempt("mesh of one", lambda: dpflash.PrivacyEngine(mesh=DeviceMesh("cpu", [rank])))
-    attempt(
-        "mesh names",
-        lambda: dpflash.PrivacyEngine(mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))),
-    )
-    attempt("no mesh", lambda: dpflash.PrivacyEngine(mesh="data"))
-    attempt("seed", lambda: dpflash.PrivacyEngine(mesh=data, seed=rank))
-    attempt(
-        "accountant",
-        lambda: dpflash.PrivacyEngine(mesh=data, accountant="rdp" if rank else "contour"),
-    )
-    engine = dpflash.PrivacyEngine(mesh=data)
-    attempt("shuffled", lambda: make(engine, build(), sampling="shuffled"))
-    attempt("noise", lambda: make(engine, build(), noise_multiplier=1.0 + rank))
-    attempt(
-        "clipping",
-        lambda: make(
-            dpflash.PrivacyEngine(mesh=data), build(), clipping=("flat", "per_layer")[rank]
-        ),
-    )
-    attempt(
-        "model",
-        lambda: make(
-            dpflash.PrivacyEngine(mesh=data), build(norm=("layer_norm", "rms_norm")[rank])
-        ),
-    )
-    attempt("not context parallel", lambda: make(dpflash.PrivacyEngine(mesh=context), build()))
-    attempt(
-        "engine without context",
-        lambda: make(dpflash.PrivacyEngine(mesh=data), context_parallel(build(), context)),
-    )
-    attempt(
-        "no engine mesh", lambda: make(dpflash.PrivacyEngine(), context_parallel(build(), context))
-    )
-    attempt(
-        "users",
-        lambda: make(
-            dpflash.PrivacyEngine(mesh=context),
-            context_parallel(build(), context),
-            unit_of=[i // 2 for i in range(SAMPLES)],
-            examples_per_unit=2,
-        ),
-    )
-    attempt(
-        "book_keeping",
-        lambda: make(
-            dpflash.PrivacyEngine(mesh=context),
-            context_parallel(build(), context),
-            grad_sample_mode="book_keeping",
-        ),
-    )
-    attempt(
-        "packed exact",
-        lambda: dpflash.PrivacyEngine(mesh=context).make_private(
-            module=(model := context_parallel(build(), context)),
-            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-            data_loader=DataLoader(
-                documents(),
-                batch_size=BATCH,
-                collate_fn=dpflash.packing.PackTo(tokens=64, max_documents=5, align=64),
-            ),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            exact=True,
-        ),
-    )
-    attempt("ddp without mesh", lambda: make(dpflash.PrivacyEngine(), wrap(build(), "ddp", data)))
-    attempt(
-        "fsdp without mesh", lambda: make(dpflash.PrivacyEngine(), wrap(build(), "fsdp", data))
-    )
-    folder = os.environ.get("TMPDIR", "/tmp")
-    attempt("ledger", lambda: dpflash.PrivacyEngine(mesh=data, ledger=folder))
     return said
 
 
 def differing_draws(group: object = None) -> str:
     """A rank that is at another draw than the other one."""
     engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
-    model = build()
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(dataset(), batch_size=BATCH),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    model, optimizer, loader = private(engine, build())
     for x, y in loader:
         if engine._step.tracker.current.draw == dist.get_rank():
             engine.backward(model(x, y))
@@ -514,16 +440,9 @@ def differing_draws(group: object = None) -> str:
 def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -> Any:
     """The draws of one pass, and the parts of them that this rank gets."""
     engine = dpflash.PrivacyEngine(seed=7, mesh=mesh_of(1))
-    model = nn.Linear(1, 1)
-    samples = torch.arange(50.0).unsqueeze(1)
-    _, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(TensorDataset(samples), batch_size=batch_size),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        physical_batch_size=physical_batch_size,
-    )
+    samples = TensorDataset(torch.arange(50.0).unsqueeze(1))
+    sizes = {"batch_size": batch_size, "physical_batch_size": physical_batch_size}
+    model, optimizer, loader = private(engine, nn.Linear(1, 1), samples, **sizes)
     parts = []
     for (x,) in loader:
         mark = engine._step.tracker.current
@@ -537,39 +456,24 @@ def shares(group: object = None, *, batch_size: int, physical_batch_size: int) -
 
 def uneven_losses(group: object = None) -> str:
     """NaN in one rank's tokens: the sample is dropped on all of them."""
-    model = context_parallel(build(), mesh_of(2))
-    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(2))
-    model, optimizer, _ = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(dataset(), batch_size=BATCH),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-    )
-    x, y = (t[:4] for t in dataset().tensors)
-    x, y = (shard_sequence(t, 1, mesh_of(2).get_group("context")) for t in (x, y))
+    model, mesh = parallel(build(), 2)
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
+    private(engine, model, noise_multiplier=0.0)
+    x, y = sharded(mesh, *(t[:4] for t in dataset().tensors))
     weights = torch.ones(4)
     if dist.get_rank() == 1:
         weights[2] = float("nan")
     engine.backward(model(x, y) * weights)
-    sums = engine._step.sums
-    flat = torch.cat([sums[p].flatten() for p in model.parameters()])
-    return f"{engine.diagnostics()['nonfinite_samples']} {bool(flat.isfinite().all())}"
+    are_finite = bool(flat_sums(engine, model).isfinite().all())
+    return f"{engine.diagnostics()['nonfinite_samples']} {are_finite}"
 
 
 def after_detach(group: object = None) -> dict[str, float]:
     """A plain step of a wrapped model that was private before: DDP means its gradients again."""
     model = wrap(build(), "ddp", mesh_of(1))
     engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
-    loader = DataLoader(dataset(), batch_size=BATCH)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    private(engine, model, optimizer=optimizer)
     engine.detach(model)
     x, y = (t[3 * dist.get_rank() :][:3] for t in dataset().tensors)
     model(x, y).mean().backward()
@@ -580,17 +484,12 @@ def after_detach(group: object = None) -> dict[str, float]:
     wanted = torch.cat([p.grad.flatten() for p in alone.parameters()])
     before = whole(model)
     second = dpflash.PrivacyEngine(seed=1, mesh=mesh_of(1))
-    _, private, draws = second.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        noise_multiplier=0.0,
-        max_grad_norm=1e-3,
-    )
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 1e-3}
+    _, optimizer, draws = private(second, model, optimizer=optimizer, **options)
     for x, y in draws:
         second.backward(model(x, y))
-        private.step()
-        private.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         if draws.is_last:
             break
     moved = np.linalg.norm(before - whole(model)) * BATCH
@@ -599,15 +498,7 @@ def after_detach(group: object = None) -> dict[str, float]:
 
 def signalled(group: object = None) -> str:
     """BatchMemoryManager's call beside other ranks."""
-    model = build()
-    engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
-    _, optimizer, _ = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(dataset(), batch_size=BATCH),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    _, optimizer, _ = private(dpflash.PrivacyEngine(mesh=mesh_of(1)), build())
     try:
         optimizer.signal_skip_step(True)
     except RuntimeError as error:
@@ -631,13 +522,7 @@ def failing_ledger(group: object = None, *, path: str) -> str:
     model = build()
     before = whole(model)
     engine = dpflash.PrivacyEngine(mesh=mesh_of(1), ledger=path)
-    _, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(dataset(), batch_size=BATCH),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    _, optimizer, loader = private(engine, model)
     for x, y in loader:
         losses = model(x, y)
         if loader.is_last and dist.get_rank() == 0:
@@ -671,13 +556,8 @@ def odd_start(group: object = None) -> dict[str, Any]:
     torch.manual_seed(100 + dist.get_rank())
     model = nn.Sequential(Odd())
     strides = model[0].weight.stride()
-    dpflash.PrivacyEngine(mesh=mesh_of(1)).make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(TensorDataset(torch.zeros(8, 4)), batch_size=2),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    data = TensorDataset(torch.zeros(8, 4))
+    private(dpflash.PrivacyEngine(mesh=mesh_of(1)), model, data, batch_size=2)
     assert model[0].weight.stride() == strides
     return {name: value.float().numpy() for name, value in model.state_dict().items()}
 
@@ -686,47 +566,33 @@ def unequal_start(group: object = None) -> np.ndarray:
     """Ranks that built different models have the first one's after make_private."""
     torch.manual_seed(100 + dist.get_rank())
     model = LongContextLM(VOCAB, 32, 1, 2, max_seq_len=TOKENS)
-    dpflash.PrivacyEngine(mesh=mesh_of(1)).make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(dataset(), batch_size=BATCH),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    private(dpflash.PrivacyEngine(mesh=mesh_of(1)), model)
     return whole(model)
 
 
-class _Coupled(torch.autograd.Function):
-    """The identity, whose backward takes the mean gradient of the batch off."""
+def backward_by(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The identity, whose backward changes the gradient."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad - grad.mean(0)
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return change(grad)
 
-
-class _Restless(torch.autograd.Function):
-    """The identity, whose backward is another one each time."""
-
-    own = torch.Generator().manual_seed(0)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * torch.rand(grad.shape, generator=_Restless.own)
+    return Identity.apply
 
 
+OWN = torch.Generator().manual_seed(0)
+coupled = backward_by(lambda grad: grad - grad.mean(0))
+restless = backward_by(lambda grad: grad * torch.rand(grad.shape, generator=OWN))
 BREAKS = {
     "forward": lambda module, inputs, output: output - output.detach().mean(0),
     "order": lambda module, inputs, output: output.flip(0),
-    "backward": lambda module, inputs, output: _Coupled.apply(output),
-    "ghost": lambda module, inputs, output: _Restless.apply(output),
+    "backward": lambda module, inputs, output: coupled(output),
+    "ghost": lambda module, inputs, output: restless(output),
     "buffer": lambda module, inputs, output: module.kept.add_(1.0) and None,
 }
 
@@ -742,30 +608,19 @@ def proven(
     **options: Any,
 ) -> dict[str, Any]:
     """Some steps of a model that may be broken on the second rank; what is refused, if so."""
-    mesh = mesh_of(context)
-    plain = made = build()
+    plain = build()
     plain.blocks[0].register_buffer("kept", torch.ones(1))
-    if context > 1:
-        context_parallel(plain, mesh)
-    made = wrap(plain, wrapper, mesh)
+    made, mesh = parallel(plain, context, wrapper)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
-    made, optimizer, loader = engine.make_private(
-        module=made,
-        optimizer=torch.optim.SGD(made.parameters(), lr=0.1),
-        data_loader=DataLoader(dataset(), batch_size=24),
-        noise_multiplier=0.5,
-        max_grad_norm=0.5,
-        verify_first_batch=verify,
-        **options,
-    )
+    options |= {"noise_multiplier": 0.5, "max_grad_norm": 0.5, "verify_first_batch": verify}
+    options["optimizer"] = torch.optim.SGD(made.parameters(), lr=0.1)
+    made, optimizer, loader = private(engine, made, batch_size=24, **options)
     if breaks and dist.get_rank() == 1:
         plain.blocks[0].register_forward_hook(BREAKS[breaks])
     refused = None
     for x, y in loader:
-        if context > 1:
-            x, y = (shard_sequence(t, 1, mesh.get_group("context")) for t in (x, y))
         try:
-            engine.backward(made(x, y))
+            engine.backward(made(*sharded(mesh, x, y)))
         except RuntimeError as error:
             refused = f"{type(error).__name__}: {error}"
             assert engine._step.sums == {}

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from distributed_world import load
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import dpflash
-from dpflash.distributed import context_parallel, shard_sequence
 
-_NAME = "distributed_private_cases"
-if _NAME not in sys.modules:
-    _SPEC = importlib.util.spec_from_file_location(
-        _NAME, Path(__file__).with_name("private_cases.py")
-    )
-    assert _SPEC is not None and _SPEC.loader is not None
-    sys.modules[_NAME] = importlib.util.module_from_spec(_SPEC)
-    _SPEC.loader.exec_module(sys.modules[_NAME])
-cases: Any = sys.modules[_NAME]
+cases: Any = load(str(Path(__file__).with_name("private_cases.py")))
 
 PUBLIC = 12
 
@@ -37,22 +26,12 @@ def public_text() -> tuple[Tensor, Tensor]:
 
 def make(context: int, wrapper: str) -> tuple[Any, ...]:
     """The engine, what make_private returns, the plain model, and the mesh of all ranks."""
-    mesh = cases.mesh_of(context) if context else None
-    plain = made = cases.build()
-    if mesh is not None:
-        if context > 1:
-            context_parallel(plain, mesh)
-        made = cases.wrap(plain, wrapper, mesh)
+    plain = cases.build()
+    made, mesh = cases.parallel(plain, context, wrapper)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
-    private = engine.make_private(
-        module=made,
-        optimizer=torch.optim.Adam(made.parameters(), lr=1e-2, eps=1e-3),
-        data_loader=DataLoader(cases.dataset(), batch_size=cases.BATCH),
-        noise_multiplier=0.5,
-        max_grad_norm=0.5,
-        physical_batch_size=cases.SAMPLES,
-        max_batch_size=cases.SAMPLES,
-    )
+    options = dict.fromkeys(("noise_multiplier", "max_grad_norm"), 0.5)
+    options |= dict.fromkeys(("physical_batch_size", "max_batch_size"), cases.SAMPLES)
+    private = cases.private(engine, made, optimizer=cases.adam(made), **options)
     return engine, *private, plain, mesh
 
 
@@ -62,11 +41,6 @@ def train(
     """Two private steps with public gradients and one without private data."""
     engine, model, optimizer, loader, plain, mesh = make(context, wrapper)
 
-    def shard(*tensors: Tensor) -> list[Tensor]:
-        if context <= 1:
-            return list(tensors)
-        return [shard_sequence(t, 1, mesh.get_group("context")) for t in tensors]
-
     def on_public() -> None:
         with engine.public_data():
             x, y = public_text()
@@ -75,12 +49,12 @@ def train(
                 size = PUBLIC // mesh.size(0)
                 own = slice(mesh.get_local_rank(0) * size, (mesh.get_local_rank(0) + 1) * size)
                 x, y = x[own], y[own]
-            model(*shard(x, y)).mean().backward()
+            model(*cases.sharded(mesh, x, y)).mean().backward()
 
     for x, y in loader:
         if order == "before":
             on_public()
-        losses = model(*shard(x, y))
+        losses = model(*cases.sharded(mesh, x, y))
         if order == "between":
             on_public()
         engine.backward(losses)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,10 @@ import pytest
 CASES = str(Path(__file__).with_name("private_cases.py"))
 
 
-def _load(name):
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"distributed_private_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = _load("private_cases")
-exact_cases = _load("exact_cases")
-layer_cases = _load("layer_cases")
-public_cases = _load("public_cases")
+cases, exact_cases, layer_cases, public_cases = (
+    distributed_world.load(str(Path(__file__).with_name(f"{name}_cases.py")))
+    for name in ("private", "exact", "layer", "public")
+)
 # By this name it reads what other processes raise.
 World = distributed_world.World
 

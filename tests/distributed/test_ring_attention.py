@@ -1,8 +1,8 @@
 """Attention over several ranks against attention of one, for every pattern."""
 
-import importlib.util
 from pathlib import Path
 
+import distributed_world
 import pytest
 import torch
 
@@ -10,9 +10,7 @@ from dpflash import patterns
 from dpflash.distributed import Layout, edges_per_rank, ring_attention, sent_bytes
 
 CASES = str(Path(__file__).with_name("attention_cases.py"))
-_SPEC = importlib.util.spec_from_file_location("distributed_attention_cases_here", CASES)
-cases = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(cases)
+cases = distributed_world.load(CASES)
 
 NAMES = tuple(cases.all_patterns(64))
 MODES = ("ring", "all_gather", "ulysses")

@@ -74,28 +74,24 @@ def assert_nothing_is_left(engine, model):
     assert all(p.grad is None for p in model.parameters())
 
 
-class _BatchGradient(torch.autograd.Function):
-    """The identity, whose backward takes the mean gradient of the batch off."""
+def backward_by(change, forward=lambda x: x.view_as(x)):
+    """The identity, or another forward, whose backward changes the gradient."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
+    class Changed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return forward(x)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad - grad.mean(0)
+        @staticmethod
+        def backward(ctx, grad):
+            return change(grad)
+
+    return Changed.apply
 
 
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose backward scales by the greatest gradient of the batch."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / grad.abs().amax(0).clamp(min=1e-6)
+batch_gradient = backward_by(lambda grad: grad - grad.mean(0))
+scaled_gradient = backward_by(lambda grad: grad / grad.abs().amax(0).clamp(min=1e-6))
+tensor_scale = backward_by(lambda grad: grad / grad.abs().max())
 
 
 def routed(h):
@@ -132,8 +128,8 @@ FORWARDS = {
     "capacity": (routed, None, "b"),
 }
 BACKWARDS = {
-    "batch gradient": (_BatchGradient.apply, None, "a"),
-    "scaled gradient": (None, _ScaledGradient.apply, "b"),
+    "batch gradient": (batch_gradient, None, "a"),
+    "scaled gradient": (None, scaled_gradient, "b"),
 }
 
 
@@ -163,23 +159,11 @@ def test_what_only_a_backward_mixes_is_refused_by_the_first_layer_that_sees_it(
     assert engine.verified == "pending"
 
 
-class _TensorScale(torch.autograd.Function):
-    """The identity, whose backward divides by the greatest entry of the batch's gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / grad.abs().max()
-
-
 def test_a_scale_that_one_sample_sets_is_refused_whatever_weights_were_drawn(private):
     """The sample of the greatest loss has weight 0, or half of all proofs would not see it."""
     for loudest in range(6):
         torch.manual_seed(loudest)
-        engine, model, *_ = private(Between(None, _TensorScale.apply))
+        engine, model, *_ = private(Between(None, tensor_scale))
         losses = losses_of(model, data())
         losses = torch.where(torch.arange(BATCH) == loudest, 1e3 * losses, losses)
         with pytest.raises(RuntimeError, match="of layer 'b' for a sample changed"):
@@ -232,7 +216,7 @@ def test_a_refusal_tells_nothing_of_the_data(couple, private):
 def test_a_refused_batch_has_left_nothing_even_where_noise_is_fused_in(kind, private):
     """The last layers' gates have run, been paid for and been noised where another one refuses."""
     torch.manual_seed(0)
-    model = Between(None, _ScaledGradient.apply)
+    model = Between(None, scaled_gradient)
     engine, model, optimizer, loader = private(
         model, data(200), batch_size=BATCH, noise_multiplier=1.0, **kind
     )
@@ -603,7 +587,7 @@ def test_forwards_that_no_backward_follows_do_not_count(private):
 def test_what_mixes_later_is_refused_later(how, private):
     torch.manual_seed(0)
     detached = "backward" not in how
-    then = (lambda h: h - h.detach().mean(0)) if detached else _BatchGradient.apply
+    then = (lambda h: h - h.detach().mean(0)) if detached else batch_gradient
     engine, model, optimizer, _ = private(Branches(then))
     backward(engine, model, data())
     optimizer.zero_grad()
@@ -688,7 +672,7 @@ def test_a_scalar_is_proven_by_the_gradients_at_the_outputs(call, returned, priv
             y = super().forward(x)
             return {"y": y, "none": None, "more": (y.sum(1), 3)} if returned == "dict" else y
 
-    for between in ([], [None, _ScaledGradient.apply]):
+    for between in ([], [None, scaled_gradient]):
         torch.manual_seed(0)
         engine, model, *_ = private(Named(*between), loss_reduction="mean")
         y = model(data())
@@ -1082,21 +1066,13 @@ def test_a_device_that_does_not_repeat_its_bits_is_allowed_to_round(private, mon
     def rounded(x):
         return x * (1 + 1e-7 * torch.randn(x.shape, generator=own))
 
-    class Rounding(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return rounded(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            return rounded(grad)
-
+    rounding = backward_by(rounded, forward=rounded)
     torch.manual_seed(0)
-    engine, model, *_ = private(Between(Rounding.apply))
+    engine, model, *_ = private(Between(rounding))
     with pytest.raises(RuntimeError, match="changed"):
         backward(engine, model, data())
     monkeypatch.setattr(digests, "is_deterministic", lambda device: False)
-    engine, model, *_ = private(Between(Rounding.apply))
+    engine, model, *_ = private(Between(rounding))
     backward(engine, model, data())
     assert engine.verified is True
     for between in (FORWARDS["detached mean"], BACKWARDS["scaled gradient"]):
