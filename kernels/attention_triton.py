@@ -129,6 +129,13 @@ def _clip(
 
 
 @triton.jit
+def _plus_product(total, weights, x, ptr, PRECISION: tl.constexpr):
+    """``total + weights x``, with weights rounded to the dtype of the tensor at `ptr`."""
+    rounded = weights.to(ptr.dtype.element_ty).to(x.dtype)
+    return tl.dot(rounded, x, total, input_precision=PRECISION)
+
+
+@triton.jit
 def _tanh(x):
     """tanh, to some units in the last place also near 0."""
     square = x * x
@@ -262,20 +269,10 @@ def _attention_forward_kernel(
                 alpha = tl.exp2(m - pivot)
                 total = total * alpha + tl.sum(p, 1)
                 v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
-                acc0 = tl.dot(
-                    p.to(v_ptr.dtype.element_ty).to(v0.dtype),
-                    v0,
-                    acc0 * alpha[:, None],
-                    input_precision=PRECISION,
-                )
+                acc0 = _plus_product(acc0 * alpha[:, None], p, v0, v_ptr, PRECISION)
                 if E1 > 0:
                     v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
-                    acc1 = tl.dot(
-                        p.to(v_ptr.dtype.element_ty).to(v1.dtype),
-                        v1,
-                        acc1 * alpha[:, None],
-                        input_precision=PRECISION,
-                    )
+                    acc1 = _plus_product(acc1 * alpha[:, None], p, v1, v_ptr, PRECISION)
                 m = m_new
 
     # Not "total > 0": a NaN must stay one.
@@ -449,16 +446,9 @@ def _attention_dq_kernel(
                     tl.store(dbias_ptr + entries, ds, mask=written)
                 if HAS_SOFTCAP:
                     ds *= 1.0 - tangent * tangent
-                dq0 = tl.dot(
-                    ds.to(k_ptr.dtype.element_ty).to(k0.dtype), k0, dq0, input_precision=PRECISION
-                )
+                dq0 = _plus_product(dq0, ds, k0, k_ptr, PRECISION)
                 if D1 > 0:
-                    dq1 = tl.dot(
-                        ds.to(k_ptr.dtype.element_ty).to(k1.dtype),
-                        k1,
-                        dq1,
-                        input_precision=PRECISION,
-                    )
+                    dq1 = _plus_product(dq1, ds, k1, k_ptr, PRECISION)
         if RUN_GRADS:
             run_sum = tl.where(there, run_sum, 0.0)
             tl.store(run_sums_ptr + place.to(tl.int64) * num_runs + run, tl.sum(run_sum, 0))
@@ -622,40 +612,20 @@ def _attention_dkdv_kernel(
                     if HAS_KEY_RANGE:
                         p = tl.where(seen_rows[:, None], p, 0.0)
                     do0 = _load(head_do_ptr, do_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
-                    dv0 = tl.dot(
-                        p.to(head_do_ptr.dtype.element_ty).to(do0.dtype),
-                        do0,
-                        dv0,
-                        input_precision=PRECISION,
-                    )
+                    dv0 = _plus_product(dv0, p, do0, head_do_ptr, PRECISION)
                     dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
                     if E1 > 0:
                         do1 = _load(
                             head_do_ptr, do_offsets, seen_columns, E0, E1, E, MASKED, UPCAST
                         )
-                        dv1 = tl.dot(
-                            p.to(head_do_ptr.dtype.element_ty).to(do1.dtype),
-                            do1,
-                            dv1,
-                            input_precision=PRECISION,
-                        )
+                        dv1 = _plus_product(dv1, p, do1, head_do_ptr, PRECISION)
                         dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
                     ds = p * (dp - delta[None, :])
                     if HAS_SOFTCAP:
                         ds *= 1.0 - tangent * tangent
-                    dk0 = tl.dot(
-                        ds.to(head_q_ptr.dtype.element_ty).to(q0.dtype),
-                        q0,
-                        dk0,
-                        input_precision=PRECISION,
-                    )
+                    dk0 = _plus_product(dk0, ds, q0, head_q_ptr, PRECISION)
                     if D1 > 0:
-                        dk1 = tl.dot(
-                            ds.to(head_q_ptr.dtype.element_ty).to(q1.dtype),
-                            q1,
-                            dk1,
-                            input_precision=PRECISION,
-                        )
+                        dk1 = _plus_product(dk1, ds, q1, head_q_ptr, PRECISION)
 
     dk_ptr += sample * stride_dkb + out_head.to(tl.int64) * stride_dkh
     dv_ptr += sample * stride_dvb + out_head.to(tl.int64) * stride_dvh
