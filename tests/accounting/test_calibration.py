@@ -52,6 +52,14 @@ def epsilon_of(noise_multiplier, sample_rate, steps, delta, accountant="contour"
     return trial.get_epsilon(delta)
 
 
+def noise_of(target_epsilon, target_delta, sample_rate, steps, accountant):
+    """The least noise for a target, and epsilon as a function of the noise."""
+    target = {"target_epsilon": target_epsilon, "target_delta": target_delta}
+    run = {"sample_rate": sample_rate, "steps": steps, "accountant": accountant}
+    setting = (sample_rate, steps, target_delta, accountant)
+    return get_noise_multiplier(**target, **run), lambda noise: epsilon_of(noise, *setting)
+
+
 @pytest.mark.cases(8)
 @bounds
 @pytest.mark.parametrize(
@@ -70,19 +78,11 @@ def epsilon_of(noise_multiplier, sample_rate, steps, delta, accountant="contour"
 def test_the_noise_meets_the_target_and_a_little_less_would_not(
     target_epsilon, target_delta, sample_rate, steps, accountant
 ):
-    noise_multiplier = get_noise_multiplier(
-        target_epsilon=target_epsilon,
-        target_delta=target_delta,
-        sample_rate=sample_rate,
-        steps=steps,
-        accountant=accountant,
+    noise_multiplier, epsilon = noise_of(
+        target_epsilon, target_delta, sample_rate, steps, accountant
     )
-    setting = (sample_rate, steps, target_delta, accountant)
-    assert epsilon_of(noise_multiplier, *setting) <= target_epsilon
-    less = noise_multiplier * (1 - 1.01e-4)
-    assert epsilon_of(less, *setting) > target_epsilon
-    reached = epsilon_of(noise_multiplier, *setting)
-    assert reached >= target_epsilon * (1 - 1e-3)
+    assert target_epsilon * (1 - 1e-3) <= epsilon(noise_multiplier) <= target_epsilon
+    assert epsilon(noise_multiplier * (1 - 1.01e-4)) > target_epsilon
 
 
 @pytest.mark.parametrize("steps", [1, 100])
@@ -116,17 +116,12 @@ def test_contour_needs_less_noise_than_pld_and_pld_less_than_rdp():
 def test_epsilon_at_the_returned_noise_never_exceeds_the_target(
     target_epsilon, target_delta, sample_rate, steps, accountant
 ):
-    noise_multiplier = get_noise_multiplier(
-        target_epsilon=target_epsilon,
-        target_delta=target_delta,
-        sample_rate=sample_rate,
-        steps=steps,
-        accountant=accountant,
+    noise_multiplier, epsilon = noise_of(
+        target_epsilon, target_delta, sample_rate, steps, accountant
     )
-    setting = (sample_rate, steps, target_delta, accountant)
-    assert epsilon_of(noise_multiplier, *setting) <= target_epsilon
+    assert epsilon(noise_multiplier) <= target_epsilon
     if noise_multiplier > 0.01:
-        assert epsilon_of(noise_multiplier * (1 - 2e-4), *setting) > target_epsilon
+        assert epsilon(noise_multiplier * (1 - 2e-4)) > target_epsilon
 
 
 def test_a_target_that_any_noise_meets_gets_the_least_noise():

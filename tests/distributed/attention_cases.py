@@ -2,6 +2,7 @@
 
 import math
 import os
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -241,13 +242,10 @@ def computed_steps(group, name, tokens, sharding):
         calls.append(1)
         return original(*args, **kwargs)
 
-    partial.attention_forward = counting
-    try:
+    with patch.object(partial, "attention_forward", counting):
         *whole, _, _ = inputs(tokens)
         pattern = all_patterns(tokens)[name] if isinstance(name, str) else name
         sharded(group, *whole, None, None, pattern, "ring", sharding)
-    finally:
-        partial.attention_forward = original
     return len(calls)
 
 
@@ -303,52 +301,35 @@ def refused(group, problem):
     tokens = 12 * size
     at = Layout(tokens, size).positions(rank)
     q, k, v = (x[:, :, at] for x in inputs(tokens)[:3])
-    options = {"pattern": patterns.Dense(), "group": group, "mode": "ring"}
+    qkv = {"q": q, "k": k, "v": v}
     last = rank == size - 1
-    if problem == "batch":
-        q, k, v = (x[:1] for x in (q, k, v)) if last else (q, k, v)
-    elif problem == "head_dim":
-        q, k, v = (x[..., :8] for x in (q, k, v)) if last else (q, k, v)
-    elif problem == "rank":
-        q = q[0] if last else q
-    elif problem == "not a tensor":
-        q = None if last else q
-    elif problem == "pattern":
-        options["pattern"] = patterns.Dense(causal=last)
-    elif problem == "no pattern":
-        options["pattern"] = "dense"
-    elif problem == "mode":
-        options["mode"] = "rings"
-    elif problem == "modes":
-        options["mode"] = "all_gather" if last else "ring"
-    elif problem == "sharding":
-        options["sharding"] = "striped"
-    elif problem == "local length":
-        q, k, v = (x[:, :, :5] for x in (q, k, v)) if last else (q, k, v)
-    elif problem == "too few tokens":
-        q, k, v = (x[:, :, :0] for x in (q, k, v)) if last else (x[:, :, :1] for x in (q, k, v))
-    elif problem == "too few heads":
-        q, k, v = (x[:, : size - 1] for x in (q, k, v))
-        options["mode"] = "ulysses"
-    elif problem == "length":
-        options["length"] = tokens + 1
-    elif problem == "lengths":
-        options["length"] = tokens - int(last)
-    elif problem == "scale":
-        options["softmax_scale"] = 0.5 if last else 0.25
-    elif problem == "gradients":
-        q = q.requires_grad_(last)
-    elif problem == "sinks":
-        options["sinks"] = torch.zeros(4) if last else None
-    elif problem == "documents":
-        options["pattern"] = patterns.Documents(cu_seqlens=(0, 7))
-    elif problem == "keys":
-        k, v = k[:, :, :-1], v[:, :, :-1]
-    elif problem == "group":
-        options["group"] = "context"
-    else:
-        raise AssertionError(problem)
-    ring_attention(q, k, v, **options)
+    changes = {
+        "batch": lambda: {name: x[:1] for name, x in qkv.items() if last},
+        "head_dim": lambda: {name: x[..., :8] for name, x in qkv.items() if last},
+        "rank": lambda: {"q": q[0] if last else q},
+        "not a tensor": lambda: {"q": None if last else q},
+        "pattern": lambda: {"pattern": patterns.Dense(causal=last)},
+        "no pattern": lambda: {"pattern": "dense"},
+        "mode": lambda: {"mode": "rings"},
+        "modes": lambda: {"mode": "all_gather" if last else "ring"},
+        "sharding": lambda: {"sharding": "striped"},
+        "local length": lambda: {name: x[:, :, :5] for name, x in qkv.items() if last},
+        "too few tokens": lambda: {n: x[:, :, : int(not last)] for n, x in qkv.items()},
+        "too few heads": lambda: {
+            "mode": "ulysses",
+            **{name: x[:, : size - 1] for name, x in qkv.items()},
+        },
+        "length": lambda: {"length": tokens + 1},
+        "lengths": lambda: {"length": tokens - int(last)},
+        "scale": lambda: {"softmax_scale": 0.5 if last else 0.25},
+        "gradients": lambda: {"q": q.requires_grad_(last)},
+        "sinks": lambda: {"sinks": torch.zeros(4) if last else None},
+        "documents": lambda: {"pattern": patterns.Documents(cu_seqlens=(0, 7))},
+        "keys": lambda: {"k": k[:, :, :-1], "v": v[:, :, :-1]},
+        "group": lambda: {"group": "context"},
+    }
+    given = {**qkv, "pattern": patterns.Dense(), "group": group, "mode": "ring"}
+    ring_attention(**{**given, **changes[problem]()})
 
 
 def shard_refused(group, problem):
@@ -356,22 +337,16 @@ def shard_refused(group, problem):
     rank, size = place(group)
     last = rank == size - 1
     x = torch.zeros(2, 8 * size)
-    if problem == "shape":
-        shard_sequence(x[:1] if last else x, 1, group)
-    elif problem == "few":
-        shard_sequence(x[:, : size - 1], 1, group)
-    elif problem == "dim":
-        shard_sequence(x, 2, group)
-    elif problem == "sharding":
-        shard_sequence(x, 1, group, "striped")
-    elif problem == "dtype":
-        unshard_sequence(x.long() if last else x, 1, group)
-    elif problem == "shards":
-        unshard_sequence(x[:, :3] if last else x, 1, group)
-    elif problem == "length":
-        unshard_sequence(x, 1, group, length=8 * size * size + 1)
-    else:
-        raise AssertionError(problem)
+    calls = {
+        "shape": lambda: shard_sequence(x[:1] if last else x, 1, group),
+        "few": lambda: shard_sequence(x[:, : size - 1], 1, group),
+        "dim": lambda: shard_sequence(x, 2, group),
+        "sharding": lambda: shard_sequence(x, 1, group, "striped"),
+        "dtype": lambda: unshard_sequence(x.long() if last else x, 1, group),
+        "shards": lambda: unshard_sequence(x[:, :3] if last else x, 1, group),
+        "length": lambda: unshard_sequence(x, 1, group, length=8 * size * size + 1),
+    }
+    calls[problem]()
 
 
 def round_trips(group):

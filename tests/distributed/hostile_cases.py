@@ -26,17 +26,25 @@ def rank() -> int:
 
 
 def make(
-    model: nn.Module, context: int = 1, data: Tensor | None = None, **options: Any
+    model: nn.Module,
+    context: int = 1,
+    data: Tensor | TensorDataset | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch_size: int = 6,
+    **options: Any,
 ) -> tuple[dpflash.PrivacyEngine, Any, Any]:
     """An engine over all ranks, and what make_private returned besides the model."""
     if data is None:
         data = torch.arange(240.0).view(30, 8) / 240
+    data = TensorDataset(data) if isinstance(data, Tensor) else data
     arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "clipping": "flat", **options}
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(context))
     _, optimizer, loader = engine.make_private(
         module=model,
-        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0),
-        data_loader=DataLoader(TensorDataset(data), batch_size=6),
+        optimizer=optimizer
+        or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0),
+        data_loader=DataLoader(data, batch_size=batch_size),
         **arguments,
     )
     return engine, optimizer, loader
@@ -104,20 +112,8 @@ def data_that_varies(group: object) -> str:
         def __getitem__(self, index: int) -> tuple[Tensor, ...]:
             return (torch.randn(8),)
 
-    engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
-    model = mlp()
-    return said_by(
-        lambda: (
-            engine.make_private(
-                module=model,
-                optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-                data_loader=DataLoader(Varying(torch.zeros(9, 1)), batch_size=3),
-                noise_multiplier=1.0,
-                max_grad_norm=1.0,
-            )
-            and "taken"
-        )
-    )
+    data = Varying(torch.zeros(9, 1))
+    return said_by(lambda: make(mlp(), data=data, batch_size=3) and "taken")
 
 
 def layers_of_its_own(group: object, run: list[str], count: list[str], clipping: str) -> str:
@@ -174,14 +170,8 @@ def empty_shares(group: object, kind: str) -> dict[str, Any]:
     model = mlp(Scale())
     if kind == "fsdp":
         fully_shard(model, mesh=mesh_of(1)["data"])
-    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(1))
-    _, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(TensorDataset(torch.ones(20, 8)), batch_size=1),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-    )
+    options = {"data": torch.ones(20, 8), "batch_size": 1, "noise_multiplier": 0.0}
+    engine, optimizer, loader = make(model, **options)
     sizes = []
     for (x,) in loader:
         sizes.append(int(loader.is_real.sum()))
@@ -199,15 +189,10 @@ def sinks_of_an_empty_share(group: object) -> dict[str, Any]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh_of(2)["data"])
     fully_shard(model, mesh=mesh_of(2)["data"])
-    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(2))
     tokens = torch.randint(0, 10, (20, 9), generator=torch.Generator().manual_seed(0))
-    _, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=1),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    slow = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, optimizer, loader = make(model, 2, data, optimizer=slow, batch_size=1)
     sizes = []
     for x, y in loader:
         sizes.append(int(loader.is_real.sum()))
@@ -324,17 +309,7 @@ def wrappers(group: object) -> dict[str, str]:
     hooked = DistributedDataParallel(mlp(), process_group=mesh_of(1).get_group("data"))
     hooked.register_comm_hook(None, allreduce_hook)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=1.0)
-    engine = dpflash.PrivacyEngine(mesh=mesh_of(1))
-    loader = DataLoader(TensorDataset(torch.zeros(9, 8)), batch_size=3)
-    said["hook"] = said_by(
-        lambda: engine.make_private(
-            module=hooked,
-            optimizer=optimizer,
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
-    )
+    said["hook"] = said_by(lambda: make(hooked, optimizer=optimizer))
     said["plain step"] = said_by(optimizer.step)
     cut = mlp()
     over = TensorMesh("cpu", [0, 1])

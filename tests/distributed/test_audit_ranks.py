@@ -11,6 +11,8 @@ from dpflash.config import PerformanceConfig, PrivacyConfig
 from dpflash.engine import PrivacyEngine
 
 CASES = str(Path(__file__).with_name("audit_cases.py"))
+PRIVACY = PrivacyConfig(max_grad_norm=1.5, noise_multiplier=1.0)
+SETTINGS = auditable(PRIVACY, PerformanceConfig(), sample_rate=0.25, steps=4)
 
 
 @pytest.fixture(scope="module")
@@ -60,24 +62,12 @@ def test_squares_of_context_shards_added_fail(findings):
 
 @pytest.mark.cases(0)
 def test_processes_of_an_audit_read_what_ranks_of_a_job_do():
-    settings = auditable(
-        PrivacyConfig(max_grad_norm=1.5, noise_multiplier=1.0),
-        PerformanceConfig(),
-        sample_rate=0.25,
-        steps=4,
-    )
-    with RankProbes(Audited(PrivacyEngine, {"seed": 0}, *settings)) as started:
+    with RankProbes(Audited(PrivacyEngine, {"seed": 0}, *SETTINGS)) as started:
         assert failed(started.read()) == set()
 
 
 @pytest.mark.cases(0)
 def test_processes_that_fail_say_why():
-    settings = auditable(
-        PrivacyConfig(max_grad_norm=1.5, noise_multiplier=1.0),
-        PerformanceConfig(),
-        sample_rate=0.25,
-        steps=4,
-    )
-    audited = Audited(PrivacyEngine, {"accountant": "abacus"}, *settings)
+    audited = Audited(PrivacyEngine, {"accountant": "abacus"}, *SETTINGS)
     with RankProbes(audited) as started, pytest.raises(RankFailure, match="abacus"):
         started.read()

@@ -510,6 +510,18 @@ def zero_run(private, **options):
     )  # fmt: skip
 
 
+def zero_run_of(engine, model):
+    """What `make_private` returns for one more model."""
+    return engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        foreign_batches=True,
+    )
+
+
 def test_invariant_4_a_resumed_run_repeats_no_noise_and_equals_the_uninterrupted_one(
     private, tmp_path
 ):
@@ -549,16 +561,7 @@ def test_invariant_4_a_resumed_run_repeats_no_noise_and_equals_the_uninterrupted
 def test_invariant_4_two_models_of_one_engine_share_no_noise(private):
     engine, model, optimizer, loader = zero_run(private, seed=0)
     seen = all_noise(engine, model, optimizer, loader, 4)
-    model = engine.detach(model)
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        foreign_batches=True,
-    )
-    seen += all_noise(engine, model, optimizer, loader, 4)
+    seen += all_noise(engine, *zero_run_of(engine, engine.detach(model)), 4)
     assert len(set(seen)) == 8
     assert engine.accountant.history == [(1.0, 0.25, 8)]
 
@@ -568,14 +571,7 @@ def test_invariant_4_an_optimizer_left_over_from_a_detached_model_releases_nothi
     engine.detach(model)
     before = [p.detach().clone() for p in model.parameters()]
     other = nn.Linear(3, 8, bias=False)
-    engine.make_private(
-        module=other,
-        optimizer=torch.optim.SGD(other.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        foreign_batches=True,
-    )
+    zero_run_of(engine, other)
     spent = engine.get_epsilon(1e-5)
     with pytest.raises(RuntimeError, match="was detached, so it releases nothing more"):
         left_over.step()
@@ -633,13 +629,7 @@ def test_invariant_4_going_back_within_a_run_without_a_ledger_is_refused(
     all_noise(*run, 3)
     epsilon = run[0].get_epsilon(1e-5)
     if detached:
-        run[0].make_private(
-            module=run[0].detach(run[1]),
-            optimizer=torch.optim.SGD(run[1].parameters(), lr=0.0),
-            data_loader=DataLoader(TensorDataset(torch.zeros(16, 3)), batch_size=4),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
+        zero_run_of(run[0], run[0].detach(run[1]))
     with pytest.raises(RuntimeError, match="spent privacy already.*ledger"):
         run[0].load_checkpoint(tmp_path / "c")
     assert run[0].get_epsilon(1e-5) == epsilon

@@ -59,6 +59,10 @@ def kernels_of_a_gpu(monkeypatch):
     return undecided
 
 
+def fails(*_, **__):
+    raise MemoryError
+
+
 def small():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
@@ -127,9 +131,6 @@ def test_a_step_after_a_backward_that_failed_behind_its_gate_releases_no_nan(
         loss_reduction="sum",
     )  # fmt: skip
 
-    def fails(*_, **__):
-        raise MemoryError
-
     (x,) = next(iter(loader))
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(engine._step, "release", fails)
@@ -148,9 +149,6 @@ def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw
         build(), data(), noise_multiplier=2.0, physical_batch_size=8, loss_reduction="sum",
         grad_sample_mode="instantiate",
     )  # fmt: skip
-
-    def fails(*_, **__):
-        raise MemoryError
 
     batches = iter(loader)
     (x,) = next(batches)
@@ -176,9 +174,6 @@ def test_a_step_whose_noise_could_not_be_settled_can_be_tried_again(
         small(), data(), noise_multiplier=2.0, one_part=True, grad_sample_mode="book_keeping",
         loss_reduction="sum",
     )  # fmt: skip
-
-    def fails(*_, **__):
-        raise MemoryError
 
     (x,) = next(iter(loader))
     with monkeypatch.context() as patch:

@@ -52,14 +52,14 @@ def made(kind=Net, **options):
     return kind(**options)
 
 
-def run(model=None, *, ledger=None, **options):
+def run(model=None, *, ledger=None, batch_size=6, **options):
     """engine, model, optimizer, loader, with noise."""
     model = made() if model is None else model
     engine = dpflash.PrivacyEngine(seed=3, ledger=ledger, accountant="rdp")
     return engine, *engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(*PRIVATE), batch_size=6),
+        data_loader=DataLoader(TensorDataset(*PRIVATE), batch_size=batch_size),
         **{"noise_multiplier": 1.0, "max_grad_norm": 0.5, **options},
     )
 
@@ -251,17 +251,7 @@ def test_zero_grad_drops_public_gradients():
 
 def test_a_draw_without_samples_is_released_and_charged_beside_public_data():
     """Public data cannot stand in for it: the number of releases would tell that it was empty."""
-    torch.manual_seed(0)
-    model = made()
-    engine = dpflash.PrivacyEngine(seed=3, accountant="rdp")
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(*PRIVATE), batch_size=1),
-        noise_multiplier=1.0,
-        max_grad_norm=0.5,
-        **ONE_PART,
-    )
+    engine, model, optimizer, loader = run(batch_size=1, **ONE_PART)
     empty = 0
     for number, (x, y) in enumerate(loader):
         expected = plain_grads(model)
