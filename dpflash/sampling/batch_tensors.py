@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..verification.nested import parts_of
+from ..verification.nested import parts_within
 
+_TEXTS = (str, bytes)
 _DEPTH = 8  # objects may hold each other
 _WIDE = {torch.float64: torch.float32, torch.int32: torch.int64, torch.int16: torch.int64}
 
@@ -21,7 +22,8 @@ _WIDE = {torch.float64: torch.float32, torch.int32: torch.int64, torch.int16: to
 def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     """The tensors of a batch, and its arrays and lists of numbers as tensors.
 
-    Where each sample has a tensor of its own, they are stacked too; vectors are padded with zeros.
+    Where each sample has a tensor of its own, they are stacked too, padded with zeros; of texts
+    there are numbers, which are equal where these are.
 
     Args:
         batch: of any nesting.
@@ -31,7 +33,7 @@ def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     groups: dict[Any, list[Tensor]] = defaultdict(list)
     for x in leaves:
         if x.ndim and not x.is_nested and x.layout == torch.strided:
-            groups[x.dtype, x.device, x.shape if x.ndim > 1 else None].append(x.detach())
+            groups[x.dtype, x.device, x.shape[1:]].append(x.detach())
     stacked = [pad_sequence(own, True) for own in groups.values() if len(own) >= max(size, 2)]
     return leaves + stacked
 
@@ -44,11 +46,10 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from _widened(torch.as_tensor(np.ascontiguousarray(value)))
     elif isinstance(value, list | tuple) and value and all(isinstance(x, Real) for x in value):
         yield from _widened(torch.tensor(value))
+    elif isinstance(value, list | tuple) and value and all(isinstance(x, _TEXTS) for x in value):
+        yield torch.tensor([hash(x) for x in value])
     elif depth < _DEPTH:
-        parts = [part for _, part in parts_of(value)]
-        if not parts and hasattr(value, "__dict__") and not isinstance(value, type):
-            parts = list(vars(value).values())
-        for part in parts:
+        for _, part in parts_within(value):
             yield from _leaves(part, depth + 1)
 
 

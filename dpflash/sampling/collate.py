@@ -44,7 +44,7 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     That is one that visibly mixes or sorts the entries of a batch, makes nested tensors, or has
     no field with one row for each entry. So is a dataset whose `__getitems__` sorts them. The
     function is called about 80 times on entries of the dataset, or about 200 times if it or the
-    dataset draws random numbers, for three seconds at most in each of two trials. Global random
+    dataset draws random numbers; each of three trials ends after three seconds. Global random
     states are restored. Where DataLoader workers fetch the entries, these workers try it, see
     `TriedCollate`.
 
@@ -228,7 +228,10 @@ class _Trial:
         """
         if self._draws or len(self._entries) < 3:
             return None
+        deadline = time.monotonic() + _SECONDS
         for turn in range(len(self._entries)):
+            if time.monotonic() > deadline:
+                return None
             _, (first, second), *_ = self._pairs(turn)
             two = self._batch(first[:2])
             batches = [self._batch(entries) for entries in (first, first, second, second)]

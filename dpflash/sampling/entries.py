@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from ..refusal import PrivateRefusal
-from ..verification.nested import parts_of
+from ..verification.nested import map_leaves, parts_of, parts_within
 from ..verification.random_state import RandomState, random_state_kept
 from .row_order import SORTING, CollatedOrder
 
@@ -52,23 +52,25 @@ class _Fetched(list[Any]):
     Args:
         entries: in the order of `indices`.
         indices: of the dataset.
+        are_together: whether they were read as they are in one call, or each alone as elsewhere.
     """
 
-    def __init__(self, entries: list[Any], indices: list[int]) -> None:
+    def __init__(self, entries: list[Any], indices: list[int], *, are_together: bool) -> None:
         super().__init__(entries)
         self.indices = indices
+        self.are_together = are_together
 
 
 class Together(NamedTuple):
     """What a dataset's `__getitems__` returned that is not one object for each entry.
 
     Attributes:
-        whole: what it returned.
-        bad: rows that hold another entry, because their own cannot be read.
+        whole: what it returned; `Unreadable` where it failed.
+        indices: of the dataset.
     """
 
     whole: Any
-    bad: Sequence[int]
+    indices: list[int]
 
 
 class ReadableEntries(Dataset[Any]):
@@ -76,16 +78,15 @@ class ReadableEntries(Dataset[Any]):
 
     Args:
         dataset: map-style.
+
+    Attributes:
+        reads_together: whether the dataset reads several entries at once.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._is_together: bool | None = None
-
-    @property
-    def reads_together(self) -> bool:
-        """Whether the dataset reads several entries at once."""
-        return hasattr(self._dataset, "__getitems__")
+        self.reads_together = _reads_together(dataset)
+        self._makes_lists: bool | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -97,40 +98,40 @@ class ReadableEntries(Dataset[Any]):
             return Unreadable(repr(error))
 
     def __getitems__(self, indices: list[Any]) -> Any:
-        several = getattr(self._dataset, "__getitems__", None)
-        if several is None:
-            return _Fetched([self[index] for index in indices], indices)
-        found, bad = _read_together(several, indices)
-        if found is not None and self._is_together is None:
+        if not self.reads_together:
+            return _Fetched([self[index] for index in indices], indices, are_together=True)
+        found = self.together(indices)
+        if not self._makes_lists:
+            return Together(found, indices)
+        if isinstance(found, Unreadable):
+            return _Fetched([self[index] for index in indices], indices, are_together=False)
+        if len(found) != len(indices):
+            return Together(found, indices)
+        return _Fetched(found, indices, are_together=True)
+
+    def together(self, indices: Sequence[int]) -> Any:
+        """What the dataset's `__getitems__` returns; `Unreadable` where it fails."""
+        if self._makes_lists is None:
             with random_state_kept(_CPU):
-                one, _ = _read_together(several, indices[:1])
-            self._is_together = isinstance(one, Mapping) or (one is not None and len(one) != 1)
-        if found is not None and (self._is_together or len(found) != len(indices)):
-            return Together(found, bad)
-        if found is None or bad:
-            found = [self[index] for index in indices]
-        return _Fetched(list(found), indices)
+                ones = (self._read([index]) for index in range(min(_FIRST, len(self))))
+                one = next((x for x in ones if not isinstance(x, Unreadable)), [None])
+            self._makes_lists = not isinstance(one, Mapping) and len(one) == 1
+        found = self._read(indices)
+        is_list = self._makes_lists and not isinstance(found, Unreadable)
+        return list(found) if is_list else found
 
-
-def _read_together(
-    several: Callable[[list[Any]], Any], indices: list[Any]
-) -> tuple[Any, list[int]]:
-    """What `__getitems__` returns, and the rows that hold another entry in place of a bad one."""
-
-    def read(some: list[Any]) -> Any:
+    def _read(self, indices: Sequence[int]) -> Any:
         try:
-            return several(some)
-        except Exception:
-            return None
+            return self._dataset.__getitems__(list(indices))
+        except Exception as error:
+            return Unreadable(repr(error))
 
-    found = read(indices)
-    if found is not None:
-        return found, []
-    bad = [row for row, index in enumerate(indices) if read([index]) is None]
-    good = next((i for row, i in enumerate(indices) if row not in bad), None)
-    if good is None:
-        good = next((i for i in range(_FIRST) if read([i]) is not None), None)
-    return read([good if row in bad else i for row, i in enumerate(indices)]), bad
+
+def _reads_together(dataset: Any) -> bool:
+    # A Subset reads the entries of a plain dataset one by one.
+    if type(dataset) is Subset:
+        return _reads_together(dataset.dataset)
+    return hasattr(dataset, "__getitems__")
 
 
 class Collated(NamedTuple):
@@ -143,14 +144,15 @@ class Collated(NamedTuple):
 class FittingCollate:
     """A collate function that puts padding in place of the entries that do not fit.
 
-    An entry fits if the collate function makes a batch of it and one of the first entries that
-    has the same fields and dtypes as a batch of that one entry alone, and the same shapes too
-    where the length is public; where that one has a floating-point number, an integer becomes one.
-    So whether it fits does not depend on its batch. A batch is taken as it is only if its entries
-    have types and dtypes of entries that fit: one of another type could pass among others, by
-    promotion, and not alone. That first entry is one that agrees with most
-    of the first `_FIRST`: one entry more or less may leave no such entry, but never leads to one
-    with other fields.
+    An entry fits if the collate function makes a batch of it, alone and with one of the first
+    entries, that has the same fields and dtypes as a batch of that first entry, and the same
+    shapes too where the length is public. Numbers of narrower dtypes, such as integers among
+    fractions, are converted. So whether an entry fits, and what it becomes, does not depend on its
+    batch. A batch is taken as it is only if its entries have types and dtypes of entries that fit
+    as they are: one with a field more could pass among others. The first entry is one that agrees
+    with most of the first `_FIRST`: one entry more or less may leave no such entry, but never
+    leads to one with other fields. Of a dataset that reads several entries at once, they are
+    compared as they are read together.
 
     A dataset may change the form of all its entries, as by a curriculum of lengths. Where some
     entry does not fit, the first one is read again, and if it no longer fits itself, the form is
@@ -177,30 +179,38 @@ class FittingCollate:
         self._order = CollatedOrder()
 
     def __call__(self, entries: list[Any] | Together) -> Collated:
-        if isinstance(entries, Together):
-            return Collated(self.collate(entries.whole), entries.bad)
         form = self._looked_up()
-        are_known = form is None or self._are_known(entries, form)
+        fetched = isinstance(entries, Together | _Fetched)
+        indices: list[int] = list(getattr(entries, "indices", []))
+        # What is read together may depend on what it is read with, as padding does.
+        by_index = fetched and self.dataset.reads_together
+        items = indices if by_index else list(entries)
         random_state = RandomState(_CPU)
-        batch = self._tried(list(map(_shallow, entries)))
-        indices = list(entries.indices) if isinstance(entries, _Fetched) else []
-        is_whole = are_known and batch is not _FAILED
-        if is_whole and (form is None or form.has_made(batch, len(entries))):
-            self._refuse_moved(batch, entries, indices)
+        batch = self._of_fetched(entries)
+        size = len(items)
+        is_whole = batch is not _FAILED
+        if form is not None and is_whole:
+            batch = form.adopted(batch)
+            is_whole = form.has_made(batch, size)
+            is_whole = is_whole and self._are_known(entries, items, form, by_index=by_index)
+        if is_whole:
+            self._refuse_moved(batch, items, indices, by_index=by_index)
             return Collated(batch)
         if form is not None:
             form = self._current(form)
-            entries = [_with_floats(entry, form.entry) for entry in entries]
-        fit = self.fit(entries)
-        good = next((e for e, fits in zip(entries, fit, strict=True) if fits), None)
+            if not by_index:
+                items = [_with_floats(entry, form.entry) for entry in items]
+        fit = self.fit(items, by_index=by_index)
+        good = next((e for e, fits in zip(items, fit, strict=True) if fits), None)
         if good is None and form is not None:
-            good = form.entry
+            good = form.index if by_index else form.entry
         random_state.restore()
-        chosen = [
-            e if fits or good is None else good for e, fits in zip(entries, fit, strict=True)
-        ]
-        batch = self._tried(list(map(_shallow, chosen)))
-        if batch is _FAILED or not (form is None or form.has_fields_of(batch, len(entries))):
+        chosen = [e if fits or good is None else good for e, fits in zip(items, fit, strict=True)]
+        whole = self.dataset.together(chosen) if by_index else list(map(_shallow, chosen))
+        batch = self._tried(whole)
+        if form is not None and batch is not _FAILED:
+            batch = form.adopted(batch)
+        if batch is _FAILED or not (form is None or form.has_fields_of(batch, size)):
             name = name_of(self.collate)
             raise PrivateRefusal(
                 f"data_loader.collate_fn={name} failed on a batch, and not because of a "
@@ -212,21 +222,23 @@ class FittingCollate:
                 error=self._error,
             ) from None
         if form is not None:
-            form.note_lengths(batch, len(entries))
+            form.note_lengths(batch, size)
         if any(fit):
             first = fit.index(True)
             own = [i if fits else indices[first] for i, fits in zip(indices, fit, strict=False)]
-            self._refuse_moved(batch, chosen, own)
+            self._refuse_moved(batch, chosen, own, by_index=by_index)
         return Collated(batch, [row for row, fits in enumerate(fit) if not fits])
 
-    def _refuse_moved(self, batch: Any, entries: list[Any], indices: list[int]) -> None:
+    def _refuse_moved(
+        self, batch: Any, items: list[Any], indices: list[int], *, by_index: bool
+    ) -> None:
         """Refuse a batch whose rows are in another order than its entries, of these indices."""
 
         def again(index: int) -> Any:
             with random_state_kept(_CPU):
-                anew = [self.dataset[index] for _ in range(_REPEATS)]
-                more = [anew[i % _REPEATS] for i in range(len(entries) + 1)]
-                found = self._tried_copies(*more, *entries)
+                anew = [self._item(index, by_index=by_index) for _ in range(_REPEATS)]
+                more = [anew[i % _REPEATS] for i in range(len(items) + 1)]
+                found = self._made([*more, *items], by_index=by_index)
             return None if found is _FAILED else found
 
         if indices and self._order.is_moved(batch, indices, again):
@@ -235,20 +247,37 @@ class FittingCollate:
                 f"given, or the dataset's __getitems__ returned them in another one, {SORTING}"
             ) from None
 
-    def fit(self, entries: Sequence[Any]) -> list[bool]:
-        """Which entries fit."""
+    def fit(self, items: Sequence[Any], *, by_index: bool = False) -> list[bool]:
+        """Which entries fit.
+
+        Args:
+            items: entries, or their indices.
+            by_index: whether they are indices.
+        """
         form = self._looked_up()
         if form is None:
-            return [not isinstance(entry, Unreadable) for entry in entries]
+            return [not isinstance(entry, Unreadable) for entry in items]
         with random_state_kept(_CPU):
-            return [self._fits(_with_floats(entry, form.entry), form) for entry in entries]
+            return [
+                self._fits(x if by_index else _with_floats(x, form.entry), form, by_index=by_index)
+                for x in items
+            ]
 
-    def _are_known(self, entries: Sequence[Any], form: _Form) -> bool:
-        """Whether an entry of the types and dtypes of each of these has fitted."""
-        kinds = {_kind_of(entry, with_lengths=self._exact): entry for entry in entries}
+    def _are_known(self, entries: Any, items: list[Any], form: _Form, *, by_index: bool) -> bool:
+        """Whether an entry of the types and dtypes of each of these has fitted as it is."""
+        if isinstance(entries, Together):
+            return True
+        kinds = {
+            _kind_of(entry, with_lengths=self._exact): item
+            for entry, item in zip(entries, items, strict=True)
+        }
         with random_state_kept(_CPU):
             new = {kind for kind in kinds if kind not in self._known}
-            self._known |= {kind for kind in new if self._fits(kinds[kind], form)}
+            self._known |= {
+                kind
+                for kind in new
+                if self._fits(kinds[kind], form, by_index=by_index, adopts=False)
+            }
         return kinds.keys() <= self._known
 
     def _looked_up(self) -> _Form | None:
@@ -259,53 +288,88 @@ class FittingCollate:
 
     def _current(self, form: _Form) -> _Form:
         """The form, or another one if the entry that it is of no longer has it."""
+        by_index = self.dataset.reads_together
         with random_state_kept(_CPU):
-            has_it = self._fits(self.dataset[form.index], form)
+            item = self._item(form.index, by_index=by_index)
+            has_it = self._fits(item, form, by_index=by_index)
         if not has_it:
             self._form = form = self._common_form() or form
             self._known = set()
         return form
 
     def _common_form(self) -> _Form | None:
+        by_index = self.dataset.reads_together
         with random_state_kept(_CPU):
-            first = [self.dataset[i] for i in range(min(_FIRST, len(self.dataset)))]
-            forms = map(self._form_of, range(len(first)), first)
-            return next((form for form in forms if form and self._is_common(form, first)), None)
+            first = range(min(_FIRST, len(self.dataset)))
+            items = [self._item(index, by_index=by_index) for index in first]
+            forms = (self._form_of(i, item, by_index) for i, item in enumerate(items))
+            return next((form for form in forms if form and self._is_common(form, items)), None)
 
-    def _form_of(self, index: int, entry: Any) -> _Form | None:
-        two, three = self._tried_copies(entry, entry), self._tried_copies(entry, entry, entry)
-        return None if two is _FAILED or three is _FAILED else _Form(index, entry, two, three)
+    def _form_of(self, index: int, item: Any, by_index: bool) -> _Form | None:
+        two, three = (self._made([item] * n, by_index=by_index) for n in (2, 3))
+        if two is _FAILED or three is _FAILED:
+            return None
+        return _Form(index, self.dataset[index] if by_index else item, two, three)
 
-    def _is_common(self, form: _Form, first: list[Any]) -> bool:
+    def _is_common(self, form: _Form, items: list[Any]) -> bool:
         """Whether so many entries fit that no other form could be common with one entry more."""
-        count = sum(self._fits(entry, form) for entry in first)
-        return len(first) == 1 or 2 * (count - 1) >= len(first)
+        by_index = self.dataset.reads_together
+        count = sum(self._fits(item, form, by_index=by_index) for item in items)
+        return len(items) == 1 or 2 * (count - 1) >= len(items)
 
-    def _fits(self, entry: Any, form: _Form) -> bool:
+    def _fits(self, item: Any, form: _Form, *, by_index: bool, adopts: bool = True) -> bool:
+        """Whether an entry has the form, alone and beside the entry that the form is of.
+
+        Args:
+            item: the entry, or its index.
+            form: what it is compared with.
+            by_index: whether the item is an index.
+            adopts: whether numbers of narrower dtypes may be converted.
+        """
+        model = form.index if by_index else form.entry
         # Alone too: stack() converts an integer among floating-point numbers.
-        for pair in ((entry, entry), (form.entry, entry), (entry, form.entry)):
-            batch = self._tried_copies(*pair)
+        for pair in ((item, item), (model, item), (item, model)):
+            batch = self._made(pair, by_index=by_index)
+            if batch is not _FAILED and adopts:
+                batch = form.adopted(batch)
             same = form.has_made if self._exact else form.has_fields_of
             if batch is _FAILED or not same(batch, 2):
                 return False
         return True
 
-    def _tried_copies(self, *entries: Any) -> Any:
+    def _item(self, index: int, *, by_index: bool) -> Any:
+        return index if by_index else self.dataset[index]
+
+    def _of_fetched(self, entries: list[Any] | Together) -> Any:
+        """The batch of what was fetched; `_FAILED` where that failed."""
+        if isinstance(entries, Together):
+            return self._tried(entries.whole)
+        if isinstance(entries, _Fetched) and not entries.are_together:
+            return _FAILED
+        return self._tried(list(map(_shallow, entries)))
+
+    def _made(self, items: Sequence[Any], *, by_index: bool) -> Any:
+        """The batch of copies of these entries, or of the entries of these indices."""
         try:
-            copies = [copy.deepcopy(entry) for entry in entries]
+            copies = (
+                self.dataset.together(items)
+                if by_index
+                else [copy.deepcopy(entry) for entry in items]
+            )
         except Exception as error:
             self._error = repr(error)
             return _FAILED
         return self._tried(copies)
 
-    def _tried(self, entries: list[Any]) -> Any:
+    def _tried(self, whole: Any) -> Any:
         """The function's batch; `_FAILED` where it raises."""
-        unreadable = next((e for e in entries if isinstance(e, Unreadable)), None)
+        parts = whole if isinstance(whole, list) else [whole]
+        unreadable = next((e for e in parts if isinstance(e, Unreadable)), None)
         if unreadable is not None:
             self._error = unreadable.error
             return _FAILED
         try:
-            return self.collate(entries)
+            return self.collate(whole)
         except Exception as error:
             self._error = repr(error)
             return _FAILED
@@ -367,7 +431,20 @@ class _Form:
         self.entry = entry
         self._samples = (two, three)
         self._fields, self._lengths = self._of(two, 2)
+        self._dtypes = {place: x.dtype for place, x in _numbers_of(two)}
         self._varying: set[str] = set()
+
+    def adopted(self, batch: Any) -> Any:
+        """The batch, in which numbers of narrower dtypes are converted to those of the form.
+
+        So integers among fractions are the same whether a fraction is in their batch or not.
+        """
+        new = {}
+        for place, x in _numbers_of(batch):
+            own = self._dtypes.get(place, x.dtype)
+            if x.dtype != own and type(own) is type(x.dtype) and _holds(own, x.dtype):
+                new[id(x)] = x.to(own) if isinstance(x, Tensor) else x.astype(own)
+        return _replaced(batch, new) if new else batch
 
     def has_fields_of(self, batch: Any, size: int) -> bool:
         """Whether a batch of `size` entries has the same fields and dtypes."""
@@ -392,6 +469,31 @@ class _Form:
         return fields, lengths
 
 
+def _numbers_of(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """(place, tensor or array) of all those of a batch."""
+    if isinstance(batch, Tensor | np.ndarray):
+        yield place, batch
+    else:
+        for name, part in parts_within(batch):
+            yield from _numbers_of(part, place + name)
+
+
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether numbers of the other dtype become such ones where both meet."""
+    if isinstance(dtype, torch.dtype):
+        return torch.promote_types(dtype, other) == dtype
+    return {dtype.kind, other.kind} <= set("biuf") and np.promote_types(dtype, other) == dtype
+
+
+def _replaced(batch: Any, new: dict[int, Any]) -> Any:
+    """The batch with other tensors and arrays, by the identity of its own."""
+    if next(iter(parts_of(batch)), None) is None and not isinstance(batch, Tensor | np.ndarray):
+        for name, part in parts_within(batch):
+            setattr(batch, name[1:], _replaced(part, new))
+        return batch
+    return map_leaves(lambda x: new.get(id(x), x), batch, kinds=(Tensor, np.ndarray))
+
+
 def _described(
     batch: Any, two: Any, three: Any, size: int, place: str = ""
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
@@ -412,16 +514,21 @@ def _described(
         others = [len(x) for x in (two, three) if isinstance(x, list | tuple)]
         if [len(batch), *others] == [size, 2, 3]:
             return  # One object for each entry.
-    of_two, of_three = dict(parts_of(two)), dict(parts_of(three))
-    for name, part in parts_of(batch):
-        yield from _described(part, of_two.get(name), of_three.get(name), size, place + name)
+    of_two, of_three = dict(parts_within(two)), dict(parts_within(three))
+    is_container = next(iter(parts_of(batch)), None) is not None
+    for name, part in parts_within(batch):
+        # What objects of other classes keep beside their numbers is theirs.
+        if is_container or isinstance(part, Tensor | np.ndarray):
+            yield from _described(part, of_two.get(name), of_three.get(name), size, place + name)
 
 
 def _kind_of(x: Any, *, with_lengths: bool, depth: int = 0) -> Hashable:
     """Types, dtypes and names of an entry's parts, and their lengths too if these are public."""
     if isinstance(x, Tensor | np.ndarray):
         storage = tuple(str(getattr(x, name, None)) for name in _STORAGE)
-        return type(x), storage, tuple(x.shape) if with_lengths else x.ndim
+        objects: Any = x if getattr(x.dtype, "hasobject", False) else np.empty(0)
+        own = frozenset(map(type, objects.flat))
+        return type(x), storage, own, tuple(x.shape) if with_lengths else x.ndim
     if depth == _DEPTH:
         return (type(x),)
     if isinstance(x, list | tuple) and len(x) > _FIELDS:
@@ -432,7 +539,7 @@ def _kind_of(x: Any, *, with_lengths: bool, depth: int = 0) -> Hashable:
         return type(x), parts, len(x) if with_lengths else None
     return type(x), tuple(
         (name, _kind_of(part, with_lengths=with_lengths, depth=depth + 1))
-        for name, part in parts_of(x)
+        for name, part in parts_within(x)
     )
 
 

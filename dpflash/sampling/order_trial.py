@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from numbers import Real
 from typing import Any
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..verification.nested import parts_of
-from .entries import FittingCollate, ReadableEntries, Together, Unreadable
+from ..verification.nested import parts_within
+from .entries import FittingCollate, ReadableEntries, Unreadable
 
 _CANDIDATES = 32
 _CHOICES = 4
@@ -38,16 +38,25 @@ def moves_rows(fitting: FittingCollate) -> bool:
     Args:
         fitting: the function and the dataset, of which at most 32 entries are read.
     """
-    deadline = time.monotonic() + _SECONDS
     read = _read(fitting.dataset)
+    deadline = time.monotonic() + _SECONDS
+
+    def made(indices: list[int]) -> Any:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if fitting.dataset.reads_together:
+            return fitting.collate(fitting.dataset.together(indices))
+        # A function may change its entries in place, and they may belong to the dataset.
+        return fitting.collate([copy.deepcopy(read[index]) for index in indices])
+
     for chosen in _choices(read):
         rotated, swapped = [*chosen[1:], chosen[0]], [chosen[1], chosen[0], *chosen[2:]]
         for other in (rotated, swapped):
-            if time.monotonic() > deadline:
-                return False
             try:
-                if all(_is_moved(fitting, read, chosen, other) for _ in range(_AGREE)):
+                if all(_is_moved(made, chosen, other) for _ in range(_AGREE)):
                     return True
+            except TimeoutError:
+                return False
             except Exception:
                 continue  # The function does not accept such a batch.
     return False
@@ -79,19 +88,16 @@ def _choices(read: dict[int, Any]) -> Iterator[list[int]]:
         yield list(sizes)[k : k + 3]
 
 
-def _is_moved(
-    fitting: FittingCollate, read: dict[int, Any], entries: list[int], others: list[int]
-) -> bool:
+def _is_moved(make: Callable[[list[int]], Any], entries: list[int], others: list[int]) -> bool:
     """Whether some field has rows in another order, and none in that of the entries.
 
     Args:
-        fitting: the function and the dataset.
-        read: entries by their index.
+        make: makes a batch of the entries of these indices.
         entries: indices of the dataset.
         others: the same in another order.
     """
     moved, size = False, len(entries)
-    batches = (_fields(fitting, read, own) for own in ([entries[0]] * size, entries, others))
+    batches = (_fields(make, own) for own in ([entries[0]] * size, entries, others))
     expected = tuple(map(others.index, entries))
     for alone, before, after in zip(*batches, strict=True):
         if any(_is_apart(*_distance(alone[:, 0], alone[:, row])) for row in range(1, size)):
@@ -120,21 +126,13 @@ def _is_apart(distance: float, error: float) -> bool:
     return distance > _ERRORS * error
 
 
-def _fields(fitting: FittingCollate, read: dict[int, Any], indices: list[int]) -> list[Tensor]:
+def _fields(make: Callable[[list[int]], Any], indices: list[int]) -> list[Tensor]:
     """`[n, B, d]` of each field that has a row for each of B entries, from n batches."""
-
-    def made() -> list[Tensor]:
-        found: Any = [read[index] for index in indices]
-        if fitting.dataset.reads_together:
-            found = fitting.dataset.__getitems__(indices)
-        # A function may change its entries in place, and they may belong to the dataset.
-        whole = found.whole if isinstance(found, Together) else list(found)
-        batch = fitting.collate(copy.deepcopy(whole))
-        return list(_columns(batch, len(indices)))
-
-    batches = [made(), made()]
+    size = len(indices)
+    batches = [list(_columns(make(indices), size)) for _ in range(2)]
     if any(not torch.equal(x, y) for x, y in zip(*batches, strict=True)):
-        batches += [made() for _ in range(_BATCHES - len(batches))]
+        more = range(_BATCHES - len(batches))
+        batches += [list(_columns(make(indices), size)) for _ in more]
     fields = []
     for of_batches in zip(*batches, strict=True):
         rows = pad_sequence([x.T for x in of_batches], batch_first=True)
@@ -148,7 +146,7 @@ def _columns(batch: Any, size: int) -> Iterator[Tensor]:
     if (batch.ndim if is_array else isinstance(batch, list | tuple)) and len(batch) == size:
         yield pad_sequence([_vector(row) for row in batch], batch_first=True)
     if not is_array:
-        for _, part in parts_of(batch):
+        for _, part in parts_within(batch):
             yield from _columns(part, size)
 
 
@@ -165,5 +163,5 @@ def _vector(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         x = torch.view_as_real(value) if value.is_complex() else value
         return x.detach().double().nan_to_num(0, 0, 0).flatten()
-    vectors = [_vector(part) for _, part in parts_of(value)]
+    vectors = [_vector(part) for _, part in parts_within(value)]
     return torch.cat(vectors) if vectors else torch.zeros(0, dtype=torch.double)

@@ -190,7 +190,7 @@ class RowOrder:
         self._is_of_another = bool(others) and not others.isdisjoint(_storages(given))
         if self._size is None or not self._is_checked(given):
             return
-        found = [_Rows(x) for x in _with_rows(given, self._size)]
+        found = [_Rows(x) for x in _with_rows(batch_tensors(list(given), self._size), self._size)]
         is_present = any(rows.hash == own.hash for rows in found for own in self._batch)
         if not is_present and any(
             rows.is_distinctive and rows.hash in self._past for rows in found

@@ -9,10 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_OTHERS = (type, ModuleType, Tensor, np.ndarray, nn.Module)
 
 
 def tensors_of(value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -39,6 +43,14 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", part) for number, part in enumerate(value))
     elif (flat := _flattened(value)) is not None:
         yield from ((f"[{number}]", part) for number, part in enumerate(flat[0]))
+
+
+def parts_within(value: Any) -> Iterator[tuple[str, Any]]:
+    """(place, part) for the parts of a container, or for the attributes of another object."""
+    parts = list(parts_of(value))
+    if not parts and hasattr(value, "__dict__") and not isinstance(value, _OTHERS):
+        parts = [(f".{name}", part) for name, part in vars(value).items()]
+    yield from parts
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

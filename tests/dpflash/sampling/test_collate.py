@@ -456,16 +456,17 @@ class ReadTogether(Entries):
 
 
 @pytest.mark.parametrize("is_sorted", [True, False], ids=["sorted", "kept"])
-@pytest.mark.parametrize("where", ["dropout", "dropout of a short one", "getitems"])
+@pytest.mark.parametrize("where", ["dropout", "dropout of a short one", "own class", "getitems"])
 def test_an_order_is_seen_where_contents_are_random(where, is_sorted):
     def collate(batch):
         batch = sorted(batch, key=len) if is_sorted else batch
-        return pad_sequence([F.pad(dropped(x), (0, 9 - len(x))) for x in batch], True)
+        x = pad_sequence([F.pad(dropped(x), (0, 9 - len(x))) for x in batch], True)
+        return Batch(x) if where == "own class" else x
 
     torch.manual_seed(0)
     full = [torch.randint(1, 90, (9,)) for _ in range(20)]
     full[16] = full[16][: 4 if where == "dropout of a short one" else 9]
-    entries, function = Entries(TEXTS if where == "dropout" else full), collate
+    entries, function = Entries(full if "short" in where else TEXTS), collate
     if where == "getitems":
         entries, function = ReadTogether(keeps_order=not is_sorted), None
     if is_sorted:

@@ -2,12 +2,14 @@
 
 import collections
 import contextlib
+import json
 import math
 import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import dpflash
@@ -185,31 +187,61 @@ def test_whether_an_entry_fits_depends_on_no_entry_but_itself_while_the_first_ag
     first = [short] * bad + [good] * (7 - bad)
     for entries in (first, first[::-1]):
         fitting = FittingCollate(default_collate, ReadableEntries(entries))
-        others = [short, good.double(), good.bfloat16(), None]
-        assert fitting.fit([good, *others]) == [True, False, False, False, False]
+        others = [short, good.double(), None]
+        assert fitting.fit([good, good.bfloat16(), *others]) == [True] * 2 + [False] * 3
         batch, rows = fitting([short, short])
         assert rows == [0, 1] and torch.equal(batch, torch.ones(2, 4))
 
 
 ONES, TOKENS = torch.ones(4), [1] * 20
+
+
+class Example:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+def of_examples(examples):
+    return torch.stack([e.x for e in examples]), torch.tensor([e.y for e in examples])
+
+
+def of_lines(lines):
+    return torch.tensor([json.loads(line)["y"] for line in lines])
+
+
+def of_table(rows):
+    return torch.tensor([row.tolist() for row in rows])
+
+
+# The common entry, the odd one, and whether that counts as a sample.
 MINORITIES = {
-    "bool": ((ONES, 1), (ONES, True), default_collate),
-    "integer tensor": ((ONES, 1), (ONES, torch.tensor(1)), default_collate),
-    "bfloat16": ((ONES, 1), (ONES.bfloat16(), 1), default_collate),
-    "narrower integers": (ONES.long(), ONES.int(), default_collate),
-    "another field": ({"x": ONES}, {"x": ONES, "source": 2}, default_collate),
-    "a list of floats": (TOKENS, [1.0] * 20, torch.tensor),
-    "nested": ({"x": [[ONES]]}, {"x": [[ONES.double()]]}, default_collate),
+    "bool": ((ONES, 1), (ONES, True), default_collate, True),
+    "integer tensor": ((ONES, 1), (ONES, torch.tensor(1)), default_collate, False),
+    "bfloat16": ((ONES, 1), (ONES.bfloat16(), 1), default_collate, True),
+    "narrower integers": (ONES.long(), ONES.int(), default_collate, True),
+    "another field": ({"x": ONES}, {"x": ONES, "source": 2}, default_collate, False),
+    "a list of floats": (TOKENS, [1.0] * 20, torch.tensor, False),
+    "nested": ({"x": [[ONES]]}, {"x": [[ONES.double()]]}, default_collate, False),
+    "an object's integer": (Example(ONES, 0.5), Example(ONES, 1), of_examples, True),
+    "an object's fraction": (Example(ONES, 1), Example(ONES, 0.5), of_examples, False),
+    "an object's integers": (Example(ONES, 1), Example(ONES.int(), 1), of_examples, True),
+    "a line's integer": ('{"y": 0.5}', '{"y": 1}', of_lines, True),
+    "a line's text": (b'{"y": 1}', b'{"y": "n/a"}', of_lines, False),
+    "a table's integer": (*(np.array([1, y], object) for y in (0.5, 1)), of_table, True),
 }
 
 
 @pytest.mark.parametrize("kind", MINORITIES)
-def test_an_entry_that_passes_only_among_others_is_bad_in_every_microbatch(kind):
-    common, odd, collate = MINORITIES[kind]
+def test_whether_an_entry_counts_is_the_same_in_every_microbatch(kind):
+    common, odd, collate, counts = MINORITIES[kind]
     fitting = FittingCollate(collate, ReadableEntries([common] * 7))
     batches = [[common] * 2, [common, odd, common], [odd, common, odd], [odd] * 2]
     batches.append([common, Unreadable(""), odd])
-    assert [[*fitting(batch).bad] for batch in batches] == [[], [1], [0, 2], [0, 1], [1, 2]]
+    found = [fitting(batch) for batch in batches]
+    expected = [[], [], [], [], [1]] if counts else [[], [1], [0, 2], [0, 1], [1, 2]]
+    assert [[*batch.bad] for batch in found] == expected
+    dtypes = {tuple(x.dtype for _, x in tensors_of(batch.batch)) for batch in found}
+    assert len(dtypes) == 1
 
 
 class Together(Entries):
@@ -224,10 +256,46 @@ class TogetherByName(Together):
         return dict(zip("xy", super().__getitems__(indices), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["raises", "undecodable", "none"])
-@pytest.mark.parametrize("dataset", [Together, TogetherByName])
+class AsColumns(Together):
+    """Returns a tuple of columns, as of memory-mapped arrays."""
+
+    def __getitems__(self, indices):
+        return tuple(super().__getitems__(indices))
+
+
+@pytest.mark.parametrize("kind", [*list(ROWS)[:8], "nan"])
+@pytest.mark.parametrize("dataset", [AsColumns, TogetherByName])
 def test_a_bad_entry_of_a_dataset_that_reads_several_as_one_adds_nothing(kind, dataset, capsys):
     assert_adds_nothing(dataset(ROWS[kind]), capsys, collate_fn=lambda batch: batch)
+
+
+class PaddedTogether(Dataset):
+    """Pads the entries that it reads together to the longest, as a tokenizing transform does."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices):
+        longest = max(self.lengths[i] for i in indices)
+        return [
+            F.pad(torch.ones(self.lengths[i]), (0, longest - self.lengths[i])) for i in indices
+        ]
+
+
+@pytest.mark.parametrize("lengths", [[6] * 30 + [9], [6] * 7 + [5, 9, 7, 4] * 6])
+def test_entries_that_are_padded_as_they_are_read_fit(lengths):
+    dataset = ReadableEntries(PaddedTogether(lengths))
+    fitting = FittingCollate(default_collate, dataset)
+    for indices in ([0, 1, 2], [3, len(lengths) - 1, 4], [*range(7, 12)], [0, 1]):
+        batch = fitting(dataset.__getitems__(indices))
+        assert not batch.bad
+        assert (batch.batch != 0).sum(1).tolist() == [lengths[i] for i in indices]
 
 
 def test_what_is_not_of_one_entry_alone_is_refused_without_a_value():
@@ -242,9 +310,9 @@ def test_what_is_not_of_one_entry_alone_is_refused_without_a_value():
     assert "secret" not in str(refusal.value) and refusal.value.__suppress_context__
     assert "secret" in refusal.value.details["error"]
     # A dataset most of whose entries cannot be read has its own error there.
-    unread = FittingCollate(default_collate, [Unreadable("KeyError('secret')")] * 7)
+    unread = FittingCollate(default_collate, ReadableEntries(dict.fromkeys(range(-9, -2))))
     with pytest.raises(PrivateRefusal, match="__getitem__ failed") as refusal:
-        unread(list(unread.dataset))
+        unread([Unreadable("KeyError('secret')")] * 7)
     assert refusal.value.details == {"error": "KeyError('secret')"}
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import dpflash
@@ -671,6 +672,39 @@ def test_rows_of_a_table_are_not_taken_for_another_order(size, table, share):
         return torch.where(torch.rand(size, 1, generator=g) < share, new, 2 * x[:, :16])
 
     assert not any(orders(size, (24,), normal, replaced, order=RowOrder()))
+
+
+FRAMES = torch.randn(40, 9, 3, generator=torch.Generator().manual_seed(0))
+LENGTHS = [3 + i % 7 for i in range(40)]
+# What a loop makes of a batch of one object for each sample, in any order.
+OBJECTS = {
+    "frames": (
+        [x[:n] for x, n in zip(FRAMES, LENGTHS, strict=True)],
+        lambda xs: pad_sequence([*xs, FRAMES[0]], batch_first=True)[:-1],
+    ),
+    "a list": ([x[:n] for x, n in zip(FRAMES, LENGTHS, strict=True)], lambda xs: xs),
+    "texts": (
+        ["x" * n + str(i) for i, n in enumerate(LENGTHS)],
+        lambda xs: torch.stack([FRAMES[int(x.strip("x")), 0] for x in xs]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_objects_of_samples_are_refused_in_another_order(kind):
+    samples, change = OBJECTS[kind]
+    for is_sorted in (True, False):
+        order, refused = RowOrder(), 0
+        for start in range(0, 30, 2):
+            real = torch.arange(8) >= 3
+            batch = [samples[start + max(i, 3) % 30] for i in range(8)]
+            order.observe(batch, BatchMark(0, 8, True, real=real))
+            changed = change(sorted(batch, key=len) if is_sorted else batch)
+            try:
+                order.check(changed if kind == "a list" else [changed], is_released=False)
+            except dpflash.PrivateRefusal:
+                refused += 1
+        assert (refused > 0) == is_sorted
 
 
 def test_masked_tokens_and_augmented_rows_are_not_taken_for_another_order(private):
