@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import json
 import math
 import warnings
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import dpflash
@@ -191,6 +193,10 @@ def test_whether_an_entry_fits_depends_on_no_entry_but_itself_while_the_first_ag
         assert fitting.fit([good, good.bfloat16(), *others]) == [True] * 2 + [False] * 3
         batch, rows = fitting([short, short])
         assert rows == [0, 1] and torch.equal(batch, torch.ones(2, 4))
+        # Padded to the others' length it would pass.
+        padding = functools.partial(pad_sequence, batch_first=True)
+        exact = FittingCollate(padding, ReadableEntries(entries), has_public_length=True)
+        assert exact.fit([good, short]) == [True, False]
 
 
 ONES, TOKENS = torch.ones(4), [1] * 20
