@@ -22,8 +22,7 @@ _WIDE = {torch.float64: torch.float32, torch.int32: torch.int64, torch.int16: to
 def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     """The tensors of a batch, and its arrays and lists of numbers as tensors.
 
-    Where each sample has a tensor of its own, they are stacked too, padded with zeros; of texts
-    there are numbers, which are equal where these are.
+    Where each sample has a tensor of its own, they are stacked too, padded with zeros.
 
     Args:
         batch: of any nesting.
@@ -38,6 +37,17 @@ def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     return leaves + stacked
 
 
+def text_numbers(batch: Any, depth: int = 0) -> Iterator[Tensor]:
+    """For each list of texts in a batch the numbers `[n]` that are equal where these are."""
+    if isinstance(batch, Tensor | np.ndarray) or depth == _DEPTH:
+        return
+    if isinstance(batch, list | tuple) and batch and all(isinstance(x, _TEXTS) for x in batch):
+        yield torch.tensor([hash(x) for x in batch])
+        return
+    for _, part in parts_within(batch):
+        yield from text_numbers(part, depth + 1)
+
+
 def _leaves(value: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -46,8 +56,6 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from _widened(torch.as_tensor(np.ascontiguousarray(value)))
     elif isinstance(value, list | tuple) and value and all(isinstance(x, Real) for x in value):
         yield from _widened(torch.tensor(value))
-    elif isinstance(value, list | tuple) and value and all(isinstance(x, _TEXTS) for x in value):
-        yield torch.tensor([hash(x) for x in value])
     elif depth < _DEPTH:
         for _, part in parts_within(value):
             yield from _leaves(part, depth + 1)

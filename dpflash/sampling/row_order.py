@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..refusal import PrivateRefusal, PrivateWarning
 from ..verification.digests import as_words, row_digests
-from .batch_tensors import batch_tensors
+from .batch_tensors import batch_tensors, text_numbers
 from .tracker import BatchMark
 
 # A loop treats all batches alike. On a CPU all are checked; on a GPU each check waits for it.
@@ -163,7 +163,7 @@ class RowOrder:
         if not self._is_checked(tensors):
             return
         self._left = max(0, self._left - 1)
-        self._batch = [_Rows(x) for x in tensors if _has_rows(x)]
+        self._batch = [_Rows(x) for x in [*tensors, *text_numbers(batch)] if _has_rows(x)]
         if mark.real is None:
             return
         self._size = mark.size * each

@@ -67,6 +67,12 @@ class Clipper(Protocol):
         """The logical batch was released, and parameters are about to change, or was dropped."""
 
 
+_STEPPED_TWICE = (
+    "optimizer.step() was called again, with no engine.backward(losses) since the last release, "
+    "so nothing was released: call it once for each batch of the private loader"
+)
+
+
 class PrivateStep:
     """One logical batch at a time: clipped sums, charge, noise, and release to the optimizer.
 
@@ -319,6 +325,8 @@ class PrivateStep:
             self._agree("a private batch", dict(zip(_AGREED, now, strict=True)))
             takes_others = self.tracker.foreign_batches and self.sums.ranks.everyone is None
             if not drawn and not takes_others:
+                if not signalled and not self.sums.has_begun:
+                    raise RuntimeError(_STEPPED_TWICE)
                 # What another loader signalled may hang on which samples the loop left out.
                 raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
             event = self.charge.event(multiplier, is_foreign=not drawn)

@@ -343,7 +343,7 @@ def test_a_step_between_private_batches_is_that_of_the_plain_model(kind, tmp_pat
         assert before == (optimizer.releases, engine.get_epsilon(1e-5), len(hooked))
         assert path.exists() == (ledger is not None)
         assert ledger is None or ledger == path.read_bytes()
-        with pytest.raises(RuntimeError, match="not of the private loader"):
+        with pytest.raises(RuntimeError, match="called again, with no engine.backward"):
             optimizer.step()
         optimizer.zero_grad()
 
