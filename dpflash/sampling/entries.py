@@ -314,7 +314,7 @@ class FittingCollate:
     def _is_common(self, form: _Form, items: list[Any]) -> bool:
         """Whether so many entries fit that no other form could be common with one entry more."""
         by_index = self.dataset.reads_together
-        count = sum(self._fits(item, form, by_index=by_index) for item in items)
+        count = sum(self._fits(x, form, by_index=by_index, adopts=False) for x in items)
         return len(items) == 1 or 2 * (count - 1) >= len(items)
 
     def _fits(self, item: Any, form: _Form, *, by_index: bool, adopts: bool = True) -> bool:

@@ -208,7 +208,7 @@ def test_the_first_batches_prove_a_model_that_keeps_documents_apart(attention, a
     for _ in range(6):
         for batch in loader:
             engine.backward(losses_of(model, batch))
-            engine._run.optimizer.step()
+            engine._run.optimizers[0].step()
     assert engine.verified is True
 
 
