@@ -308,6 +308,7 @@ def test_experts_by_the_name_of_dpflash_give_what_eager_ones_do(private, losses)
 
 def test_a_routing_that_mixes_samples_is_refused_by_the_first_batch(private, losses):
     """Where a capacity over the whole batch is used up, a token's experts change places."""
+    torch.manual_seed(0)  # For few weights no token of the tested samples does.
     model = mixture("mixtral")
 
     class Batched(nn.Module):
