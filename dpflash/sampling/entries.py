@@ -469,13 +469,13 @@ class _Form:
         return fields, lengths
 
 
-def _numbers_of(batch: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def _numbers_of(batch: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """(place, tensor or array) of all those of a batch."""
     if isinstance(batch, Tensor | np.ndarray):
         yield place, batch
-    else:
+    elif depth < _DEPTH:
         for name, part in parts_within(batch):
-            yield from _numbers_of(part, place + name)
+            yield from _numbers_of(part, place + name, depth + 1)
 
 
 def _holds(dtype: Any, other: Any) -> bool:
@@ -489,7 +489,7 @@ def _replaced(batch: Any, new: dict[int, Any]) -> Any:
     """The batch with other tensors and arrays, by the identity of its own."""
     if next(iter(parts_of(batch)), None) is None and not isinstance(batch, Tensor | np.ndarray):
         for name, part in parts_within(batch):
-            setattr(batch, name[1:], _replaced(part, new))
+            object.__setattr__(batch, name[1:], _replaced(part, new))  # it may be frozen
         return batch
     return map_leaves(lambda x: new.get(id(x), x), batch, kinds=(Tensor, np.ndarray))
 

@@ -476,6 +476,22 @@ def test_an_order_is_seen_where_contents_are_random(where, is_sorted):
         make(function, entries)
 
 
+class Linked:
+    """Holds itself, and what is no number."""
+
+    def __init__(self, x):
+        self.x, self.me = x, self
+        self.words = np.array(["secret", "words"])
+        self.anything = np.array([x, None, "secret"], dtype=object)
+
+
+def test_entries_and_batches_that_hold_themselves_are_taken():
+    def collate(batch):
+        return Linked(torch.stack([linked.x for linked in batch]))
+
+    make(collate, Entries([Linked(x) for x, _ in IMAGES]))
+
+
 @pytest.mark.parametrize("kind", ["noise", "flipped", "heavy tail", "rare"])
 def test_random_contents_are_not_taken_for_another_order(kind):
     class Random(ReadTogether):
