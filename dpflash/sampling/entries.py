@@ -485,11 +485,13 @@ def _holds(dtype: Any, other: Any) -> bool:
     return {dtype.kind, other.kind} <= set("biuf") and np.promote_types(dtype, other) == dtype
 
 
-def _replaced(batch: Any, new: dict[int, Any]) -> Any:
+def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
     """The batch with other tensors and arrays, by the identity of its own."""
     if next(iter(parts_of(batch)), None) is None and not isinstance(batch, Tensor | np.ndarray):
-        for name, part in parts_within(batch):
-            object.__setattr__(batch, name[1:], _replaced(part, new))  # it may be frozen
+        for name, part in parts_within(batch) if depth < _DEPTH else ():
+            changed = _replaced(part, new, depth + 1)
+            if changed is not part:
+                object.__setattr__(batch, name[1:], changed)  # it may be frozen
         return batch
     return map_leaves(lambda x: new.get(id(x), x), batch, kinds=(Tensor, np.ndarray))
 

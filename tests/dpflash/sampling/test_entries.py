@@ -219,6 +219,14 @@ def of_table(rows):
     return torch.tensor([row.tolist() for row in rows])
 
 
+class Linked:
+    """A batch that holds itself."""
+
+    def __init__(self, examples):
+        self.x, self.y = of_examples(examples)
+        self.me = self
+
+
 # The common entry, the odd one, and whether that counts as a sample.
 MINORITIES = {
     "bool": ((ONES, 1), (ONES, True), default_collate, True),
@@ -231,6 +239,7 @@ MINORITIES = {
     "an object's integer": (Example(ONES, 0.5), Example(ONES, 1), of_examples, True),
     "an object's fraction": (Example(ONES, 1), Example(ONES, 0.5), of_examples, False),
     "an object's integers": (Example(ONES, 1), Example(ONES.int(), 1), of_examples, True),
+    "an integer in an object": (Example(ONES, 0.5), Example(ONES, 1), Linked, True),
     "a line's integer": ('{"y": 0.5}', '{"y": 1}', of_lines, True),
     "a line's text": (b'{"y": 1}', b'{"y": "n/a"}', of_lines, False),
     "a table's integer": (*(np.array([1, y], object) for y in (0.5, 1)), of_table, True),
