@@ -789,7 +789,8 @@ def test_invariant_8_a_batch_that_is_not_of_the_loader_is_refused_before_a_charg
         before = (run[0].accountant.history, run[1].weight.detach().clone())
         make = FOREIGN.get(kind, lambda x, data: x)
         with pytest.raises(
-            RuntimeError, match="not of the private loader.*foreign_b|of another private l|called again"
+            RuntimeError,
+            match="not of the private loader.*foreign_b|of another private l|called again",
         ):
             step(run, make and make(x, data))
         assert not run[0]._step.sums and not run[0].accountant.events
