@@ -27,7 +27,7 @@ from ..grad_rules.base import plain_class
 from ..grad_rules.convert import plain_layers, refuse_compiled
 from ..grad_rules.experts import refuse_router_losses
 from ..privacy.masks import SecretMasks
-from ..refusal import PrivateRefusal
+from ..refusal import PrivateRefusal, PrivateWarning
 from ..sampling.row_order import RowOrder
 from ..verification.attributes import OwnAttributes
 from ..verification.declared_reduction import refuse_scalars
@@ -36,6 +36,7 @@ from ..verification.forward_rows import (
     Replacement,
     kept,
     mixed,
+    most_samples,
     own_copies,
     reached,
 )
@@ -52,6 +53,12 @@ from .levels import Optimization
 _BACKEND = "inductor"
 _LOW = (torch.bfloat16, torch.float16)
 _LONGEST_REASON = 200
+_UNREPLACED = (
+    "a call of the private model had no samples that could be replaced by others, so dpflash did "
+    "not check whether its forward mixes samples; see engine.verified. Give the model its samples "
+    "as tensors with the samples first, or as lists of tensors, strings or dicts with an element "
+    "for each sample"
+)
 
 
 class ForwardWrapper:
@@ -83,6 +90,7 @@ class ForwardWrapper:
         self._order = order
         self._uncovered = uncovered
         self._structure = self._restarts = 0
+        self._has_warned = False
         self._original = type(module)
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
@@ -164,7 +172,7 @@ class ForwardWrapper:
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
             units = self._backward.forward.units
-            most = max(_first_dimensions(tensors), default=0) if units is None else units.size
+            most = most_samples(args, kwargs) if units is None else units.size
             # Ranks that share a model would have to restart together.
             if self.unchanged is not None and self._backward.proof.group is None:
                 self._restart_proof(self.unchanged.structure())
@@ -238,7 +246,9 @@ class ForwardWrapper:
         replacement = Replacement.drawn(arguments, size, real, first, proof.draw)
         units = self._backward.forward.units
         others, changed = replacement.applied(arguments, units)
+        samples = size if real is None else int(real.sum())
         if alone and not changed:
+            self._warn_unreplaced(samples)
             proof.forward_repeated(layers, 0)
             return
         kept_by_first = self._attributes()
@@ -265,14 +275,21 @@ class ForwardWrapper:
                 rows = self._repeated(module, batch, before, before.attributes)
                 scalars.append(rows.scalars)
             proof.note_scalars(refuse_scalars(scalars, declared))
-        samples = size if real is None else int(real.sum())
         seen = changed and reached(first, second, replacement)
         compared = samples if seen and samples > 1 else 0
+        if not seen:
+            self._warn_unreplaced(samples)
         try:
             proof.forward_repeated(layers, compared, refusal, keeps=keeps)
         except PrivateRefusal:
             self._backward.discard()
             raise
+
+    def _warn_unreplaced(self, samples: int) -> None:
+        if samples < 2 or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(_UNREPLACED, PrivateWarning, stacklevel=8)
 
     def _repeated(
         self,

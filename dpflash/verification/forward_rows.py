@@ -7,7 +7,7 @@ routing with a capacity, an order by length.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..packing import Units
 from .digests import differing, row_summaries, tolerance
-from .nested import map_tensors, tensors_of
+from .nested import leaves_of, map_tensors, tensors_of
 
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
@@ -47,6 +47,8 @@ _OUTPUT = "the model's output"
 
 # Elements after which an address is aligned as before.
 _ALIGNED = 64
+# What a sample in a list of samples is made of.
+_CONTENTS = (Tensor, str)
 
 
 class ForwardRows:
@@ -264,6 +266,19 @@ class Replacement:
         of_samples = () if units is not None else _of_samples(arguments, len(self.source))
         chosen, changed = {id(t) for t in of_samples}, False
 
+        if units is None:
+            (args, kwargs), rows = arguments, self.source.tolist()
+            exchanged, with_numbers = (
+                (
+                    tuple(_exchanged(value, rows, kinds) for value in args),
+                    {name: _exchanged(value, rows, kinds) for name, value in kwargs.items()},
+                )
+                for kinds in (_CONTENTS, (*_CONTENTS, int))
+            )
+            # Numbers may be the lengths of samples, but also a setting of the model.
+            if changed := _ids(exchanged) != _ids(arguments):
+                arguments = with_numbers
+
         def replaced(t: Tensor) -> Tensor:
             nonlocal changed
             if units is None:
@@ -278,6 +293,14 @@ class Replacement:
             return _with_layout_of(t, values)
 
         return map_tensors(replaced, arguments), changed
+
+
+def most_samples(args: Any, kwargs: Any) -> int:
+    """A bound on B in a call of a model, by its tensors and lists."""
+    values = (*args, *kwargs.values())
+    lists = [v for value in values for _, v in leaves_of(value, kinds=(list, tuple))]
+    dims = [t.shape[0] for _, t in tensors_of(values) if t.ndim]
+    return max([*map(len, lists), *dims], default=0)
 
 
 def own_copies(arguments: Any) -> Any:
@@ -303,12 +326,63 @@ def _with_layout_of(t: Tensor, values: Tensor) -> Tensor:
 
 def _of_samples(arguments: Any, size: int) -> Sequence[Tensor]:
     """The tensors whose first dimension is the batch; none where that is ambiguous."""
-    found = [t for _, t in tensors_of(arguments) if t.ndim]
-    found = [t for t in found if t.shape[0] == size and t.layout == torch.strided]
+    args, kwargs = arguments
+    found = [t for value in (*args, *kwargs.values()) for t in _outside_lists(value, size)]
+    found = [t for t in found if t.ndim and t.shape[0] == size and t.layout == torch.strided]
     if len(found) > 1 and any(t.ndim > 1 and t.shape[1] == size for t in found):
         # With as many tokens as samples, a table of positions looks like a batch.
         return ()
     return found
+
+
+def _outside_lists(value: Any, size: int) -> Iterator[Tensor]:
+    """The tensors that are in no list with an element for each sample."""
+    if type(value) is dict:
+        value = [*value.values()]
+    elif type(value) not in (list, tuple):
+        yield from (t for _, t in tensors_of(value))
+        return
+    elif _is_list_of_samples(value, size):
+        return
+    for part in value:
+        yield from _outside_lists(part, size)
+
+
+def _ids(arguments: Any) -> list[int]:
+    return [id(leaf) for _, leaf in leaves_of(arguments, kinds=_CONTENTS)]
+
+
+def _exchanged(value: Any, rows: list[int], kinds: tuple[type, ...]) -> Any:
+    """The value, with the elements of these rows in its lists of samples, in their own shapes."""
+    if type(value) is dict:
+        return {name: _exchanged(part, rows, kinds) for name, part in value.items()}
+    if type(value) not in (list, tuple):
+        return value
+    if not _is_list_of_samples(value, len(rows), kinds):
+        return type(value)(_exchanged(part, rows, kinds) for part in value)
+    # As many batches as samples, such as the keys of the layers, look like samples.
+    is_ambiguous = all(_is_batch(part, len(rows)) for part in value)
+    return value if is_ambiguous else type(value)(value[row] for row in rows)
+
+
+def _is_list_of_samples(
+    value: Sequence[Any], size: int, kinds: tuple[type, ...] = _CONTENTS
+) -> bool:
+    """Whether a list may have an element for each sample: they are of one kind."""
+    if len(value) != size or len({_kind(part) for part in value}) != 1:
+        return False
+    return all(any(True for _ in leaves_of(part, kinds=kinds)) for part in value)
+
+
+def _kind(value: Any) -> tuple[Any, ...]:
+    return (Tensor, value.ndim, value.dtype) if isinstance(value, Tensor) else (type(value),)
+
+
+def _is_batch(value: Any, size: int) -> bool:
+    if isinstance(value, list | tuple) and len(value) == size:
+        return True
+    leaves = [leaf for _, leaf in leaves_of(value, kinds=(*_CONTENTS, int))]
+    return all(isinstance(t, Tensor) and t.ndim and t.shape[0] == size for t in leaves)
 
 
 def _least_filled(tensors: Collection[Tensor]) -> int | None:

@@ -1115,3 +1115,81 @@ def test_a_contrastive_loss_outside_of_the_model_is_refused_for_what_it_is(priva
     ) as caught:
         engine.backward(nn.functional.cross_entropy(scores, torch.arange(BATCH), reduction="none"))
     assert "verify_first_batch" not in str(caught.value)
+
+
+class OfLists(nn.Module):
+    """Takes samples of differing lengths in a list."""
+
+    def __init__(self, mixing):
+        super().__init__()
+        self.l, self.mixing = nn.Linear(3, 2), mixing
+
+    def forward(self, batch, lengths=None):
+        batch = batch["xs"] if isinstance(batch, dict) else batch
+        parts = [self.tensor(part) for part in batch]
+        if lengths is not None:
+            assert [len(x) for x in parts] == lengths
+        x = torch.stack([x.sum(0) for x in parts])
+        return self.l(x - x.mean(0) if self.mixing else x)
+
+    def tensor(self, part):
+        if isinstance(part, str):
+            return torch.tensor([[float(ord(c)), 1.0, 2.0] for c in part]) / 100
+        return part["x"] if isinstance(part, dict) else part
+
+
+LISTS = {
+    "list": lambda xs: (xs,),
+    "tuple": lambda xs: (tuple(xs),),
+    "dict of a list": lambda xs: ({"xs": xs},),
+    "list of dicts": lambda xs: ([{"x": x} for x in xs],),
+    "strings": lambda xs: ([chr(97 + i) * len(x) for i, x in enumerate(xs)],),
+    "lengths": lambda xs: (xs, [len(x) for x in xs]),
+}
+
+
+@pytest.mark.parametrize("mixing", [False, True], ids=["apart", "mixing"])
+@pytest.mark.parametrize("as_arguments", LISTS.values(), ids=LISTS)
+def test_samples_in_lists_are_replaced_whatever_their_lengths(as_arguments, mixing, private):
+    engine, model, *_ = private(OfLists(mixing))
+    # Some samples of the honest model are as long as the batch.
+    lengths = [BATCH if i % 3 == 0 and not mixing else 1 + i % 7 for i in range(BATCH)]
+    xs = [data(length, 3, seed=i) for i, length in enumerate(lengths)]
+    if mixing:
+        with pytest.raises(RuntimeError, match="layer 'l' changed for a sample"):
+            model(*as_arguments(xs))
+        return
+    engine.backward(model(*as_arguments(xs)).square().sum(1))
+    assert engine.verified is True
+
+
+class WithLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(5, 2)
+
+    def forward(self, x, past):
+        for part in past:
+            x = x + sum(part) if isinstance(part, tuple) else x + part
+        return self.l(x)
+
+
+PASTS = {
+    "tensors": lambda: [data(seed=i) for i in range(BATCH)],
+    "pairs": lambda: tuple((data(seed=i), data(seed=-i)) for i in range(1, BATCH + 1)),
+    "two": lambda: [data(), data(seed=3)],
+}
+
+
+@pytest.mark.parametrize("past", PASTS.values(), ids=PASTS)
+def test_lists_of_batches_are_no_lists_of_samples(past, private):
+    engine, model, *_ = private(WithLayers())
+    engine.backward(model(data(), past()).square().sum(1))
+    assert engine.verified is True
+
+
+def test_samples_that_are_all_as_long_as_the_batch_are_not_taken_for_batches(private):
+    engine, model, *_ = private(OfLists(mixing=False))
+    with pytest.warns(dpflash.PrivateWarning, match="no samples that could be replaced"):
+        engine.backward(model([data(BATCH, 3, i) for i in range(BATCH)]).square().sum(1))
+    assert engine.verified == "gradients"
