@@ -1,6 +1,7 @@
 """Per-sample gradient operations and noise, dispatched by the tensors' device."""
 
 from .grads import (
+    clip_factors,
     clip_reduce,
     clipped_grad,
     embedding_clipped_grad,
@@ -18,7 +19,6 @@ from .grid import exact_slots, grid_of
 from .noise import NoiseStream, gaussian_noise_, refuse_capture, settle_noise
 from .reference import (
     bound_share,
-    clip_factors,
     embedding_grad_inner,
     grad_inner,
 )

@@ -143,12 +143,13 @@ def clip_reduce(
     return total if noise is None else noise.add_to_(total)
 
 
-def squared_norm(grads: Tensor) -> Tensor:
+def squared_norm(grads: Tensor, *, into: Tensor | None = None) -> Tensor:
     """See `reference.squared_norm`; everything in fp64, without a wider copy."""
     flat = grads.reshape(grads.shape[0], grads.shape[1:].numel())
     squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
     # The root and its square round as well.
-    return upper_bound(squares, flat.shape[1] + 4)
+    squares = upper_bound(squares, flat.shape[1] + 4)
+    return squares if into is None else into.add_(squares)
 
 
 def embedding_per_sample_grad(

@@ -126,10 +126,20 @@ def clip_reduce(
 
 
 @_documented_by(reference.squared_norm)
-def squared_norm(grads: Tensor) -> Tensor:
+def squared_norm(grads: Tensor, *, into: Tensor | None = None) -> Tensor:
     """See `reference.squared_norm`."""
     _check("grads", grads)
-    return _backend(grads).squared_norm(grads)
+    if into is not None:
+        _check_wide("into", into, grads.shape[:1])
+    return _backend(grads).squared_norm(grads, into=into)
+
+
+@_documented_by(reference.clip_factors)
+def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
+    """See `reference.clip_factors`."""
+    _check("squared_norms", squared_norms, 1)
+    squares = squared_norms.double()
+    return _backend(squares).clip_factors(squares, bound, function)
 
 
 @_documented_by(reference.embedding_per_sample_grad)
@@ -339,13 +349,18 @@ def _check_into(into: Tensor | None, grid: float | None, shape: torch.Size) -> N
         check_grid(grid)
     if into is None:
         return
-    _check_tensor("into", into)
     if grid is None:
         raise ValueError("into is given without a grid: only sums on a grid are added up in place")
+    _check_wide("into", into, shape)
+
+
+def _check_wide(name: str, into: Tensor, shape: torch.Size) -> None:
+    """What a kernel adds to in place."""
+    _check_tensor(name, into)
     if into.dtype != torch.float64 or into.shape != shape or not into.is_contiguous():
         raise ValueError(
-            f"into has shape {tuple(into.shape)}, dtype {into.dtype} and strides {into.stride()}: "
-            f"give a contiguous float64 tensor of shape {tuple(shape)}"
+            f"{name} has shape {tuple(into.shape)}, dtype {into.dtype} and strides "
+            f"{into.stride()}: give a contiguous float64 tensor of shape {tuple(shape)}"
         )
 
 

@@ -3,6 +3,8 @@
 //
 // Letters: B samples, P elements of a sample, O outputs and I inputs of a matrix.
 
+#include <cmath>
+#include <limits>
 #include <mutex>
 #include <new>
 #include <type_traits>
@@ -67,11 +69,11 @@ inline double total(double* sums) {
   return sums[0];
 }
 
-// squares[i] = the sum of the squares of sample i. A square goes through at most 127 additions to
-// its sum, 5 to its block's and 1 for each block.
+// Adds the sum of the squares of sample i, times `rounding`, to squares[i]. A square goes through
+// at most 127 additions to its sum, 5 to its block's and 1 for each block.
 template <class F>
-void squared_norms(const F* grads, int64_t stride, int64_t batch, int64_t elements,
-                   int64_t threads, double* squares) {
+void squared_norms(double rounding, const F* grads, int64_t stride, int64_t batch,
+                   int64_t elements, int64_t threads, double* squares) {
   int64_t blocks = (elements + kSquaresBlock - 1) / kSquaresBlock;
   std::vector<double> of_blocks(size_t(batch * blocks));
   share<PlainArithmetic>(batch * blocks, threads, [&](int64_t task, int64_t) {
@@ -82,8 +84,23 @@ void squared_norms(const F* grads, int64_t stride, int64_t batch, int64_t elemen
     of_blocks[size_t(task)] = total(sums);
   });
   for (int64_t i = 0; i < batch; ++i) {
-    squares[i] = 0;
-    for (int64_t k = 0; k < blocks; ++k) squares[i] += of_blocks[size_t(i * blocks + k)];
+    double sum = 0;
+    for (int64_t k = 0; k < blocks; ++k) sum += of_blocks[size_t(i * blocks + k)];
+    // Not fused into the sum, as in the reference implementation.
+    volatile double bounded = sum * rounding;
+    squares[i] += bounded;
+  }
+}
+
+// min(1, bound / norm), rounded down; 0 where a norm is not finite or a factor subnormal.
+void clip_factors(const double* squares, double bound, double above, double below, int64_t batch,
+                  float* factors) {
+  for (int64_t i = 0; i < batch; ++i) {
+    double norm = std::sqrt(squares[i]) * above;
+    double factor = norm > bound ? 1 / norm * bound * below : 1.0;
+    float narrow = std::isfinite(norm) ? float(factor) : 0.0f;
+    if (narrow > factor) narrow = std::nextafter(narrow, 0.0f);
+    factors[i] = narrow < std::numeric_limits<float>::min() ? 0.0f : narrow;
   }
 }
 
@@ -116,13 +133,23 @@ inline void add_clipped(const F* const* grads, const double* factors, int64_t be
   });
 }
 
+// Clipping factors, float or double.
+struct Factors {
+  const void* of_samples;
+  int64_t bytes;  // of a factor
+  double operator[](int64_t i) const {
+    return bytes == 4 ? static_cast<const float*>(of_samples)[i]
+                      : static_cast<const double*>(of_samples)[i];
+  }
+};
+
 // Samples that a sum has: those whose factor is not 0.
 template <class F>
 struct Samples {
   std::vector<const F*> grads;
   std::vector<double> factors;
 
-  Samples(const F* first, const double* factor, int64_t stride, int64_t batch) {
+  Samples(const F* first, Factors factor, int64_t stride, int64_t batch) {
     for (int64_t i = 0; i < batch; ++i) {
       if (factor[i] == 0) continue;
       grads.push_back(first + i * stride);
@@ -231,7 +258,7 @@ void noise_alone(Noise& noise, int64_t elements, F* out) {
 }
 
 template <class F>
-void noised_sum(Noise& noise, const F* grads, const double* factors, int64_t stride, int64_t batch,
+void noised_sum(Noise& noise, const F* grads, Factors factors, int64_t stride, int64_t batch,
                 int64_t elements, F* out) {
   Samples<F> samples(grads, factors, stride, batch);
   Grid grid(noise.grid);
@@ -243,7 +270,7 @@ void noised_sum(Noise& noise, const F* grads, const double* factors, int64_t str
 
 // sums, or 0 where `fresh`, and the samples', truncated to the grid.
 template <class F>
-void clipped_sum(double step, const F* grads, const double* factors, int64_t stride, int64_t batch,
+void clipped_sum(double step, const F* grads, Factors factors, int64_t stride, int64_t batch,
                  int64_t fresh, int64_t threads, int64_t elements, double* sums) {
   Samples<F> samples(grads, factors, stride, batch);
   Grid grid(step);
@@ -268,20 +295,25 @@ int status(Work work) {
 }  // namespace
 
 #define FOR_NUMBERS(F)                                                                            \
-  int squared_norms_##F(const F* grads, int64_t stride, int64_t batch, int64_t elements,          \
-                        int64_t threads, double* squares) {                                       \
-    return status([&] { squared_norms(grads, stride, batch, elements, threads, squares); });      \
-  }                                                                                               \
-  int clipped_sum_##F(double grid, const F* grads, const double* factors, int64_t stride,         \
-                      int64_t batch, int64_t fresh, int64_t threads, int64_t elements,            \
-                      double* sums) {                                                             \
+  int squared_norms_##F(double rounding, const F* grads, int64_t stride, int64_t batch,           \
+                        int64_t elements, int64_t threads, double* squares) {                     \
     return status([&] {                                                                           \
-      clipped_sum(grid, grads, factors, stride, batch, fresh, threads, elements, sums);           \
+      squared_norms(rounding, grads, stride, batch, elements, threads, squares);                  \
     });                                                                                           \
   }                                                                                               \
-  int noised_sum_##F(Noise* noise, const F* grads, const double* factors, int64_t stride,         \
-                     int64_t batch, int64_t elements, F* out) {                                   \
-    return status([&] { noised_sum(*noise, grads, factors, stride, batch, elements, out); });     \
+  int clipped_sum_##F(double grid, const F* grads, const void* factors, int64_t bytes,            \
+                      int64_t stride, int64_t batch, int64_t fresh, int64_t threads,              \
+                      int64_t elements, double* sums) {                                           \
+    return status([&] {                                                                           \
+      Factors all{factors, bytes};                                                                \
+      clipped_sum(grid, grads, all, stride, batch, fresh, threads, elements, sums);               \
+    });                                                                                           \
+  }                                                                                               \
+  int noised_sum_##F(Noise* noise, const F* grads, const void* factors, int64_t bytes,            \
+                     int64_t stride, int64_t batch, int64_t elements, F* out) {                   \
+    return status([&] {                                                                           \
+      noised_sum(*noise, grads, Factors{factors, bytes}, stride, batch, elements, out);           \
+    });                                                                                           \
   }                                                                                               \
   int noise_alone_##F(Noise* noise, int64_t elements, F* out) {                                   \
     return status([&] { noise_alone(*noise, elements, out); });                                   \
@@ -292,6 +324,10 @@ extern "C" {
 FOR_NUMBERS(float)
 FOR_NUMBERS(double)
 
+int clip_factors_double(const double* squares, double bound, double above, double below,
+                        int64_t batch, float* factors) {
+  return status([&] { clip_factors(squares, bound, above, below, batch, factors); });
+}
 int normals_of_words_double(const int64_t* words, int64_t count, double scale, double* normals) {
   return status([&] { normals_of_words(words, count, scale, normals); });
 }

@@ -30,15 +30,27 @@ def __getattr__(name: str) -> Any:
     return getattr(reference, name)
 
 
-def squared_norm(grads: Tensor) -> Tensor:
+def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
+    """See `reference.clip_factors`."""
+    if function != "hard":
+        return reference.clip_factors(squared_norms, bound, function)
+    squares = squared_norms.contiguous()
+    factors = torch.empty(squares.shape, dtype=torch.float32, device="cpu")
+    numbers = float(bound), 1 + reference.FP64_SLACK, 1 - reference.FP64_SLACK, len(squares)
+    call("clip_factors", squares.dtype, squares, *numbers, factors)
+    return factors
+
+
+def squared_norm(grads: Tensor, *, into: Tensor | None = None) -> Tensor:
     """See `reference.squared_norm`."""
     grads = _readable(grads)
     batch, elements = grads.shape[0], grads.shape[1:].numel()
-    squares = torch.empty(batch, dtype=torch.float64, device="cpu")
-    sizes = grads.stride(0), batch, elements, _threads(grads)
-    call("squared_norms", grads.dtype, grads, *sizes, squares)
+    squares = torch.zeros(batch, dtype=torch.float64, device="cpu") if into is None else into
     blocks = -(-elements // _SQUARES_BLOCK)
-    return reference.upper_bound(squares, min(elements, _SQUARES_ADDITIONS + blocks))
+    rounding = reference.upper_bound(1.0, min(elements, _SQUARES_ADDITIONS + blocks))
+    sizes = grads.stride(0), batch, elements, _threads(grads)
+    call("squared_norms", grads.dtype, rounding, grads, *sizes, squares)
+    return written(squares)
 
 
 def per_sample_grad(
@@ -84,9 +96,9 @@ def clip_reduce(
     """See `reference.clip_reduce`."""
     if grid is None:
         return reference.clip_reduce(grads, factors, noise=noise)
-    grads, factors = _readable(grads), factors.detach().resolve_neg().double().contiguous()
+    grads, factors = _readable(grads), _readable(factors).contiguous()
     shape = grads.shape[1:]
-    sizes = grads.stride(0), grads.shape[0]
+    sizes = factors.itemsize, grads.stride(0), grads.shape[0]
     if noise is not None and noise.std > 0 and noise_cpu.serves(grads, noise):
         out = torch.empty(shape, dtype=grads.dtype, device="cpu")
         return write_noised("noised_sum", noise, out, grads, factors, *sizes)

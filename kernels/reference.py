@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ FP64_SLACK = 2.0**-40
 ROOT_SLACK = 1.0 - 2.0**-50
 # gamma of automatic clipping, as in its paper.
 _STABILITY = 0.01
+
+_Squares = TypeVar("_Squares", Tensor, float)
 
 
 def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
@@ -96,7 +98,7 @@ def rounded_down(factors: Tensor) -> Tensor:
     return torch.where(narrow >= torch.finfo(torch.float32).tiny, narrow, 0.0)
 
 
-def upper_bound(squares: Tensor, terms: int) -> Tensor:
+def upper_bound(squares: _Squares, terms: int) -> _Squares:
     """A bound of sums of `terms` squares that were added up in fp64, in any order."""
     return squares * (1 + (terms + 1) * 2.0**-52)
 
@@ -119,11 +121,12 @@ def by_span(operation: Callable[..., Tensor], spans: Spans, *operands: Tensor) -
     return torch.cat(found) if found else operation(*(x[:0] for x in operands))
 
 
-def squared_norm(grads: Tensor) -> Tensor:
+def squared_norm(grads: Tensor, *, into: Tensor | None = None) -> Tensor:
     """Upper bound of the squared L2 norm of each sample's gradient.
 
     Args:
         grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64.
+        into: contiguous, [B], fp64: the result is added to it, and it is returned.
 
     Returns:
         [B], fp64: never below the squared norm in real arithmetic, and above it by at most a
@@ -135,7 +138,8 @@ def squared_norm(grads: Tensor) -> Tensor:
     for i, grad in enumerate(grads):
         for part in grad.reshape(-1).split(_CHUNK):
             squares[i] += part.double().square().sum()
-    return upper_bound(squares, grads.shape[1:].numel())
+    squares = upper_bound(squares, grads.shape[1:].numel())
+    return squares if into is None else into.add_(squares)
 
 
 def per_sample_grad(

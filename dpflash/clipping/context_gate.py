@@ -60,7 +60,7 @@ class ContextGate(Gate):
         if self.squares is not None:
             squares += self.squares
         for piece in self._slices.values():
-            squares += squared_norm(piece)
+            squared_norm(piece, into=squares)
         if self.batch_size:
             collectives.all_reduce_(squares, self._group, "norms of the samples' gradients")
         return squares

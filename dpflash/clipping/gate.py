@@ -276,7 +276,7 @@ class Gate:
             if kept is not None:
                 squares += kept.squared_norm(grad)
             elif grad is not None:
-                squares += squared_norm(grad)
+                squared_norm(grad, into=squares)
         return squares
 
     def finish(self, grads: Sequence[Tensor | None]) -> None:
@@ -297,7 +297,8 @@ class Gate:
         if owner.mode == "sum":
             return owner.factors
         scale = self.batch_size if owner.loss_reduction == "mean" else 1
-        squares = self.finish_norms(grads) * scale**2
+        squares = self.finish_norms(grads)
+        squares = squares if scale == 1 else squares * scale**2
         factors = self.step.rows.only(clip_factors(squares, self.bound, owner.clip_function))
         owner.statistics.note(squares, factors)
         return factors if scale == 1 else rounded_down(factors.double() * scale)

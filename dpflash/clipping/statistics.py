@@ -14,7 +14,9 @@ class ClipStatistics:
     def __init__(self, rows: RealRows):
         self._rows = rows
         self._squares: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._removed: Tensor | None = None
+        self._samples: int | None = None
+        self._factors: list[Tensor] = []
+        self._real: Tensor | None = None
         self._counted = [0, 0]
         self._counts: list[Tensor] = []
         self.seen_samples = 0
@@ -26,33 +28,33 @@ class ClipStatistics:
             losses: `[B]`; a sample whose loss is NaN or infinite is removed; None where the loss
                 is a scalar.
         """
-        self._removed = None
+        self._end_backward()
         if losses is not None:
-            nonfinite = self._rows.only(~losses.detach().isfinite())
-            self._add(self._newly_removed(nonfinite), torch.zeros_like(nonfinite))
+            self._real = self._rows.of(losses)
+            self._factors = [losses.detach().isfinite().float()]
 
     def note(self, squares: Tensor, factors: Tensor) -> None:
         """Note the squared norms and the clipping factors of one group, `[B]` each.
 
         Numbers stay on their device until they are asked for.
         """
-        real = self._rows.of(factors)
-        self._squares = (squares.detach(), real)
-        removed, clipped = self._rows.only(factors == 0), self._rows.only(factors < 1)
-        self._add(self._newly_removed(removed), clipped & ~removed)
-        self.seen_samples += self._rows.count(len(factors))
+        self._real = self._rows.of(factors)
+        self._squares = (squares.detach(), self._real)
+        self._factors.append(factors)
+        if self._samples is None:
+            self._samples = self._rows.count(len(factors))
+        self.seen_samples += self._samples
 
-    def _newly_removed(self, removed: Tensor) -> Tensor:
-        """Which of these samples were not removed before: a sample of several groups is one."""
-        known = self._removed
-        if known is None or known.shape != removed.shape:
-            known = torch.zeros_like(removed)
-        known = known.to(removed.device)
-        self._removed = removed | known
-        return removed & ~known
-
-    def _add(self, removed: Tensor, clipped: Tensor) -> None:
-        counts = torch.stack([removed.sum(), clipped.sum()])
+    def _end_backward(self) -> None:
+        """Count the samples of the last backward; a sample of several groups is one."""
+        noted, real, self._factors, self._samples = self._factors, self._real, [], None
+        if not noted:
+            return
+        factors = torch.stack([own.to(noted[-1].device) for own in noted])
+        removed, clipped = factors == 0, factors < 1
+        if real is not None:
+            removed, clipped = removed & real, clipped & real
+        counts = torch.stack([removed.any(0).sum(), (clipped & ~removed).sum()])
         if self._counts and self._counts[-1].device == counts.device:
             self._counts[-1] = self._counts[-1] + counts
         else:
@@ -60,6 +62,7 @@ class ClipStatistics:
 
     def _count(self) -> list[int]:
         """Samples that were removed, and clipped, so far. Waits for the device if some are new."""
+        self._end_backward()
         if self._counts:
             device = self._counts[0].device
             new = torch.stack([counts.to(device) for counts in self._counts]).sum(0).tolist()

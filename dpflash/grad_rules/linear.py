@@ -38,7 +38,8 @@ class _Linear(torch.autograd.Function):
         ctx.units = units
         y = F.linear(x, weight.t() if transposed else weight, bias)
         # Torch may return a view, which the next layer could not change in place.
-        return torch.ops.aten._unsafe_view(y, y.shape)
+        is_view = torch.compiler.is_compiling() or y._is_view()
+        return torch.ops.aten._unsafe_view(y, y.shape) if is_view else y
 
     @staticmethod
     @differentiable_once
@@ -81,7 +82,7 @@ class PrivateLinear(PrivateModule):
         dtype = autocast_dtype(x)
         context, samples = self._dpflash, self._dpflash.samples_of(x)
         handles = self.private_handles(samples)
-        flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
+        flat = x if x.ndim == 3 else x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
         outputs = weight.shape[1 if self._transposed else 0]
         tokens = x.shape[0] * flat.shape[1] // max(1, samples)  # of a sample, on average
         shape = LinearShape(samples, tokens, x.shape[-1], outputs, dtype or x.dtype)
@@ -96,7 +97,7 @@ class PrivateLinear(PrivateModule):
             self._transposed,
             context.units,
         )
-        return context.as_given(y.reshape(*x.shape[:-1], outputs), input)
+        return context.as_given(y if x.ndim == 3 else y.reshape(*x.shape[:-1], outputs), input)
 
 
 class PrivateConv1D(PrivateLinear):

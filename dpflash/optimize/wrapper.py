@@ -248,7 +248,7 @@ class ForwardWrapper:
         others, changed = replacement.applied(arguments, units)
         samples = size if real is None else int(real.sum())
         if alone and not changed:
-            self._warn_unreplaced(samples)
+            self._warn_unreplaced(samples, changed)
             proof.forward_repeated(layers, 0)
             return
         kept_by_first = self._attributes()
@@ -278,15 +278,16 @@ class ForwardWrapper:
         seen = changed and reached(first, second, replacement)
         compared = samples if seen and samples > 1 else 0
         if not seen:
-            self._warn_unreplaced(samples)
+            self._warn_unreplaced(samples, changed)
         try:
             proof.forward_repeated(layers, compared, refusal, keeps=keeps)
         except PrivateRefusal:
             self._backward.discard()
             raise
 
-    def _warn_unreplaced(self, samples: int) -> None:
-        if samples < 2 or self._has_warned:
+    def _warn_unreplaced(self, samples: int, changed: bool | None) -> None:
+        """Warn once, unless the samples could be replaced by others and are all alike."""
+        if samples < 2 or self._has_warned or changed is False:
             return
         self._has_warned = True
         warnings.warn(_UNREPLACED, PrivateWarning, stacklevel=8)

@@ -186,10 +186,10 @@ class RealRows:
         mask = self.mask_of(rows)
         return rows if mask is None else int(mask.sum())
 
-    def only(self, x: Tensor) -> Tensor:
-        """Returns x `[B, ...]` with exact zeros in padding rows."""
-        mask = self.of(x)
-        return x if mask is None else x.masked_fill(~mask.view(-1, *(1,) * (x.ndim - 1)), 0)
+    def only(self, factors: Tensor) -> Tensor:
+        """Clipping factors `[B]`, with exact zeros in padding rows."""
+        mask = self.of(factors)
+        return factors if mask is None else factors * mask
 
 
 def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:

@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..distributed.fsdp import is_sharded
+from ..distributed.fsdp import as_grad, is_sharded
 from ..privacy.public_data import PublicGradients
 from ..refusal import PrivateRefusal
 
@@ -53,6 +54,14 @@ class Gradients:
         """Let gradients reach the parameters again."""
         for hook in self._hooks:
             hook.remove()
+
+    def set(
+        self, parameters: Sequence[nn.Parameter], totals: Sequence[Tensor], divisor: float
+    ) -> None:
+        """Set `.grad` to the sums over the divisor, in tensors that nothing else holds."""
+        means = torch._foreach_div(list(totals), divisor) if totals else ()
+        for parameter, mean in zip(parameters, means, strict=True):
+            parameter.grad = as_grad(mean.to(parameter.dtype), parameter)
 
     def drop(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Drop a release, or what others wrote; that of all parameters by default."""

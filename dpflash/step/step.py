@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from dpflash.kernels import NoiseStream, refuse_capture
 
 from .._validate import noise_fits
-from ..distributed.fsdp import as_grad, is_sharded
+from ..distributed.fsdp import is_sharded
 from ..packing import Units
 from ..privacy.public_data import PublicGradients
 from ..refusal import PrivateRefusal
@@ -359,16 +359,8 @@ class PrivateStep:
             self.noise = self._charge(signalled=signalled)
         self.noise.settle()
         self.charge.warn_beyond_target()
-        totals = self.sums.over_ranks(parameters)
-        for parameter, total in totals.items():
-            stream = self.noise.stream(parameter)
-            if stream is not None:
-                stream.add_to_(total)
-        self.noise.settle()
-        divisor = self.options.divisor
-        for parameter, total in totals.items():
-            total = total.to(torch.promote_types(parameter.dtype, torch.float32))
-            parameter.grad = as_grad(total.div_(divisor).to(parameter.dtype), parameter)
+        totals = self.sums.with_noise(parameters, self.noise)
+        self.gradients.set(parameters, totals, self.options.divisor)
         self.sums.clear()
         self.noise, self.released = None, parameters
 

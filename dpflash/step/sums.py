@@ -14,6 +14,7 @@ from ..distributed.collectives import all_reduce_all_
 from ..distributed.fsdp import is_sharded, local_shape, reduce_to_part
 from ..distributed.mesh import Ranks
 from ..refusal import PrivateRefusal
+from .noise import BatchNoise
 
 
 class ClippedSums(Mapping[nn.Parameter, Tensor]):
@@ -151,8 +152,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """Take part in the exchange of a sharded parameter that got no gradient on this rank."""
         sharded: bool = is_sharded(parameter)
         if sharded:
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            zeros = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+            shape, dtype = parameter.shape, wide_dtype(parameter)
+            zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
             self._add_rows(parameter, zeros)
 
     def add_noise(self, parameter: nn.Parameter, noise: NoiseStream) -> None:
@@ -168,22 +169,29 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """See the function `refuse_mixed`."""
         refuse_mixed(self._mixed)
 
-    def over_ranks(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Copies of the sums over the samples of all ranks; zeros where there is none."""
-        totals = {p: self._copy(p) for p in parameters}
-        whole = [total for p, total in totals.items() if not is_sharded(p)]
-        all_reduce_all_(whole, self.ranks.data)
-        return totals
+    def with_noise(self, parameters: Iterable[nn.Parameter], noise: BatchNoise) -> list[Tensor]:
+        """The sums over the samples of all ranks, zeros where there is none, with their noise.
 
-    def _copy(self, parameter: nn.Parameter) -> Tensor:
+        What this adds, it adds to copies.
+        """
+        streams = {p: noise.stream(p) for p in parameters}
+        alone = self.ranks.data is None
+        totals = {p: self._wide(p, copy=not (alone and s is None)) for p, s in streams.items()}
+        all_reduce_all_([t for p, t in totals.items() if not is_sharded(p)], self.ranks.data)
+        for parameter, stream in streams.items():
+            if stream is not None:
+                stream.add_to_(totals[parameter])
+        noise.settle()
+        return [totals[p].to(wide_dtype(p)) for p in streams]
+
+    def _wide(self, parameter: nn.Parameter, *, copy: bool) -> Tensor:
         # Ranks add in one dtype; a sum that has its noise is of this process alone.
-        wide = self.ranks.data is not None or parameter.dtype == torch.float64
-        dtype = torch.float64 if wide else torch.float32
+        dtype = torch.float64 if self.ranks.data is not None else wide_dtype(parameter)
         held = self._sums.get(parameter)
         if held is None:
             return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
-        dtype = torch.promote_types(dtype, held.dtype)
-        return held.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        dtype = max(dtype, held.dtype, key=lambda held: held.itemsize)
+        return held.to(dtype, copy=copy, memory_format=torch.contiguous_format)
 
     def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
         """The exact sum of earlier microbatches, to which a kernel may add in place, or None."""
@@ -206,8 +214,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     def _narrow(self, parameter: nn.Parameter) -> None:
         """Keep a sum with its noise in the dtype of its release."""
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        self._sums[parameter] = self._sums[parameter].to(dtype)
+        self._sums[parameter] = self._sums[parameter].to(wide_dtype(parameter))
 
     def _add_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add this rank's rows of a sharded parameter's sum; the release adds their noise."""
@@ -220,6 +227,11 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self._mixed.append(mixed)
         held = self._sums.get(parameter)
         self._sums[parameter] = own if held is None else held + own
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """float32, or float64 where the tensor is."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def refuse_mixed(mixed: Sequence[Tensor]) -> None:

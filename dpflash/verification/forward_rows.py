@@ -261,10 +261,11 @@ class Replacement:
         rows, counts = self.source.unique(return_counts=True)
         return Replacement(torch.full_like(self.source, int(rows[counts.argmax()])))
 
-    def applied(self, arguments: Any, units: Units | None = None) -> tuple[Any, bool]:
-        """(arguments with replaced contents, whether any of them changed)."""
+    def applied(self, arguments: Any, units: Units | None = None) -> tuple[Any, bool | None]:
+        """(arguments with replaced contents, whether any changed); None if there were none."""
         of_samples = () if units is not None else _of_samples(arguments, len(self.source))
-        chosen, changed = {id(t) for t in of_samples}, False
+        chosen = {id(t) for t in of_samples}
+        changed: bool | None = None
 
         if units is None:
             (args, kwargs), rows = arguments, self.source.tolist()
@@ -276,8 +277,8 @@ class Replacement:
                 for kinds in (_CONTENTS, (*_CONTENTS, int))
             )
             # Numbers may be the lengths of samples, but also a setting of the model.
-            if changed := _ids(exchanged) != _ids(arguments):
-                arguments = with_numbers
+            if _ids(exchanged) != _ids(arguments):
+                arguments, changed = with_numbers, True
 
         def replaced(t: Tensor) -> Tensor:
             nonlocal changed

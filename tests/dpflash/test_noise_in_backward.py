@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash import PrivacyEngine, PrivateRefusal
 from dpflash.clipping import backward as backward_module
-from dpflash.kernels import NoiseStream, gaussian_noise_, grads, grid_of
+from dpflash.kernels import NoiseStream, gaussian_noise_, grads, grid_of, reference
 from dpflash.step import noise, sums
 
 KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
@@ -48,7 +48,11 @@ def kernels_of_a_gpu(monkeypatch):
     monkeypatch.setattr(noise_triton, "GROUPS", 8)
     monkeypatch.setattr(launch, "REDUCE_BLOCK", 64)
     monkeypatch.setattr(launch, "WIDTH_BLOCK", 16)
-    monkeypatch.setattr(grads, "_backend", lambda *tensors: launch)
+
+    def backend(*tensors):
+        return reference if any(t.dtype == torch.float64 for t in tensors) else launch
+
+    monkeypatch.setattr(grads, "_backend", backend)
     monkeypatch.setattr(NoiseStream, "add_to_", add_to_)
 
     def undecided():

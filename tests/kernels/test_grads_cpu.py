@@ -419,3 +419,24 @@ def test_nothing_is_clipped_where_there_is_nothing():
 
 def test_python_and_c_mean_a_noise_of_the_same_size():
     assert cpp.load().noise_bytes() == ctypes.sizeof(noise_cpu._Noise)
+
+
+@pytest.mark.parametrize("bound", [2.0**-100, 1e-3, 0.3, 1.0, 1e30, math.inf])
+def test_clipping_factors_have_the_bits_of_the_reference_implementation(bound, processor):
+    squares = of_all_sizes(20_000, dtype=torch.float64).abs()
+    special = torch.tensor([0.0, -1.0, math.inf, math.nan, 2.0**-1070], dtype=torch.float64)
+    near = min(bound, 1e6) ** 2 * (1 + 1e-12 * random(500, dtype=torch.float64))
+    for norms in (squares, special, near, squares[:0], squares.view(2, -1).t()[:, 1]):
+        assert torch.equal(
+            kernels.clip_factors(norms, bound), reference.clip_factors(norms, bound)
+        )
+
+
+def test_a_squared_norm_is_added_to_others(processor):
+    grads, others = random(5, 3, 4099), random(5, dtype=torch.float64).abs()
+    expected = others + kernels.squared_norm(grads)
+    assert kernels.squared_norm(grads, into=others) is others
+    assert torch.equal(others, expected)
+    for wrong in (others.float(), others[:4], others.repeat(2)[::2]):
+        with pytest.raises(ValueError, match="into has shape"):
+            kernels.squared_norm(grads, into=wrong)
