@@ -62,25 +62,32 @@ class Charge:
         """Continue as a process by itself."""
         self._ranks = Ranks()
 
-    def event(self, noise_multiplier: float, *, is_foreign: bool) -> Event | None:
-        """What the next release is charged as; None if it is charged already."""
-        if not is_foreign:
-            return self._next_event(noise_multiplier)
-        # Models that are not private need no accounting, which is slow to import.
-        from dpflash.accounting import Gaussian
+    def admit(self, noise_multiplier: float, *, is_foreign: bool) -> Event | None:
+        """Ask the budget and the accountant for the next release.
 
-        # No amplification can be claimed for a batch of unknown origin.
-        return Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
+        Args:
+            noise_multiplier: of the release.
+            is_foreign: whether its batch is not of the private loader.
 
-    def admit(self, event: Event | None) -> None:
-        """Ask the budget and the accountant for a release.
+        Returns:
+            What it is charged as; None if it is charged already.
 
         Raises:
             BudgetSpent: the release does not fit into the budget.
             ValueError: the accountant does not support this event.
         """
+        event: Event | None
+        if is_foreign:
+            # Models that are not private need no accounting, which is slow to import.
+            from dpflash.accounting import Gaussian
+
+            # No amplification can be claimed for a batch of unknown origin.
+            event = Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
+        else:
+            event = self._next_event(noise_multiplier)
         self._is_first = not self.releases and self._spending.is_empty
         self._spending.admit(event)
+        return event
 
     def pay(self, event: Event | None, noise_multiplier: float, *, is_foreign: bool) -> int:
         """Charge a release that was admitted; returns its number."""

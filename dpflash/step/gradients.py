@@ -82,6 +82,14 @@ class Gradients:
                     "make_private again"
                 ) from None
 
+    def refuse_cleared(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse a step on a release whose gradients are gone."""
+        if parameters and all(p.grad is None for p in parameters):
+            raise RuntimeError(
+                "every .grad was cleared between the last backward of a logical batch and "
+                "optimizer.step(), so its release is lost: call model.zero_grad() after step()"
+            )
+
     def refuse_hooks(self) -> None:
         """Refuse hooks on gradients, which would see nothing: autograd makes none of parameters.
 

@@ -25,9 +25,9 @@ the result.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from ..privacy.public_data import PublicGradients
 from ..refusal import PrivateRefusal
 from ..sampling.slots import RealRows
 from ..sampling.tracker import FOREIGN, BatchTracker
+from .agreement import Agreement
 from .charge import Charge
 from .gradients import Gradients
 from .noise import BatchNoise, Noise
@@ -48,12 +49,6 @@ from .options import ReleaseOptions
 from .sums import ClippedSums
 from .turns import Kind, Turns
 
-_AGREED = (
-    "noise_multiplier",
-    "max_grad_norm",
-    "expected_batch_size",
-    "batch of the private loader",
-)
 CAPTURED = "each replay would release again, without charging for it and with the same noise"
 
 
@@ -120,6 +115,7 @@ class PrivateStep:
         self.gradients = Gradients(sums.trained, sums.names, self.public)
         self.rows = RealRows(tracker.real_rows)
         self.turns = Turns()
+        self._agreement = Agreement(sums, tracker, charge)
         self._optimizer = optimizer
         self._kind_of_noise = kind_of_noise
         self._clipper: Clipper | None = None
@@ -320,17 +316,12 @@ class PrivateStep:
         bound = self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
         noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
         drawn = self.tracker.came_from_loader(signalled)
-        now = multiplier, bound, self.options.expected_batch_size, drawn
+        numbers = multiplier, bound, self.options.expected_batch_size, drawn
         try:
-            self._agree("a private batch", dict(zip(_AGREED, now, strict=True)))
-            takes_others = self.tracker.foreign_batches and self.sums.ranks.everyone is None
-            if not drawn and not takes_others:
-                if not signalled and not self.sums.has_begun:
-                    raise RuntimeError(_STEPPED_TWICE)
-                # What another loader signalled may hang on which samples the loop left out.
-                raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
-            event = self.charge.event(multiplier, is_foreign=not drawn)
-            self.charge.admit(event)
+            self._agreement.on_release(self.parameters, *numbers)
+            if not drawn:
+                self._refuse_foreign(signalled)
+            event = self.charge.admit(multiplier, is_foreign=not drawn)
         except Exception:
             self.discard()
             self.tracker.refused()
@@ -338,6 +329,14 @@ class PrivateStep:
         number = self.charge.pay(event, multiplier, is_foreign=not drawn)
         self.tracker.charged()
         return self._kind_of_noise.begin(number, bound, multiplier)
+
+    def _refuse_foreign(self, signalled: bool) -> None:
+        if self.tracker.foreign_batches and self.sums.ranks.everyone is None:
+            return
+        if not signalled and not self.sums.has_begun:
+            raise RuntimeError(_STEPPED_TWICE)
+        # What another loader signalled may hang on which samples the loop left out.
+        raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
 
     def release(self, *, signalled: bool) -> None:
         """Set the gradients of the logical batch: sums with noise, over the public divisor.
@@ -376,7 +375,8 @@ class PrivateStep:
         self.options.refuse_changed()
         kind = self.turns.take(optimizer, self._decide, is_new=self.public.are_waiting)
         if kind == "release":
-            self._refuse_cleared(self.parameters_of(optimizer))
+            with self.dropping():
+                self.gradients.refuse_cleared(self.parameters_of(optimizer))
         return kind
 
     def _decide(self) -> Kind:
@@ -396,8 +396,9 @@ class PrivateStep:
         """End the logical batch; `.grad` is its release, with the gradients of public data."""
         if self.released is None:
             self.release(signalled=self.tracker.signalled_now)
-        self._refuse_cleared(self.released or ())
-        self._agree("a private batch")
+        with self.dropping():
+            self.gradients.refuse_cleared(self.released or ())
+        self._agreement.on_step("a private batch", self.parameters, self.public.names)
         for parameter, grad in self.public.mean(self.sums.ranks).items():
             if parameter.grad is not None:
                 parameter.grad.add_(grad)
@@ -407,18 +408,9 @@ class PrivateStep:
             self._clipper.end_batch(released=True)
         self.tracker.released()
 
-    def _refuse_cleared(self, parameters: Collection[nn.Parameter]) -> None:
-        """Refuse a step on a release whose gradients are gone."""
-        if parameters and all(p.grad is None for p in parameters):
-            self.discard()
-            raise RuntimeError(
-                "every .grad was cleared between the last backward of a logical batch and "
-                "optimizer.step(), so its release is lost: call model.zero_grad() after step()"
-            )
-
     def _set_public_gradients(self) -> None:
         """Set the gradients of public data alone; nothing is released or charged."""
-        self._agree("public data alone")
+        self._agreement.on_step("public data alone", self.parameters, self.public.names)
         self.gradients.drop()
         for parameter, grad in self.public.mean(self.sums.ranks).items():
             parameter.grad = grad
@@ -427,29 +419,7 @@ class PrivateStep:
             # Parameters are about to change, as behind a release.
             self._clipper.end_batch(released=True)
 
-    # Ranks
-
     def leave_ranks(self) -> None:
         """Continue as a process by itself: a forked child is none of the ranks."""
         self.sums.leave_ranks()
         self.charge.leave_ranks()
-
-    def _agree(self, kind: str, values: dict[str, Any] | None = None) -> None:
-        """Raise a ValueError on all ranks where they are about to make different steps."""
-        ranks, current = self.sums.ranks, self.tracker.current
-        if ranks.everyone is None:
-            return
-        names = self.sums.names
-        ranks.agree(
-            "optimizer.step()",
-            {
-                "data of the step": kind,
-                "release": self.releases,
-                "draw": None if current is None else (self.tracker.returns, current.draw),
-                **dict.fromkeys(_AGREED),
-                **(values or {}),
-                "trained parameters": [names[p] for p in self.parameters],
-                # Those beside a release are made until its step.
-                "parameters with a public gradient": () if values else self.public.names,
-            },
-        )
