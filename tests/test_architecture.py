@@ -322,7 +322,7 @@ REVIEWED = {
     *("', '.join(wrong)", "(most - 4096) // 2", "Pairs.ROWS * size", "_torch_kind(module)"),
     *("computed + others", "dict(bounds)", "different[0]", "len(foreign)", "len(groups)"),
     *("len(values)", "max(1, rows // 4)", "most", "refusal"),
-    *("self._name", "self.owner.names[parameter]", "shared", "described(self)"),
+    *("self._name", "shared", "described(self)"),
     *("__name__", "_dropout_names(module, dropout)", "_REMEDIES[name]", "unknown[0]"),
     *("described(module)", "tokens // rows", "tokens // rows * rows or rows", "weight.shape[0]"),
 }

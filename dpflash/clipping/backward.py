@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dpflash.kernels import clip_factors
@@ -18,9 +18,7 @@ from ..distributed.collectives import agree, gather_rows, rank_in, world_size
 from ..distributed.layout import Layout
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
-from ..sampling.slots import RealRows
-from ..sampling.tracker import STEP_OF_ANOTHER, BatchTracker
-from ..step import ClippedSums, Clipper
+from ..sampling.tracker import STEP_OF_ANOTHER
 from ..verification.declared_reduction import refuse_weights
 from ..verification.proof import OFF, Proof
 from ..verification.two_backwards import (
@@ -34,46 +32,11 @@ from .forward import ALL_ROWS, SHARED, PrivateForward, refuse_anomaly_mode, refu
 from .gate import Gate
 from .groups import Group
 from .planner import Planner
-from .precision import coarse_products, coarse_use, refuse_coarse_mean, refuse_coarse_products
+from .rules import BackwardRun, GateRules, Step
 from .statistics import ClipStatistics
 
 # See `Uncovered.refusal`.
 Refusal = Callable[[Tensor | None, object, Sequence[int | None]], str | None]
-
-
-class Step(Protocol):
-    """The logical batch of a backward and its gates, see `dpflash.step.PrivateStep`."""
-
-    sums: ClippedSums
-    tracker: BatchTracker
-    rows: RealRows
-
-    def attach(self, clipper: Clipper) -> None:
-        """Report to `clipper` where logical batches begin and end."""
-
-    def begin_backward(self) -> None:
-        """A backward begins."""
-
-    def before_gate(self) -> None:
-        """A backward has reached a use of a private parameter, or a gate."""
-
-    def add_clipped(self, parameter: nn.Parameter, grads: Tensor, factors: Tensor) -> None:
-        """Reduce per-sample gradients by their clipping factors, and add the sum."""
-
-    def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
-        """Add a microbatch's clipped sum."""
-
-    def end_backward(self) -> None:
-        """A backward has run to its end."""
-
-    def discard(self) -> None:
-        """Drop the logical batch."""
-
-    def noting_refusals(self) -> AbstractContextManager[None]:
-        """Note a private refusal that the block raises."""
-
-    def dropping(self) -> AbstractContextManager[None]:
-        """Drop the logical batch where the block fails."""
 
 
 class PrivateBackward:
@@ -93,11 +56,7 @@ class PrivateBackward:
     Attributes:
         forward: the forward whose gates the backward runs.
         statistics: how many samples were clipped.
-        watches: compare the uses of this backward with those of another one.
-        mode: "clip"; "prove" while a backward is only compared; "norms" and "sum" in the two
-            backwards of ghost clipping.
-        factors: clipping factors in mode "sum".
-        norms_again: whether mode "sum" computes norms too.
+        rules: what the gates share.
         is_past_calls: whether the last losses were computed past the model's own call.
         attachment: what make_private put on the model, see `Attachment`.
     """
@@ -122,17 +81,23 @@ class PrivateBackward:
         self.names = step.sums.names
         self.loss_reduction = loss_reduction
         self.clip_function = clip_function
-        self.convolves = convolves
         self.proof = proof
         self.statistics = ClipStatistics(step.rows)
-        self.forward = PrivateForward(self.groups, functools.partial(gate_type, self))
-        self.mode = "clip"
-        self.watches: tuple[Watch, ...] = ()
-        self.norms_again = False
+        self._run = BackwardRun()
+        self.rules = GateRules(
+            step=step,
+            planner=planner,
+            clip_function=clip_function,
+            loss_reduction=loss_reduction,
+            convolves=convolves,
+            statistics=self.statistics,
+            run=lambda: self._run,
+            admit=self.check_gate,
+            refuse_size=self.refuse_size,
+        )
+        self.forward = PrivateForward(self.groups, functools.partial(gate_type, self.rules))
         self.attachment: object = None
-        self.factors = torch.empty(0)
         self._refusal = refusal
-        self._index = {id(group): index for index, group in enumerate(self.groups)}
         self._task = -1
         self._is_called = self._has_warned = self.is_past_calls = False
         self._in_backward = False
@@ -145,10 +110,6 @@ class PrivateBackward:
     def attach(self, attachment: object) -> None:
         """Note what make_private put on the model."""
         self.attachment = attachment
-
-    def index_of(self, group: Group) -> int:
-        """Number of a clipping group."""
-        return self._index[id(group)]
 
     @property
     def slots(self) -> dict[int, tuple[int, int]]:
@@ -167,7 +128,7 @@ class PrivateBackward:
         with self.step.noting_refusals(), self.forward.call(sizes) as is_outermost:
             if is_outermost:
                 self._is_called |= torch.is_grad_enabled()
-                self.watches = self.proof.resting
+                self._rest()
             yield is_outermost
 
     def begin_batch(self, samples: int, units: Units | None) -> None:
@@ -179,16 +140,9 @@ class PrivateBackward:
         self.forward.begin_batch(samples, units)
         self._is_called = False
 
-    def refuse_coarse_use(self, x: Tensor) -> None:
-        """Refuse a mean over samples where x has fewer digits than float32 or autocast is on."""
-        if self.loss_reduction == "mean":
-            refuse_coarse_mean(coarse_use(x))
-
-    def refuse_coarse_products(self, device_type: str) -> None:
-        """Refuse torch settings under which one sample changes how others are rounded."""
-        refuse_coarse_products(device_type)
-        if self.loss_reduction == "mean":
-            refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))
+    def _rest(self) -> None:
+        """No backward is under way, or an ordinary one begins."""
+        self._run = BackwardRun(watches=self.proof.resting)
 
     # Backward
 
@@ -196,9 +150,9 @@ class PrivateBackward:
         """Run the backward of [B] losses, or of a scalar where loss_reduction is declared."""
         self._in_backward = True
         self._expected_size = losses.shape[0] if losses.ndim else None
-        self.watches = self.proof.resting
+        self._rest()
         try:
-            self.refuse_coarse_use(losses)
+            self.rules.refuse_coarse_use(losses)
             self._begin(losses if losses.ndim else None)
             gates = list(self.forward.state.gates.values())
             twice = len(self.groups) == 1 and any(g.shapes and g.plan().is_ghost for g in gates)
@@ -226,9 +180,7 @@ class PrivateBackward:
                 refuse_for_memory(error, self.forward.batch_hint)
             raise
         finally:
-            self.mode = "clip"
-            self.watches = self.proof.resting
-            self.norms_again = False
+            self._rest()
             self._summing = None
             self._in_backward = False
             self._expected_size = None
@@ -283,24 +235,22 @@ class PrivateBackward:
         # Both backwards are the same computation, and the gate applies the factors in the second.
         # Weighted losses would round differently at every layer, beyond the bound.
         first = FirstBackward(gate.device)
-        self.watches = (*self.watches, first)
-        self.mode = "norms"
+        self._run = BackwardRun("norms", (*self._run.watches, first))
         (handles,) = self.forward.state.handles.values()
         grads = grad_before_backward([losses], handles, [seed])
-        self.compare(gate, grads)
+        gate.compare(grads)
         squares = gate.finish_norms(grads)
         gate.reset()
         if squares.shape != losses.shape:
             self.refuse_size(gate.batch_size, losses.shape[0])
         allowed = first.allowed(squares)
         factors = clip_factors(allowed, gate.bound, self.clip_function)
-        self.factors = self.step.rows.only(factors)
-        self.statistics.note(squares, self.factors)
+        factors = self.step.rows.only(factors)
+        self.statistics.note(squares, factors)
         del grads
         self._summing = gate
-        self.watches = (SecondBackward(first, allowed, self.meeting),)
-        self.norms_again = not first.exact
-        self.mode = "sum"
+        watches = (SecondBackward(first, allowed, self.meeting),)
+        self._run = BackwardRun("sum", watches, factors, norms_again=not first.exact)
         try:
             torch.autograd.backward(losses, seed)
         except BackwardsDiffer:
@@ -329,7 +279,7 @@ class PrivateBackward:
         """Run a backward that is only compared with the ordinary one that follows."""
         watch = self.proof.prove(self, outputs, seeds, size, self.step.rows.mask_of(size))
         if watch is not None:
-            self.watches = (watch,)
+            self._run = BackwardRun(watches=(watch,))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
         """Weight the rows of a scalar's gradient; see `proof.CrossedBackward`."""
@@ -351,12 +301,6 @@ class PrivateBackward:
         with self.step.dropping():
             self.proof.refuse(refuse_weights(outputs, grads, size, self.loss_reduction))
 
-    def compare(self, gate: Gate, grads: Sequence[Tensor | None]) -> None:
-        """Have the watches compare the gradients at a gate, before anything is released."""
-        with self.step.dropping():
-            for watch in self.watches:
-                watch.gate(gate, grads)
-
     @property
     def is_compiled(self) -> bool:
         """See `dpflash.verification.proof.ProvableBackward`."""
@@ -369,22 +313,17 @@ class PrivateBackward:
                 yield (index, position), gate.layer_of(position), gate.is_dense(position), handle
         for index, handles in enumerate(self.forward.prepared_handles):
             for position, handle in enumerate(handles):
-                layer = self.layer_of(self.groups[index].parameters[position])
+                layer = self.rules.layer_of(self.groups[index].parameters[position])
                 yield (index, position), layer, True, handle
-
-    def layer_of(self, parameter: nn.Parameter) -> str:
-        """Dotted name of the module that holds a parameter."""
-        return self.names[parameter].rpartition(".")[0] or "(the model itself)"
 
     @contextmanager
     def only_watched(self, watch: Watch) -> Iterator[None]:
         """See `dpflash.verification.proof.ProvableBackward`."""
-        held = self.mode, self.watches
-        self.mode, self.watches = "prove", (watch,)
+        held, self._run = self._run, BackwardRun("prove", (watch,))
         try:
             yield
         finally:
-            self.mode, self.watches = held
+            self._run = held
             for gate in self.forward.state.gates.values():
                 gate.reset()
 
@@ -439,7 +378,7 @@ class PrivateBackward:
                 "parts. Use non-reentrant checkpointing and a single backward"
             )
         mixed = self._arrived_generation not in (None, gate.generation)
-        if mixed or (self.mode == "sum" and gate is not self._summing):
+        if mixed or (self._run.mode == "sum" and gate is not self._summing):
             raise PrivateRefusal(
                 f"{self.forward.misfit}losses come from more than one forward, or from an earlier "
                 "one; call engine.backward after each forward, and give every layer inputs whose "
@@ -465,5 +404,5 @@ class PrivateBackward:
 
     def end_batch(self, *, released: bool) -> None:
         """The logical batch was released, and parameters are about to change, or was dropped."""
-        self.watches = self.proof.resting
+        self._rest()
         self.forward.end_batch(released=released)

@@ -27,24 +27,24 @@ from .gate import Gate
 class ContextGate(Gate):
     """A gate of which each rank holds a slice of the per-sample gradients."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        assert self.owner.ranks.context is not None
-        self._group = self.owner.ranks.context
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        assert self.step.sums.ranks.context is not None
+        self._group = self.step.sums.ranks.context
 
     def take_linear(
         self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
     ) -> Tensor | None:
         """See `Gate.take_linear`; nothing is left for the handle."""
         self._only_seen(position, *((x, dy) if swapped else (dy, x)))
-        if self.owner.mode != "prove":
+        if self.run.mode != "prove":
             self._take(position, self._deferred(position, linear=((x, dy),)).dense())
         return None
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
         """See `Gate.take_embedding`."""
         self._only_seen(position, dy, indices)
-        if self.owner.mode != "prove":
+        if self.run.mode != "prove":
             use = self._deferred(position, embedding=((indices, dy),))
             self._take(position, use.dense())
         return None
@@ -75,13 +75,13 @@ class ContextGate(Gate):
     def _take(self, position: int, grad: Tensor) -> None:
         """Exchange per-sample gradients of this rank's tokens, and keep its slice of the sum."""
         piece = self._slice(position, grad)
-        mode = self.owner.mode
+        mode = self.run.mode
         if mode not in ("norms", "sum") or not self._single(position):
             self._add_slice(position, piece)
             return
         if mode == "sum":
-            self._sums[position] = clip_reduce(piece, self.owner.factors, grid=self.step.sums.grid)
-            if not self.owner.norms_again:
+            self._sums[position] = clip_reduce(piece, self.run.factors, grid=self.step.sums.grid)
+            if not self.run.norms_again:
                 return
         squares = squared_norm(piece)
         self.squares = squares if self.squares is None else self.squares + squares
@@ -112,7 +112,7 @@ class ContextGate(Gate):
         refuse_mixed(self._mixed)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
-        if self.owner.mode == "sum":
+        if self.run.mode == "sum":
             self._settle(grads)
         return super()._factors(grads)
 

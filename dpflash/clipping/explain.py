@@ -155,7 +155,7 @@ def describe_groups(
 
 def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan:
     """See `PrivacyEngine.plan`."""
-    if not backward.forward.state.shapes:
+    if not any(backward.forward.state.shapes.values()):
         raise ValueError(
             "plan() before the private model has run: call the model on a batch first"
         )

@@ -144,7 +144,7 @@ class PrivateForward:
 
     Args:
         groups: the clipping groups.
-        open_gate: makes the gate of a group, given the batch size and the number of the forward.
+        open_gate: makes the gate of a group, see `Gate`.
 
     Attributes:
         batch_hint: rows of the microbatch that the loader yielded last; None without one.
@@ -157,7 +157,7 @@ class PrivateForward:
         prepared_handles: for a compiled model, by group; empty where none were prepared.
     """
 
-    def __init__(self, groups: Sequence[Group], open_gate: Callable[[Group, int, int], Gate]):
+    def __init__(self, groups: Sequence[Group], open_gate: Callable[..., Gate]):
         self.batch_hint: int | None = None
         self.units: Units | None = None
         self.rows: ForwardRows | None = None
@@ -326,13 +326,14 @@ class PrivateForward:
             state.is_past_calls |= self._call is None
         gate = state.gates.get(group)
         if gate is None:
-            gate = self._open_gate(self._groups[group], samples, self.number)
+            gate = self._new_gate(group, samples)
             state.gates[group], state.handles[group] = gate, gate.open()
+            state.shapes[group] = gate.shapes
         return gate
 
-    def note_shapes(self, group: int, shapes: dict[int, list[LinearShape]]) -> None:
-        """Keep the uses of a group's matrix parameters, for the planner."""
-        self.state.shapes[group] = shapes
+    def _new_gate(self, group: int, samples: int) -> Gate:
+        of_group = self._groups[group], group, samples
+        return self._open_gate(*of_group, generation=self.number, units=self.units)
 
     # Handles for torch.compile
 
@@ -349,7 +350,7 @@ class PrivateForward:
         # The loop may fetch a batch under no_grad and train on it all the same.
         with torch.inference_mode(False):
             self.prepared_handles = [
-                self._open_gate(group, batch_size, self.number).open() for group in self._groups
+                self._new_gate(group, batch_size).open() for group in range(len(self._groups))
             ]
 
     def prepared(self, group: int) -> tuple[Tensor, ...]:

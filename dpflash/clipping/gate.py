@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,14 @@ from dpflash.kernels import clip_factors, clip_reduce, squared_norm
 from dpflash.kernels.reference import rounded_down
 
 from ..distributed.fsdp import is_sharded
+from ..packing.units import Units
 from ..verification.second_order import differentiable_once
 from ..verification.watch import alive
 from .deferred import DeferredGradients, TiledUse
 from .groups import Group
 from .planner import LinearShape, Plan
 from .precision import without_autocast
-
-if TYPE_CHECKING:
-    from .backward import PrivateBackward, Step
+from .rules import BackwardRun, GateRules, Step
 
 # In these modes a gate follows the planner; "prove" only compares.
 _CLIPS = ("clip", "prove")
@@ -51,8 +50,8 @@ class _ClipGate(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         gate = ctx.gate
-        gate.owner.refuse_coarse_products(gate.device.type)
-        gate.owner.refuse_coarse_use(gate.group.parameters[0])
+        gate.rules.refuse_coarse_products(gate.device.type)
+        gate.rules.refuse_coarse_use(gate.group.parameters[0])
         # The user may call `loss.backward()` inside an autocast region.
         with without_autocast(gate.device.type):
             gate.finish(grads)
@@ -70,23 +69,32 @@ class Gate:
     """One clipping group in one forward: its handles, and what its uses left for the backward.
 
     Args:
-        owner: the private backward.
+        rules: what all gates of the model share.
         group: whose parameters it has.
+        index: number of the group.
         batch_size: B, samples of the forward.
         generation: number of the forward.
-
-    Attributes:
         units: the positions of the samples in the batch, where they are no rows.
     """
 
     squares: Tensor | None
 
-    def __init__(self, owner: PrivateBackward, group: Group, batch_size: int, generation: int):
-        self._owner = weakref.ref(owner)
-        self.units = owner.forward.units
+    def __init__(
+        self,
+        rules: GateRules,
+        group: Group,
+        index: int,
+        batch_size: int,
+        *,
+        generation: int,
+        units: Units | None,
+    ):
+        self._rules = weakref.ref(rules)
         self.group = group
+        self.index = index
         self.batch_size = batch_size
         self.generation = generation
+        self.units = units
         self.shapes: dict[int, list[LinearShape]] = {}
         self._dense: set[int] = set()
         self._read: dict[int, int] = {}
@@ -94,7 +102,7 @@ class Gate:
         self._task = -1
         self.device = group.parameters[0].device
         self.reset()
-        owner.refuse_coarse_products(self.device.type)
+        rules.refuse_coarse_products(self.device.type)
 
     def open(self) -> tuple[Tensor, ...]:
         """Make the handles. Their node holds the gate, which must hold nothing of the graph."""
@@ -103,19 +111,19 @@ class Gate:
         return handles
 
     @property
-    def owner(self) -> PrivateBackward:
-        """The private backward."""
-        return alive(self._owner)
+    def rules(self) -> GateRules:
+        """What all gates of the model share."""
+        return alive(self._rules)
 
     @property
     def step(self) -> Step:
         """The logical batch that clipped sums are added to."""
-        return self.owner.step
+        return self.rules.step
 
     @property
-    def index(self) -> int:
-        """Number of its group."""
-        return self.owner.index_of(self.group)
+    def run(self) -> BackwardRun:
+        """How the backward under way runs."""
+        return self.rules.run()
 
     @property
     def size(self) -> int:
@@ -128,7 +136,7 @@ class Gate:
 
     def layer_of(self, position: int) -> str:
         """Dotted name of the module of a parameter."""
-        return self.owner.layer_of(self.group.parameters[position])
+        return self.rules.layer_of(self.group.parameters[position])
 
     def is_dense(self, position: int) -> bool:
         """Whether some use of the parameter returns its per-sample gradient to the handle."""
@@ -138,7 +146,6 @@ class Gate:
         """Note a use of a matrix parameter, so that its mode can be planned."""
         self.shapes.setdefault(position, []).append(shape)
         self._plan = None
-        self.owner.forward.note_shapes(self.index, self.shapes)
 
     def register_dense(self, position: int) -> None:
         """Note a use that returns its per-sample gradient to the handle."""
@@ -152,8 +159,9 @@ class Gate:
         for position, version in self._read.items():
             parameter = self.group.parameters[position]
             if parameter._version != version:
+                name = self.step.sums.names[parameter]
                 raise RuntimeError(
-                    f"parameter '{self.owner.names[parameter]}' was changed in place between a "
+                    f"parameter '{name}' was changed in place between a "
                     "forward of this batch and the backward, which reads it again: change "
                     "parameters after optimizer.step(), or before the first forward of a batch"
                 )
@@ -171,7 +179,7 @@ class Gate:
         """
         if self._only_seen(position, *((x, dy) if swapped else (dy, x))):
             return None
-        mode = self.owner.mode
+        mode = self.run.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, self._deferred(position, linear=((x, dy),)))
         elif mode in _CLIPS and self._way(position) == "instantiate":
@@ -184,7 +192,7 @@ class Gate:
         """Take a look-up, indices [B, T], dy [B, T, E]; returns as `take_linear` does."""
         if self._only_seen(position, dy, indices):
             return None
-        mode = self.owner.mode
+        mode = self.run.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, self._deferred(position, embedding=((indices, dy),)))
         elif mode in _CLIPS and self._way(position) == "instantiate":
@@ -195,9 +203,9 @@ class Gate:
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
         """Take a use that can recompute its gradient; False: return it to the handle."""
-        if self._only_seen(position, *(use.rows if self.owner.watches else ())):
+        if self._only_seen(position, *(use.rows if self.run.watches else ())):
             return True
-        mode = self.owner.mode
+        mode = self.run.mode
         if mode in _CLIPS and self._way(position) == "instantiate":
             return False
         if mode in ("sum", "norms") and self._single(position):
@@ -213,7 +221,7 @@ class Gate:
 
     def plan(self) -> Plan:
         """The planner's choice for this gate's matrix parameters, in the order of `shapes`."""
-        return self.owner.planner.plan(self.shapes)
+        return self.rules.planner.plan(self.shapes)
 
     def _enter(self) -> None:
         """Drop what another backward left, such as one for the gradient of the inputs."""
@@ -226,9 +234,9 @@ class Gate:
     def _only_seen(self, position: int, *rows: Tensor) -> bool:
         """Show the rows of a use to the watches; returns whether the use ends there."""
         self._enter()
-        for watch in self.owner.watches:
+        for watch in self.run.watches:
             watch.use(self, position, rows)
-        return self.owner.mode == "prove" and position not in self._dense
+        return self.run.mode == "prove" and position not in self._dense
 
     def _single(self, position: int) -> bool:
         """Whether the parameter has one use only, and so no cross terms."""
@@ -257,11 +265,12 @@ class Gate:
 
     def _take_once(self, position: int, use: DeferredGradients) -> None:
         """Ghost clipping of a parameter with one use: norm or sum it without saving it."""
-        if self.owner.mode == "sum":
-            if self.batch_size != len(self.owner.factors):
-                self.owner.refuse_size(self.batch_size, len(self.owner.factors))
-            self._sums[position] = use.clipped(self.owner.factors, self.bound)
-            if not self.owner.norms_again:
+        if self.run.mode == "sum":
+            factors = self.run.factors
+            if self.batch_size != len(factors):
+                self.rules.refuse_size(self.batch_size, len(factors))
+            self._sums[position] = use.clipped(factors, self.bound)
+            if not self.run.norms_again:
                 return
         squares = use.squared_norm()
         self.squares = squares if self.squares is None else self.squares + squares
@@ -283,24 +292,30 @@ class Gate:
         """Run the backward of the gate: add the clipped per-sample gradients to the sums."""
         self._enter()
         self._refuse_written()
-        with self.owner.step.noting_refusals():
-            self.owner.check_gate(self)
-        self.owner.compare(self, grads)
+        with self.step.noting_refusals():
+            self.rules.admit(self)
+        self.compare(grads)
         factors = self._factors(grads)
         for position, grad in enumerate(grads):
             self._add_clipped(position, grad, factors)
         self.reset()
 
+    def compare(self, grads: Sequence[Tensor | None]) -> None:
+        """Have the watches compare the handles' gradients, before anything is released."""
+        with self.step.dropping():
+            for watch in self.run.watches:
+                watch.gate(self, grads)
+
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Clipping factors, `[B]`."""
-        owner = self.owner
-        if owner.mode == "sum":
-            return owner.factors
-        scale = self.batch_size if owner.loss_reduction == "mean" else 1
+        rules = self.rules
+        if self.run.mode == "sum":
+            return self.run.factors
+        scale = self.batch_size if rules.loss_reduction == "mean" else 1
         squares = self.finish_norms(grads)
         squares = squares if scale == 1 else squares * scale**2
-        factors = self.step.rows.only(clip_factors(squares, self.bound, owner.clip_function))
-        owner.statistics.note(squares, factors)
+        factors = self.step.rows.only(clip_factors(squares, self.bound, rules.clip_function))
+        rules.statistics.note(squares, factors)
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _add_clipped(self, position: int, grad: Tensor | None, factors: Tensor) -> None:

@@ -185,7 +185,7 @@ class Handles:
                 "private: it was replaced, sharded (fully_shard) or tied since. Call "
                 "engine.detach(model), build the optimizer again, then make_private again"
             )
-        self._context.backward.refuse_coarse_use(parameter)
+        self._context.backward.rules.refuse_coarse_use(parameter)
         if self.compiling:
             return self._context.backward.forward.prepared(group)[position]
         self._gate(group)

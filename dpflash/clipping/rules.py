@@ -1,0 +1,114 @@
+"""GateRules: what the clipping gates of a model share, and how the backward under way runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..sampling.slots import RealRows
+from ..sampling.tracker import BatchTracker
+from ..step import ClippedSums, Clipper
+from ..verification.watch import Watch
+from .planner import Planner
+from .precision import coarse_products, coarse_use, refuse_coarse_mean, refuse_coarse_products
+from .statistics import ClipStatistics
+
+
+class Step(Protocol):
+    """The logical batch of a backward and its gates, see `dpflash.step.PrivateStep`."""
+
+    sums: ClippedSums
+    tracker: BatchTracker
+    rows: RealRows
+
+    def attach(self, clipper: Clipper) -> None:
+        """Report to `clipper` where logical batches begin and end."""
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
+    def before_gate(self) -> None:
+        """A backward has reached a use of a private parameter, or a gate."""
+
+    def add_clipped(self, parameter: nn.Parameter, grads: Tensor, factors: Tensor) -> None:
+        """Reduce per-sample gradients by their clipping factors, and add the sum."""
+
+    def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
+        """Add a microbatch's clipped sum."""
+
+    def end_backward(self) -> None:
+        """A backward has run to its end."""
+
+    def discard(self) -> None:
+        """Drop the logical batch."""
+
+    def noting_refusals(self) -> AbstractContextManager[None]:
+        """Note a private refusal that the block raises."""
+
+    def dropping(self) -> AbstractContextManager[None]:
+        """Drop the logical batch where the block fails."""
+
+
+@dataclass(frozen=True)
+class BackwardRun:
+    """How the backward under way runs.
+
+    Attributes:
+        mode: "clip"; "prove" while a backward is only compared; "norms" and "sum" in the two
+            backwards of ghost clipping.
+        watches: see each use of a matrix parameter, and each gate; nothing else observes them.
+        factors: clipping factors in mode "sum".
+        norms_again: whether mode "sum" computes norms too.
+    """
+
+    mode: str = "clip"
+    watches: tuple[Watch, ...] = ()
+    factors: Tensor = field(default_factory=lambda: torch.empty(0))
+    norms_again: bool = False
+
+
+@dataclass(frozen=True)
+class GateRules:
+    """What the clipping gates of a model share.
+
+    Attributes:
+        step: the logical batch that clipped sums are added to.
+        planner: how the gradients of matrix parameters are computed.
+        clip_function: see `clip_factors`.
+        loss_reduction: "mean" or "sum" where losses are a scalar; None for losses `[B]`.
+        convolves: whether the model has modules that convolve, for which cudnn rounds by default.
+        statistics: how many samples were clipped.
+        run: returns how the backward under way runs.
+        admit: checks a gate whose backward runs.
+        refuse_size: refuses losses of another number, given both.
+    """
+
+    step: Step
+    planner: Planner
+    clip_function: str
+    loss_reduction: str | None
+    convolves: bool
+    statistics: ClipStatistics
+    run: Callable[[], BackwardRun]
+    admit: Callable[[Any], None]
+    refuse_size: Callable[[int, int], None]
+
+    def layer_of(self, parameter: nn.Parameter) -> str:
+        """Dotted name of the module that holds a parameter."""
+        return self.step.sums.names[parameter].rpartition(".")[0] or "(the model itself)"
+
+    def refuse_coarse_use(self, x: Tensor) -> None:
+        """Refuse a mean over samples where x has fewer digits than float32 or autocast is on."""
+        if self.loss_reduction == "mean":
+            refuse_coarse_mean(coarse_use(x))
+
+    def refuse_coarse_products(self, device_type: str) -> None:
+        """Refuse torch settings under which one sample changes how others are rounded."""
+        refuse_coarse_products(device_type)
+        if self.loss_reduction == "mean":
+            refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))
