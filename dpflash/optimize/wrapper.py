@@ -53,8 +53,9 @@ from .levels import Optimization
 _BACKEND = "inductor"
 _LOW = (torch.bfloat16, torch.float16)
 _LONGEST_REASON = 200
+_CALLS_TO_WARN = 3
 _UNREPLACED = (
-    "a call of the private model had no samples that could be replaced by others, so dpflash did "
+    "calls of the private model had no samples that could be replaced by others, so dpflash did "
     "not check whether its forward mixes samples; see engine.verified. Give the model its samples "
     "as tensors with the samples first, or as lists of tensors, strings or dicts with an element "
     "for each sample"
@@ -90,7 +91,7 @@ class ForwardWrapper:
         self._order = order
         self._uncovered = uncovered
         self._structure = self._restarts = 0
-        self._has_warned = False
+        self._unreplaced = 0
         self._original = type(module)
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
@@ -286,11 +287,12 @@ class ForwardWrapper:
             raise
 
     def _warn_unreplaced(self, samples: int, changed: bool | None) -> None:
-        """Warn once, unless the samples could be replaced by others and are all alike."""
-        if samples < 2 or self._has_warned or changed is False:
-            return
-        self._has_warned = True
-        warnings.warn(_UNREPLACED, PrivateWarning, stacklevel=8)
+        """Warn once, at the third call whose samples could not be replaced by others."""
+        # With as many tokens as samples, single batches are ambiguous.
+        if samples > 1 and changed is not False:
+            self._unreplaced += 1
+            if self._unreplaced == _CALLS_TO_WARN:
+                warnings.warn(_UNREPLACED, PrivateWarning, stacklevel=8)
 
     def _repeated(
         self,

@@ -1189,7 +1189,11 @@ def test_lists_of_batches_are_no_lists_of_samples(past, private):
 
 
 def test_samples_that_are_all_as_long_as_the_batch_are_not_taken_for_batches(private):
-    engine, model, *_ = private(OfLists(mixing=False))
+    engine, model, optimizer, _ = private(OfLists(mixing=False))
+    xs = [data(BATCH, 3, i) for i in range(BATCH)]
+    for _ in range(2):
+        engine.backward(model(xs).square().sum(1))
+        optimizer.step()
     with pytest.warns(dpflash.PrivateWarning, match="no samples that could be replaced"):
-        engine.backward(model([data(BATCH, 3, i) for i in range(BATCH)]).square().sum(1))
+        engine.backward(model(xs).square().sum(1))
     assert engine.verified == "gradients"
