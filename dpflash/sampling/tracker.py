@@ -35,12 +35,15 @@ _ONLY_READ = (
     "An epoch that only reads the loader, and trains on no batch, runs under torch.no_grad()"
 )
 _INCOMPLETE = (
-    "the sum of a logical batch lacks a microbatch, so it is not released: each microbatch of the "
-    "private loader needs its engine.backward(losses) before the next one, without an error, "
-    "outside of engine.public_data(), an empty one too, and whatever its losses are. A backward "
-    "through a copy of the model does not count: call the model that make_private returned. "
-    "Samples whose gradient is not finite contribute zero by themselves: remove a guard such as "
-    f"`if not torch.isfinite(loss): continue`. {_ONLY_READ}"
+    "the sum of a logical batch lacks a microbatch, so it is not released. Each microbatch of the "
+    "private loader needs its engine.backward(losses), before optimizer.step() and before the "
+    "next microbatch. The causes are:\n"
+    "- step() before the backward, or microbatches that were read ahead, as by list(loader)\n"
+    "- a guard such as `if not torch.isfinite(loss): continue`: remove it, samples whose gradient "
+    "is not finite contribute zero; an empty microbatch needs its backward too\n"
+    "- a backward through a copy of the model: call the model that make_private returned\n"
+    "- a backward that raised an error, or ran inside engine.public_data()\n"
+    f"- an epoch without training. {_ONLY_READ}"
 )
 _UNRELEASED = (
     "a drawn batch was not released: optimizer.step() must follow each logical batch before the "
