@@ -442,10 +442,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
         were seen, every layer that ran had nonzero gradients, and losses of packed documents
         stayed as their neighbors changed. "gradients" where only the backward is proven, because
         no call of the model was seen in which samples could be replaced (its layers are called
-        one by one, it went through your own torch.compile, or its arguments hold no tensor with
-        the samples first and no list with an element for each sample). "forward"
-        where the model returns a scalar loss. A common factor of all losses is not seen; `check`
-        tries it.
+        one by one, it went through your own torch.compile, or an argument that differs between
+        calls is neither a tensor with the samples first nor a list with an element for each
+        sample). "forward" where the model returns a scalar loss. A common factor of all losses
+        is not seen; `check` tries it.
         """
         return self._described("verified").verified
 

@@ -33,6 +33,7 @@ from ..verification.attributes import OwnAttributes
 from ..verification.declared_reduction import refuse_scalars
 from ..verification.forward_rows import (
     ForwardRows,
+    LeftAlone,
     Replacement,
     kept,
     mixed,
@@ -55,9 +56,9 @@ _LOW = (torch.bfloat16, torch.float16)
 _LONGEST_REASON = 200
 _CALLS_TO_WARN = 3
 _UNREPLACED = (
-    "calls of the private model had no samples that could be replaced by others, so dpflash did "
-    "not check whether its forward mixes samples; see engine.verified. Give the model its samples "
-    "as tensors with the samples first, or as lists of tensors, strings or dicts with an element "
+    "calls of the private model had samples, or parts of them{where}, that could not be replaced "
+    "by others, so dpflash did not check whether its forward mixes them; see engine.verified. "
+    "Give the model its samples as tensors with the samples first, or as lists with an element "
     "for each sample"
 )
 
@@ -91,6 +92,7 @@ class ForwardWrapper:
         self._order = order
         self._uncovered = uncovered
         self._structure = self._restarts = 0
+        self._left = LeftAlone()
         self._unreplaced = 0
         self._original = type(module)
         self._parameter_device = backward.groups[0].parameters[0].device
@@ -173,7 +175,8 @@ class ForwardWrapper:
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
             units = self._backward.forward.units
-            most = most_samples(args, kwargs) if units is None else units.size
+            rows = self._backward.forward.batch_hint or 0
+            most = max(rows, most_samples(args, kwargs)) if units is None else units.size
             # Ranks that share a model would have to restart together.
             if self.unchanged is not None and self._backward.proof.group is None:
                 self._restart_proof(self.unchanged.structure())
@@ -248,8 +251,9 @@ class ForwardWrapper:
         units = self._backward.forward.units
         others, changed = replacement.applied(arguments, units)
         samples = size if real is None else int(real.sum())
+        left = self._left.varying(arguments, size, units)
         if alone and not changed:
-            self._warn_unreplaced(samples, changed)
+            self._warn_unreplaced(samples, changed, left)
             proof.forward_repeated(layers, 0)
             return
         kept_by_first = self._attributes()
@@ -276,23 +280,24 @@ class ForwardWrapper:
                 rows = self._repeated(module, batch, before, before.attributes)
                 scalars.append(rows.scalars)
             proof.note_scalars(refuse_scalars(scalars, declared))
-        seen = changed and reached(first, second, replacement)
+        seen = changed and left is None and reached(first, second, replacement)
         compared = samples if seen and samples > 1 else 0
         if not seen:
-            self._warn_unreplaced(samples, changed)
+            self._warn_unreplaced(samples, changed, left)
         try:
             proof.forward_repeated(layers, compared, refusal, keeps=keeps)
         except PrivateRefusal:
             self._backward.discard()
             raise
 
-    def _warn_unreplaced(self, samples: int, changed: bool | None) -> None:
-        """Warn once, at the third call whose samples could not be replaced by others."""
+    def _warn_unreplaced(self, samples: int, changed: bool | None, left: str | None) -> None:
+        """Warn once, at the third call with samples that could not be replaced by others."""
         # With as many tokens as samples, single batches are ambiguous.
-        if samples > 1 and changed is not False:
+        if samples > 1 and (changed is not False or left is not None):
             self._unreplaced += 1
             if self._unreplaced == _CALLS_TO_WARN:
-                warnings.warn(_UNREPLACED, PrivateWarning, stacklevel=8)
+                where = "" if left is None else f" (argument {left})"
+                warnings.warn(_UNREPLACED.format(where=where), PrivateWarning, stacklevel=8)
 
     def _repeated(
         self,

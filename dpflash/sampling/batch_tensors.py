@@ -22,7 +22,8 @@ _WIDE = {torch.float64: torch.float32, torch.int32: torch.int64, torch.int16: to
 def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     """The tensors of a batch, and its arrays and lists of numbers as tensors.
 
-    Where each sample has a tensor of its own, they are stacked too, padded with zeros.
+    Where each sample has a tensor of its own, they are stacked too, padded with zeros. Tensors
+    that all have a row for each sample are of whole batches instead.
 
     Args:
         batch: of any nesting.
@@ -33,8 +34,9 @@ def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     for x in leaves:
         if x.ndim and not x.is_nested and x.layout == torch.strided:
             groups[x.dtype, x.device, x.shape[1:]].append(x.detach())
-    stacked = [pad_sequence(own, True) for own in groups.values() if len(own) >= max(size, 2)]
-    return leaves + stacked
+    of_samples = [own for own in groups.values() if len(own) >= max(size, 2)]
+    of_samples = [own for own in of_samples if any(len(x) != size for x in own)]
+    return leaves + [pad_sequence(own, True) for own in of_samples]
 
 
 def text_numbers(batch: Any, depth: int = 0) -> Iterator[Tensor]:

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
+from types import FunctionType, NoneType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..packing import Units
 from .digests import differing, row_summaries, tolerance
-from .nested import leaves_of, map_tensors, tensors_of
+from .nested import leaves_of, map_leaves, map_tensors, parts_within, tensors_of
 
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
@@ -47,8 +50,9 @@ _OUTPUT = "the model's output"
 
 # Elements after which an address is aligned as before.
 _ALIGNED = 64
-# What a sample in a list of samples is made of.
-_CONTENTS = (Tensor, str)
+# What is no sample in a list.
+_SETTINGS = (Number, NoneType, torch.dtype, torch.device, Enum, type, FunctionType, nn.Module)
+_DEPTH = 8  # objects may hold each other
 
 
 class ForwardRows:
@@ -221,7 +225,7 @@ class Replacement:
         """
         samples = [*range(size)] if real is None else real.nonzero().flatten().tolist()
         # A packed batch has no masks.
-        least = None if first.units is not None else _least_filled(_of_samples(arguments, size))
+        least = None if first.units is not None else _least_filled(arguments, size)
         count = len(samples)
         extremes = first.extremes(count // 8)
 
@@ -269,19 +273,22 @@ class Replacement:
 
         if units is None:
             (args, kwargs), rows = arguments, self.source.tolist()
-            exchanged, with_numbers = (
-                (
-                    tuple(_exchanged(value, rows, kinds) for value in args),
-                    {name: _exchanged(value, rows, kinds) for name, value in kwargs.items()},
-                )
-                for kinds in (_CONTENTS, (*_CONTENTS, int))
+            lists = [x for v in (*args, *kwargs.values()) for x in _lists_of_samples(v, len(rows))]
+            if lists and rows != [*range(len(rows))]:
+                changed = True
+            lengths = {length for own in lists for length in _lengths(own)}
+            arguments = (
+                tuple(_exchanged(value, rows, lengths) for value in args),
+                {name: _exchanged(value, rows, lengths) for name, value in kwargs.items()},
             )
-            # Numbers may be the lengths of samples, but also a setting of the model.
-            if _ids(exchanged) != _ids(arguments):
-                arguments, changed = with_numbers, True
 
-        def replaced(t: Tensor) -> Tensor:
+        def replaced(t: Tensor | np.ndarray) -> Tensor | np.ndarray:
             nonlocal changed
+            if isinstance(t, np.ndarray):
+                if id(t) not in chosen:
+                    return t
+                changed = changed or rows != [*range(len(rows))]
+                return t[self.source.numpy()]
             if units is None:
                 if id(t) not in chosen:
                     return t
@@ -293,7 +300,53 @@ class Replacement:
             changed = changed or not torch.equal(values, t.detach())
             return _with_layout_of(t, values)
 
-        return map_tensors(replaced, arguments), changed
+        return map_leaves(replaced, arguments, kinds=(Tensor, np.ndarray)), changed
+
+
+class LeftAlone:
+    """What calls give the model and replacements do not reach: is it the same in all calls?"""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, object], object] = {}
+
+    def varying(self, arguments: Any, size: int, units: Units | None) -> str | None:
+        """The first argument with contents that are not known to be the same in all calls.
+
+        Args:
+            arguments: of the model.
+            size: B.
+            units: the samples of a packed batch.
+        """
+        args, kwargs = arguments
+        replaced = {id(t) for t in _of_samples(arguments, size)} if units is None else ()
+        found = None
+        for name, value in (*enumerate(args), *kwargs.items()):
+            for place, leaf in _outside_lists(value, size, f"{name}", ambiguous=True):
+                if id(leaf) in replaced or (isinstance(leaf, Tensor) and _is_shared(leaf, units)):
+                    continue
+                key = (place, getattr(leaf, "shape", None))
+                known, now = self._known.get(key), _contents(leaf)
+                self._known[key] = now
+                is_same = known is now or (isinstance(now, str | bytes) and known == now)
+                if found is None and not is_same:
+                    found = f"{name}"
+        return found
+
+
+def _is_shared(leaf: Tensor, units: Units | None) -> bool:
+    """Whether a tensor has nothing of single samples, or is replaced with the packed batch."""
+    if units is not None:
+        # Integers of another shape tell where documents begin.
+        is_packed = tuple(leaf.shape[: len(units.shape)]) == units.shape
+        return is_packed or not leaf.is_floating_point()
+    return leaf.numel() < 2 or isinstance(leaf, nn.Parameter)
+
+
+def _contents(leaf: Any) -> object:
+    """What is equal in two calls where a leaf's contents are; an object of others is itself."""
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+        return leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return leaf.tobytes() if isinstance(leaf, np.ndarray) else leaf
 
 
 def most_samples(args: Any, kwargs: Any) -> int:
@@ -325,54 +378,90 @@ def _with_layout_of(t: Tensor, values: Tensor) -> Tensor:
     return copy.detach().requires_grad_(t.requires_grad)
 
 
-def _of_samples(arguments: Any, size: int) -> Sequence[Tensor]:
-    """The tensors whose first dimension is the batch; none where that is ambiguous."""
+def _of_samples(arguments: Any, size: int) -> Sequence[Tensor | np.ndarray]:
+    """Tensors and arrays whose first dimension is the batch; none where that is ambiguous."""
     args, kwargs = arguments
-    found = [t for value in (*args, *kwargs.values()) for t in _outside_lists(value, size)]
-    found = [t for t in found if t.ndim and t.shape[0] == size and t.layout == torch.strided]
+    leaves = (x for value in (*args, *kwargs.values()) for _, x in _outside_lists(value, size))
+    reached = {id(t) for _, t in leaves_of(arguments, kinds=(Tensor, np.ndarray))}
+    found = [t for t in leaves if id(t) in reached and t.ndim and t.shape[0] == size]
+    found = [t for t in found if isinstance(t, np.ndarray) or t.layout == torch.strided]
     if len(found) > 1 and any(t.ndim > 1 and t.shape[1] == size for t in found):
         # With as many tokens as samples, a table of positions looks like a batch.
         return ()
     return found
 
 
-def _outside_lists(value: Any, size: int) -> Iterator[Tensor]:
-    """The tensors that are in no list with an element for each sample."""
-    if type(value) is dict:
-        value = [*value.values()]
-    elif type(value) not in (list, tuple):
-        yield from (t for _, t in tensors_of(value))
-        return
-    elif _is_list_of_samples(value, size):
-        return
-    for part in value:
-        yield from _outside_lists(part, size)
+def _outside_lists(
+    value: Any, size: int, place: str = "", *, ambiguous: bool = False, depth: int = 0
+) -> Iterator[tuple[str, Any]]:
+    """(place, leaf) for what is in no list with an element for each sample, but for numbers.
+
+    Args:
+        value: of any nesting.
+        size: B.
+        place: of the value.
+        ambiguous: whether lists that may be of batches count as no lists of samples.
+        depth: of the value.
+    """
+    if type(value) in (list, tuple) and _is_list_of_samples(value, size):
+        if not (ambiguous and _is_list_of_batches(value, size)):
+            return
+    parts = () if isinstance(value, str | bytes) or depth == _DEPTH else [*parts_within(value)]
+    if not parts and not isinstance(value, _SETTINGS):
+        yield place, value
+    for name, part in parts:
+        inner = place + name
+        yield from _outside_lists(part, size, inner, ambiguous=ambiguous, depth=depth + 1)
 
 
-def _ids(arguments: Any) -> list[int]:
-    return [id(leaf) for _, leaf in leaves_of(arguments, kinds=_CONTENTS)]
-
-
-def _exchanged(value: Any, rows: list[int], kinds: tuple[type, ...]) -> Any:
+def _exchanged(value: Any, rows: list[int], lengths: Collection[tuple[int, ...]]) -> Any:
     """The value, with the elements of these rows in its lists of samples, in their own shapes."""
     if type(value) is dict:
-        return {name: _exchanged(part, rows, kinds) for name, part in value.items()}
+        return {name: _exchanged(part, rows, lengths) for name, part in value.items()}
     if type(value) not in (list, tuple):
         return value
-    if not _is_list_of_samples(value, len(rows), kinds):
-        return type(value)(_exchanged(part, rows, kinds) for part in value)
-    # As many batches as samples, such as the keys of the layers, look like samples.
-    is_ambiguous = all(_is_batch(part, len(rows)) for part in value)
-    return value if is_ambiguous else type(value)(value[row] for row in rows)
+    if _is_list_of_batches(value, len(rows)):
+        return value
+    # Numbers may be the lengths of samples, but also a setting of the model.
+    if _is_list_of_samples(value, len(rows)) or _numbers(value) in lengths:
+        return type(value)(value[row] for row in rows)
+    return type(value)(_exchanged(part, rows, lengths) for part in value)
 
 
-def _is_list_of_samples(
-    value: Sequence[Any], size: int, kinds: tuple[type, ...] = _CONTENTS
-) -> bool:
+def _numbers(value: Sequence[Any]) -> tuple[int, ...] | None:
+    return tuple(value) if all(type(x) is int for x in value) else None
+
+
+def _lengths(samples: Sequence[Any]) -> Iterator[tuple[int, ...]]:
+    """The lengths of the samples in a list, in each dimension."""
+    shapes = [
+        x.shape if isinstance(x, Tensor) else (len(x),) for x in samples if hasattr(x, "__len__")
+    ]
+    yield from zip(*shapes, strict=False) if len(shapes) == len(samples) else ()
+
+
+def _lists_of_samples(value: Any, size: int) -> Iterator[Sequence[Any]]:
+    """The lists in a value, of any nesting, that have an element for each sample."""
+    if type(value) not in (list, tuple, dict):
+        return
+    if type(value) is not dict and _is_list_of_samples(value, size):
+        if not _is_list_of_batches(value, size):
+            yield value
+        return
+    for part in value.values() if type(value) is dict else value:
+        yield from _lists_of_samples(part, size)
+
+
+def _is_list_of_samples(value: Sequence[Any], size: int) -> bool:
     """Whether a list may have an element for each sample: they are of one kind."""
     if len(value) != size or len({_kind(part) for part in value}) != 1:
         return False
-    return all(any(True for _ in leaves_of(part, kinds=kinds)) for part in value)
+    return not isinstance(value[0], _SETTINGS)
+
+
+def _is_list_of_batches(value: Sequence[Any], size: int) -> bool:
+    """Whether a list of B elements may be of batches, such as the keys of the layers."""
+    return len(value) == size and all(_is_batch(part, size) for part in value)
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
@@ -382,18 +471,25 @@ def _kind(value: Any) -> tuple[Any, ...]:
 def _is_batch(value: Any, size: int) -> bool:
     if isinstance(value, list | tuple) and len(value) == size:
         return True
-    leaves = [leaf for _, leaf in leaves_of(value, kinds=(*_CONTENTS, int))]
-    return all(isinstance(t, Tensor) and t.ndim and t.shape[0] == size for t in leaves)
+    leaves = [leaf for _, leaf in leaves_of(value, kinds=(Tensor, np.ndarray, str, int))]
+    return bool(leaves) and all(
+        isinstance(t, Tensor) and t.ndim and t.shape[0] == size for t in leaves
+    )
 
 
-def _least_filled(tensors: Collection[Tensor]) -> int | None:
+def _least_filled(arguments: Any, size: int) -> int | None:
     """The row with the fewest entries in a mask; None if all masks have equal rows.
 
     This row keeps its contents: without any padding, operators on masked batches run other
     kernels, which round differently.
     """
-    for t in tensors:
-        if t.ndim < 2 or not t.numel() or not bool(((t == 0) | (t == 1)).all()):
+    for t in _of_samples(arguments, size):
+        if (
+            not isinstance(t, Tensor)
+            or t.ndim < 2
+            or not t.numel()
+            or not bool(((t == 0) | (t == 1)).all())
+        ):
             continue
         entries = t.reshape(len(t), -1).sum(1, dtype=torch.float64)
         if bool((entries != entries[0]).any()):

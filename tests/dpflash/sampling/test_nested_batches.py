@@ -102,6 +102,33 @@ def test_rows_in_another_order_are_seen_in_a_nested_batch(kind):
             engine.backward(model({"x": x} if kind == "dict" else Fields(x, [])).sum(1))
 
 
+class Scored(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, a, b):
+        return (self.layer(a) - 2 * self.layer(b)).square().sum(1)
+
+
+ARGUMENTS = {
+    "in another order": lambda model, a, b: model(b, a),
+    "in both orders": lambda model, a, b: model(a, b) + model(b, a),
+    "twice": lambda model, a, b: model(a, a) + model(a, b),
+}
+
+
+@pytest.mark.parametrize("use", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_as_many_arguments_as_rows_are_no_samples(use, private):
+    engine, model, optimizer, loader = private(
+        Scored(), *torch.randn(2, 40, 8), batch_size=6, physical_batch_size=2
+    )
+    for a, b in loader:
+        assert len(a) == 2
+        engine.backward(use(model, a, b))
+        optimizer.step()
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["dict", "dataclass"])
 def test_an_empty_draw_of_opacus_manager_is_noise_alone(kind, workers):
@@ -236,37 +263,6 @@ def test_collators_and_models_of_hugging_face_take_empty_draws(mlm):
                 optimizer.step()
                 optimizer.zero_grad()
     assert optimizer.releases == 20 and empty > 2
-
-
-class OfArrays(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.out = nn.Linear(3, 2)
-
-    def forward(self, batch):
-        x = torch.as_tensor(batch["x"])
-        return self.out(x - x.mean(0))
-
-
-def test_samples_that_cannot_be_replaced_leave_the_forward_unproven():
-    data = list(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)))
-    engine = dpflash.PrivacyEngine(seed=0)
-    model, optimizer, loader = engine.make_private(
-        module=(model := OfArrays()),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(
-            data,
-            batch_size=32,
-            collate_fn=lambda xs: {"x": torch.stack(xs).numpy(), "unused": torch.stack(xs)},
-        ),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    for batch in loader:
-        engine.backward(model(batch).square().sum(1))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert engine.verified == "gradients"
 
 
 class Kind(enum.IntEnum):

@@ -1185,7 +1185,86 @@ PASTS = {
 def test_lists_of_batches_are_no_lists_of_samples(past, private):
     engine, model, *_ = private(WithLayers())
     engine.backward(model(data(), past()).square().sum(1))
+    # With as many batches as samples they are not replaced.
+    assert engine.verified is (True if len(past()) == 2 else "gradients")
+
+
+class Beside(nn.Module):
+    """Takes something beside a tensor of the samples."""
+
+    def __init__(self, tensor_of):
+        super().__init__()
+        self.l, self.tensor_of = nn.Linear(3, 2), tensor_of
+
+    def forward(self, t, other):
+        return self.l(t + self.tensor_of(other))
+
+
+class Box:
+    def __init__(self, x):
+        self.x = x
+
+
+REPLACED = {
+    "array": (lambda x: x.numpy(), torch.tensor),
+    "objects": (lambda x: [Box(row) for row in x], lambda x: torch.stack([b.x for b in x])),
+    "arrays": (lambda x: list(x.numpy()), lambda x: torch.stack([torch.tensor(a) for a in x])),
+    "lists": (lambda x: x.tolist(), torch.tensor),
+}
+LEFT = {
+    "flattened": (lambda x: x.repeat(2, 1), lambda x: x[:BATCH]),
+    "sparse": (lambda x: x.to_sparse(), lambda x: x.to_dense()),
+    "object": (lambda x: Box(x), lambda x: x.x),
+}
+
+
+def standardised(x):
+    return (x - x.mean(0)) / x.std(0)
+
+
+@pytest.mark.parametrize(("make", "tensor_of"), REPLACED.values(), ids=REPLACED)
+def test_arrays_and_objects_of_samples_are_replaced(make, tensor_of, private):
+    engine, model, *_ = private(Beside(tensor_of))
+    engine.backward(model(data(BATCH, 3), make(data(BATCH, 3, 2))).square().sum(1))
     assert engine.verified is True
+    engine, model, *_ = private(Beside(lambda x: standardised(tensor_of(x))))
+    with pytest.raises(dpflash.PrivateRefusal, match="layer 'l' changed for a sample"):
+        model(data(BATCH, 3), make(data(BATCH, 3, 2)))
+
+
+@pytest.mark.parametrize(("make", "tensor_of"), LEFT.values(), ids=LEFT)
+def test_what_cannot_be_replaced_beside_samples_is_not_taken_for_tested(make, tensor_of, private):
+    engine, model, optimizer, _ = private(Beside(lambda x: standardised(tensor_of(x))))
+    with pytest.warns(dpflash.PrivateWarning, match=r"argument 1\), that could not be replaced"):
+        for seed in range(3):
+            losses = model(data(BATCH, 3, seed), make(data(BATCH, 3, seed + 9))).square().sum(1)
+            engine.backward(losses)
+            optimizer.step()
+    assert engine.verified == "gradients"
+
+
+@pytest.mark.parametrize("make", [make for make, _ in LEFT.values()], ids=LEFT)
+def test_what_is_the_same_in_all_calls_needs_no_replacement(make, private):
+    engine, model, optimizer, _ = private(Beside(lambda x: 0.0))
+    other = make(data(BATCH, 3, 1))
+    for seed in range(2):
+        engine.backward(model(data(BATCH, 3, seed), other).square().sum(1))
+        optimizer.step()
+    assert engine.verified is True
+
+
+def test_a_setting_of_two_numbers_beside_a_list_of_two_samples_is_left_alone(private):
+    class Resized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(24, 2)
+
+        def forward(self, images, size):
+            assert size == (4, 6)
+            return self.l(torch.stack([x.reshape(24) for x in images]))
+
+    engine, model, *_ = private(Resized())
+    engine.backward(model([data(4, 6), data(4, 6, 1)], (4, 6)).square().sum(1))
 
 
 def test_samples_that_are_all_as_long_as_the_batch_are_not_taken_for_batches(private):
@@ -1194,6 +1273,6 @@ def test_samples_that_are_all_as_long_as_the_batch_are_not_taken_for_batches(pri
     for _ in range(2):
         engine.backward(model(xs).square().sum(1))
         optimizer.step()
-    with pytest.warns(dpflash.PrivateWarning, match="no samples that could be replaced"):
+    with pytest.warns(dpflash.PrivateWarning, match="could not be replaced"):
         engine.backward(model(xs).square().sum(1))
     assert engine.verified == "gradients"
