@@ -1253,6 +1253,20 @@ def test_what_is_the_same_in_all_calls_needs_no_replacement(make, private):
     assert engine.verified is True
 
 
+def test_samples_that_reach_no_layer_prove_nothing(private):
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.l(torch.ones(len(x), 3))
+
+    engine, model, *_ = private(Constant())
+    engine.backward(model(data()).square().sum(1))
+    assert engine.verified == "gradients"
+
+
 def test_a_setting_of_two_numbers_beside_a_list_of_two_samples_is_left_alone(private):
     class Resized(nn.Module):
         def __init__(self):
