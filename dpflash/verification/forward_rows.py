@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import sha256
 from numbers import Number
 from types import FunctionType, NoneType
 from typing import Any
@@ -266,7 +267,7 @@ class Replacement:
         return Replacement(torch.full_like(self.source, int(rows[counts.argmax()])))
 
     def applied(self, arguments: Any, units: Units | None = None) -> tuple[Any, bool | None]:
-        """(arguments with replaced contents, whether any changed); None if there were none."""
+        """(arguments with replaced contents, whether any changed: None if none can be replaced)."""
         of_samples = () if units is not None else _of_samples(arguments, len(self.source))
         chosen = {id(t) for t in of_samples}
         changed: bool | None = None
@@ -345,8 +346,8 @@ def _is_shared(leaf: Tensor, units: Units | None) -> bool:
 def _contents(leaf: Any) -> object:
     """What is equal in two calls where a leaf's contents are; an object of others is itself."""
     if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
-        return leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return leaf.tobytes() if isinstance(leaf, np.ndarray) else leaf
+        leaf = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return sha256(leaf.tobytes()).digest() if isinstance(leaf, np.ndarray) else leaf
 
 
 def most_samples(args: Any, kwargs: Any) -> int:
