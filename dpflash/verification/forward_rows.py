@@ -267,7 +267,7 @@ class Replacement:
         return Replacement(torch.full_like(self.source, int(rows[counts.argmax()])))
 
     def applied(self, arguments: Any, units: Units | None = None) -> tuple[Any, bool | None]:
-        """(arguments with replaced contents, whether any changed: None if none can be replaced)."""
+        """(arguments with replaced contents, whether any changed; None if none can be replaced)"""
         of_samples = () if units is not None else _of_samples(arguments, len(self.source))
         chosen = {id(t) for t in of_samples}
         changed: bool | None = None
