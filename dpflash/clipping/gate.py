@@ -292,19 +292,18 @@ class Gate:
         """Run the backward of the gate: add the clipped per-sample gradients to the sums."""
         self._enter()
         self._refuse_written()
-        with self.step.noting_refusals():
+        with self.step.dropping():
             self.rules.admit(self)
-        self.compare(grads)
-        factors = self._factors(grads)
-        for position, grad in enumerate(grads):
-            self._add_clipped(position, grad, factors)
+            self.compare(grads)
+            factors = self._factors(grads)
+            for position, grad in enumerate(grads):
+                self._add_clipped(position, grad, factors)
         self.reset()
 
     def compare(self, grads: Sequence[Tensor | None]) -> None:
         """Have the watches compare the handles' gradients, before anything is released."""
-        with self.step.dropping():
-            for watch in self.run.watches:
-                watch.gate(self, grads)
+        for watch in self.run.watches:
+            watch.gate(self, grads)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Clipping factors, `[B]`."""

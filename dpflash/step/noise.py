@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Noise(Protocol):
-    """A kind of noise. What it adds is charged by `SamplingPlan.event`."""
+    """A kind of noise. A release with it is charged as `Charge.admit` says."""
 
     def begin(self, step: int, bound: float, noise_multiplier: float) -> BatchNoise:
         """The noise of a release.

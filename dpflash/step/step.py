@@ -18,9 +18,8 @@
 
 Until the release `.grad` of a private parameter is None; what is done with it afterwards is
 post-processing. The gates of the last microbatch charge and add noise where the sum is complete
-on this rank: with the private loader, on a single rank. Sums and noise are multiples of one grid
-(see `dpflash.kernels.grid_of`), so the order of microbatches and ranks does not change a bit of
-the result.
+on this rank, which is alone. Exact sums, and noise, are multiples of one grid (see
+`dpflash.kernels.grid_of`), so the order of microbatches and ranks does not change a bit of them.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ CAPTURED = "each replay would release again, without charging for it and with th
 
 
 class Clipper(Protocol):
-    """Clips the gradients of a model. The step reports where logical batches begin and end."""
+    """Clips the gradients of a model; is told where microbatches begin and logical batches end."""
 
     def begin_batch(self, samples: int, units: Units | None) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
@@ -234,21 +233,27 @@ class PrivateStep:
         if self.noise is not None:
             raise RuntimeError(
                 "a backward pass after a release of this logical batch was begun: its noise would "
-                "be used for another sum, so the batch is dropped. To complete a release that was "
-                "interrupted, call optimizer.step() again without a backward pass"
+                "be used for another sum. To complete a release that was interrupted, call "
+                "optimizer.step() again without a backward pass"
             )
+        self._refuse_charged()
+        if self.sums.has_begun:
+            with self.dropping():
+                self.gradients.refuse_written()
+        else:
+            self.gradients.drop()  # of the release before
+            self.gradients.refuse_hooks()
+            self.sums.begin(self.options.max_grad_norm)
+        self.options.note()
+        self._may_charge = True
+
+    def _refuse_charged(self) -> None:
         if self.tracker.is_charged:
             self.discard()
             raise RuntimeError(
                 "a backward pass on a draw whose release was charged and dropped: two releases of "
                 "one draw cost more than those of two draws. Go on with the loader's next batch"
             )
-        if not self.sums.has_begun:
-            self.gradients.drop()  # of the release before
-            self.gradients.refuse_hooks()
-            self.sums.begin(self.options.max_grad_norm)
-        self.options.note()
-        self._may_charge = True
 
     def before_gate(self) -> None:
         """A backward has reached a use of a private parameter, or a gate."""
@@ -272,7 +277,7 @@ class PrivateStep:
             has_noise = stream is not None
             if stream is not None:
                 self.sums.add_noise(parameter, stream)
-        # Last: a failure above leaves a sum marked as lacking noise, never one without noise.
+        # Last: a failure above leaves a sum that lacks its noise, never one marked as noised.
         if has_noise:
             assert self.noise is not None
             self.noise.was_added(parameter, self.sums[parameter])
@@ -314,10 +319,12 @@ class PrivateStep:
         """
         multiplier = self.options.noise_multiplier
         bound = self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
-        noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
         drawn = self.tracker.came_from_loader(signalled)
         numbers = multiplier, bound, self.options.expected_batch_size, drawn
+        self._refuse_charged()
         try:
+            self.options.refuse_changed()
+            noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
             self._agreement.on_release(self.parameters, *numbers)
             if not drawn:
                 self._refuse_foreign(signalled)
@@ -347,8 +354,7 @@ class PrivateStep:
             signalled: see `_charge`.
         """
         with self.dropping():
-            self.options.refuse_changed()
-            if self.noise is None:  # not of an interrupted release
+            if self.noise is None:  # no gate charged for it
                 if not self.sums.has_begun:
                     self.gradients.drop()  # of the release before
                 self.gradients.refuse_written()
@@ -360,8 +366,10 @@ class PrivateStep:
         self.charge.warn_beyond_target()
         totals = self.sums.with_noise(parameters, self.noise)
         self.gradients.set(parameters, totals, self.options.divisor)
+        # In this order: an interruption never leaves noise beside sums of zero.
+        self.released = parameters
+        self.noise = None
         self.sums.clear()
-        self.noise, self.released = None, parameters
 
     # The step: called by the private optimizer.
 

@@ -63,9 +63,9 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     def clear(self) -> None:
         """Drop the sums; the next backward begins a logical batch."""
-        self.bound = math.nan
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._mixed: list[Tensor] = []
+        self.bound = math.nan
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         return self._sums[parameter]

@@ -165,8 +165,8 @@ def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw
         patch.setattr(sums, "clip_reduce", fails)
         with pytest.raises(MemoryError):
             losses_of(model, x).sum().backward()
-    assert engine._step.noise is not None and not engine._step.sums
-    with pytest.raises(RuntimeError, match="was not released"):
+    assert engine._step.noise is None and not engine._step.sums
+    with pytest.raises(RuntimeError, match="was not released|lacks a microbatch"):
         next(batches)
 
 
@@ -332,19 +332,18 @@ def test_a_backward_after_an_interrupted_release_does_not_get_its_noise(private,
     engine, model, optimizer, loader = private(
         build(), data(), noise_multiplier=1.0, one_part=True, loss_reduction="sum"
     )
+    before = [p.detach().clone() for p in model.parameters()]
     for (x,) in loader:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(engine._step.sums, "clear", _interrupt)
+            patch.setattr(engine._step.gradients, "set", lambda *_: _interrupt())
             losses_of(model, x).sum().backward()
-        first = [p.grad for p in model.parameters()]
-        model.zero_grad()
         with pytest.raises(RuntimeError, match="after a release of this logical batch was begun"):
             losses_of(model, x).sum().backward()
-        optimizer.step()
+        with pytest.raises(RuntimeError, match="lacks a microbatch"):
+            optimizer.step()
         break
     assert optimizer.releases == 1 == sum(steps for *_, steps in engine.accountant.history)
-    pairs = zip(first, model.parameters(), strict=True)
-    assert all(torch.equal(grad, p.grad) for grad, p in pairs if p.grad is not None)
+    assert all(torch.equal(a, p) for a, p in zip(before, model.parameters(), strict=True))
 
 
 def test_noise_of_another_multiplier_than_the_backward_s_is_never_released(private):
@@ -492,3 +491,21 @@ def test_optimizers_made_later_and_kept_gradients_see_releases_alone(private):
         optimizer.step()
     assert optimizer.releases == noisy > 1
     assert all(torch.equal(now, before) for now, before in kept)
+
+
+def test_an_option_that_changed_within_a_draw_is_refused_before_the_charge(private):
+    engine, model, optimizer, loader = private(
+        build(), data(), noise_multiplier=2.0, physical_batch_size=2
+    )
+    batches = iter(loader)
+    for (x,) in batches:
+        engine.backward(losses_of(model, x))
+        optimizer.step()
+        if not loader.is_last:
+            break
+    before = engine.accountant.history
+    optimizer.noise_multiplier = 0.01
+    with pytest.raises(PrivateRefusal, match="noise_multiplier changed"):
+        for (x,) in batches:
+            engine.backward(losses_of(model, x))
+    assert engine.accountant.history == before
