@@ -18,6 +18,7 @@ from typing import IO, Any
 import torch
 
 from ..privacy.ledger import Ledger
+from ..refusal import PrivateRefusal
 
 FORMAT = "dpflash-checkpoint-4"
 # The one name in the state_dict of an engine. A text stays one value in
@@ -169,13 +170,20 @@ def check_fits(
 
     Raises:
         ValueError: names the difference.
+        PrivateRefusal: entries belong to other units.
     """
     where = f"{where}: the checkpoint does not fit"
     if state["sampling"] != own["sampling"]:
         saved, now = (dict(scheme) for scheme in (state["sampling"], own["sampling"]))
         # Who owns which entry is private, and a digest of it can be guessed.
-        if saved.pop(_UNITS, None) != now.pop(_UNITS, None):
-            saved[_UNITS], now[_UNITS] = "others", "these"
+        units = saved.pop(_UNITS, None), now.pop(_UNITS, None)
+        if None in units:
+            saved["unit_of"], now["unit_of"] = (digest is not None for digest in units)
+        elif saved == now:
+            raise PrivateRefusal(
+                f"{where} the data loader: entries belong to other units than those of the "
+                "checkpoint. Call make_private with the same data and units (unit_of)"
+            ) from None
         raise ValueError(
             f"{where} the data loader: saved with {saved}, now {now}. Call "
             "make_private with the same data, units (unit_of) and batch size"

@@ -9,7 +9,6 @@ dimension is not the batch (packed ones), or of unknown classes; and mixing in `
 
 from __future__ import annotations
 
-import copy
 import math
 import pickle
 import random
@@ -27,7 +26,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 
 from ..refusal import PrivateRefusal
 from ..verification.nested import leaves_of, parts_of, tensors_of
-from .entries import Collate, Collated, FittingCollate, ReadableEntries, name_of
+from .entries import Collate, Collated, FittingCollate, ReadableEntries, copied, name_of
 from .order_trial import moves_rows
 
 _ENTRIES = 6
@@ -257,7 +256,7 @@ class _Trial:
 
     def _batch(self, entries: list[Any]) -> Any:
         # A function may change its entries in place, and they may belong to the dataset.
-        return self._collate([copy.deepcopy(entry) for entry in entries])
+        return self._collate(list(map(copied, entries)))
 
     def _collated(self, entries: list[Any], seed: int) -> _Collated:
         # Generators of other devices are ignored.

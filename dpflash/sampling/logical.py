@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..refusal import PrivateRefusal
 from ..verification.nested import map_tensors
 from .loader import PrivateDataLoader
 
@@ -91,8 +92,8 @@ class LogicalBatches:
         for first in microbatches:
             yield LogicalBatch(self.loader, first, microbatches)
             if not self.loader.is_last:
-                raise RuntimeError(
+                raise PrivateRefusal(
                     "the next logical batch was asked for before the last microbatch of this one: "
                     "iterate over the whole LogicalBatch, and call engine.backward(losses) for "
                     "each of its microbatches, before optimizer.step()"
-                )
+                ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..verification.nested import parts_within
-from .entries import FittingCollate, ReadableEntries, Unreadable
+from .entries import FittingCollate, ReadableEntries, Unreadable, copied
 
 _CANDIDATES = 32
 _CHOICES = 4
@@ -48,7 +47,7 @@ def moves_rows(fitting: FittingCollate) -> bool:
         if fitting.dataset.reads_together:
             return fitting.collate(fitting.dataset.together(indices))
         # A function may change its entries in place, and they may belong to the dataset.
-        return fitting.collate([copy.deepcopy(read[index]) for index in indices])
+        return fitting.collate([copied(read[index]) for index in indices])
 
     for chosen in _choices(read):
         rotated, swapped = [*chosen[1:], chosen[0]], [chosen[1], chosen[0], *chosen[2:]]

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from hashlib import sha256
 from numbers import Number
-from types import FunctionType, NoneType
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,10 @@ _OUTPUT = "the model's output"
 # Elements after which an address is aligned as before.
 _ALIGNED = 64
 # What is no sample in a list.
-_SETTINGS = (Number, NoneType, torch.dtype, torch.device, Enum, type, FunctionType, nn.Module)
+_SETTINGS = (
+    *(Number, NoneType, Enum, slice, range, torch.dtype, torch.device, type),
+    *(FunctionType, BuiltinFunctionType, partial, nn.Module),
+)
 _DEPTH = 8  # objects may hold each other
 
 
@@ -322,7 +326,8 @@ class LeftAlone:
         replaced = {id(t) for t in _of_samples(arguments, size)} if units is None else ()
         found = None
         for name, value in (*enumerate(args), *kwargs.items()):
-            for place, leaf in _outside_lists(value, size, f"{name}", ambiguous=True):
+            lists = {id(own) for own in _lists_of_samples(value, size)}
+            for place, leaf in _outside_lists(value, size, f"{name}", lists=lists):
                 if id(leaf) in replaced or (isinstance(leaf, Tensor) and _is_shared(leaf, units)):
                     continue
                 key = (place, getattr(leaf, "shape", None))
@@ -393,7 +398,7 @@ def _of_samples(arguments: Any, size: int) -> Sequence[Tensor | np.ndarray]:
 
 
 def _outside_lists(
-    value: Any, size: int, place: str = "", *, ambiguous: bool = False, depth: int = 0
+    value: Any, size: int, place: str = "", *, lists: Collection[int] | None = None, depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
     """(place, leaf) for what is in no list with an element for each sample, but for numbers.
 
@@ -401,32 +406,33 @@ def _outside_lists(
         value: of any nesting.
         size: B.
         place: of the value.
-        ambiguous: whether lists that may be of batches count as no lists of samples.
+        lists: ids of the lists of samples; None for all lists that may be some.
         depth: of the value.
     """
-    if type(value) in (list, tuple) and _is_list_of_samples(value, size):
-        if not (ambiguous and _is_list_of_batches(value, size)):
+    if type(value) in (list, tuple):
+        if _is_list_of_samples(value, size) if lists is None else id(value) in lists:
             return
     parts = () if isinstance(value, str | bytes) or depth == _DEPTH else [*parts_within(value)]
     if not parts and not isinstance(value, _SETTINGS):
         yield place, value
     for name, part in parts:
-        inner = place + name
-        yield from _outside_lists(part, size, inner, ambiguous=ambiguous, depth=depth + 1)
+        yield from _outside_lists(part, size, place + name, lists=lists, depth=depth + 1)
 
 
 def _exchanged(value: Any, rows: list[int], lengths: Collection[tuple[int, ...]]) -> Any:
     """The value, with the elements of these rows in its lists of samples, in their own shapes."""
-    if type(value) is dict:
-        return {name: _exchanged(part, rows, lengths) for name, part in value.items()}
-    if type(value) not in (list, tuple):
-        return value
-    if _is_list_of_batches(value, len(rows)):
-        return value
-    # Numbers may be the lengths of samples, but also a setting of the model.
-    if _is_list_of_samples(value, len(rows)) or _numbers(value) in lengths:
-        return type(value)(value[row] for row in rows)
-    return type(value)(_exchanged(part, rows, lengths) for part in value)
+
+    def change(found: Any) -> Any:
+        if hasattr(found, "_fields"):
+            return type(found)(*(_exchanged(part, rows, lengths) for part in found))
+        if type(found) not in (list, tuple) or _is_list_of_batches(found, len(rows)):
+            return found
+        # Numbers may be the lengths of samples, but also a setting of the model.
+        if _is_list_of_samples(found, len(rows)) or _numbers(found) in lengths:
+            return type(found)(found[row] for row in rows)
+        return type(found)(_exchanged(part, rows, lengths) for part in found)
+
+    return map_leaves(change, value, kinds=(list, tuple))
 
 
 def _numbers(value: Sequence[Any]) -> tuple[int, ...] | None:
@@ -443,21 +449,20 @@ def _lengths(samples: Sequence[Any]) -> Iterator[tuple[int, ...]]:
 
 def _lists_of_samples(value: Any, size: int) -> Iterator[Sequence[Any]]:
     """The lists in a value, of any nesting, that have an element for each sample."""
-    if type(value) not in (list, tuple, dict):
-        return
-    if type(value) is not dict and _is_list_of_samples(value, size):
-        if not _is_list_of_batches(value, size):
-            yield value
-        return
-    for part in value.values() if type(value) is dict else value:
-        yield from _lists_of_samples(part, size)
+    for _, found in leaves_of(value, kinds=(list, tuple)):
+        if type(found) not in (list, tuple) or not _is_list_of_samples(found, size):
+            for part in found:
+                yield from _lists_of_samples(part, size)
+        elif not _is_list_of_batches(found, size):
+            yield found
 
 
 def _is_list_of_samples(value: Sequence[Any], size: int) -> bool:
     """Whether a list may have an element for each sample: they are of one kind."""
     if len(value) != size or len({_kind(part) for part in value}) != 1:
         return False
-    return not isinstance(value[0], _SETTINGS)
+    is_number = isinstance(value[0], Tensor) and not value[0].ndim
+    return not is_number and not isinstance(value[0], _SETTINGS)
 
 
 def _is_list_of_batches(value: Sequence[Any], size: int) -> bool:

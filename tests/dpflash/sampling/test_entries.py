@@ -79,6 +79,36 @@ def popping(batch):
     return {"x": x, "y": torch.stack(labels)}
 
 
+def scaling(batch):
+    """Standardizes its entries in place."""
+    for x, _ in batch:
+        x.sub_(1).div_(3)
+    return default_collate(batch)
+
+
+def taking(batch):
+    """Takes parts of its entries apart."""
+    labels = [entry["target"].pop("y") for entry in batch]
+    x = default_collate([entry["x"].append(1.0) or entry["x"] for entry in batch])
+    return {"x": torch.stack(x[:4], 1).float(), "y": torch.stack(labels)}
+
+
+class Nested(Entries):
+    def __getitem__(self, index):
+        entry = super().__getitem__(index)
+        if not isinstance(entry, tuple) or len(entry) < 2:
+            return entry
+        return {"x": entry[0].flatten().tolist(), "target": {"y": entry[1]}}
+
+
+class Reversed(Entries):
+    """Arrays; the one that changes has negative strides."""
+
+    def __getitem__(self, index):
+        x, y = self.x[index].numpy().copy(), self.y[index]
+        return (x[::-1] if index == BAD and self.change else x), y
+
+
 class Named(Entries):
     """Entries of several lengths, as dicts."""
 
@@ -165,6 +195,18 @@ def test_a_bad_entry_is_like_a_padding_row_however_batches_are_made(kind, argume
 @pytest.mark.parametrize("kind", ["raises", "a label that is text", "another dimension"])
 def test_entries_of_other_lengths_fit_where_the_function_pads_them(kind, capsys):
     assert_adds_nothing(Named(ROWS[kind]), capsys, collate_fn=popping)
+
+
+@pytest.mark.parametrize("kind", ["a label that is text", "another dimension", "a field less"])
+def test_a_function_that_changes_its_entries_gets_each_of_them_once(kind, capsys):
+    assert_adds_nothing(Entries(ROWS[kind]), capsys, collate_fn=scaling)
+    if kind != "another dimension":
+        assert_adds_nothing(Nested(ROWS[kind]), capsys, collate_fn=taking)
+
+
+def test_an_array_with_negative_strides_fits():
+    _, engine = train(Reversed(raising))
+    assert engine.diagnostics()["bad_entries"] == 0
 
 
 def test_a_bad_entry_of_a_loader_worker_adds_nothing(capsys):
