@@ -293,7 +293,7 @@ class ForwardWrapper:
     def _warn_unreplaced(self, samples: int, changed: bool | None, left: str | None) -> None:
         """Warn once, at the third call with samples that could not be replaced by others."""
         # With as many tokens as samples, single batches are ambiguous.
-        if samples > 1 and (changed is not False or left is not None):
+        if samples > 1 and (changed is None or left is not None):
             self._unreplaced += 1
             if self._unreplaced == _CALLS_TO_WARN:
                 where = "" if left is None else f" (argument {left})"

@@ -274,7 +274,7 @@ class Replacement:
         """(arguments with replaced contents, whether any changed; None if none can be replaced)"""
         of_samples = () if units is not None else _of_samples(arguments, len(self.source))
         chosen = {id(t) for t in of_samples}
-        changed: bool | None = None
+        changed: bool | None = None if units is None else False
 
         if units is None:
             (args, kwargs), rows = arguments, self.source.tolist()
