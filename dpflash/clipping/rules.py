@@ -27,7 +27,7 @@ class Step(Protocol):
     rows: RealRows
 
     def attach(self, clipper: Clipper) -> None:
-        """Report to `clipper` where logical batches begin and end."""
+        """Report to `clipper` where microbatches begin and logical batches end."""
 
     def begin_backward(self) -> None:
         """A backward begins."""

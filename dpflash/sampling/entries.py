@@ -545,7 +545,7 @@ def _kind_of(x: Any, *, with_lengths: bool, depth: int = 0) -> Hashable:
     )
 
 
-def _with_floats(entry: Any, own: Any) -> Any:
+def _with_floats(entry: Any, own: Any, depth: int = 0) -> Any:
     """The entry, with floating-point numbers in place of the integers where `own` has such."""
     if isinstance(entry, Tensor | np.ndarray):
         if type(entry) is not type(own) or not _is_floating(own) or not _is_integer(entry):
@@ -554,14 +554,15 @@ def _with_floats(entry: Any, own: Any) -> Any:
         return entry.to(dtype) if isinstance(entry, Tensor) else entry.astype(dtype)
     if _is_integer(entry) and _is_floating(own) and not isinstance(own, Tensor | np.ndarray):
         return type(own)(entry)
-    if type(entry) is not type(own):
+    if type(entry) is not type(own) or depth == _DEPTH:
         return entry
+    depth += 1
     if isinstance(entry, dict):
         changed = copy.copy(entry)
-        changed.update({n: _with_floats(x, own[n]) for n, x in entry.items() if n in own})
+        changed.update({n: _with_floats(x, own[n], depth) for n, x in entry.items() if n in own})
         return changed
     if isinstance(entry, list | tuple):
-        parts = [_with_floats(x, y) for x, y in zip(entry, own, strict=False)]
+        parts = [_with_floats(x, y, depth) for x, y in zip(entry, own, strict=False)]
         parts += entry[len(parts) :]
         return type(entry)(*parts) if hasattr(entry, "_fields") else type(entry)(parts)
     return entry
@@ -579,18 +580,18 @@ def _is_floating(x: Any) -> bool:
     return x.dtype.kind == "f" if isinstance(x, np.ndarray | np.generic) else type(x) is float
 
 
-def copied(entry: Any) -> Any:
+def copied(entry: Any, depth: int = 0) -> Any:
     """A copy that shares nothing which can be changed in place, as `copy.deepcopy`, but faster."""
     kind = type(entry)
     if kind is Tensor and entry.layout == torch.strided and not entry.requires_grad:
         return entry.clone()
     if kind is np.ndarray and entry.dtype.kind != "O":
         return entry.copy()
-    if kind is dict:
-        return {name: copied(part) for name, part in entry.items()}
-    if kind is list or kind is tuple:
+    if kind is dict and depth < _DEPTH:
+        return {name: copied(part, depth + 1) for name, part in entry.items()}
+    if (kind is list or kind is tuple) and depth < _DEPTH:
         is_plain = set(map(type, entry)) <= _IMMUTABLE
-        return kind(entry) if is_plain else kind(map(copied, entry))
+        return kind(entry) if is_plain else kind(copied(part, depth + 1) for part in entry)
     return entry if kind in _IMMUTABLE else copy.deepcopy(entry)
 
 

@@ -52,7 +52,7 @@ CAPTURED = "each replay would release again, without charging for it and with th
 
 
 class Clipper(Protocol):
-    """Clips the gradients of a model; is told where microbatches begin and logical batches end."""
+    """Clips gradients. The step reports where microbatches begin and logical batches end."""
 
     def begin_batch(self, samples: int, units: Units | None) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
@@ -277,7 +277,7 @@ class PrivateStep:
             has_noise = stream is not None
             if stream is not None:
                 self.sums.add_noise(parameter, stream)
-        # Last: a failure above leaves a sum that lacks its noise, never one marked as noised.
+        # Marked last, so that a sum is not taken for noised where adding its noise failed.
         if has_noise:
             assert self.noise is not None
             self.noise.was_added(parameter, self.sums[parameter])
@@ -315,7 +315,9 @@ class PrivateStep:
             BudgetSpent: the release does not fit into the budget; the batch is dropped.
             ValueError: the accountant does not support this event, or ranks are about to make
                 different releases; the batch is dropped.
-            RuntimeError: the batch is not of the private loader; it is dropped.
+            RuntimeError: the batch is not of the private loader, or its release was charged
+                before; it is dropped.
+            PrivateRefusal: an option changed since the first backward; the batch is dropped.
         """
         multiplier = self.options.noise_multiplier
         bound = self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
@@ -366,7 +368,7 @@ class PrivateStep:
         self.charge.warn_beyond_target()
         totals = self.sums.with_noise(parameters, self.noise)
         self.gradients.set(parameters, totals, self.options.divisor)
-        # In this order: an interruption never leaves noise beside sums of zero.
+        # Cleared last, so that an interrupted release is not made again from cleared sums.
         self.released = parameters
         self.noise = None
         self.sums.clear()

@@ -52,7 +52,7 @@ _OUTPUT = "the model's output"
 
 # Elements after which an address is aligned as before.
 _ALIGNED = 64
-# What is no sample in a list.
+# Elements of a list that are settings, not samples.
 _SETTINGS = (
     *(Number, NoneType, Enum, slice, range, torch.dtype, torch.device, type),
     *(FunctionType, BuiltinFunctionType, partial, nn.Module),
@@ -309,7 +309,7 @@ class Replacement:
 
 
 class LeftAlone:
-    """What calls give the model and replacements do not reach: is it the same in all calls?"""
+    """Tracks arguments that replacements do not reach: whether they are the same in all calls."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, object], object] = {}
@@ -400,7 +400,7 @@ def _of_samples(arguments: Any, size: int) -> Sequence[Tensor | np.ndarray]:
 def _outside_lists(
     value: Any, size: int, place: str = "", *, lists: Collection[int] | None = None, depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """(place, leaf) for what is in no list with an element for each sample, but for numbers.
+    """(place, leaf) for all leaves outside of lists of samples, except numbers and settings.
 
     Args:
         value: of any nesting.

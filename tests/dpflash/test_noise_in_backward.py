@@ -166,7 +166,7 @@ def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw
         with pytest.raises(MemoryError):
             losses_of(model, x).sum().backward()
     assert engine._step.noise is None and not engine._step.sums
-    with pytest.raises(RuntimeError, match="was not released|lacks a microbatch"):
+    with pytest.raises(RuntimeError, match="lacks a microbatch"):
         next(batches)
 
 

@@ -483,6 +483,7 @@ class Linked:
         self.x, self.me = x, self
         self.words = np.array(["secret", "words"])
         self.anything = np.array([x, None, "secret"], dtype=object)
+        self.both = {"me": self}
 
 
 def test_entries_and_batches_that_hold_themselves_are_taken():
@@ -490,6 +491,10 @@ def test_entries_and_batches_that_hold_themselves_are_taken():
         return Linked(torch.stack([linked.x for linked in batch]))
 
     make(collate, Entries([Linked(x) for x, _ in IMAGES]))
+    entries = [{"x": x} for x, _ in IMAGES]
+    for entry in entries:
+        entry["me"] = [entry]
+    make(lambda batch: torch.stack([entry["x"] for entry in batch]), Entries(entries))
 
 
 @pytest.mark.parametrize("kind", ["noise", "flipped", "heavy tail", "rare"])

@@ -5,6 +5,7 @@ import copy
 import random
 import re
 import warnings
+from collections import UserDict, namedtuple
 
 import numpy as np
 import pytest
@@ -1117,6 +1118,9 @@ def test_a_contrastive_loss_outside_of_the_model_is_refused_for_what_it_is(priva
     assert "verify_first_batch" not in str(caught.value)
 
 
+Samples = namedtuple("Samples", "xs")
+
+
 class OfLists(nn.Module):
     """Takes samples of differing lengths in a list."""
 
@@ -1125,7 +1129,7 @@ class OfLists(nn.Module):
         self.l, self.mixing = nn.Linear(3, 2), mixing
 
     def forward(self, batch, lengths=None):
-        batch = batch["xs"] if isinstance(batch, dict) else batch
+        batch = batch["xs"] if isinstance(batch, dict | UserDict) else getattr(batch, "xs", batch)
         parts = [self.tensor(part) for part in batch]
         if lengths is not None:
             assert [len(x) for x in parts] == lengths
@@ -1142,6 +1146,8 @@ LISTS = {
     "list": lambda xs: (xs,),
     "tuple": lambda xs: (tuple(xs),),
     "dict of a list": lambda xs: ({"xs": xs},),
+    "user dict of a list": lambda xs: (UserDict(xs=xs),),
+    "named tuple of a list": lambda xs: (Samples(xs),),
     "list of dicts": lambda xs: ([{"x": x} for x in xs],),
     "strings": lambda xs: ([chr(97 + i) * len(x) for i, x in enumerate(xs)],),
     "lengths": lambda xs: (xs, [len(x) for x in xs]),
