@@ -1,4 +1,4 @@
-"""Speed of a device: peak FLOP/s of matrix products by dtype, and memory bandwidth.
+"""Speed of a device: peak FLOP/s of matrix products by dtype, memory bandwidth, and launches.
 
 The planner chooses by these constants: data sheets of GPUs, nominal figures of a CPU.
 """
@@ -25,6 +25,7 @@ class Ceilings:
         device: torch's device type, which decides what kernels run.
         name: of the device.
         source: where the figures come from, for tables.
+        launch: seconds that a kernel takes however little it does.
     """
 
     flops: Mapping[str, float]
@@ -32,6 +33,7 @@ class Ceilings:
     device: str = "cpu"
     name: str = "unknown"
     source: str = "given"
+    launch: float = 0.0
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of products in a dtype; "tf32x3" is float32 by three TF32 products."""
@@ -46,7 +48,8 @@ class Ceilings:
 
 
 # Only ratios matter. These are of one core of a server, with its vector units and memory.
-CPU_RULE = Ceilings({"float32": 1.5e11}, bandwidth=2.0e10, name="CPU", source="nominal")
+CPU_RULE = Ceilings({"float32": 1.5e11}, 2.0e10, launch=3e-6, name="CPU", source="nominal")
+_GPU_LAUNCH = 5e-6
 
 # Dense products (the sheets print those of sparse operands, twice as many); bytes/s of memory.
 # Source: NVIDIA's data sheets "H200 Tensor Core GPU" (2024), "H100 Tensor Core GPU" (2023),
@@ -91,4 +94,5 @@ def ceilings_for(device: torch.device) -> Ceilings:
     flops = {"float64": double, "float32": single, "bfloat16": half, "float16": half}
     if torch.version.hip is None:
         flops["tf32"] = tf32
-    return Ceilings(flops, bandwidth, device.type, name, f"{sheet} data sheet")
+    source = f"{sheet} data sheet"
+    return Ceilings(flops, bandwidth, device.type, name, source, launch=_GPU_LAUNCH)

@@ -178,7 +178,7 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
             )
             uses.append(use)
     total = sum(use.seconds for use in uses)
-    shared = (replace(use, share=use.seconds / total if total else 0.0) for use in uses)
+    shared = (replace(use, share=use.seconds / total) for use in uses)
     return ClippingPlan(tuple(shared), ceilings, public)
 
 
@@ -186,10 +186,7 @@ def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:
     if mode == "ghost":
         return "memory budget is too small"
     other = "book_keeping" if mode == "instantiate" else "instantiate"
-    seconds = cost(shapes, mode, ceilings).seconds
-    if not seconds:
-        return "there was no token"
-    ratio = cost(shapes, other, ceilings).seconds / seconds
+    ratio = cost(shapes, other, ceilings).seconds / cost(shapes, mode, ceilings).seconds
     if ratio < 1:
         return f"memory budget; {other} is {1 / ratio:.1f}x as fast"
     forms = {shape.norm_form(ceilings.device != "cpu"): None for shape in shapes}

@@ -5,9 +5,9 @@ book_keeping   keep (x, dy), norm without keeping G_i, then one weighted product
 ghost          norms in one backward, the backward of sum_i c_i loss_i in a second.
 
 Each mode is a list of kernels. A kernel takes max(FLOPs / peak FLOP/s, bytes / bandwidth) on a
-device with given ceilings (a roofline), and a mode the sum over its kernels. The choice follows
-from these costs: it depends on shapes, the device and public sizes, never on how many samples
-were drawn. Each mode bounds every sample; their results differ by rounding, and by what counts as
+device with given ceilings (a roofline), and the time of its launch; a mode takes the sum over its
+kernels. The choice follows from these costs: it depends on shapes, the device and public sizes,
+never on how many samples were drawn. Each mode bounds every sample; their results differ by rounding, and by what counts as
 infinite (and is removed) at the end of fp32's range.
 
 Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,19 +33,23 @@ DEFAULT_LEVEL = "conservative"
 
 _ELEMENT = 4
 _DOUBLE = 8
+# Small kernels of a kept pair: its terms' magnitudes, and which samples are multiplied apart.
+_LAUNCHES_OF_PAIRS = 36
 
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel: FLOPs of products in a dtype, and bytes that it reads from memory or writes."""
+    """Kernels: FLOPs of products in a dtype, and bytes that they read from memory or write."""
 
     flops: int = 0
     moved: int = 0
     dtype: str = "float32"
+    launches: int = 1
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """The roofline."""
-        return max(self.flops / ceilings.rate(self.dtype), self.moved / ceilings.bandwidth)
+        """The roofline, and what the launches take."""
+        roof = max(self.flops / ceilings.rate(self.dtype), self.moved / ceilings.bandwidth)
+        return roof + self.launches * ceilings.launch
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class LinearShape:
 
     Kernels read each operand once and write each result once; what stays in caches is not
     counted. Neither is what all modes have alike: the product for dx, and what is done once for a
-    whole batch, such as writing the sum [O, I]. So all costs are proportional to B.
+    whole batch, such as writing the sum [O, I]. So all costs but launches are proportional to B.
     """
 
     batch: int
@@ -328,7 +332,7 @@ def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
     """Uses of one kind are one use of a longer sequence, copied together; kinds have products."""
     joined: dict[type[LinearShape], LinearShape] = {}
-    works: list[Work] = []
+    works = [Work(launches=_LAUNCHES_OF_PAIRS)]
     for shape in shapes:
         before = joined.get(type(shape))
         tokens = shape.tokens + (before.tokens if before else 0)
@@ -380,8 +384,9 @@ class Planner:
     Attributes:
         mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
         memory_budget: bytes that kept gradients or activations may take together.
-        batch_size: the public number of samples for which the budget shall last; never the drawn
-            number, so that nobody's presence decides how the others are clipped.
+        batch_size: the public number of samples that costs are of, and for which the budget shall
+            last; never the drawn number, so that nobody's presence decides how the others are
+            clipped.
         ghost_allowed: whether per-sample losses are at hand, and clipping is flat.
         book_keeping_allowed: whether norms may be taken without the gradients themselves.
         ceilings: of the device that computes.
@@ -393,6 +398,8 @@ class Planner:
     ghost_allowed: bool
     book_keeping_allowed: bool = True
     ceilings: Ceilings = CPU_RULE
+    # Models repeat few shapes, and each gate asks in every step.
+    _faster: dict[tuple[LinearShape, ...], str] = field(default_factory=dict, repr=False)
 
     def plan(self, uses: Mapping[int, Sequence[LinearShape]]) -> Plan:
         """A mode for each parameter, given the shapes of its uses in a forward.
@@ -402,17 +409,17 @@ class Planner:
         if self.mode != "auto":
             return Plan((self.mode,) * len(uses))
         choices = GRAD_SAMPLE_MODES[:2] if self.book_keeping_allowed else ("instantiate",)
-        singles = [tuple(replace(s, batch=1) for s in shapes) for shapes in uses.values()]
-        # Models repeat few shapes, and this runs in every step.
-        faster = {
-            single: _least({mode: cost(single, mode, self.ceilings).seconds for mode in choices})
-            for single in set(singles)
-        }
-        modes = tuple(faster[single] for single in singles)
-        if self.batch_size * sum(map(_kept, singles, modes)) > self.memory_budget:
+        size = self.batch_size
+        planned = [tuple(replace(s, batch=size) for s in shapes) for shapes in uses.values()]
+        for shapes in planned:
+            if shapes not in self._faster:
+                seconds = {mode: cost(shapes, mode, self.ceilings).seconds for mode in choices}
+                self._faster[shapes] = _least(seconds)
+        modes = tuple(self._faster[shapes] for shapes in planned)
+        if sum(map(_kept, planned, modes)) > self.memory_budget:
             modes = tuple(
-                "ghost" if self.ghost_allowed else _least({m: _kept(single, m) for m in choices})
-                for single in singles
+                "ghost" if self.ghost_allowed else _least({m: _kept(shapes, m) for m in choices})
+                for shapes in planned
             )
         return Plan(modes)
 

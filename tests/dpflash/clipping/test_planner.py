@@ -67,6 +67,17 @@ def test_rates_of_dtypes_that_were_not_measured_follow_from_float32():
     assert GPU.rate("tf32x3") == GPU.rate("tf32") / 3
 
 
+def test_a_launch_costs_time_however_little_it_does():
+    ceilings = Ceilings({"float32": 100.0}, bandwidth=10.0, launch=0.5)
+    assert Work(flops=200, moved=10, launches=3).seconds(ceilings) == 3.5
+
+
+def test_small_matrices_keep_their_gradients_which_takes_few_launches():
+    small = LinearShape(4, 16, 64, 16)
+    assert choose(small, CPU_RULE) == "instantiate"
+    assert choose(small, replace(CPU_RULE, launch=0.0)) == "book_keeping"
+
+
 @pytest.mark.parametrize(("allowed", "mode"), [(True, "ghost"), (False, "book_keeping")])
 def test_a_tiny_budget_takes_two_passes_where_it_may_else_what_keeps_less(allowed, mode):
     shape = LinearShape(4, 16, 512, 512)
