@@ -41,7 +41,7 @@ from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
 from .sampling.slots import check_slots
 from .sampling.unit_groups import UnitGroups
-from .step import Charge, ClippedSums, PrivateStep, ReleaseOptions, RoundedGaussian
+from .step import Charge, ClippedSums, PrivateStep, ReleaseOptions, RoundedGaussian, Turns
 from .verification.loss_trial import LossTrial
 from .verification.proof import Proof, allow_second_backwards
 from .verification.unchanged import Unchanged, check_allowed
@@ -167,13 +167,15 @@ def build(
     )
     wrapper.put()
     _log.info("%s", optimization.summary)
+    turns = Turns(joined(optimizers), step)
     return PrivateRun(
         settings=settings,
         model=module,
         loader=loader,
         step=step,
         optimizers=[
-            PrivateOptimizer(o, step, loss_reduction=privacy.loss_reduction) for o in optimizers
+            PrivateOptimizer(o, step, turns, loss_reduction=privacy.loss_reduction)
+            for o in optimizers
         ],
         backward=backward,
         wrapper=wrapper,

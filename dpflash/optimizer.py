@@ -13,7 +13,7 @@ from dpflash.kernels import refuse_capture
 
 from .privacy.keys import Uncopied
 from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
-from .step import CAPTURED, PrivateStep
+from .step import CAPTURED, PrivateStep, Turns
 from .verification.settable import OnlySettable
 
 _NAMED = 3  # parameters that an error names, before it counts them
@@ -82,6 +82,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         step: PrivateStep,
+        turns: Turns,
         *,
         loss_reduction: str | None,
     ):
@@ -89,6 +90,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self._original = optimizer
         self._loss_reduction = loss_reduction
         self._step = step
+        self._turns = turns
         self._step_hooks: list[Callable[[PrivateOptimizer], None]] = []
         self._releasing = self._is_closed = False
         self._is_resumed = _has_stepped(optimizer)
@@ -241,7 +243,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             )
         if self._is_last_step_skipped or self._step.tracker.is_within_draw:
             return
-        self._step.zero_grad(self._original)
+        self._turns.zero_grad(self._original)
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -276,7 +278,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         with self._step.noting_refusals():
-            kind = self._step.take_turn(self._original)
+            kind = self._turns.take(self._original)
         if kind == "microbatch":
             return result
         if kind == "release":

@@ -228,7 +228,7 @@ class PrivateRun:
             batch: the packed batch, of all ranks of a context, or the number of rows.
         """
         if isinstance(batch, PackedBatch):
-            self.backward.begin_batch(batch.max_documents, batch.units)
+            self.backward.begin_microbatch(batch.max_documents, batch.units)
         else:
             positive_int(batch_size=batch)
             self.backward.forward.prepare(batch)

@@ -61,7 +61,7 @@ def check_private_backward(
     subject = trial.subject
     backward = made_private(subject, trial.loss_reduction)
     try:
-        backward.step.tracker.begin_batch(BatchMark(0, trial.size, last=True), epoch=0)
+        backward.step.tracker.begin_microbatch(BatchMark(0, trial.size, last=True), epoch=0)
         backward.backward(subject.losses(trial.batch))
     except Exception as error:
         findings.add("unsupported", named_in(error, subject.model), *message_and_remedy(error))

@@ -38,8 +38,8 @@ class _Unreleased:
     def attach(self, clipper: Clipper) -> None:
         self._clipper = clipper
 
-    def begin_batch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
-        self._clipper.begin_batch(samples, units)
+    def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
+        self._clipper.begin_microbatch(samples, units)
 
     def may_begin(self, new_epoch: bool) -> bool:
         return True
@@ -58,7 +58,7 @@ class _Unreleased:
             parameter.grad = None
         self.sums.clear()
         self.tracker.dropped()
-        self._clipper.end_batch(released=False)
+        self._clipper.end_batch(parameters_change=False)
 
     abandon = discard
 

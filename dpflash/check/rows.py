@@ -81,7 +81,7 @@ def _gradients(trial: Trial, orders: list[list[int]]) -> list[dict[str, Tensor]]
     for order in orders:
         mask = torch.tensor([sample == 0 for sample in order])
         mark = BatchMark(0, trial.size, last=True, real=mask)
-        sums.tracker.begin_batch(mark, epoch=0)
+        sums.tracker.begin_microbatch(mark, epoch=0)
         backward.backward(subject.losses(trial.pick(order)))
         found.append(
             {n: s for n, p in subject.trained.items() if (s := sums.sums.get(p)) is not None}

@@ -16,6 +16,7 @@ from dpflash.kernels import clip_factors
 
 from ..distributed.collectives import agree, gather_rows, rank_in, world_size
 from ..distributed.layout import Layout
+from ..distributed.mesh import Ranks
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
 from ..sampling.tracker import STEP_OF_ANOTHER
@@ -77,7 +78,6 @@ class PrivateBackward:
         self.groups = list(groups)
         self.step = step
         self.planner = planner
-        self.ranks = step.sums.ranks
         self.names = step.sums.names
         self.loss_reduction = loss_reduction
         self.clip_function = clip_function
@@ -131,13 +131,13 @@ class PrivateBackward:
                 self._rest()
             yield is_outermost
 
-    def begin_batch(self, samples: int, units: Units | None) -> None:
-        """See `PrivateForward.begin_batch`; of packed documents this rank has some tokens."""
+    def begin_microbatch(self, samples: int, units: Units | None) -> None:
+        """See `PrivateForward.begin_microbatch`; of packed documents this rank has some tokens."""
         context = self.ranks.context
         if units is not None and not units.are_rows and context is not None:
             (own,) = Layout(units.shape[1], world_size(context)).chunks(rank_in(context))
             units = units.columns(own.start, own.start + own.length)
-        self.forward.begin_batch(samples, units)
+        self.forward.begin_microbatch(samples, units)
         self._is_called = False
 
     def _rest(self) -> None:
@@ -185,6 +185,11 @@ class PrivateBackward:
             self._in_backward = False
             self._expected_size = None
         self.step.end_backward()
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process and its peers."""
+        return self.step.sums.ranks
 
     @property
     def meeting(self) -> ProcessGroup | None:
@@ -403,7 +408,7 @@ class PrivateBackward:
         """Drop the logical batch; see `PrivateStep.discard`."""
         self.step.discard()
 
-    def end_batch(self, *, released: bool) -> None:
-        """The logical batch was released, and parameters are about to change, or was dropped."""
+    def end_batch(self, *, parameters_change: bool) -> None:
+        """The logical batch was dropped, or parameters are about to change."""
         self._rest()
-        self.forward.end_batch(released=released)
+        self.forward.end_batch(parameters_change=parameters_change)

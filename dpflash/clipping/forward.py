@@ -337,7 +337,7 @@ class PrivateForward:
 
     # Handles for torch.compile
 
-    def begin_batch(self, samples: int, units: Units | None = None) -> None:
+    def begin_microbatch(self, samples: int, units: Units | None = None) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
         self.batch_hint = samples
         self.units = units
@@ -362,11 +362,11 @@ class PrivateForward:
             )
         return self.prepared_handles[group]
 
-    def end_batch(self, *, released: bool) -> None:
-        """The logical batch was released, and parameters are about to change, or was dropped."""
+    def end_batch(self, *, parameters_change: bool) -> None:
+        """The logical batch was dropped, or parameters are about to change."""
         self._close_gates()
         self.finish()
-        if released:
+        if parameters_change:
             self.batch_hint = None
             self.units = None
             # They are views of the parameters as they were.

@@ -7,8 +7,8 @@ ghost          norms in one backward, the backward of sum_i c_i loss_i in a seco
 Each mode is a list of kernels. A kernel takes max(FLOPs / peak FLOP/s, bytes / bandwidth) on a
 device with given ceilings (a roofline), and the time of its launch; a mode takes the sum over its
 kernels. The choice follows from these costs: it depends on shapes, the device and public sizes,
-never on how many samples were drawn. Each mode bounds every sample; their results differ by rounding, and by what counts as
-infinite (and is removed) at the end of fp32's range.
+never on how many samples were drawn. Each mode bounds every sample; their results differ by
+rounding, and by what counts as infinite (and is removed) at the end of fp32's range.
 
 Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table.
 """

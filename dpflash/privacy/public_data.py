@@ -131,7 +131,7 @@ class PublicGradients:
         # A copy: DistributedDataParallel may keep `.grad` in a buffer of its own.
         self._waiting[parameter] = grad.clone() if waiting is None else waiting + grad
 
-    def begin_batch(self, *, begins_draw: bool) -> None:
+    def begin_microbatch(self, *, begins_draw: bool) -> None:
         """A microbatch begins; drops the gradients that earlier ones of its draw added.
 
         The number of microbatches of a draw is private, so public gradients count once in each.

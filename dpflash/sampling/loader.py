@@ -300,12 +300,12 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                 if self._trial is not None and self._trial.is_due(mark.microbatch):
                     changed = self._trial.begin(batch)
                     trial = replace(mark.of_trial, units=changed.units)
-                    self.tracker.begin_batch(trial, own)
+                    self.tracker.begin_microbatch(trial, own)
                     yield changed, trial
                     self._trial.end()
             elif self.has_pairs:
                 mark = replace(mark, units=Pairs.units(mark.size))
-            self.tracker.begin_batch(mark, own)
+            self.tracker.begin_microbatch(mark, own)
             yield batch, mark
 
     def _marked_epoch(self) -> Iterator[tuple[Any, BatchMark]]:
@@ -317,7 +317,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             if not number:
                 own = self.tracker.epochs
             mark = self._without(bad, BatchMark(number, size, True))
-            self.tracker.begin_batch(mark, own)
+            self.tracker.begin_microbatch(mark, own)
             self.tracker.still_to_come(self.steps_per_epoch - number - 1)
             yield batch, mark
 

@@ -120,7 +120,7 @@ class LogicalBatch(Protocol):
     def releases(self) -> int:
         """How many releases were charged so far."""
 
-    def begin_batch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
+    def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
 
     def may_begin(self, new_epoch: bool) -> bool:
@@ -334,7 +334,7 @@ class BatchTracker:
         at_hand = len(self.emitted) if by_signal else int(self.current is not None)
         return self._still_to_come + at_hand
 
-    def begin_batch(self, mark: BatchMark, epoch: int) -> None:
+    def begin_microbatch(self, mark: BatchMark, epoch: int) -> None:
         """The loop received a microbatch of epoch number `epoch`."""
         if epoch != self.epochs:
             # DataLoader workers may have fetched the older epoch to its end before.
@@ -346,7 +346,7 @@ class BatchTracker:
         self._without_grad = not torch.is_grad_enabled()
         self.next_draw = mark.draw
         if self._batch is not None:
-            self._batch.begin_batch(mark.size, mark.units, begins_draw=begins_draw)
+            self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
     def end_epoch(self, last: BatchMark | None) -> None:
         """The loader has no more batches behind the one with this mark."""
@@ -449,7 +449,7 @@ class BatchTracker:
         if not is_padding:
             self._seen += batch_size if mark is None else mark.count
 
-    def came_from_loader(self, signalled: bool) -> bool:
+    def take_draw(self, signalled: bool) -> bool:
         """Whether the samples of this release are a draw of the private sampler.
 
         A signal alone is no proof: as many samples must have been seen since the last release as

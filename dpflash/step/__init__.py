@@ -5,6 +5,7 @@ from .noise import BatchNoise, RoundedGaussian
 from .options import ReleaseOptions
 from .step import CAPTURED, Clipper, PrivateStep
 from .sums import ClippedSums, refuse_mixed
+from .turns import Turns
 
 __all__ = [
     "CAPTURED",
@@ -15,5 +16,6 @@ __all__ = [
     "PrivateStep",
     "ReleaseOptions",
     "RoundedGaussian",
+    "Turns",
     "refuse_mixed",
 ]

@@ -97,7 +97,7 @@ class BatchNoise:
             unsettled=self._unsettled,
         )
 
-    def was_added(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def mark_added(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Record that `total` is the parameter's sum with its noise."""
         if self._unsettled:
             last = self._unsettled[-1]

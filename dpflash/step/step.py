@@ -11,7 +11,7 @@
         if last microbatch:                            # release
             charge, all-reduce over the ranks, add noise   # what the gates did not do
             parameter.grad = sums[parameter] / expected_batch_size
-    optimizer.step():                                  # of the first optimizer; others follow it
+    optimizer.step():                                  # see turns.py
         release                                        # if no backward could: a batch of others
         parameter.grad += gradient of public data      # see dpflash.privacy.public_data
         the wrapped optimizer's step
@@ -33,20 +33,18 @@ from torch import Tensor, nn
 
 from dpflash.kernels import NoiseStream, refuse_capture
 
-from .._validate import noise_fits
 from ..distributed.fsdp import is_sharded
 from ..packing import Units
 from ..privacy.public_data import PublicGradients
 from ..refusal import PrivateRefusal
 from ..sampling.slots import RealRows
-from ..sampling.tracker import FOREIGN, BatchTracker
-from .agreement import Agreement
+from ..sampling.tracker import BatchTracker
+from .admission import Admission
 from .charge import Charge
 from .gradients import Gradients
 from .noise import BatchNoise, Noise
 from .options import ReleaseOptions
 from .sums import ClippedSums
-from .turns import Kind, Turns
 
 CAPTURED = "each replay would release again, without charging for it and with the same noise"
 
@@ -54,17 +52,11 @@ CAPTURED = "each replay would release again, without charging for it and with th
 class Clipper(Protocol):
     """Clips gradients. The step reports where microbatches begin and logical batches end."""
 
-    def begin_batch(self, samples: int, units: Units | None) -> None:
+    def begin_microbatch(self, samples: int, units: Units | None) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
 
-    def end_batch(self, *, released: bool) -> None:
-        """The logical batch was released, and parameters are about to change, or was dropped."""
-
-
-_STEPPED_TWICE = (
-    "optimizer.step() was called again, with no engine.backward(losses) since the last release, "
-    "so nothing was released: call it once for each batch of the private loader"
-)
+    def end_batch(self, *, parameters_change: bool) -> None:
+        """The logical batch was dropped, or parameters are about to change."""
 
 
 class PrivateStep:
@@ -84,7 +76,8 @@ class PrivateStep:
         released: the parameters whose `.grad` is a release that waits for its step, or None.
         public: gradients of public data that the next step adds to its release.
         rows: which rows of the current microbatch are samples.
-        turns: which optimizers have stepped on the last release.
+        admission: says whether a release or a step is allowed.
+        progress: counts microbatches, backwards and batches that were dropped.
 
     Guarantees:
         A release is charged to the accountant, and written to the ledger, before its first noisy
@@ -113,8 +106,8 @@ class PrivateStep:
         self.public = PublicGradients(sums.trained, sums.names)
         self.gradients = Gradients(sums.trained, sums.names, self.public)
         self.rows = RealRows(tracker.real_rows)
-        self.turns = Turns()
-        self._agreement = Agreement(sums, tracker, charge)
+        self.admission = Admission(sums, tracker, options, charge)
+        self.progress = 0
         self._optimizer = optimizer
         self._kind_of_noise = kind_of_noise
         self._clipper: Clipper | None = None
@@ -164,13 +157,13 @@ class PrivateStep:
         # A backward that failed may leave a release without sums.
         return bool(self.sums) or self.noise is not None or self.released is not None
 
-    def begin_batch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
+    def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
         self.public.refuse_inside("a batch of the private loader")
-        self.public.begin_batch(begins_draw=begins_draw)
-        self.turns.end()
+        self.public.begin_microbatch(begins_draw=begins_draw)
+        self.progress += 1
         if self._clipper is not None:
-            self._clipper.begin_batch(samples, units)
+            self._clipper.begin_microbatch(samples, units)
 
     def may_begin(self, new_epoch: bool) -> bool:
         """Whether the budget allows the release of a logical batch that is not drawn yet."""
@@ -183,23 +176,16 @@ class PrivateStep:
 
     def discard(self) -> None:
         """Drop the sums of a logical batch, or its release."""
-        self.turns.end()
+        self.progress += 1
         self.gradients.drop()
-        self._drop_sums()
+        self.drop_sums()
 
-    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the gradients of an optimizer's parameters, and the sums of a logical batch."""
-        self.turns.leave(optimizer)
-        own = [p for group in optimizer.param_groups for p in group["params"]]
-        self.public.drop(own)
-        self.gradients.drop(own)
-        self._drop_sums()
-
-    def _drop_sums(self) -> None:
+    def drop_sums(self) -> None:
+        """Drop the sums of a logical batch."""
         self._clear()
         self.tracker.dropped()
         if self._clipper is not None:
-            self._clipper.end_batch(released=False)
+            self._clipper.end_batch(parameters_change=False)
 
     def _clear(self) -> None:
         self.sums.clear()
@@ -229,7 +215,7 @@ class PrivateStep:
 
     def begin_backward(self) -> None:
         """A backward begins; the first of a logical batch fixes the bound."""
-        self.turns.end()
+        self.progress += 1
         if self.noise is not None:
             raise RuntimeError(
                 "a backward pass after a release of this logical batch was begun: its noise would "
@@ -250,6 +236,7 @@ class PrivateStep:
     def _refuse_charged(self) -> None:
         if self.tracker.is_charged:
             self.discard()
+            self.tracker.refused()
             raise RuntimeError(
                 "a backward pass on a draw whose release was charged and dropped: two releases of "
                 "one draw cost more than those of two draws. Go on with the loader's next batch"
@@ -261,28 +248,28 @@ class PrivateStep:
 
     def add_clipped(self, parameter: nn.Parameter, grads: Tensor, factors: Tensor) -> None:
         """Reduce per-sample gradients `[B, ...]` by their factors; see `ClippedSums`."""
-        noise = self._noise_due(parameter) if self.sums.takes_noise(parameter) else None
+        noise = self._noise_if_complete(parameter) if self.sums.takes_noise(parameter) else None
         self.sums.add_clipped(parameter, grads, factors, noise)
-        self._finish(parameter, has_noise=noise is not None)
+        self._add_noise(parameter, has_noise=noise is not None)
 
     def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
         """Add a microbatch's clipped sum; see `ClippedSums`."""
         self.sums.add(parameter, total, is_exact=is_exact)
-        self._finish(parameter, has_noise=False)
+        self._add_noise(parameter, has_noise=False)
 
-    def _finish(self, parameter: nn.Parameter, *, has_noise: bool) -> None:
+    def _add_noise(self, parameter: nn.Parameter, *, has_noise: bool) -> None:
         """Add the noise of a sum where it is due, and was not added by the sum's own kernel."""
         if not has_noise and not is_sharded(parameter):
-            stream = self._noise_due(parameter)
+            stream = self._noise_if_complete(parameter)
             has_noise = stream is not None
             if stream is not None:
                 self.sums.add_noise(parameter, stream)
         # Marked last, so that a sum is not taken for noised where adding its noise failed.
         if has_noise:
             assert self.noise is not None
-            self.noise.was_added(parameter, self.sums[parameter])
+            self.noise.mark_added(parameter, self.sums[parameter])
 
-    def _noise_due(self, parameter: nn.Parameter) -> NoiseStream | None:
+    def _noise_if_complete(self, parameter: nn.Parameter) -> NoiseStream | None:
         """Noise to add in this backward; the first call of the last backward charges for it."""
         if self._may_charge:
             self._may_charge = False
@@ -312,40 +299,19 @@ class PrivateStep:
             signalled: whether another loader signalled that the logical batch ends here.
 
         Raises:
-            BudgetSpent: the release does not fit into the budget; the batch is dropped.
-            ValueError: the accountant does not support this event, or ranks are about to make
-                different releases; the batch is dropped.
-            RuntimeError: the batch is not of the private loader, or its release was charged
-                before; it is dropped.
-            PrivateRefusal: an option changed since the first backward; the batch is dropped.
+            RuntimeError: the batch's release was charged before; the batch is dropped.
+            Exception: what `Admission.of_release` raises; the batch is dropped.
         """
-        multiplier = self.options.noise_multiplier
-        bound = self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
-        drawn = self.tracker.came_from_loader(signalled)
-        numbers = multiplier, bound, self.options.expected_batch_size, drawn
         self._refuse_charged()
         try:
-            self.options.refuse_changed()
-            noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
-            self._agreement.on_release(self.parameters, *numbers)
-            if not drawn:
-                self._refuse_foreign(signalled)
-            event = self.charge.admit(multiplier, is_foreign=not drawn)
+            order = self.admission.of_release(self.parameters, signalled=signalled)
         except Exception:
             self.discard()
             self.tracker.refused()
             raise
-        number = self.charge.pay(event, multiplier, is_foreign=not drawn)
+        number = self.charge.pay(order.event, order.noise_multiplier, is_foreign=order.is_foreign)
         self.tracker.charged()
-        return self._kind_of_noise.begin(number, bound, multiplier)
-
-    def _refuse_foreign(self, signalled: bool) -> None:
-        if self.tracker.foreign_batches and self.sums.ranks.everyone is None:
-            return
-        if not signalled and not self.sums.has_begun:
-            raise RuntimeError(_STEPPED_TWICE)
-        # What another loader signalled may hang on which samples the loop left out.
-        raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
+        return self._kind_of_noise.begin(number, order.bound, order.noise_multiplier)
 
     def release(self, *, signalled: bool) -> None:
         """Set the gradients of the logical batch: sums with noise, over the public divisor.
@@ -373,61 +339,16 @@ class PrivateStep:
         self.noise = None
         self.sums.clear()
 
-    # The step: called by the private optimizer.
-
-    def take_turn(self, optimizer: torch.optim.Optimizer) -> Kind:
-        """Prepare `.grad` for a step of the optimizer, and say what it holds.
-
-        Raises:
-            RuntimeError: the released gradients are gone.
-            PrivateRefusal: see `PrivateOptimizer.step`.
-        """
-        self.options.refuse_changed()
-        kind = self.turns.take(optimizer, self._decide, is_new=self.public.are_waiting)
-        if kind == "release":
-            with self.dropping():
-                self.gradients.refuse_cleared(self.parameters_of(optimizer))
-        return kind
-
-    def _decide(self) -> Kind:
-        """What the first step() behind a backward is on; ends the microbatch or logical batch."""
-        if self.tracker.step_ends_microbatch():
-            self.public.begin_batch(begins_draw=False)
-            return "microbatch"
-        if self.public.are_waiting and not self.is_open and self.tracker.is_between_batches:
-            self.gradients.refuse_frozen(self._optimizer)
-            self._set_public_gradients()
-            return "public gradients"
-        self.gradients.refuse_frozen(self._optimizer)
-        self._take_release()
-        return "release"
-
-    def _take_release(self) -> None:
-        """End the logical batch; `.grad` is its release, with the gradients of public data."""
-        if self.released is None:
-            self.release(signalled=self.tracker.signalled_now)
-        with self.dropping():
-            self.gradients.refuse_cleared(self.released or ())
-        self._agreement.on_step("a private batch", self.parameters, self.public.names)
-        for parameter, grad in self.public.mean(self.sums.ranks).items():
-            if parameter.grad is not None:
-                parameter.grad.add_(grad)
-        self.public.drop()
+    def end(self) -> None:
+        """End the logical batch: optimizers are about to step on its release."""
         self._clear()
-        if self._clipper is not None:
-            self._clipper.end_batch(released=True)
+        self.parameters_change()
         self.tracker.released()
 
-    def _set_public_gradients(self) -> None:
-        """Set the gradients of public data alone; nothing is released or charged."""
-        self._agreement.on_step("public data alone", self.parameters, self.public.names)
-        self.gradients.drop()
-        for parameter, grad in self.public.mean(self.sums.ranks).items():
-            parameter.grad = grad
-        self.public.drop()
+    def parameters_change(self) -> None:
+        """Have the next forward read the parameters again."""
         if self._clipper is not None:
-            # Parameters are about to change, as behind a release.
-            self._clipper.end_batch(released=True)
+            self._clipper.end_batch(parameters_change=True)
 
     def leave_ranks(self) -> None:
         """Continue as a process by itself: a forked child is none of the ranks."""

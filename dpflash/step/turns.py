@@ -1,11 +1,13 @@
-"""Turns: several optimizers step on one release, each once."""
+"""Turns: what optimizers step on. Several of them step on one release, each once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from .step import PrivateStep
 
 # What a call of step() is on; that of a microbatch, which ended no logical batch, does nothing.
 Kind = Literal["microbatch", "release", "public gradients"]
@@ -15,34 +17,91 @@ class Turns:
     """The first optimizer to step decides what the step is on, and each other one follows once.
 
     A second step() of one optimizer is the first of another step. An optimizer that has not
-    stepped until the next backward has missed its turn.
+    stepped until the next microbatch or backward has missed its turn.
+
+    Args:
+        optimizer: the wrapped optimizer, or several as one.
+        step: owns the logical batch.
     """
 
-    def __init__(self) -> None:
-        self.end()
+    def __init__(self, optimizer: Optimizer, step: PrivateStep):
+        self._optimizer = optimizer
+        self._step = step
+        self._end()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """The next step() is a first one."""
         self._kind: Kind | None = None
         self._gone: set[Optimizer] = set()
+        self._progress = self._step.progress
 
-    def leave(self, optimizer: Optimizer) -> None:
-        """The optimizer follows no more: its gradients were dropped."""
+    def zero_grad(self, optimizer: Optimizer) -> None:
+        """Drop the gradients of an optimizer's parameters, and the sums of a logical batch."""
+        step = self._step
         self._gone.add(optimizer)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        step.public.drop(own)
+        step.gradients.drop(own)
+        step.drop_sums()
 
-    def take(self, optimizer: Optimizer, decide: Callable[[], Kind], *, is_new: bool) -> Kind:
-        """What the step of this optimizer is on.
+    def take(self, optimizer: Optimizer) -> Kind:
+        """Prepare `.grad` for a step of the optimizer, and say what it holds.
 
-        Args:
-            optimizer: the wrapped one.
-            decide: makes a first step for all optimizers; where it raises there was none.
-            is_new: whether there is more to step on than the first one had.
+        Raises:
+            RuntimeError: the released gradients are gone.
+            PrivateRefusal: see `PrivateOptimizer.step`.
         """
-        if optimizer in self._gone:
-            self.end()
-        elif is_new and self._kind != "microbatch":
-            self.end()
+        step = self._step
+        step.options.refuse_changed()
+        has_more = step.public.are_waiting and self._kind != "microbatch"
+        if optimizer in self._gone or has_more or self._progress != step.progress:
+            self._end()
         if self._kind is None:
-            self._kind = decide()
+            self._kind = self._step_first()
         self._gone.add(optimizer)
+        if self._kind == "release":
+            with step.dropping():
+                step.gradients.refuse_cleared(step.parameters_of(optimizer))
         return self._kind
+
+    def _step_first(self) -> Kind:
+        """End the microbatch or logical batch, and say which."""
+        step = self._step
+        if step.tracker.step_ends_microbatch():
+            step.public.begin_microbatch(begins_draw=False)
+            return "microbatch"
+        step.gradients.refuse_frozen(self._optimizer)
+        if step.public.are_waiting and not step.is_open and step.tracker.is_between_batches:
+            self._set_public_gradients()
+            return "public gradients"
+        self._take_release()
+        return "release"
+
+    def _take_release(self) -> None:
+        """End the logical batch; `.grad` is its release, with the gradients of public data."""
+        step = self._step
+        if step.released is None:
+            step.release(signalled=step.tracker.signalled_now)
+        with step.dropping():
+            step.gradients.refuse_cleared(step.released or ())
+        for parameter, grad in self._public_gradients("a private batch"):
+            if parameter.grad is not None:
+                parameter.grad.add_(grad)
+        step.public.drop()
+        step.end()
+
+    def _set_public_gradients(self) -> None:
+        """Set the gradients of public data alone; nothing is released or charged."""
+        step = self._step
+        gradients = self._public_gradients("public data alone")
+        step.gradients.drop()
+        for parameter, grad in gradients:
+            parameter.grad = grad
+        step.public.drop()
+        step.parameters_change()
+
+    def _public_gradients(self, kind: str) -> list[tuple[nn.Parameter, Tensor]]:
+        """The mean gradients of public data over all ranks, which make steps of one kind."""
+        step = self._step
+        step.admission.of_step(kind, step.parameters, step.public.names)
+        return list(step.public.mean(step.sums.ranks).items())

@@ -277,6 +277,10 @@ def test_a_draw_whose_release_was_dropped_is_paid_for_and_not_released_again(
         build(), data(), noise_multiplier=1.0, accountant="contour", **options
     )
     for (x,) in loader:
+        if optimizer.releases:
+            engine.backward(losses_of(model, x))
+            optimizer.step()
+            break
         x.requires_grad_()
         if drop == "failing_backward":
             hook = x.register_hook(lambda grad: _interrupt())
@@ -296,12 +300,9 @@ def test_a_draw_whose_release_was_dropped_is_paid_for_and_not_released_again(
             engine.backward(losses_of(model, x))
         assert not engine._step.sums and all(p.grad is None for p in model.parameters())
         assert optimizer.releases == 1 and engine.get_epsilon(1e-5) == spent > 0
-        break
-    for (x,) in loader:
-        engine.backward(losses_of(model, x))
-        optimizer.step()
-        break
-    assert optimizer.releases == 2 and engine.get_epsilon(1e-5) > spent
+    assert optimizer.releases == 2
+    # A shuffled epoch is paid for at its first draw.
+    assert engine.get_epsilon(1e-5) > spent or sampling == "shuffled"
 
 
 def test_an_interrupted_step_goes_on_with_the_same_release(private, monkeypatch):

@@ -173,14 +173,14 @@ def _with_padding(units: Any) -> list[tuple[int, int]]:
 
 
 def _entries_clipped_one_by_one(put: Put) -> None:
-    original = BatchTracker.begin_batch
+    original = BatchTracker.begin_microbatch
 
-    def begin_batch(self: Any, mark: Any, own: Any) -> None:
+    def begin_microbatch(self: Any, mark: Any, own: Any) -> None:
         if mark.units is not None and mark.units.are_rows:
             mark = replace(mark.of_rows, units=None)
         original(self, mark, own)
 
-    put(BatchTracker, "begin_batch", begin_batch)
+    put(BatchTracker, "begin_microbatch", begin_microbatch)
 
 
 def _float_lattice(put: Put) -> None:

@@ -69,7 +69,7 @@ def backward(engine, kind, losses):
 def begin(engine, real, draw=0, last=True):
     """The loop gets a batch with these real rows."""
     mask = torch.as_tensor(real)
-    engine._step.tracker.begin_batch(
+    engine._step.tracker.begin_microbatch(
         BatchMark(draw, len(mask), last, 0, mask), engine._step.tracker.epochs
     )
 

@@ -1,0 +1,139 @@
+"""Admission: whether options, ranks, loader and budget allow the next release, or a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from .._validate import noise_fits
+from ..refusal import PrivateRefusal
+from ..sampling.tracker import FOREIGN, BatchTracker
+from .charge import Charge
+from .options import ReleaseOptions
+from .sums import ClippedSums
+
+if TYPE_CHECKING:
+    from dpflash.accounting import Event
+
+_STEPPED_TWICE = (
+    "optimizer.step() was called again, with no engine.backward(losses) since the last release, "
+    "so nothing was released: call it once for each batch of the private loader"
+)
+_OF_A_RELEASE = (
+    "noise_multiplier",
+    "max_grad_norm",
+    "expected_batch_size",
+    "batch of the private loader",
+)
+
+
+class Order(NamedTuple):
+    """A release that is allowed.
+
+    Attributes:
+        event: what it is charged as; None if it is charged already.
+        noise_multiplier: standard deviation of its noise over the bound.
+        bound: the most that one sample may change its sum, in L2.
+        is_foreign: whether its batch is not of the private loader.
+    """
+
+    event: Event | None
+    noise_multiplier: float
+    bound: float
+    is_foreign: bool
+
+
+class Admission:
+    """Says whether the next release, or step, is allowed; charges nothing.
+
+    Args:
+        sums: of the logical batch.
+        tracker: follows the microbatches of the training loop.
+        options: noise, bound and divisor of the next release.
+        charge: asks the budget and the accountant.
+    """
+
+    def __init__(
+        self, sums: ClippedSums, tracker: BatchTracker, options: ReleaseOptions, charge: Charge
+    ):
+        self._sums = sums
+        self._tracker = tracker
+        self._options = options
+        self._charge = charge
+
+    def of_release(self, parameters: Sequence[nn.Parameter], *, signalled: bool) -> Order:
+        """Ask for the release of the logical batch.
+
+        Args:
+            parameters: those that it changes.
+            signalled: whether another loader signalled that the logical batch ends here.
+
+        Raises:
+            BudgetSpent: it does not fit into the budget.
+            ValueError: the accountant does not support this event, or ranks are about to make
+                different releases.
+            RuntimeError: the batch is not of the private loader.
+            PrivateRefusal: an option changed since the first backward.
+        """
+        options, sums = self._options, self._sums
+        multiplier = options.noise_multiplier
+        bound = sums.bound if sums.has_begun else options.max_grad_norm
+        is_own = self._tracker.take_draw(signalled)
+        options.refuse_changed()
+        noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
+        numbers = multiplier, bound, options.expected_batch_size, is_own
+        # Public gradients are made until the release's step.
+        release = dict(zip(_OF_A_RELEASE, numbers, strict=True))
+        self._require_agreement("a private batch", parameters, (), release)
+        if not is_own:
+            self._refuse_foreign(signalled)
+        event = self._charge.admit(multiplier, is_foreign=not is_own)
+        return Order(event, multiplier, bound, not is_own)
+
+    def of_step(
+        self, kind: str, parameters: Sequence[nn.Parameter], public: Sequence[str]
+    ) -> None:
+        """Ask for a step of the optimizers.
+
+        Args:
+            kind: what the step is on.
+            parameters: those that a release changes.
+            public: names of the parameters with a public gradient.
+
+        Raises:
+            ValueError: on all ranks, where they are about to make different steps.
+        """
+        self._require_agreement(kind, parameters, public, dict.fromkeys(_OF_A_RELEASE))
+
+    def _refuse_foreign(self, signalled: bool) -> None:
+        if self._tracker.foreign_batches and self._sums.ranks.everyone is None:
+            return
+        if not signalled and not self._sums.has_begun:
+            raise RuntimeError(_STEPPED_TWICE)
+        # What another loader signalled may hang on which samples the loop left out.
+        raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
+
+    def _require_agreement(
+        self,
+        kind: str,
+        parameters: Sequence[nn.Parameter],
+        public: Sequence[str],
+        release: dict[str, Any],
+    ) -> None:
+        ranks, tracker = self._sums.ranks, self._tracker
+        if ranks.everyone is None:
+            return
+        mark = tracker.current
+        ranks.agree(
+            "optimizer.step()",
+            {
+                "data of the step": kind,
+                "release": self._charge.releases,
+                "draw": None if mark is None else (tracker.returns, mark.draw),
+                **release,
+                "trained parameters": [self._sums.names[p] for p in parameters],
+                "parameters with a public gradient": public,
+            },
+        )
