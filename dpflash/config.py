@@ -120,8 +120,9 @@ class PrivacyConfig:
             step without amplification, and epsilon is for "zero_out" from the first on. With
             False a backward on such a batch is refused.
         allow_buffers: names of buffers, parameters and other entries of `state_dict()` that the
-            forward may change, because you guarantee that what it writes is nothing of the data
-            (a counter of steps, a bound on a weight's norm). A change of any other is refused.
+            forward or the loop may change, because you guarantee that the contents are public: a
+            bound on a weight's norm, a count of releases. A count of forwards (num_updates,
+            num_batches_tracked) is private. A change of any other is refused.
 
     Raises:
         ValueError: naming the argument, its value and the way out.

@@ -23,8 +23,8 @@ _BATCH_FIRST_REMEDY = (
 )
 _INDICES_REMEDY = (
     "if all samples share its indices, such as positions, pass indices.expand(B, -1); if there is "
-    "one index per sample, indices[:, None]; do not flatten [B, T]; or freeze the layer with "
-    "requires_grad_(False)"
+    "one index per sample, write embedding(indices[:, None]).squeeze(1); do not flatten [B, T]; "
+    "or freeze the layer with requires_grad_(False)"
 )
 
 _POSITIONS = (

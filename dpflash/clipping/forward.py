@@ -26,8 +26,8 @@ SHARED = (
 )
 ALL_ROWS = (
     "Where rows are filtered (h[y >= 0]) or routed, keep all rows and give the others weight 0; "
-    "where pairs are stacked into the batch (torch.cat([a, b])), stack them in dimension 1, or "
-    "call the model twice"
+    "where pairs are stacked into the batch (torch.cat([a, b])), call the model twice, or stack "
+    "them in dimension 1"
 )
 
 

@@ -171,7 +171,8 @@ class PrivateEmbedding(PrivateModule):
             return indices.unsqueeze(0)
         raise PrivateRefusal(
             f"indices of embedding '{self._dpflash.name}' have one dimension, which may be "
-            "one index for each sample or positions shared by all. Pass indices[:, None] for the "
-            "former, indices.expand(B, -1) for the latter",
+            "one index for each sample or positions shared by all. Write "
+            "embedding(indices[:, None]).squeeze(1) for the former, "
+            "embedding(indices.expand(B, -1)) for the latter",
             length=length,
         ) from None

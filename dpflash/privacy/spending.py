@@ -474,8 +474,8 @@ class Spending:
         return (
             f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no further step: "
             f"{spent:.6g} is spent and one more {name} would reach {after:.6g}. "
-            "Nothing was released. Stop here, raise noise_multiplier, or pass a greater "
-            "budget=PrivacyBudget(...)"
+            "Nothing was released. Stop here (PrivacyBudget(when_spent='stop') does it for you), "
+            "raise noise_multiplier, or pass a greater budget=PrivacyBudget(...)"
         )
 
 

@@ -210,7 +210,8 @@ class RowOrder:
         moved = moved or any(self._moves(rows.x) for rows in found) or _are_moved_alike(orders)
         if moved or self._gather(found):
             raise PrivateRefusal(
-                f"the model got the rows of the loader's batch in another order, {SORTING}"
+                f"the model got the rows of the loader's batch in another order, {SORTING}. "
+                "A negative must come of the sample's own entry, not of another row (x.roll(1, 0))"
             ) from None
         if any(self._repeats(rows) for rows in found):
             raise PrivateRefusal(

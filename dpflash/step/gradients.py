@@ -136,8 +136,9 @@ def _refuse_past_gate(
         raise PrivateRefusal(
             f"parameter '{name}' got a gradient past its private layer, which "
             "is neither clipped nor noised, so nothing was released. Either it is used outside of "
-            "its own module (tie modules instead: lm_head.weight = embedding.weight; in place of "
-            "a penalty on weights use weight_decay, or run its backward inside "
+            "its own module (what the loss needs, such as a temperature: use it in the forward of "
+            "the module that owns it; tie modules instead: lm_head.weight = embedding.weight; in "
+            "place of a penalty on weights use weight_decay, or run its backward inside "
             "engine.public_data()), or this is the backward of a public loss (run it inside "
             "engine.public_data() too)"
         ) from None

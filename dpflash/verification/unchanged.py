@@ -172,8 +172,8 @@ class Unchanged:
                 "get no noise, so data that a forward writes there is released with the weights "
                 "and affects later batches. Keep nothing of a batch in the model. Set weights "
                 "before make_private, or by model.load_state_dict; merge adapters in a copy, "
-                "copy.deepcopy(model); if its contents are public, pass "
-                f"allow_buffers=[{changed[0]!r}]"
+                "copy.deepcopy(model); if its contents are public (a count of forwards is not: "
+                f"count releases), pass allow_buffers=[{changed[0]!r}]"
             )
         if rewritten := self._rewritten.names(wait=wait):
             return (
@@ -181,8 +181,8 @@ class Unchanged:
                 "a trained parameter gets no noise and is released with the weights. Let the "
                 "optimizer alone train it, initialize it before make_private or on public data "
                 "inside engine.public_data(), and bring the weights back by "
-                "model.load_state_dict; if what the forward writes depends on no data, pass "
-                f"allow_buffers=[{rewritten[0]!r}]"
+                "model.load_state_dict; if what the forward writes depends on no data, nor on the "
+                f"number of forwards, pass allow_buffers=[{rewritten[0]!r}]"
             )
         return None
 
@@ -197,8 +197,9 @@ class Unchanged:
                 f"{_listed(others)} of state_dict() is no parameter and no buffer of the model, "
                 "and is new or changed since make_private: data that metrics, get_extra_state and "
                 "hooks keep there would be released without noise. Keep it outside of "
-                "state_dict() (metrics with persistent=False); if its contents are public, have "
-                f"it there at make_private, and pass allow_buffers=[{others[0]!r}]"
+                "state_dict() (metrics with persistent=False) and release that alone: "
+                "torch.save(model) writes all else too; if its contents are public, have it there "
+                f"at make_private, and pass allow_buffers=[{others[0]!r}]"
             )
         return None
 

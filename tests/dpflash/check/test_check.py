@@ -537,7 +537,7 @@ def test_positions_without_a_batch_are_found_with_a_remedy_that_mends_them(lengt
     report = check(LearnedPositions(shared=False), documents(length))
     assert found(report, "first_dimension") == ["pos"]
     remedy = report.problems[0].remedy
-    assert "indices.expand(B, -1)" in remedy and "indices[:, None]" in remedy
+    assert "indices.expand(B, -1)" in remedy and "(indices[:, None]).squeeze(1)" in remedy
     assert "transpose" not in remedy
     # Training takes them, unless it cannot tell them from one index for each sample.
     assert report.ok == (length != B)

@@ -247,7 +247,7 @@ class TableFirst(nn.Module):
 
 def test_a_batch_of_one_is_not_expanded_to_rows_that_are_no_samples(private):
     _, model, *_ = private(TableFirst())
-    with pytest.raises(dpflash.PrivateRefusal, match="no tensor that the model got has as many"):
+    with pytest.raises(dpflash.PrivateRefusal, match="no tensor that.*call the model twice, or"):
         model(torch.randn(1, 4))
 
 
@@ -256,9 +256,8 @@ def test_indices_of_a_batch_are_not_taken_for_positions_since_another_number_was
     _, model, _, loader = private(model, torch.zeros(64, dtype=torch.long), batch_size=8)
     for (drawn,) in loader:
         assert len(drawn) not in (1, 5)
-        with pytest.raises(
-            dpflash.PrivateRefusal, match="may be one index for each sample or positions"
-        ):
+        said = r"may be one index .*\(indices\[:, None\]\)\.squeeze\(1\) for the former"
+        with pytest.raises(dpflash.PrivateRefusal, match=said):
             model(torch.randint(9, (5,)))
         break
 

@@ -182,7 +182,8 @@ def test_a_refused_step_changes_nothing(kind, ledger, twice, run, tmp_path):
     for word in (f"epsilon={spent:g}", f"delta={DELTA:g}", f"{spent:.6g} is spent", "budget="):
         assert word in message
     assert f"would reach {epsilon_after([event] * 3):.6g}" in message
-    assert "raise noise_multiplier" in message and "Nothing was released" in message
+    assert "when_spent='stop'" in message and "raise noise_multiplier" in message
+    assert "Nothing was released" in message
 
 
 @every_kind

@@ -59,7 +59,7 @@ def step(engine, model, optimizer, seed=1):
 @pytest.mark.parametrize("how", REWRITTEN)
 def test_a_trained_weight_that_the_first_forward_rewrites_is_refused_by_name(how, verify, private):
     engine, model, *_ = private(Rewriting(how), verify_first_batch=verify)
-    said = f"^'{REWRITTEN[how]}' changed inside a forward.*allow_buffers"
+    said = f"^'{REWRITTEN[how]}' changed inside a forward.*number of forwards.*allow_buffers"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=said):
             engine.backward(model(data()).square().sum(1))
@@ -233,7 +233,8 @@ def test_an_entry_of_state_dict_that_holds_the_data_does_not_leave(kind, name, p
         whole.state_dict,
         lambda: engine.save_checkpoint(tmp_path / "c"),
     ):
-        with pytest.raises(RuntimeError, match=rf"^'{name}' (of state_dict|changed inside)"):
+        said = rf"^'{name}' (of state_dict.*torch.save|changed inside)"
+        with pytest.raises(RuntimeError, match=said):
             leave()
     assert not list(tmp_path.iterdir())
     with pytest.warns(UserWarning, match=f"not for release: '{name}'"):
