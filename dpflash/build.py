@@ -31,8 +31,8 @@ from .optimizer import PrivateOptimizer, joined, listed, trained_parameters
 from .packing import PackTo
 from .packing.pack import EXACT_ALIGN
 from .privacy.keys import RunKeys
-from .privacy.masks import SecretMasks
 from .privacy.privacy_unit import SAMPLE, has_several_rows
+from .privacy.seeds import SecretMasks
 from .privacy.spending import Spending
 from .run import PrivateRun, take_over
 from .sampling.collate import refuse_mixing
@@ -155,9 +155,8 @@ def build(
     attach(module, checked.layers, backward)
     step.watch_gradients()
 
-    devices = frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
     masks = SecretMasks(
-        devices,
+        _devices_of(module),
         lambda: keys.noise,
         lambda: (step.releases, step.tracker.place(), ranks.data_rank),
     )
@@ -186,6 +185,11 @@ def build(
     )
 
 
+def _devices_of(module: nn.Module) -> frozenset[torch.device]:
+    """The model's devices other than the CPU."""
+    return frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
+
+
 def _check(
     given: Given, settings: Settings, plan: SamplingPlan | None, keys: RunKeys, ranks: Ranks
 ) -> _Checked:
@@ -206,6 +210,7 @@ def _check(
         public_length=privacy.public_length,
         # Ranks refuse them together, in the step.
         foreign_batches=privacy.foreign_batches or ranks.everyone is not None,
+        devices=_devices_of(module),
     )
     if privacy.foreign_batches:
         _check_foreign(plan.unit, ranks)

@@ -2,7 +2,7 @@
 
 Autocast and the compiler belong to the optimization level; clipping and noise run in the gates'
 backward, outside of both. Until the model is proven, a forward is repeated with other samples.
-Random masks are seeded around the forward, see `dpflash.privacy.masks`.
+Random masks are seeded around the forward, see `dpflash.privacy.seeds`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..grad_rules import PrivateModule
 from ..grad_rules.base import plain_class
 from ..grad_rules.convert import plain_layers, refuse_compiled
 from ..grad_rules.experts import refuse_router_losses
-from ..privacy.masks import SecretMasks
+from ..privacy.seeds import SecretMasks
 from ..refusal import PrivateRefusal, PrivateWarning
 from ..sampling.row_order import RowOrder
 from ..verification.attributes import OwnAttributes
@@ -565,7 +565,7 @@ def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> 
     base: Any = original.__bases__[0] if issubclass(original, PrivateModule) else _Wrapped
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        unchanged.compare()
+        unchanged.compare_whole()
         return base.__reduce_ex__(self, protocol)
 
     return {

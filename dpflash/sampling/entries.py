@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from ..privacy.seeds import seed_reading
 from ..refusal import PrivateRefusal
 from ..verification.nested import map_leaves, parts_of, parts_within
 from ..verification.random_state import RandomState, random_state_kept
@@ -100,6 +101,7 @@ class ReadableEntries(Dataset[Any]):
             return Unreadable(repr(error))
 
     def __getitems__(self, indices: list[Any]) -> Any:
+        seed_reading(indices)
         if not self.reads_together:
             return _Fetched([self[index] for index in indices], indices, are_together=True)
         found = self.together(indices)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..packing import PackedBatch, Pairs
 from ..privacy.keys import Uncopied
+from ..privacy.seeds import LoopSeeds, SeededIndices
 from ..refusal import PrivateRefusal
 from ..verification.loss_trial import LossTrial
 from ..verification.nested import map_leaves
@@ -32,6 +33,23 @@ from .samplers import DrawSampler, FixedSizeBatchSampler, PoissonBatchSampler, S
 from .slots import SlotSampler
 from .tracker import BatchMark, BatchTracker
 from .unit_slots import UnitSlots
+
+
+class _Seeded:
+    """The microbatches of a sampler, each with the seed under which its entries are read."""
+
+    def __init__(
+        self, rows: Any, place: Callable[[int], tuple[int, int, int]], seeds: LoopSeeds
+    ) -> None:
+        self._rows = rows
+        self._place = place
+        self._seeds = seeds
+
+    def __iter__(self) -> Iterator[SeededIndices]:
+        for number, indices in enumerate(self._rows):
+            # A sampler of the user has drawn its own numbers now.
+            self._seeds.begin()
+            yield SeededIndices(indices, self._seeds.of("reading", *self._place(number)))
 
 
 class _CollateForOthers:
@@ -101,6 +119,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         rank_part: (number of this rank, number of ranks) that split each draw.
         public_length: public length of dimension 1; None if none is declared.
         foreign_batches: whether batches that are not of this loader are trained on too.
+        devices: the model's devices other than the CPU.
 
     Attributes:
         plan: how logical batches are drawn and what the release of one costs.
@@ -135,6 +154,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         rank_part: tuple[int, int] = (0, 1),
         public_length: int | None = None,
         foreign_batches: bool = False,
+        devices: frozenset[torch.device] = frozenset(),
     ):
         self.plan = plan
         self.dataset_size, self.steps_per_epoch = plan.dataset_size, plan.steps_per_epoch
@@ -143,10 +163,14 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self.sampler_name = plan.sampler_name
         self.has_pairs = plan.has_pairs
         self.slots = plan.slots(ranks=rank_part[1], at_most=physical_batch_size)
+        self._key = key
+        self._draws: DrawSampler | None = None
+        self._seeds = LoopSeeds(self._current_key, rank_part[0], devices)
         self.tracker = tracker = BatchTracker(
             fetched_ahead=loader.num_workers > 0,
             equal_sizes=plan.sampling != "poisson",
             foreign_batches=foreign_batches,
+            seeds=self._seeds,
         )
         if public_length is None and isinstance(loader.collate_fn, PadTo):
             public_length = loader.collate_fn.length
@@ -157,7 +181,6 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self._bad_share = BadShare(1 if groups is None or groups.are_drawn else groups.limit)
         self._mark: BatchMark | None = None
         self._trial: LossTrial | None = None
-        self._draws: DrawSampler | None = None
         source: DrawSampler | ShuffledBatchSampler
         if plan.sampling == "shuffled":
             assert loader.batch_size is not None
@@ -223,8 +246,21 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         # Loaders that iterate batch_sampler would train on padding rows; this one has them.
         rows = source if self._draws is None else self._rows
         self._padded: DataLoader[Any] = DataLoader(
-            entries, batch_sampler=rows, collate_fn=made, **options
+            entries,
+            batch_sampler=_Seeded(rows, self._place, self._seeds),
+            collate_fn=made,
+            **options,
         )
+
+    def _current_key(self) -> bytes:
+        return self._key if self._draws is None else self._draws.key
+
+    def _place(self, number: int) -> tuple[int, int, int]:
+        """(epoch, draw, microbatch) of the microbatch that the sampler yielded last."""
+        if self._draws is None:
+            return self.tracker.epochs, number, 0
+        mark = self._rows.marks[-1]
+        return 0, mark.draw, mark.microbatch
 
     @property
     def is_real(self) -> Tensor:
@@ -284,14 +320,27 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                 rows, each, mark = batch, 1, mark.of_rows
             self.lengths.observe(rows, mark.size * each)
             self.order.observe(rows, mark, each)
+            epoch = self.tracker.epochs if self._draws is None else 0
+            self._seeds.seed("loop", epoch, mark.draw, mark.microbatch)
             yield batch
             if mark.last and not self.tracker.may_begin(False):
                 return
 
+    def _fetched(self) -> Iterator[Any]:
+        """What the DataLoader yields. Of the user's generators its own sampler alone draws."""
+        if self._draws is not None:
+            self._seeds.begin()
+        batches = iter(self._padded)
+        while (batch := next(batches, None)) is not None:
+            yield batch
+            if self._draws is not None:
+                self._seeds.begin()
+        self._seeds.end()
+
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
         """Microbatches of draws, with their marks."""
         marks = None
-        for batch, bad in self._padded:
+        for batch, bad in self._fetched():
             if marks is None:
                 marks, own = self._rows.marks, self.tracker.epochs
             mark = self._without(bad, marks.popleft())
@@ -352,6 +401,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         """
         draw, returns = int(state["next_draw"]), int(state.get("returns", 0))
         if self._draws is None:
+            self._key = key or self._key
             self.tracker.resume(draw)
         else:
             self._draws.resume(draw, returns=returns, key=key)

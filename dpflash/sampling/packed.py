@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..packing import PackTo, Units
+from ..privacy.seeds import seed_reading
 from ..refusal import PrivateRefusal
 from .entries import Collated
 from .slots import Draws, SlotSampler
@@ -30,6 +31,10 @@ class DocumentsOf(Dataset[list[Any]]):
 
     def __getitem__(self, indices: tuple[int, ...]) -> list[Any]:
         return [self._dataset[index] for index in indices]
+
+    def __getitems__(self, samples: list[tuple[int, ...]]) -> list[list[Any]]:
+        seed_reading(samples)
+        return [self[indices] for indices in samples]
 
 
 class PackedCollate:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..packing import Units
+from ..privacy.seeds import LoopSeeds
 from ..refusal import PrivateRefusal, PrivateWarning
 
 STEP_OF_ANOTHER = (
@@ -140,6 +141,7 @@ class BatchTracker:
         fetched_ahead: whether DataLoader workers fetch batches that the loop does not have yet.
         equal_sizes: whether all logical batches are of one size.
         foreign_batches: whether batches that are not of the loader are taken.
+        seeds: of the random numbers that the loop draws during a logical batch.
 
     Attributes:
         foreign_batches: as given.
@@ -161,6 +163,7 @@ class BatchTracker:
         fetched_ahead: bool = False,
         equal_sizes: bool = False,
         foreign_batches: bool = True,
+        seeds: LoopSeeds | None = None,
     ) -> None:
         self.foreign_batches = foreign_batches
         self.current: BatchMark | None = None
@@ -176,6 +179,8 @@ class BatchTracker:
         self._equal_sizes = equal_sizes
         self._batch: LogicalBatch | None = None
         self._signals: deque[bool] = deque()
+        self._seeds = seeds
+        self._signalled = 0
         self._seen = 0
         self._summed = 0
         self._without_grad = False
@@ -209,6 +214,9 @@ class BatchTracker:
     def signal(self, do_skip: bool) -> None:
         """The next step ends a microbatch only (True), or a logical batch."""
         self._signals.append(do_skip)
+        self._signalled += 1
+        if self._seeds is not None:
+            self._seeds.seed("signal", self.epochs, self._signalled)
 
     @property
     def waiting_signals(self) -> int:
@@ -470,6 +478,8 @@ class BatchTracker:
     def released(self) -> None:
         """The logical batch was released."""
         self.dropped()
+        if self._seeds is not None:
+            self._seeds.end()
         if self.current is not None:
             self.next_draw = self.current.draw + 1
         self.current = None

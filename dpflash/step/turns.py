@@ -42,7 +42,8 @@ class Turns:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         step.public.drop(own)
         step.gradients.drop(own)
-        step.drop_sums()
+        if step.is_open:  # else a forward may wait for its backward
+            step.drop_sums()
 
     def take(self, optimizer: Optimizer) -> Kind:
         """Prepare `.grad` for a step of the optimizer, and say what it holds.

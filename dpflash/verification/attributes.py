@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
+from numbers import Number
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,6 +110,15 @@ def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
     return False
 
 
+def _holds_numbers(value: Any, above: tuple[int, ...] = ()) -> bool:
+    if type(value) in _CONTAINERS and id(value) not in above:
+        held = vars(value) if type(value) is SimpleNamespace else value
+        parts = held.values() if isinstance(held, dict) else held
+        return any(_holds_numbers(part, (*above, id(value))) for part in parts)
+    is_array = isinstance(value, Tensor | np.ndarray | np.generic)
+    return is_array or (isinstance(value, Number) and not isinstance(value, bool))
+
+
 class OwnAttributes:
     """The attributes of a model's modules at one time.
 
@@ -141,6 +152,16 @@ class OwnAttributes:
             for key in {**one, **two}
             if not is_same(one.get(key), two.get(key))
         ]
+
+    def kept_since(self) -> list[str]:
+        """Names of the attributes that hold numbers now which they did not hold then."""
+        values = {
+            f"{name}.{key}" if name else key: value
+            for name, module in self._modules
+            for key, value in vars(module).items()
+        }
+        differing = self.differing(OwnAttributes(self._modules))
+        return [name for name in differing if _holds_numbers(values.get(name))]
 
     @staticmethod
     def _copies_of(held: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..distributed.fsdp import is_sharded
 from ..refusal import PrivateRefusal
+from .attributes import OwnAttributes
 from .contents import EVERY, Comparisons, digest, version
 from .entries import Entries
 from .rewritten import Rewritten
@@ -105,6 +106,7 @@ class Unchanged:
         self._comparisons = Comparisons()
         self._backwards = 0
         self._structure = _Structure(module)
+        self._attributes = OwnAttributes(module.named_modules())
 
     def forward(self, *, again: bool = False) -> AbstractContextManager[None]:
         """See `Rewritten.forward`."""
@@ -214,6 +216,21 @@ class Unchanged:
         refusal = self.leaving(state, prefix, within) or self._entered()
         if refusal is not None:
             raise PrivateRefusal(refusal) from None
+
+    def compare_whole(self) -> None:
+        """`compare`, and what forwards keep in attributes, which a pickle of the model holds too.
+
+        Raises:
+            PrivateRefusal: some changed.
+        """
+        self.compare()
+        if kept := self._attributes.kept_since():
+            raise PrivateRefusal(
+                f"attribute {_listed(kept)} of the model is new or changed since make_private: "
+                "what forwards keep of a batch, such as outputs, counts and metrics, would be "
+                "in a copy or pickle of the whole model without noise. Save model.state_dict() "
+                "instead, or delete the attribute before"
+            ) from None
 
     def found(self) -> list[str]:
         """Names of all that changed."""

@@ -510,3 +510,23 @@ def test_an_option_that_changed_within_a_draw_is_refused_before_the_charge(priva
         for (x,) in batches:
             engine.backward(losses_of(model, x))
     assert optimizer.releases == before
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_gradients_may_be_cleared_between_forward_and_backward(verify, private):
+    runs = []
+    for is_between in (False, True):
+        engine, model, optimizer, loader = private(
+            build(), data(), noise_multiplier=1.0, seed=3, verify_first_batch=verify
+        )
+        for (x,) in loader:
+            losses = losses_of(model, x)
+            if is_between:
+                optimizer.zero_grad()
+            engine.backward(losses)
+            optimizer.step()
+            if not is_between:
+                optimizer.zero_grad()
+        runs.append([p.detach().clone() for p in model.parameters()])
+        assert optimizer.releases > 2 and engine.verified is verify
+    assert all(map(torch.equal, *runs))

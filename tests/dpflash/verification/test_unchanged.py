@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash.refusal import PrivateRefusal
 from dpflash.verification import unchanged
 
 
@@ -342,6 +343,45 @@ def test_copies_and_pickles_are_of_the_plain_model_and_are_compared_with_nothing
         twin.state_dict()
         pickle.dumps(twin)
     step(engine, model)
+
+
+class KeepingInAttributes(Keeping):
+    """Keeps something of each batch outside of `state_dict()`."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = None
+        self.part = nn.Identity()
+        self.part.history, self.part.count = [], 0
+        self.keep = getattr(self, kept)
+
+    def output(self, y):
+        self.kept, self.is_warm, self.mode = y.detach(), True, "warm"
+
+    def history(self, y):
+        self.part.history.append(float(y.mean()))
+
+    def count(self, y):
+        self.part.count += 1
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.keep(y)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), [("output", "kept"), ("history", "part.history"), ("count", "part.count")]
+)
+def test_what_attributes_keep_of_the_data_is_in_no_copy_of_the_whole_model(what, name, private):
+    engine, model, *_ = private(KeepingInAttributes(what))
+    for leave in (LEAVING["pickle"], LEAVING["copy"]):
+        leave(engine, model, None)
+    step(engine, model)
+    for leave in (LEAVING["pickle"], LEAVING["copy"]):
+        with pytest.raises(PrivateRefusal, match=f"^attribute '{name}' of the model is new or"):
+            leave(engine, model, None)
+    model.state_dict()
 
 
 def test_a_model_that_is_one_layer_is_watched_as_well(private):

@@ -1,16 +1,17 @@
-"""Seeds the random generators of a private forward, such as those of dropout, from a secret key.
+"""Seeds the random generators from a secret key, while a logical batch is under way.
 
-With a known seed, dropout's masks are known too, and the mask of a sample depends on the number of
-rows before it. With a secret seed the masks of all rows are independent for everybody who does not
-have the key.
+With a known seed, random masks and augmentations are known too, and those of a sample depend on
+the number of rows and microbatches before it. From a secret key they are independent for
+everybody who does not have it.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -80,8 +81,65 @@ class SecretMasks:
         return self._seeds[word]
 
 
+class LoopSeeds:
+    """Seeds what dataset, collate function and loop draw during a logical batch.
+
+    At its end the user's generators continue as if it had drawn nothing: what is drawn after a
+    release, such as a public batch, must not tell how many microbatches there were.
+
+    Args:
+        key: returns the current 32-byte key.
+        rank: number of this rank; ranks with other samples have other numbers.
+        devices: the model's devices other than the CPU.
+    """
+
+    def __init__(
+        self, key: Callable[[], bytes], rank: int, devices: frozenset[torch.device] = frozenset()
+    ) -> None:
+        self._key = key
+        self._rank = rank
+        self._devices = devices
+        self._held: _Generators | None = None
+
+    def of(self, *place: object) -> int:
+        """The seed of a place, 63 bits; no two places have the same one."""
+        key = derive_key(self._key(), f"loop-{self._rank}-{place}")
+        return int.from_bytes(key[:_SEED_BYTES], "little") >> 1
+
+    def begin(self) -> None:
+        """Hold the user's states until the end of the logical batch."""
+        if self._held is None:
+            self._held = _Generators(self._devices)
+
+    def seed(self, *place: object) -> None:
+        """Seed the generators for a place."""
+        self.begin()
+        assert self._held is not None
+        self._held.seed(self.of(*place))
+
+    def end(self) -> None:
+        """Restore the user's states."""
+        if self._held is not None:
+            self._held.restore()
+            self._held = None
+
+
+class SeededIndices(list[Any]):
+    """The indices of a microbatch, with the seed under which its entries are read."""
+
+    def __init__(self, indices: Iterable[Any], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+
+def seed_reading(indices: object) -> None:
+    """Seed this process for reading a microbatch; do nothing for indices of other loaders."""
+    if isinstance(indices, SeededIndices):
+        _Generators(frozenset()).seed(indices.seed)
+
+
 class _Generators:
-    """The states of the generators that a forward on these devices may draw from."""
+    """The states of the generators that a process may draw from, on the CPU and these devices."""
 
     def __init__(self, devices: frozenset[torch.device]) -> None:
         self._torch = [torch.default_generator]

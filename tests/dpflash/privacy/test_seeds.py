@@ -1,4 +1,4 @@
-"""Random masks of private forwards come from a secret, not from a seed that somebody knows."""
+"""Random numbers of a logical batch come from a secret, not from a seed that somebody knows."""
 
 import random
 
@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+import dpflash
 from dpflash.optimize import wrapper as leveled
 
 
@@ -109,6 +111,94 @@ def test_the_users_generators_go_on_as_if_one_number_had_been_drawn(draw, privat
     with torch.no_grad():
         model(torch.ones(6, 8))
     assert following() == expected
+
+
+class Augmented(Dataset):
+    """Zeros plus random numbers, which are read from the generators."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()])
+
+
+class AugmentedTogether(Augmented):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def drawn(data, *, releases=4, seed=None, workers=0, shuffle=False, **options):
+    """What dataset and loop draw in each microbatch, and what is drawn after each release."""
+    model, engine = nn.Linear(4, 2), dpflash.PrivacyEngine(seed=seed)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(data, batch_size=4, num_workers=workers, shuffle=shuffle),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **options,
+    )
+    inside, after = [], []
+    known_seed()
+    while len(after) < releases:
+        for batch in loader:
+            inside.append((batch[loader.is_real, 1:].tolist(), torch.rand(2), random.random()))
+            engine.backward(model(batch * torch.rand(len(batch), 1)).square().mean(1))
+            optimizer.step()
+            if loader.is_last:
+                after.append((torch.rand(1).item(), random.random(), np.random.rand()))
+    return [str(x) for x in inside], after
+
+
+KINDS = [
+    {},
+    {"sampling": "shuffled", "shuffle": True},
+    {"sampling": "fixed_size", "physical_batch_size": 2},
+    {"workers": 1},
+]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [Augmented, AugmentedTogether])
+def test_a_known_seed_tells_nothing_that_dataset_and_loop_draw(kind, options):
+    (one, after), (two, after_too) = (drawn(kind(16), **options) for _ in range(2))
+    assert not set(one) & set(two) and len(set(one)) == len(one)
+    # What is drawn after a release does not tell how many microbatches there were.
+    assert after == after_too and len(set(after)) == len(after)
+    one, two = (drawn(kind(16), seed=5, **options)[0] for _ in range(2))
+    assert one == two
+
+
+def test_other_draws_have_the_random_numbers_that_they_had_with_one_entry_less():
+    few, many = (drawn(Augmented(size), seed=3, releases=8, dataset_size=64) for size in (63, 64))
+    assert len(few[0]) != len(many[0]) and few[1] == many[1]
+    assert few[0][-1] == many[0][-1]
+
+
+def test_each_epoch_of_a_shuffled_loader_has_an_order_of_its_own():
+    torch.manual_seed(0)
+    x = torch.arange(8.0)[:, None]
+    model, engine = nn.Linear(1, 2), dpflash.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(x), batch_size=4, shuffle=True),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        sampling="shuffled",
+    )
+    epochs = []
+    for _ in range(3):
+        epochs.append([])
+        for (x,) in loader:
+            epochs[-1] += x.flatten().tolist()
+            engine.backward(model(x).square().mean(1))
+            optimizer.step()
+    assert len(set(map(tuple, epochs))) == 3
 
 
 class Inside(nn.Module):
