@@ -224,13 +224,20 @@ class Unchanged:
             PrivateRefusal: some changed.
         """
         self.compare()
-        if kept := self._attributes.kept_since():
-            raise PrivateRefusal(
-                f"attribute {_listed(kept)} of the model is new or changed since make_private: "
-                "what forwards keep of a batch, such as outputs, counts and metrics, would be "
-                "in a copy or pickle of the whole model without noise. Save model.state_dict() "
-                "instead, or delete the attribute before"
-            ) from None
+        if (refusal := self._kept()) is not None:
+            raise PrivateRefusal(refusal) from None
+
+    def _kept(self) -> str | None:
+        """A message that names attributes with numbers of forwards; None if there are none."""
+        names = self._attributes.kept_since()
+        if not names:
+            return None
+        return (
+            f"attribute {_listed(names)} of the model is new or changed since make_private: what "
+            "forwards keep of a batch, such as outputs, counts and metrics, would be in a copy or "
+            "pickle of the whole model without noise. Save model.state_dict() instead, or delete "
+            "the attribute before"
+        )
 
     def found(self) -> list[str]:
         """Names of all that changed."""
