@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # the rows before its own; what stands in one row does not import each other.
 LAW = [
     ["_lazy", "refusal"],
-    ["_json", "_validate", "distributed core", "opacus_calls"],
+    ["_json", "_validate", "random_state", "distributed core", "opacus_calls"],
     ["losses", "packing"],
     ["patterns", "privacy", "verification"],
     ["attn", "checkpoint", "sampling"],

@@ -27,6 +27,7 @@ from ..grad_rules.base import plain_class
 from ..grad_rules.convert import plain_layers, refuse_compiled
 from ..grad_rules.experts import refuse_router_losses
 from ..privacy.seeds import SecretMasks
+from ..random_state import RandomState
 from ..refusal import PrivateRefusal, PrivateWarning
 from ..sampling.row_order import RowOrder
 from ..verification.attributes import OwnAttributes
@@ -43,7 +44,6 @@ from ..verification.forward_rows import (
 )
 from ..verification.nested import map_tensors, tensors_of
 from ..verification.proof import allow_second_backwards
-from ..verification.random_state import RandomState
 from ..verification.second_order import refuse_transforms
 from ..verification.tracing import refuse_tracing
 from ..verification.unchanged import Contents, Unchanged

@@ -7,14 +7,13 @@ everybody who does not have it.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from ..random_state import RandomState, seed_generators
 from .keys import derive_key
 
 _SEED_BYTES = 8
@@ -60,10 +59,10 @@ class SecretMasks:
         # Distinguishes two calls of one batch, and is the same in a recomputation.
         word = int(torch.randint(2**62, (), device="cpu"))
         seed = self._seed(word, recomputing)
-        held = _Generators(self._devices)
+        held = RandomState(*self._devices)
         self._active = True
         try:
-            held.seed(seed)
+            seed_generators(seed, *self._devices)
             yield
         finally:
             self._active = False
@@ -99,7 +98,7 @@ class LoopSeeds:
         self._key = key
         self._rank = rank
         self._devices = devices
-        self._held: _Generators | None = None
+        self._held: RandomState | None = None
 
     def of(self, *place: object) -> int:
         """The seed of a place, 63 bits; no two places have the same one."""
@@ -109,13 +108,12 @@ class LoopSeeds:
     def begin(self) -> None:
         """Hold the user's states until the end of the logical batch."""
         if self._held is None:
-            self._held = _Generators(self._devices)
+            self._held = RandomState(*self._devices)
 
     def seed(self, *place: object) -> None:
         """Seed the generators for a place."""
         self.begin()
-        assert self._held is not None
-        self._held.seed(self.of(*place))
+        seed_generators(self.of(*place), *self._devices)
 
     def end(self) -> None:
         """Restore the user's states."""
@@ -135,35 +133,4 @@ class SeededIndices(list[Any]):
 def seed_reading(indices: object) -> None:
     """Seed this process for reading a microbatch; do nothing for indices of other loaders."""
     if isinstance(indices, SeededIndices):
-        _Generators(frozenset()).seed(indices.seed)
-
-
-class _Generators:
-    """The states of the generators that a process may draw from, on the CPU and these devices."""
-
-    def __init__(self, devices: frozenset[torch.device]) -> None:
-        self._torch = [torch.default_generator]
-        for device in devices:
-            own = getattr(torch.get_device_module(device), "default_generators", ())
-            index = device.index or 0
-            self._torch += own[index : index + 1]
-        self._states = [generator.get_state() for generator in self._torch]
-        self._python = random.getstate()
-        # numpy is not imported only for this.
-        self._numpy = sys.modules.get("numpy.random")
-        if self._numpy is not None:
-            self._numpy_state = self._numpy.get_state(legacy=False)
-
-    def seed(self, seed: int) -> None:
-        for generator in self._torch:
-            generator.manual_seed(seed)
-        random.seed(seed)
-        if self._numpy is not None:
-            self._numpy.seed([seed & 0xFFFFFFFF, seed >> 32])
-
-    def restore(self) -> None:
-        for generator, state in zip(self._torch, self._states, strict=True):
-            generator.set_state(state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            self._numpy.set_state(self._numpy_state)
+        seed_generators(indices.seed)

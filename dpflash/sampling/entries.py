@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from ..privacy.seeds import seed_reading
+from ..random_state import RandomState, random_state_kept
 from ..refusal import PrivateRefusal
 from ..verification.nested import map_leaves, parts_of, parts_within
-from ..verification.random_state import RandomState, random_state_kept
 from .row_order import SORTING, CollatedOrder
 
 Collate = Callable[[list[Any]], Any]
@@ -26,7 +26,6 @@ Collate = Callable[[list[Any]], Any]
 _FIRST = 7
 # An entry that is the same so often is the same always.
 _REPEATS = 8
-_CPU = torch.device("cpu")
 _IMMUTABLE = {int, float, bool, str, bytes, NoneType}
 _FAILED: Any = object()
 # Lists that are longer are rows of numbers, of which the kinds count and not the places.
@@ -116,7 +115,7 @@ class ReadableEntries(Dataset[Any]):
     def together(self, indices: Sequence[int]) -> Any:
         """What the dataset's `__getitems__` returns; `Unreadable` where it fails."""
         if self._makes_lists is None:
-            with random_state_kept(_CPU):
+            with random_state_kept():
                 ones = (self._read([index]) for index in range(min(_FIRST, len(self))))
                 one = next((x for x in ones if not isinstance(x, Unreadable)), [None])
             self._makes_lists = not isinstance(one, Mapping) and len(one) == 1
@@ -189,7 +188,7 @@ class FittingCollate:
         # What is read together may depend on what it is read with, as padding does.
         by_index = fetched and self.dataset.reads_together
         items = indices if by_index else list(entries)
-        random_state = RandomState(_CPU)
+        random_state = RandomState()
         batch = self._of_fetched(entries)
         size = len(items)
         is_whole = batch is not _FAILED
@@ -238,7 +237,7 @@ class FittingCollate:
         """Refuse a batch whose rows are in another order than its entries, of these indices."""
 
         def again(index: int) -> Any:
-            with random_state_kept(_CPU):
+            with random_state_kept():
                 anew = [self._item(index, by_index=by_index) for _ in range(_REPEATS)]
                 more = [anew[i % _REPEATS] for i in range(len(items) + 1)]
                 found = self._made([*more, *items], by_index=by_index)
@@ -260,7 +259,7 @@ class FittingCollate:
         form = self._looked_up()
         if form is None:
             return [not isinstance(entry, Unreadable) for entry in items]
-        with random_state_kept(_CPU):
+        with random_state_kept():
             return [
                 self._fits(x if by_index else _with_floats(x, form.entry), form, by_index=by_index)
                 for x in items
@@ -274,7 +273,7 @@ class FittingCollate:
             _kind_of(entry, with_lengths=self._exact): item
             for entry, item in zip(entries, items, strict=True)
         }
-        with random_state_kept(_CPU):
+        with random_state_kept():
             new = {kind for kind in kinds if kind not in self._known}
             self._known |= {
                 kind
@@ -292,7 +291,7 @@ class FittingCollate:
     def _current(self, form: _Form) -> _Form:
         """The form, or another one if the entry that it is of no longer has it."""
         by_index = self.dataset.reads_together
-        with random_state_kept(_CPU):
+        with random_state_kept():
             item = self._item(form.index, by_index=by_index)
             has_it = self._fits(item, form, by_index=by_index)
         if not has_it:
@@ -302,7 +301,7 @@ class FittingCollate:
 
     def _common_form(self) -> _Form | None:
         by_index = self.dataset.reads_together
-        with random_state_kept(_CPU):
+        with random_state_kept():
             first = range(min(_FIRST, len(self.dataset)))
             items = [self._item(index, by_index=by_index) for index in first]
             forms = (self._form_of(i, item, by_index) for i, item in enumerate(items))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..packing import PackedBatch
 from ..packing.changed import with_changed_documents
+from ..random_state import RandomState
 from .digests import is_deterministic
-from .random_state import RandomState
 
 # All microbatches of the first draws are tried, and those of later ones at powers of two. Not the
 # first microbatch alone: it has the longest documents, and may have a single one.

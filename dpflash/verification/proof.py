@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..distributed.collectives import broadcast_from_first, gather_rows
+from ..random_state import random_state_kept
 from ..refusal import PrivateRefusal
 from .digests import differing, row_summaries, tolerance
 from .forward_rows import is_scalar
 from .nested import map_tensors, tensors_of
-from .random_state import random_state_kept
 from .two_backwards import grad_before_backward
 from .watch import Watch, WatchedGate, alive, refuse_together
 

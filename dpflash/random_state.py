@@ -1,0 +1,65 @@
+"""RandomState: the global random generators of torch, NumPy and Python, held and restored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+class RandomState:
+    """The current state of the global generators.
+
+    Args:
+        devices: whose generators count, in addition to that of the CPU.
+    """
+
+    def __init__(self, *devices: torch.device) -> None:
+        self._torch = generators_of(*devices)
+        self._states = [generator.get_state() for generator in self._torch]
+        self._numpy = np.random.get_state(legacy=False)
+        self._python = random.getstate()
+
+    def equals(self, other: RandomState) -> bool:
+        """Whether the generators of torch are in the same state."""
+        pairs = zip(self._states, other._states, strict=False)
+        return all(torch.equal(own, theirs) for own, theirs in pairs)
+
+    def restore(self) -> None:
+        """Restore the generators."""
+        for generator, state in zip(self._torch, self._states, strict=True):
+            generator.set_state(state)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+
+@contextmanager
+def random_state_kept(*devices: torch.device) -> Iterator[None]:
+    """Restore the generators at the end of the block."""
+    held = RandomState(*devices)
+    try:
+        yield
+    finally:
+        held.restore()
+
+
+def seed_generators(seed: int, *devices: torch.device) -> None:
+    """Seed the global generators by a number of 63 bits."""
+    for generator in generators_of(*devices):
+        generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+
+
+def generators_of(*devices: torch.device) -> list[torch.Generator]:
+    """Torch's default generators of the CPU and of these devices."""
+    found = [torch.default_generator]
+    for device in devices:
+        if device.type != "cpu":
+            own = getattr(torch.get_device_module(device), "default_generators", ())
+            index = device.index or 0
+            found += own[index : index + 1]
+    return found
