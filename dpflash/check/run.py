@@ -30,6 +30,10 @@ from .rows import check_rows
 from .subject import LossFunction, Subject, Trial, coarsest_eps, randomness_restored
 
 _FIX_FIRST = "fix this first"
+_UNPACK = (
+    f"{_FIX_FIRST}; pad_packed_sequence needs total_length=x.shape[1], or the longest sample of "
+    "the batch decides the length"
+)
 _DECLARE_REMEDY = (
     "or, if training calls loss.backward() on this scalar, declare loss_reduction='mean' or "
     "'sum' over samples, here and in make_private"
@@ -253,12 +257,18 @@ def _widen(trial: Trial, model: nn.Module, findings: Findings) -> bool:
 def _repeats(trial: Trial, findings: Findings) -> bool:
     """Check that the same batch has the same losses again, also with another seed.
 
-    Returns False if the losses are not repeatable with the same seed.
+    Returns False if the losses are not repeatable with the same seed, or a batch raises.
     """
     subject = trial.subject
     first = subject.losses(trial.batch).detach()
-    for index in trial.indices:
-        subject.losses(trial.pick([index] * trial.size))
+    try:
+        for index in trial.indices:
+            subject.losses(trial.pick([index] * trial.size))
+    except Exception as error:
+        message = f"a batch of copies of one sample raised {error_text(error)}"
+        is_recurrent = any(isinstance(m, nn.RNNBase) for m in subject.model.modules())
+        findings.add("run", LOSS_FN, message, _UNPACK if is_recurrent else _FIX_FIRST)
+        return False
     again = subject.losses(trial.batch).detach()
     changed = subject.changed()
     for name in changed:

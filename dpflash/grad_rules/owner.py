@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import _VF, Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.func import vmap
 from torch.nn.utils.parametrize import ParametrizationList
@@ -117,7 +117,7 @@ class PrivateOwner(PrivateModule):
             nonlocal own_copy
             own_copy = _copy_of(self)
             run = vmap(one, in_dims=(0, *in_dims), randomness="different")
-            with PerSampleFunctions(self._dpflash.name), self._named(), _autocast(device, None):
+            with _OwnerFunctions(self), self._named(), _autocast(device, None):
                 tensors = iter(run(owned, *inputs))
             # [1, ...] of each sample, or its windows.
             results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
@@ -392,6 +392,32 @@ class PrivateRelativeBias(PrivateSampleBySample):
         return iter(()) if table is None else table.parameters()
 
 
+def _refuse_recurrent(owner: str, layer: nn.RNNBase) -> NoReturn:
+    raise ValueError(
+        f"{owner} has parameters of its own and calls a layer {plain_class(layer).__name__} "
+        "itself; call it in a module without parameters of its own, which returns batch-first "
+        "tensors alone"
+    )
+
+
+class _OwnerFunctions(PerSampleFunctions):
+    """Those of an owner, which packs sequences for a recurrent layer that it calls itself.
+
+    vmap would stack what it packs, which has the sample's length.
+    """
+
+    def __init__(self, owner: PrivateOwner):
+        super().__init__(owner._dpflash.name)
+        self._owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _VF._pack_padded_sequence and _functorch.is_batchedtensor(args[0]):
+            for layer in self._owner.modules():
+                if isinstance(layer, nn.RNNBase):
+                    _refuse_recurrent(described(self._owner), layer)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 class _Outside:
     """Has the layers below an owner run outside of its vmap.
 
@@ -479,11 +505,7 @@ class _Outside:
                     self._refuse_reading(name)
             return module(*args, **kwargs)
         if isinstance(module, nn.RNNBase) and isinstance(module, PrivateModule):
-            raise ValueError(
-                f"{self.owner} has parameters of its own and calls a layer "
-                f"{plain_class(module).__name__} itself; call it in a module without parameters "
-                "of its own, which returns batch-first tensors alone"
-            )
+            _refuse_recurrent(self.owner, module)
         leaves, structure = tree_flatten((args, kwargs))
         mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
         # Without a dimension for the batch: tokens of a sample, its windows. Layers that treat

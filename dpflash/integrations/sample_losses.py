@@ -157,17 +157,21 @@ def batches_to_try(loader: DataLoader) -> list[Any]:
     """Batches of one entry each, and twice the batch of all of them.
 
     The shortest and the longest of the first entries are among them, where they fit together.
-    Entries that cannot be part of a batch are not; the list is empty where no other ones are left.
+    Entries that cannot be part of a batch are not, nor are those without tokens; the list is empty
+    where no other ones are left.
     """
     dataset = ReadableEntries(loader.dataset)
     first = range(min(_MEASURED, len(dataset)))
     pack = loader.collate_fn if isinstance(loader.collate_fn, PackTo) else None
     if pack is None:
-        sizes = {
-            i: sum(x.numel() for _, x in tensors_of(batch))
+        numbers = {
+            i: [x.numel() for _, x in tensors_of(batch)]
             for i, (batch, bad) in enumerate(_collated(loader, [[i] for i in first]))
             if not bad
         }
+        # A field may be empty in all entries.
+        full = {i for i, own in numbers.items() if all(own)} or numbers.keys()
+        sizes = {i: sum(numbers[i]) for i in full}
     else:
         sizes = {i: pack.length_of(dataset[i]) for i in first}
     by_size = sorted(sizes, key=sizes.__getitem__)

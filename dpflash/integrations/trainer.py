@@ -377,24 +377,51 @@ class DPTrainer(Trainer):
 
     def _try_loss(self, loader: DataLoader) -> None:
         """Compare losses of a few entries with the model's own, and with those in company."""
-        model, loss = self._module(), self._sample_loss
         batches = batches_to_try(loader)
         if not batches:
             return
         *alone, together, again = (self._prepare_inputs(batch) for batch in batches)
-        with tried(model):
-            for inputs in alone:
-                if loss is None or require_same_loss(model, inputs, loss):
-                    break
-            if are_equal(together, again):  # no random masks or labels
-                require_equal_in_company(
-                    lambda inputs: of_documents(self._losses_of(model, inputs)[0], inputs),
-                    alone,
-                    together,
-                    again,
-                    rounding=rounding_of(model),
-                    refusal=PACKED_COUPLED if isinstance(together, PackedBatch) else None,
-                )
+        with tried(self._module()):
+            try:
+                self._compare(alone, together, again)
+            except PrivateRefusal:
+                raise
+            except Exception as error:
+                if all(map(self._fails, alone)):
+                    raise
+                raise PrivateRefusal(
+                    "the model or its loss failed on some of the first entries of train_dataset, "
+                    "or on these in one batch, and not on every entry. `details['error']` of this "
+                    "exception has the message. Leave such entries out of train_dataset, or have "
+                    "the model take them",
+                    error=repr(error),
+                ) from None
+
+    def _compare(self, alone: list[Any], together: Any, again: Any) -> None:
+        model, loss = self._module(), self._sample_loss
+        for inputs in alone:
+            if loss is None or require_same_loss(model, inputs, loss):
+                break
+        if are_equal(together, again):  # no random masks or labels
+            require_equal_in_company(
+                lambda inputs: of_documents(self._losses_of(model, inputs)[0], inputs),
+                alone,
+                together,
+                again,
+                rounding=rounding_of(model),
+                refusal=PACKED_COUPLED if isinstance(together, PackedBatch) else None,
+            )
+
+    def _fails(self, inputs: Any) -> bool:
+        """Whether a batch of one entry raises."""
+        model, loss = self._module(), self._sample_loss
+        try:
+            self._losses_of(model, inputs)
+            if loss is not None:
+                require_same_loss(model, inputs, loss)
+        except Exception:
+            return True
+        return False
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if isinstance(inputs, PackedBatch):

@@ -179,6 +179,7 @@ class FittingCollate:
         self._is_looked_up = False
         self._known: set[Hashable] = set()
         self._error = ""
+        self._uncopied: type | None = None
         self._order = CollatedOrder()
 
     def __call__(self, entries: list[Any] | Together) -> Collated:
@@ -214,6 +215,14 @@ class FittingCollate:
             batch = form.adopted(batch)
         if batch is _FAILED or not (form is None or form.has_fields_of(batch, size)):
             name = name_of(self.collate)
+            if self._uncopied:
+                raise PrivateRefusal(
+                    f"entries hold an object of type {self._uncopied.__name__}, which "
+                    f"copy.deepcopy cannot copy, and data_loader.collate_fn={name} gets copies: "
+                    "return tensors, arrays, numbers, strings, or containers of these from "
+                    "__getitem__. `details['error']` of this exception says why",
+                    error=self._error,
+                ) from None
             raise PrivateRefusal(
                 f"data_loader.collate_fn={name} failed on a batch, and not because of a "
                 "single entry alone: it failed on entries together, or most of the dataset's "
@@ -357,9 +366,10 @@ class FittingCollate:
         """
         try:
             copies = self.dataset.together(items) if by_index else list(map(copied, items))
+        except _Uncopied as error:
+            return self._failed(repr(error.__cause__), uncopied=error.args[0])
         except Exception as error:
-            self._error = repr(error)
-            return _FAILED
+            return self._failed(repr(error))
         return self._tried(copies)
 
     def _tried(self, whole: Any) -> Any:
@@ -367,13 +377,20 @@ class FittingCollate:
         parts = whole if isinstance(whole, list) else [whole]
         unreadable = next((e for e in parts if isinstance(e, Unreadable)), None)
         if unreadable is not None:
-            self._error = unreadable.error
-            return _FAILED
+            return self._failed(unreadable.error)
         try:
             return self.collate(whole)
         except Exception as error:
-            self._error = repr(error)
-            return _FAILED
+            return self._failed(repr(error))
+
+    def _failed(self, error: str, *, uncopied: type | None = None) -> Any:
+        """`_FAILED`; the reason is kept for a refusal."""
+        self._error, self._uncopied = error, uncopied
+        return _FAILED
+
+
+class _Uncopied(TypeError):
+    """An object cannot be copied; its type is the argument."""
 
 
 class BadShare:
@@ -582,7 +599,15 @@ def _is_floating(x: Any) -> bool:
 
 
 def copied(entry: Any, depth: int = 0) -> Any:
-    """A copy that shares nothing which can be changed in place, as `copy.deepcopy`, but faster."""
+    """A copy that shares nothing which can be changed in place, as `copy.deepcopy`, but faster.
+
+    A tensor that was computed from others is copied without its graph.
+
+    Raises:
+        _Uncopied: an object cannot be copied.
+    """
+    if isinstance(entry, Tensor) and not entry.is_leaf:
+        entry = entry.detach()
     kind = type(entry)
     if kind is Tensor and entry.layout == torch.strided and not entry.requires_grad:
         return entry.clone()
@@ -593,7 +618,12 @@ def copied(entry: Any, depth: int = 0) -> Any:
     if (kind is list or kind is tuple) and depth < _DEPTH:
         is_plain = set(map(type, entry)) <= _IMMUTABLE
         return kind(entry) if is_plain else kind(copied(part, depth + 1) for part in entry)
-    return entry if kind in _IMMUTABLE else copy.deepcopy(entry)
+    if kind in _IMMUTABLE:
+        return entry
+    try:
+        return copy.deepcopy(entry)
+    except Exception as error:
+        raise _Uncopied(kind) from error
 
 
 def name_of(collate: Collate) -> str:

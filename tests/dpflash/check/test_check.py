@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import dpflash
 import dpflash.check.run
@@ -269,6 +270,20 @@ class NormFirst(TimeFirst):
         return super().forward(self.norm(x))
 
 
+class Unpacked(nn.Module):
+    """Unpacks to the longest sample of the batch; a sample ends with its last nonzero number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(1, CLASSES, batch_first=True)
+
+    def forward(self, x):
+        x = x[:, :B]
+        lengths = (x != 0).int().argmax(1).cpu() + 1
+        packed = pack_padded_sequence(x[..., None], lengths, True, enforce_sorted=False)
+        return (pad_packed_sequence(self.layer(packed)[0], True)[0] * x[..., None]).sum(1)
+
+
 class NoWayBack(BackwardScale):
     class _Scaled(BackwardScale._Scaled):
         @staticmethod
@@ -450,6 +465,9 @@ CAUGHT = {
     "a loss that raises": case(
         [nn.ReLU()], "run", ["loss_fn"], "targets have dtype",
         batch=lambda: (vectors()[0], vectors()[1].float())),
+    "a batch of a short sample that raises": case(
+        Unpacked, "run", ["loss_fn"], "batch of copies of one sample raised RuntimeError",
+        "needs total_length=", batch=lambda: (torch.eye(B, WIDTH).flip(0), vectors()[1])),
     "a backward that raises": case([NoWayBack()], "run", ["loss_fn"], "no way back"),
     # All samples have equally many tokens, so only targets that are ignored can tell.
     "a mean of tokens": case(

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from dpflash import PrivateRefusal
@@ -147,11 +148,21 @@ def test_torch_layers_below_an_owner_give_the_gradients_of_single_samples(build,
     assert from_loop(plain, squares, x, exact=False, max_grad_norm=1e6) <= 1e-10
 
 
+class PackedToken(Token):
+    """Packs rows of several lengths for its layer."""
+
+    def forward(self, x):
+        lengths = x[:, 0, 0].gt(0) + 1
+        packed = pack_padded_sequence(x + self.token, lengths, True, enforce_sorted=False)
+        return pad_packed_sequence(self.layer(packed)[0], True, total_length=x.shape[1])[0]
+
+
+@pytest.mark.parametrize("kind", [Token, PackedToken])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_a_recurrent_layer_that_an_owner_calls_itself_is_refused(batch_first, private):
+def test_a_recurrent_layer_that_an_owner_calls_itself_is_refused(kind, batch_first, private):
     layer, x = nn.LSTM(WIDTH, WIDTH, batch_first=batch_first), inputs()
-    engine, model, *_ = private(of_a_model(Token(layer, batch_first)), x, one_part=True)
-    with pytest.raises(ValueError, match=r"'1' \(Token\) .* calls a layer LSTM itself"):
+    engine, model, *_ = private(of_a_model(kind(layer, batch_first)), x, one_part=True)
+    with pytest.raises(ValueError, match=rf"'1' \({kind.__name__}\) .* calls a layer LSTM itself"):
         engine.backward(squares(model, x))
 
 

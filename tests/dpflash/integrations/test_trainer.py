@@ -307,6 +307,31 @@ def test_padding_that_shifts_positions_is_refused(tmp_path):
     trainer(tmp_path, "gpt2", args=arguments(tmp_path, max_steps=1), **unequal("right")).train()
 
 
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [(None, ""), (11, "failed on some of the first entries"), (4, "secret 4")],
+    ids=["an entry without tokens", "an error of some entries", "an error of all"],
+)
+def test_the_text_of_an_entrys_error_is_private(token, message, tmp_path):
+    options, model = unequal("right"), built("llama")
+    options["train_dataset"][3] = dict.fromkeys(("input_ids", "labels"), torch.arange(0))
+
+    def refuse(module, args, inputs):
+        if token is not None and token in inputs["input_ids"]:
+            raise RuntimeError(f"secret {token}")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    trained = trainer(tmp_path, model=model, **options)
+    if token is None:
+        trained.get_train_dataloader()
+        return
+    with pytest.raises(RuntimeError, match=message) as error:
+        trained.get_train_dataloader()
+    if token == 11:
+        assert error.value.details == {"error": "RuntimeError('secret 11')"}
+        assert "secret" not in str(error.value) and error.value.__suppress_context__
+
+
 def test_entries_without_labels_are_refused(tmp_path):
     data = [{"input_ids": torch.arange(5)} for _ in range(24)]
     with pytest.raises(ValueError, match="no 'labels', only 'input_ids': add them, or pass"):

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import math
+import threading
 import warnings
 
 import numpy as np
@@ -46,6 +47,7 @@ ROWS = {
     "a label that is text": lambda x, y: (x, "4"),
     "a field less": lambda x, y: (x,),
     "another structure": lambda x, y: {"x": x, "y": y},
+    "a label that cannot be copied": lambda x, y: (x, threading.Lock()),
     "a label out of range": lambda x, y: (x, torch.tensor(7)),
     "a negative label": lambda x, y: (x, torch.tensor(-1)),
     "nan": lambda x, y: (x * math.nan, y),
@@ -204,8 +206,17 @@ def test_a_function_that_changes_its_entries_gets_each_of_them_once(kind, capsys
         assert_adds_nothing(Nested(ROWS[kind]), capsys, collate_fn=taking)
 
 
-def test_an_array_with_negative_strides_fits():
-    _, engine = train(Reversed(raising))
+class Computed(Entries):
+    """Entries that other tensors were computed into."""
+
+    def __init__(self, change):
+        super().__init__(None)
+        self.x = self.x.requires_grad_() * 2
+
+
+@pytest.mark.parametrize("kind", [Reversed, Computed])
+def test_an_array_with_negative_strides_or_a_tensor_with_a_graph_fits(kind):
+    _, engine = train(kind(raising))
     assert engine.diagnostics()["bad_entries"] == 0
 
 
@@ -366,6 +377,10 @@ def test_what_is_not_of_one_entry_alone_is_refused_without_a_value():
         fitting([torch.ones(4)] * 4)
     assert "secret" not in str(refusal.value) and refusal.value.__suppress_context__
     assert "secret" in refusal.value.details["error"]
+    held = FittingCollate(list, ReadableEntries([(1, threading.Lock())] * 7))
+    with pytest.raises(PrivateRefusal, match="of type lock, which copy.deepcopy") as refusal:
+        held([(1, threading.Lock())])
+    assert refusal.value.details == {"error": "TypeError(\"cannot pickle '_thread.lock' object\")"}
     # A dataset most of whose entries cannot be read has its own error there.
     unread = FittingCollate(default_collate, ReadableEntries(dict.fromkeys(range(-9, -2))))
     with pytest.raises(PrivateRefusal, match="__getitem__ failed") as refusal:
