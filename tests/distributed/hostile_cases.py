@@ -275,10 +275,10 @@ def scalar_parameter(group: object, context: int) -> Tensor:
 def unequal_lengths(group: object) -> tuple[int, bool]:
     """Sharded parameters, and other T on other ranks, of which one would go in two passes."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 512))
     for part in (*model, model):
         fully_shard(part, mesh=mesh_of(1)["data"])
-    engine, optimizer, loader = make(model, memory_budget=5_000, sampling="fixed_size")
+    engine, optimizer, loader = make(model, memory_budget=500_000, sampling="fixed_size")
     for (x,) in loader:
         x = x.unsqueeze(1).expand(-1, (64, 2)[rank()], -1)
         engine.backward(model(x).mean((1, 2)))
