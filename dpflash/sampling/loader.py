@@ -259,7 +259,8 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         """(epoch, draw, microbatch) of the microbatch that the sampler yielded last."""
         if self._draws is None:
             return self.tracker.epochs, number, 0
-        mark = self._rows.marks[-1]
+        mark = self._rows.last
+        assert mark is not None
         return 0, mark.draw, mark.microbatch
 
     @property

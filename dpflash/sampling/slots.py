@@ -119,6 +119,7 @@ class SlotSampler:
 
     Attributes:
         marks: of the microbatches that were yielded and not taken yet, in order.
+        last: of the one that was yielded last.
 
     Guarantees:
         The samples of a draw are in a uniformly random choice of its slots on all ranks, whichever
@@ -128,6 +129,7 @@ class SlotSampler:
     def __init__(self, draws: Draws, slots: int):
         self.slots = slots
         self.marks: deque[BatchMark] = deque()
+        self.last: BatchMark | None = None
         self._draws = draws
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -139,8 +141,9 @@ class SlotSampler:
             rounds = self.placed(draw, drawn)
             for part, placed in enumerate(rounds):
                 rows, real, units = self._rows(placed, draw)
-                last = part + 1 == len(rounds)
-                marks.append(BatchMark(draw, self.slots, last, part, real, units))
+                is_last = part + 1 == len(rounds)
+                self.last = BatchMark(draw, self.slots, is_last, part, real, units)
+                marks.append(self.last)
                 yield rows
 
     def _rows(self, placed: Any, draw: int) -> tuple[list[Any], Tensor, Units | None]:

@@ -107,6 +107,7 @@ class Unchanged:
         self._backwards = 0
         self._structure = _Structure(module)
         self._attributes = OwnAttributes(module.named_modules())
+        self._allowed_names = frozenset(allowed)
 
     def forward(self, *, again: bool = False) -> AbstractContextManager[None]:
         """See `Rewritten.forward`."""
@@ -229,7 +230,7 @@ class Unchanged:
 
     def _kept(self) -> str | None:
         """A message that names attributes with numbers of forwards; None if there are none."""
-        names = self._attributes.kept_since()
+        names = [n for n in self._attributes.kept_since() if n not in self._allowed_names]
         if not names:
             return None
         return (
