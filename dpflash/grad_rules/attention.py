@@ -248,7 +248,7 @@ def _attend(
 ) -> Tensor:
     """Call the one node."""
     qkv_proj, out_proj = module.qkv_proj, module.out_proj
-    x = qkv_proj._dpflash.check_batch(query)
+    x = qkv_proj._dpflash.check_sequences(query)
     units, batch = qkv_proj._dpflash.units, qkv_proj._dpflash.samples_of(x)
     tokens = x.shape[0] * x.shape[1] // max(1, batch)  # of a sample, on average
     dtype = autocast_dtype(x)

@@ -119,6 +119,21 @@ class ModuleContext:
             forward.rows.note(self.name, x if units is None else units.padded(flat))
         return x
 
+    def check_sequences(self, x: Tensor) -> Tensor:
+        """`check_batch` for a rule that takes one sequence of each sample.
+
+        Raises:
+            PrivateRefusal: x has several rows of each sample in its first dimension.
+        """
+        found = self.check_batch(x)
+        if self.units is None and found.ndim > x.ndim:
+            raise PrivateRefusal(
+                f"input of module '{self.name}' has several rows of each sample in its first "
+                "dimension, such as [B n, ...]: it takes one sequence of each sample. Call it n "
+                "times on [B, ...], or freeze it with requires_grad_(False)"
+            ) from None
+        return found
+
     def samples_of(self, x: Tensor) -> int:
         """B, where x is from `check_batch`."""
         return x.shape[0] if self.units is None else self.units.size

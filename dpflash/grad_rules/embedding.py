@@ -153,7 +153,7 @@ class PrivateEmbedding(PrivateModule):
         y = y.reshape(*indices.shape, width)
         if outside is not None:
             y = nan_outside(y, outside, context.backward.forward)
-        return y if context.units is None else context.as_given(y, given)
+        return context.as_given(y, given)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:
         """Positions [T] become [1, T]; where T = B, only an earlier T tells them from [B]."""

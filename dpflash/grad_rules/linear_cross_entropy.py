@@ -332,7 +332,7 @@ class PrivateLinearCrossEntropy(PrivateLinear):
                 "engine.prepare(batch) before the model"
             )
         self.check(x, targets)  # type: ignore[operator]
-        x, targets = self._dpflash.check_batch(x), self._dpflash.check_batch(targets)
+        x, targets = self._dpflash.check_sequences(x), self._dpflash.check_sequences(targets)
         if units is None and self._dpflash.units is not None:
             x, targets = x[0], targets[0]  # a loss for each row of a unit
         weight, bias = self._parameters["weight"], self._parameters["bias"]

@@ -261,7 +261,7 @@ class PrivateRecurrent(PrivateModule):
                 )
             length = context.note_length(len(given.batch_sizes))
             padded, lengths = pad_packed_sequence(given, batch_first=True, total_length=length)
-            return context.check_batch(padded), lengths
+            return context.check_sequences(padded), lengths
         if given.is_nested or given.ndim != 3:
             expected = "[B, T, I]" if self.batch_first else "[T, B, I] (batch_first=False)"
             raise PrivateRefusal(
@@ -270,7 +270,7 @@ class PrivateRecurrent(PrivateModule):
                 "samples one with unsqueeze",
                 dimensions=given.ndim,
             ) from None
-        return context.check_batch(
+        return context.check_sequences(
             given if self.batch_first else samples_first(context, given)
         ), None
 

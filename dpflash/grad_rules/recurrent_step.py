@@ -32,7 +32,7 @@ class PrivateRecurrentCell(PrivateModule):
                 "[B, I]: give a single sample one with unsqueeze(0)",
                 shape=tuple(input.shape),
             ) from None
-        x = self._dpflash.check_batch(input)
+        x = self._dpflash.check_sequences(input)
         expected = (x.shape[0], self.hidden_size)
         if hx is None:
             zeros = x.new_zeros(expected)

@@ -143,7 +143,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
                 ) from None
             if id(x) not in found:
                 first = x if self.batch_first else samples_first(context, x)
-                found[id(x)] = context.check_batch(first)
+                found[id(x)] = context.check_sequences(first)
         sizes = {x.shape[0] for x in found.values()}
         if len(sizes) > 1:
             raise PrivateRefusal(

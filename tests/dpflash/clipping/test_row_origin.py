@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import dpflash
 from dpflash import PrivateRefusal
 from dpflash.clipping.row_origin import batch_sizes_of_rows
 
@@ -95,6 +96,50 @@ def test_crops_of_an_image_are_rows_of_their_sample(private, oracle, sums, dista
     engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=0.1)
     engine.backward(losses(made, x.double()))
     assert distance(sums(engine, made), expected.clipped_sum(0.1)) <= 1e-6
+
+
+def test_looked_up_rows_of_choices_have_the_shape_that_they_have_in_the_plain_model(
+    private, oracle, sums, distance
+):
+    class Choices(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+
+        def forward(self, x):  # [B, n, n]: other code fits too where a dimension is too many
+            return self.table(x.view(-1, x.shape[2])).mean(1).view(len(x), -1)
+
+    torch.manual_seed(0)
+    model, x = Choices(), torch.randint(0, 9, (4, 3, 3))
+    expected = oracle(model, losses, x)
+    engine, made, _, _ = private(copy.deepcopy(model).double(), max_grad_norm=0.1)
+    assert torch.allclose(made(x), model.double()(x))
+    engine.backward(losses(made, x))
+    assert distance(sums(engine, made), expected.clipped_sum(0.1)) <= 1e-6
+
+
+SEQUENCES = {
+    "gru": (nn.GRU(4, 4, batch_first=True), lambda layer, x: layer(x)[0]),
+    "lstm": (nn.LSTM(4, 4, batch_first=True), lambda layer, x: layer(x)[0]),
+    "cell": (nn.GRUCell(4, 4), lambda layer, x: layer(x.flatten(0, 1))),
+    "torch": (nn.MultiheadAttention(4, 2, batch_first=True), lambda layer, x: layer(x, x, x)[0]),
+    "own": (dpflash.nn.MultiheadAttention(4, 2), lambda layer, x: layer(x)),
+}
+
+
+@pytest.mark.parametrize(("layer", "call"), SEQUENCES.values(), ids=SEQUENCES)
+def test_a_layer_that_takes_one_sequence_of_a_sample_refuses_several(layer, call, private):
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Linear(4, 4), copy.deepcopy(layer)
+
+        def forward(self, x):
+            return call(self.layer, self.first(x).flatten(0, 1))
+
+    engine, model, _, _ = private(Several())
+    with pytest.raises(PrivateRefusal, match="^input of module 'layer.*several rows of each"):
+        model(torch.randn(3, 2, 5, 4))
 
 
 def _time_first(x):

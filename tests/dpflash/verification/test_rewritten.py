@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from dpflash.refusal import PrivateRefusal
 from dpflash.verification import rewritten
 from dpflash.verification.contents import Comparisons
 
