@@ -99,6 +99,7 @@ class LoopSeeds:
         self._rank = rank
         self._devices = devices
         self._held: RandomState | None = None
+        self._passes = 0
 
     def of(self, *place: object) -> int:
         """The seed of a place, 63 bits; no two places have the same one."""
@@ -120,6 +121,20 @@ class LoopSeeds:
         if self._held is not None:
             self._held.restore()
             self._held = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the user's states where a pass over the loader ends, or is left.
+
+        A pass that began later goes on as it is.
+        """
+        self._passes += 1
+        own = self._passes
+        try:
+            yield
+        finally:
+            if own == self._passes:
+                self.end()
 
 
 class SeededIndices(list[Any]):

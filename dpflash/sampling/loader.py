@@ -85,7 +85,7 @@ class _CollateForOthers:
 # The options of the user's loader that the private one has too.
 _KEPT = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("generator", "prefetch_factor", "persistent_workers"),
+    *("prefetch_factor", "persistent_workers"),
 )
 
 _PLAIN = (bool, int, float, str, bytes)
@@ -214,6 +214,8 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                     "without BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
         options = {name: getattr(loader, name) for name in _KEPT}
+        # Of it come the seeds of DataLoader workers, also in loaders that copy this one.
+        options["generator"] = torch.Generator().manual_seed(self._seeds.of("workers"))
         collate, readable = loader.collate_fn, ReadableEntries(plan.dataset)
         made: Callable[[list[Any]], Collated]
         if plan.packing is not None:
@@ -306,7 +308,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             return
         self.tracker.abandon()
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
-        with self.tracker.noting_refusals():
+        with self.tracker.noting_refusals(), self._seeds.kept():
             with self.order.iterated():
                 yield from self._observed(marked)
             self.tracker.end_epoch(self._mark)
@@ -336,7 +338,6 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             yield batch
             if self._draws is not None:
                 self._seeds.begin()
-        self._seeds.end()
 
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
         """Microbatches of draws, with their marks."""
@@ -361,7 +362,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     def _marked_epoch(self) -> Iterator[tuple[Any, BatchMark]]:
         """Batches of the loader's own epoch, with their marks."""
         remaining = len(self.dataset)  # type: ignore[arg-type]
-        for number, (batch, bad) in enumerate(self._padded):
+        for number, (batch, bad) in enumerate(self._fetched()):
             size = min(int(self.expected_batch_size), remaining)
             remaining -= size
             if not number:

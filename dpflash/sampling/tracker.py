@@ -214,6 +214,10 @@ class BatchTracker:
     def signal(self, do_skip: bool) -> None:
         """The next step ends a microbatch only (True), or a logical batch."""
         self._signals.append(do_skip)
+        self._seed_signalled()
+
+    def _seed_signalled(self) -> None:
+        """The loop is about to train on a signalled batch, or does so while others are fetched."""
         self._signalled += 1
         if self._seeds is not None:
             self._seeds.seed("signal", self.epochs, self._signalled)
@@ -480,6 +484,8 @@ class BatchTracker:
         self.dropped()
         if self._seeds is not None:
             self._seeds.end()
+        if self._signals:  # Its batch is fetched already.
+            self._seed_signalled()
         if self.current is not None:
             self.next_draw = self.current.draw + 1
         self.current = None

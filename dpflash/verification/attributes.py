@@ -10,11 +10,9 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from numbers import Number
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +23,7 @@ _DICTS = {dict, OrderedDict, defaultdict}
 _LISTS = {list, deque}
 _CONTAINERS = {*_DICTS, *_LISTS, set, tuple, SimpleNamespace}
 _PLAIN = (set, bool, int, float, complex, str, bytes)
+_HOLD_NO_DATA = (bool, NoneType, nn.Module, torch.dtype, torch.device)
 
 
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
@@ -110,15 +109,6 @@ def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
     return False
 
 
-def _holds_numbers(value: Any, above: tuple[int, ...] = ()) -> bool:
-    if type(value) in _CONTAINERS and id(value) not in above:
-        held = vars(value) if type(value) is SimpleNamespace else value
-        parts = held.values() if isinstance(held, dict) else held
-        return any(_holds_numbers(part, (*above, id(value))) for part in parts)
-    is_array = isinstance(value, Tensor | np.ndarray | np.generic)
-    return is_array or (isinstance(value, Number) and not isinstance(value, bool))
-
-
 class OwnAttributes:
     """The attributes of a model's modules at one time.
 
@@ -154,14 +144,15 @@ class OwnAttributes:
         ]
 
     def kept_since(self) -> list[str]:
-        """Names of the attributes that hold numbers now which they did not hold then."""
-        values = {
-            f"{name}.{key}" if name else key: value
+        """Names of the attributes that may hold data now which they did not hold then."""
+        may_hold = {
+            f"{name}.{key}" if name else key
             for name, module in self._modules
             for key, value in vars(module).items()
+            if key != "_dpflash" and not isinstance(value, _HOLD_NO_DATA)
         }
         differing = self.differing(OwnAttributes(self._modules))
-        return [name for name in differing if _holds_numbers(values.get(name))]
+        return [name for name in differing if name in may_hold]
 
     @staticmethod
     def _copies_of(held: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ compared now and then, because writes to `.data` do not advance a counter.
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.fsdp import is_sharded
-from ..refusal import PrivateRefusal
+from ..refusal import PrivateRefusal, PrivateWarning
 from .attributes import OwnAttributes
 from .contents import EVERY, Comparisons, digest, version
 from .entries import Entries
@@ -219,26 +220,22 @@ class Unchanged:
             raise PrivateRefusal(refusal) from None
 
     def compare_whole(self) -> None:
-        """`compare`, and what forwards keep in attributes, which a pickle of the model holds too.
+        """`compare`, and a warning of attributes that changed, which copies of the model hold too.
 
         Raises:
-            PrivateRefusal: some changed.
+            PrivateRefusal: what `state_dict()` holds changed.
         """
         self.compare()
-        if (refusal := self._kept()) is not None:
-            raise PrivateRefusal(refusal) from None
-
-    def _kept(self) -> str | None:
-        """A message that names attributes with numbers of forwards; None if there are none."""
         names = [n for n in self._attributes.kept_since() if n not in self._allowed_names]
-        if not names:
-            return None
-        return (
-            f"attribute {_listed(names)} of the model is new or changed since make_private: what "
-            "forwards keep of a batch, such as outputs, counts and metrics, would be in a copy or "
-            "pickle of the whole model without noise. Save model.state_dict() instead, or delete "
-            "the attribute before"
-        )
+        if names:
+            warnings.warn(
+                f"not for release: attribute {_listed(names)} of the model is new or changed "
+                "since make_private, and a copy or pickle of the whole model holds it. What "
+                "forwards keep of a batch there, such as outputs, counts and metrics, has no "
+                "noise: release model.state_dict()",
+                PrivateWarning,
+                stacklevel=4,
+            )
 
     def found(self) -> list[str]:
         """Names of all that changed."""

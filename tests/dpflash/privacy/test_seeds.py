@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import dpflash
 from dpflash.optimize import wrapper as leveled
@@ -173,6 +173,67 @@ def test_a_known_seed_tells_nothing_that_dataset_and_loop_draw(kind, options):
     assert one[2] == two[2] and len(set(one[2])) == len(one[2])
     one, two = (drawn(kind(16), seed=5, **options) for _ in range(2))
     assert one == two
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_known_seed_tells_nothing_in_a_managed_loop(workers):
+    manager = pytest.importorskip("opacus.utils.batch_memory_manager").BatchMemoryManager
+
+    def run():
+        model, engine = nn.Linear(4, 2), dpflash.PrivacyEngine()
+        model, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            data_loader=DataLoader(Augmented(16), batch_size=4, num_workers=workers),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+        drawn = []
+        known_seed()
+        with manager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        ) as managed:
+            for batch in managed:
+                drawn += [str(batch[:, 1:].tolist()), str(torch.rand(2).tolist())]
+                engine.backward(model(batch).square().mean(1))
+                optimizer.step()
+                optimizer.zero_grad()
+        return drawn
+
+    one, two = run(), run()
+    assert not set(one) & set(two) and len(set(one)) == len(one)
+
+
+class OfWorker(Augmented):
+    """Draws from a generator of each worker, which begins as the worker does."""
+
+    def __getitem__(self, index):
+        if not hasattr(self, "generator"):
+            self.generator = np.random.default_rng(get_worker_info().seed)
+        return torch.tensor([index, *self.generator.random(3)], dtype=torch.float32)
+
+
+def test_workers_begin_each_epoch_otherwise_and_from_a_secret():
+    one, two = (drawn(OfWorker(16), releases=12, workers=1)[0] for _ in range(2))
+    assert not set(one) & set(two) and len(set(one)) == len(one)
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling": "shuffled"}], ids=str)
+def test_a_pass_that_is_left_or_only_read_gives_the_generators_back(options, private):
+    engine, model, optimizer, loader = private(
+        nn.Linear(4, 2), torch.randn(16, 4), seed=None, **options
+    )
+    known_seed()
+    expected = torch.rand(3).tolist()
+    known_seed()
+    for _ in loader:
+        break
+    assert torch.rand(3).tolist() == expected
+    known_seed()
+    with torch.no_grad():
+        for _ in loader:
+            torch.rand(1)
+    assert torch.rand(3).tolist() == expected
 
 
 def test_other_draws_have_the_random_numbers_that_they_had_with_one_entry_less():

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash.refusal import PrivateRefusal
+from dpflash.refusal import PrivateWarning
 from dpflash.verification import unchanged
 
 
@@ -345,6 +346,10 @@ def test_copies_and_pickles_are_of_the_plain_model_and_are_compared_with_nothing
     step(engine, model)
 
 
+class Named(NamedTuple):
+    y: torch.Tensor
+
+
 class KeepingInAttributes(Keeping):
     """Keeps something of each batch outside of `state_dict()`."""
 
@@ -356,10 +361,16 @@ class KeepingInAttributes(Keeping):
         self.keep = getattr(self, kept)
 
     def output(self, y):
-        self.kept, self.is_warm, self.mode = y.detach(), True, "warm"
+        self.kept, self.is_warm = y.detach(), True
+
+    def named(self, y):
+        self.kept = Named(y.detach())
+
+    def text(self, y):
+        self.kept = [str(y)]
 
     def history(self, y):
-        self.part.history.append(float(y.mean()))
+        self.part.history.append(float(y.detach().mean()))
 
     def count(self, y):
         self.part.count += 1
@@ -371,15 +382,20 @@ class KeepingInAttributes(Keeping):
 
 
 @pytest.mark.parametrize(
-    ("what", "name"), [("output", "kept"), ("history", "part.history"), ("count", "part.count")]
+    ("what", "name"),
+    [
+        *(("output", "kept"), ("named", "kept"), ("text", "kept")),
+        *(("history", "part.history"), ("count", "part.count")),
+    ],
 )
-def test_what_attributes_keep_of_the_data_is_in_no_copy_of_the_whole_model(what, name, private):
+@pytest.mark.filterwarnings("error")
+def test_a_copy_of_the_whole_model_with_what_attributes_keep_is_warned_about(what, name, private):
     engine, model, *_ = private(KeepingInAttributes(what))
     for leave in (LEAVING["pickle"], LEAVING["copy"]):
         leave(engine, model, None)
     step(engine, model)
     for leave in (LEAVING["pickle"], LEAVING["copy"]):
-        with pytest.raises(PrivateRefusal, match=f"^attribute '{name}' of the model is new or"):
+        with pytest.warns(PrivateWarning, match=f"attribute '{name}' of the model is new or"):
             leave(engine, model, None)
     model.state_dict()
 
