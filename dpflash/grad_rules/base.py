@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import weakref
 from dataclasses import dataclass, field
@@ -244,7 +245,21 @@ class Handles:
         return Slot(gate, position)
 
 
-class PrivateModule(nn.Module):
+class CopiedPlain(nn.Module):
+    """Base of private classes: copies and pickles are of the plain module, without an engine."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        build, *rest = tuple(plain_copy(self).__reduce_ex__(protocol))
+        # pickle lets __newobj__ make nothing but an object of the pickled one's own class.
+        return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        # The plain class may have its own, as parametrized ones do. What refers back to this
+        # module finds the plain one, and so the copy that is being made of it.
+        return copy.deepcopy(memo.setdefault((CopiedPlain, id(self)), plain_copy(self)), memo)
+
+
+class PrivateModule(CopiedPlain):
     """Base of the private layers; a module becomes private by a change of its class."""
 
     _dpflash: ModuleContext
@@ -293,12 +308,6 @@ class PrivateModule(nn.Module):
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_recording(self._dpflash.name, "torch.jit.script", also="")
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copies and pickles are of the plain layer: a copy has no engine.
-        build, *rest = tuple(plain_copy(self).__reduce_ex__(protocol))
-        # pickle lets __newobj__ make nothing but an object of the pickled one's own class.
-        return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
-
 
 def _new(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
@@ -306,7 +315,7 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The original class of a private module."""
-    return type(module).__bases__[1] if isinstance(module, PrivateModule) else type(module)
+    return type(module).__bases__[1] if isinstance(module, CopiedPlain) else type(module)
 
 
 def described(module: PrivateModule) -> str:

@@ -8,7 +8,6 @@ Random masks are seeded around the forward, see `dpflash.privacy.seeds`.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import functools
 import types
 import warnings
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..clipping.backward import PrivateBackward
 from ..clipping.precision import without_autocast
 from ..grad_rules import PrivateModule
-from ..grad_rules.base import plain_class
+from ..grad_rules.base import CopiedPlain, plain_class
 from ..grad_rules.convert import plain_layers, refuse_compiled
 from ..grad_rules.experts import refuse_router_losses
 from ..privacy.seeds import SecretMasks
@@ -503,19 +502,8 @@ def _widened(outputs: Any) -> Any:
     return map_tensors(lambda x: x.float() if _is_low(x) else x, outputs)
 
 
-class _Wrapped(nn.Module):
+class _Wrapped(CopiedPlain):
     """A model without a rule of its own, with the wrapped forward."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # Copies and pickles are of the plain model, as those of private layers.
-        copied: nn.Module = object.__new__(type(self).__bases__[1])
-        copied.__dict__ = dict(self.__dict__)
-        build, *rest = tuple(copied.__reduce_ex__(protocol))
-        return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
-
-
-def _new(kind: type[nn.Module]) -> nn.Module:
-    return kind.__new__(kind)
 
 
 def _class_around(original: type[nn.Module], wrapper: ForwardWrapper) -> type[nn.Module]:
@@ -568,9 +556,14 @@ def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> 
         unchanged.compare_whole()
         return base.__reduce_ex__(self, protocol)
 
+    def deepcopy(self: nn.Module, memo: dict[Any, Any]) -> Any:
+        unchanged.compare_whole()
+        return base.__deepcopy__(self, memo)
+
     return {
         "state_dict": state_dict,
         "load_state_dict": load_state_dict,
         "_apply": apply,
         "__reduce_ex__": reduce,
+        "__deepcopy__": deepcopy,
     }

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import orthogonal
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
@@ -335,15 +336,52 @@ def test_another_dtype_is_no_change_and_hides_none(private):
         model.state_dict()
 
 
-def test_copies_and_pickles_are_of_the_plain_model_and_are_compared_with_nothing(private):
-    engine, model, *_ = private(Keeping())
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(twin) is Keeping
+class Referring(Keeping):
+    """A child refers to its parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.a.parent = [self]
+
+
+class Copying(Referring):
+    """Has a `__deepcopy__` of its own."""
+
+    def __deepcopy__(self, memo):
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo), is_made=True)
+        return made
+
+
+def _parametrized():
+    model = Referring()
+    weight_norm(model.a)
+    return model
+
+
+@pytest.mark.parametrize("build", [Keeping, Referring, Copying, _parametrized])
+def test_copies_and_pickles_are_of_the_plain_model_and_are_compared_with_nothing(build, private):
+    plain = build()
+    kinds = [type(m) for m in plain.modules()]
+    engine, model, *_ = private(plain)
+    twins = [copy.deepcopy(model), AveragedModel(model).module]
+    assert all(hasattr(twin, "is_made") == (build is Copying) for twin in twins)
+    if build is not _parametrized:  # torch does not pickle these
+        twins.append(pickle.loads(pickle.dumps(model)))
+    for twin in twins:
+        assert [type(m) for m in twin.modules()] == kinds
+        assert not any("_dpflash" in vars(m) for m in twin.modules())
+        assert getattr(twin.a, "parent", [twin]) == [twin]
         twin.how = "mean"
         twin(data())
         twin.state_dict()
-        pickle.dumps(twin)
+        copy.deepcopy(twin)
     step(engine, model)
+    model.how = "mean"
+    with torch.no_grad():
+        model(data())
+    with pytest.raises(PrivateRefusal, match="^'mean' changed"):
+        copy.deepcopy(model)
 
 
 class Named(NamedTuple):
