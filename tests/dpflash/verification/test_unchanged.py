@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash.refusal import PrivateWarning
+from dpflash.refusal import PrivateRefusal, PrivateWarning
 from dpflash.verification import unchanged
 
 
