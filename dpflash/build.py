@@ -122,7 +122,7 @@ def build(
     trained, loader = checked.trained, checked.loader
     names = {p: n for n, p in module.named_parameters()}
     parameters = [(names[p], tuple(p.shape), p.dtype) for p in trained]
-    _agree(settings, loader, parameters, ranks)
+    _agree(settings, loader, parameters, keys, ranks)
     require_same_data(checked.entries, ranks)
     plan = loader.plan
     event = plan.event(settings.noise_multiplier)
@@ -306,7 +306,11 @@ def calibrated(
 
 
 def _agree(
-    settings: Settings, loader: PrivateDataLoader, parameters: Sequence[object], ranks: Ranks
+    settings: Settings,
+    loader: PrivateDataLoader,
+    parameters: Sequence[object],
+    keys: RunKeys,
+    ranks: Ranks,
 ) -> None:
     """Raise where the ranks passed different arguments."""
     given = {**vars(settings.privacy), **vars(settings.performance)}
@@ -318,6 +322,7 @@ def _agree(
             "sampling": loader.plan.scheme,
             "entries of the dataset": len(loader.dataset),  # type: ignore[arg-type]
             "parameters": parameters,
+            "the engine's run": keys.run,  # detach changes it, without the other ranks
         },
     )
 

@@ -228,8 +228,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if not isinstance(module := given.module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         settings = resolved(asked, performance)
-        if self._run is not None:
-            raise ValueError("this engine has a model already; call engine.detach(model) first")
+        self._ranks.run_on_all("make_private", self._refuse_second_model)
         self._run = run = build(
             given,
             settings,
@@ -244,6 +243,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
         run.backward.attach(Attachment(run, self.detach))
         several = isinstance(given.optimizer, (list, tuple))
         return run.model, list(run.optimizers) if several else run.optimizers[0], run.loader
+
+    def _refuse_second_model(self) -> None:
+        if self._run is not None:
+            raise ValueError("this engine has a model already; call engine.detach(model) first")
 
     @takes_fields(*TARGETS, "noise_multiplier")
     def make_private_with_epsilon(
@@ -466,7 +469,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
     def detach(self, model: nn.Module) -> nn.Module:
         """Return the plain model, with its parameters; the engine keeps its spent privacy.
 
-        Any engine gives back a model whose own engine does not exist any more.
+        Any engine gives back a model whose own engine does not exist any more. With a mesh one
+        rank may call it alone, at the end; all ranks do before the next make_private.
         """
         if self._run is None or model is not self._run.model:
             attachments = attachments_of(model)

@@ -125,9 +125,14 @@ class RunKeys(Uncopied):
         return derive_key(self._master, f"sampling-{self.incarnation}")
 
     def begin_model(self) -> None:
-        """Change the keys for another model, whose releases are counted from 0 again."""
+        """Change the keys for another model, whose releases are counted from 0 again.
+
+        Calls no collectives. Run and branch name this engine alone, and so does what they give.
+        """
         self._master = derive_key(self._master, "next model")
-        self.run, self.branch, self._loaded = self._new_token(), "", None
+        name = f"{self.run} {self.branch}".encode()
+        self.run = hashlib.blake2b(name, digest_size=32, person=b"dpflash-run").hexdigest()
+        self.branch, self._loaded = "", None
 
     def leave_ranks(self) -> None:
         """Continue in a forked process, which is none of the ranks, under keys of its own."""

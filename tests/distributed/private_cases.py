@@ -496,6 +496,44 @@ def after_detach(group: object = None) -> dict[str, float]:
     return {"error": float((got - wanted).abs().max()), "moved": float(moved)}
 
 
+def detached_by_the_first(group: object = None) -> dict[str, Any]:
+    """One rank alone detaches; the next models need the other one too."""
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(1))
+    noise: list[list[float]] = []
+    said: list[str] = []
+
+    def release() -> nn.Module:
+        model = nn.Linear(2, 3)
+        samples = TensorDataset(torch.ones(8, 2))
+        _, optimizer, loader = private(engine, model, samples, batch_size=4)
+        for (x,) in loader:
+            engine.backward(model(x).sum(1) * 0)
+            if loader.is_last:
+                noise.append(model.weight.grad.flatten().tolist())
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    def refused() -> None:
+        try:
+            private(engine, nn.Linear(2, 3), TensorDataset(torch.ones(8, 2)))
+            said.append("taken")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+
+    model = release()
+    if dist.get_rank() == 0:
+        engine.detach(model).state_dict()
+    refused()
+    if dist.get_rank() == 1:
+        engine.detach(model)
+    engine.detach(release())
+    if dist.get_rank() == 0:
+        engine._keys.begin_model()
+    refused()
+    return {"noise": noise, "said": said}
+
+
 def signalled(group: object = None) -> str:
     """BatchMemoryManager's call beside other ranks."""
     _, optimizer, _ = private(dpflash.PrivacyEngine(mesh=mesh_of(1)), build())

@@ -517,6 +517,15 @@ def test_a_detached_wrapper_means_gradients_again_and_can_be_made_private_again(
         assert one["moved"] > 1.5e-3
 
 
+def test_one_rank_alone_may_detach_and_the_next_model_needs_all_and_has_other_noise(started):
+    first, second = started.run(2, "detached_by_the_first")
+    assert first["noise"] == second["noise"] and len(first["noise"]) == 4
+    assert len({tuple(one) for one in first["noise"]}) == 4
+    for said in (first["said"], second["said"]):
+        assert "engine has a model already; call engine.detach(model) first" in said[0]
+        assert "the engine's run differs between ranks" in said[1]
+
+
 # Refusals
 
 REFUSED = {

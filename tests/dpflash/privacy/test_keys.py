@@ -44,6 +44,19 @@ def test_the_keys_of_a_run_are_all_different():
         assert len(set(found)) == 6
 
 
+def test_each_next_model_of_each_continuation_has_a_run_of_its_own():
+    first, second = RunKeys(3, Ranks()), RunKeys(3, Ranks())
+    state = {**first.state_dict(), "releases": 0, "ledger_releases": 0}
+    names = [first.run]
+    for keys in (first, second, second):
+        if keys is second:
+            keys.load_state_dict(state, ledger_releases=None)
+        for _ in range(2):
+            keys.begin_model()
+            names.append(keys.run)
+    assert len(set(names)) == 7 and {len(name) for name in names} == {64}
+
+
 def test_keys_come_from_the_operating_system_and_from_a_seed_only_on_demand():
     assert master_key() != master_key()
     assert master_key(3) == master_key(3) != master_key(4)

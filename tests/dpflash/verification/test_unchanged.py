@@ -384,6 +384,14 @@ def test_copies_and_pickles_are_of_the_plain_model_and_are_compared_with_nothing
         copy.deepcopy(model)
 
 
+def test_a_copy_of_a_traced_model_is_plain(private):
+    engine, model, *_ = private(torch.fx.symbolic_trace(Keeping()))
+    twin = copy.deepcopy(model)
+    assert isinstance(twin, torch.fx.GraphModule) and type(twin.a) is nn.Linear
+    assert torch.equal(twin(data()), model(data()))
+    step(engine, model)
+
+
 class Named(NamedTuple):
     y: torch.Tensor
 
