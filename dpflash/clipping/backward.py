@@ -396,10 +396,15 @@ class PrivateBackward:
         self.forward.finish()
 
     def refuse_size(self, gate_size: int, loss_size: int) -> None:
+        why = (
+            f"{misfit}Give every layer inputs whose first dimension is the batch, and one loss "
+            "per sample"
+            if (misfit := self.forward.misfit)
+            else "losses has another number of entries than the batch that the model saw: give "
+            "one loss per sample of the forward, batch first"
+        )
         raise PrivateRefusal(
-            f"{self.forward.misfit}losses has another number of entries than the batch that the "
-            "model saw: give one loss per sample of the forward, batch first. "
-            f"{ALL_ROWS}. {SHARED}",
+            f"{why}. {ALL_ROWS}. {SHARED}",
             losses=loss_size,
             batch_size=gate_size,
         ) from None

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 SHARED = (
     "[1, ...] is taken for what all samples share only in a call of the model itself, after a "
-    "layer that got the batch; elsewhere expand it"
+    "layer that got the batch; elsewhere expand it. With several prompts that all share, call the "
+    "layer once for each"
 )
 ALL_ROWS = (
     "Where rows are filtered (h[y >= 0]) or routed, keep all rows and give the others weight 0; "

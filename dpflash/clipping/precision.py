@@ -13,7 +13,8 @@ WHY_NO_COARSE_MEAN = (
     "sample moves the sum by more than max_grad_norm"
 )
 INSTEAD_OF_A_MEAN = (
-    "declare loss_reduction='sum', or call engine.backward(losses) with one loss a sample"
+    "declare loss_reduction='sum' and sum the losses, or call engine.backward(losses) with one "
+    "loss a sample"
 )
 OF_16_BIT = (
     "16 bit in batches without public slots or lengths (BatchMemoryManager, batches that are not "

@@ -284,8 +284,8 @@ class PrivateOwner(PrivateModule):
         elif leaf.requires_grad or (leaf.ndim and len(leaf) != 1):
             raise PrivateRefusal(
                 f"{described(self)} got a tensor whose first dimension is not the batch: it must "
-                "be, or be 1 where the tensor does not depend on layers that are trained. "
-                f"{ALL_ROWS}",
+                "be, or be 1 (x[None]) where all samples share the tensor and it does not depend "
+                f"on layers that are trained. {ALL_ROWS}",
                 shape=tuple(leaf.shape),
                 batch_size=batch_size,
             ) from None

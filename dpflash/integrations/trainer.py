@@ -691,7 +691,7 @@ class DPTrainer(Trainer):
             raise PrivateRefusal(
                 "eval_dataset has rows that training has drawn, so its metrics are private, and "
                 "args.metric_for_best_model would choose by them: evaluate on other data, or "
-                "leave it out"
+                "leave metric_for_best_model and load_best_model_at_end out"
             ) from None
         return metrics
 

@@ -177,7 +177,7 @@ class Unchanged:
                 "and affects later batches. Keep nothing of a batch in the model. Set weights "
                 "before make_private, or by model.load_state_dict; merge adapters in a copy, "
                 "copy.deepcopy(model); if its contents are public (a count of forwards is not: "
-                f"count releases), pass allow_buffers=[{changed[0]!r}]"
+                f"count releases), pass allow_buffers=[{_listed(changed)}]"
             )
         if rewritten := self._rewritten.names(wait=wait):
             return (
@@ -186,7 +186,7 @@ class Unchanged:
                 "optimizer alone train it, initialize it before make_private or on public data "
                 "inside engine.public_data(), and bring the weights back by "
                 "model.load_state_dict; if what the forward writes depends on no data, nor on the "
-                f"number of forwards, pass allow_buffers=[{rewritten[0]!r}]"
+                f"number of forwards, pass allow_buffers=[{_listed(rewritten)}]"
             )
         return None
 
@@ -203,7 +203,7 @@ class Unchanged:
                 "hooks keep there would be released without noise. Keep it outside of "
                 "state_dict() (metrics with persistent=False) and release that alone: "
                 "torch.save(model) writes all else too; if its contents are public, have it there "
-                f"at make_private, and pass allow_buffers=[{others[0]!r}]"
+                f"at make_private, and pass allow_buffers=[{_listed(others)}]"
             )
         return None
 

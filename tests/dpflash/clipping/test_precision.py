@@ -169,7 +169,7 @@ def test_a_mean_under_autocast_that_is_on_everywhere_is_refused(private):
     _, model, *_ = private(nn.Linear(4, 4), loss_reduction="mean")
     torch.set_autocast_enabled("cpu", True)
     try:
-        with pytest.raises(ValueError, match="loss_reduction='mean' with autocast to"):
+        with pytest.raises(ValueError, match="='mean' with autocast to.*and sum the losses"):
             model(torch.randn(3, 4))
     finally:
         torch.set_autocast_enabled("cpu", False)

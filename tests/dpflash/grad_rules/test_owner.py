@@ -295,7 +295,7 @@ REFUSALS = {
     "a cache": (lambda: Caller(Kept(), lambda x: object()), "use_cache=False"),
     "flattened": (
         lambda: Caller(Flat(), lambda x: x.detach().flatten(0, 1)),
-        "whose first dimension is not the batch",
+        r"first dimension is not the batch.*1 \(x\[None\]\)",
     ),
     "flattened to a square": (
         lambda: Caller(Flat(), lambda x: x[:4, 0].detach()),
