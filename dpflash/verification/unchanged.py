@@ -226,16 +226,20 @@ class Unchanged:
             PrivateRefusal: what `state_dict()` holds changed.
         """
         self.compare()
+        if (text := self._kept()) is not None:
+            warnings.warn(text, PrivateWarning, stacklevel=4)
+
+    def _kept(self) -> str | None:
+        """A warning of attributes that changed; None if none did."""
         names = [n for n in self._attributes.kept_since() if n not in self._allowed_names]
-        if names:
-            warnings.warn(
-                f"not for release: attribute {_listed(names)} of the model is new or changed "
-                "since make_private, and a copy or pickle of the whole model holds it. What "
-                "forwards keep of a batch there, such as outputs, counts and metrics, has no "
-                "noise: release model.state_dict()",
-                PrivateWarning,
-                stacklevel=4,
-            )
+        if not names:
+            return None
+        return (
+            f"not for release: attribute {_listed(names)} of the model is new or changed since "
+            "make_private, and a copy or pickle of the whole model holds it. What forwards keep "
+            "of a batch there, such as outputs, counts and metrics, has no noise: release "
+            "model.state_dict()"
+        )
 
     def found(self) -> list[str]:
         """Names of all that changed."""
