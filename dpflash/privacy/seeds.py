@@ -99,7 +99,6 @@ class LoopSeeds:
         self._rank = rank
         self._devices = devices
         self._held: RandomState | None = None
-        self._passes = 0
 
     def of(self, *place: object) -> int:
         """The seed of a place, 63 bits; no two places have the same one."""
@@ -122,19 +121,10 @@ class LoopSeeds:
             self._held.restore()
             self._held = None
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore the user's states where a pass over the loader ends, or is left.
-
-        A pass that began later goes on as it is.
-        """
-        self._passes += 1
-        own = self._passes
-        try:
-            yield
-        finally:
-            if own == self._passes:
-                self.end()
+    def forget(self) -> None:
+        """The user's states are the current ones: a logical batch was left before its end."""
+        # Restored when an iterator is collected, they would come back in the middle of other code.
+        self._held = None
 
 
 class SeededIndices(list[Any]):

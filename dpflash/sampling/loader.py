@@ -308,9 +308,11 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             return
         self.tracker.abandon()
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
-        with self.tracker.noting_refusals(), self._seeds.kept():
+        self._seeds.forget()
+        with self.tracker.noting_refusals():
             with self.order.iterated():
                 yield from self._observed(marked)
+            self._seeds.end()
             self.tracker.end_epoch(self._mark)
 
     def _observed(self, marked: Iterator[tuple[Any, BatchMark]]) -> Iterator[Any]:
