@@ -127,7 +127,8 @@ class RunKeys(Uncopied):
     def begin_model(self) -> None:
         """Change the keys for another model, whose releases are counted from 0 again.
 
-        Calls no collectives. Run and branch name this engine alone, and so does what they give.
+        Calls no collectives: the new name of the run is derived from run and branch, which no
+        other engine has.
         """
         self._master = derive_key(self._master, "next model")
         name = f"{self.run} {self.branch}".encode()

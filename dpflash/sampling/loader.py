@@ -214,7 +214,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                     "without BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
         options = {name: getattr(loader, name) for name in _KEPT}
-        # Of it come the seeds of DataLoader workers, also in loaders that copy this one.
+        # DataLoader workers get their seeds from it, also in loaders that copy this one.
         options["generator"] = torch.Generator().manual_seed(self._seeds.of("workers"))
         collate, readable = loader.collate_fn, ReadableEntries(plan.dataset)
         made: Callable[[list[Any]], Collated]
@@ -332,7 +332,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                 return
 
     def _fetched(self) -> Iterator[Any]:
-        """What the DataLoader yields. Of the user's generators its own sampler alone draws."""
+        """What the DataLoader yields. Only a sampler of the user draws from its generators."""
         if self._draws is not None:
             self._seeds.begin()
         batches = iter(self._padded)
