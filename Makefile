@@ -19,7 +19,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Those in which a Triton kernel runs or is compiled.
 TRITON_TESTS = $(shell grep -l triton tests/kernels/test_*.py)
 
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -q
 
 .PHONY: help demo test test-all soak lint docs bench compare ci gpu clean
 .DEFAULT_GOAL := help

@@ -1,13 +1,10 @@
 """`dpflash train --model`: a causal language model of transformers, from folder to release."""
 
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -25,8 +22,6 @@ from dpflash.train.language_models import PretrainedModel, encode_texts  # noqa:
 from dpflash.train.pretrained import load_model  # noqa: E402
 from dpflash.train.run import Interrupted, TrainingRun  # noqa: E402
 
-# Forked from this process, which has imported everything: a new one would take seconds for it.
-FORKED = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.usefixtures("one_thread")
 POSITIONS = 48
 
@@ -91,19 +86,6 @@ def options(llama, notes, out, /, **changes):
     return words
 
 
-def killed_after(releases, words, ledger):
-    """Run the command in another process, and kill it once it has made so many releases."""
-    process = FORKED.Process(target=main, args=(words,))
-    process.start()
-    deadline = time.monotonic() + 120
-    while not ledger.exists() or ledger.read_bytes().count(b"\n") < releases:
-        assert process.is_alive() and time.monotonic() < deadline
-        time.sleep(0.005)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-
-
 _ALONE = """
 import sys
 sys.modules["dpflash"] = None
@@ -116,7 +98,7 @@ print(made[0].tolist())
 
 
 def test_lora_is_trained_killed_resumed_exported_loaded_and_generates(
-    llama, notes, tmp_path, capsys
+    llama, notes, tmp_path, capsys, killed_after
 ):
     run, out = tmp_path / "run", tmp_path / "out"
     sizes = {"lora_rank": 4, "steps": 8, "checkpoint_every": 2, "learning_rate": 0.05}

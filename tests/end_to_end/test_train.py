@@ -1,7 +1,6 @@
 """`dpflash train`, from the command line to the files that it leaves."""
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -21,8 +20,6 @@ from dpflash.privacy.ledger import Ledger
 from dpflash.train.config import Corpus, Parallelism, TrainingConfig
 from dpflash.train.run import Interrupted, TrainingRun
 
-# Forked from this process, which has imported everything: a new one would take seconds for it.
-FORKED = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.usefixtures("one_thread")
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 STEPS = 6
@@ -350,18 +347,6 @@ def test_a_finished_run_is_not_run_again(data, tmp_path, capsys):
     assert (out / "checkpoint.pt").stat().st_mtime_ns == written
 
 
-def killed_after(releases, words, ledger):
-    """Run the command in another process, and kill it once it has made so many releases."""
-    process = FORKED.Process(target=main, args=(words,))
-    process.start()
-    deadline = time.monotonic() + 120
-    while not ledger.exists() or ledger.read_bytes().count(b"\n") < releases:
-        assert process.is_alive() and time.monotonic() < deadline
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-
-
 def running(words, ledger, lines):
     """A process of the command, once it has made that many releases."""
     process = subprocess.Popen(
@@ -398,7 +383,9 @@ def test_a_signal_stops_after_the_step_and_says_how_to_go_on(number, data, tmp_p
     assert same(weights(out), weights(tmp_path / "whole"))
 
 
-def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(data, tmp_path, capsys):
+def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
+    data, tmp_path, capsys, killed_after
+):
     out = tmp_path / "out"
     words = options(data, steps=30, checkpoint_every=1000, seed=7)
     killed_after(4, [*words, "--no-baseline", "--out", str(out)], out / "ledger.jsonl")
