@@ -25,7 +25,6 @@ from .audit.engine import audit as audit_engine
 from .build import Given, build, calibrated, sampling_plan
 from .check import run_check
 from .check.compatible import get_compatible_module, is_compatible, validate
-from .clipping.precision import without_autocast
 from .config import (
     FIELDS,
     TARGETS,
@@ -317,19 +316,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
             batches without public slots this holds up to rounding, see `make_private`.
         """
-        run = self._running()
-        with run.step.noting_refusals():
-            losses = run.losses_of_samples(losses)
-            if losses.ndim == 1:
-                run.step.tracker.before_backward(losses.shape[0])
-                if losses.shape[0] == 0 and self._ranks.everyone is None:
-                    # With other ranks an empty batch takes part in the exchanges.
-                    run.step.end_backward()
-                    return
-            if run.is_tried(losses):
-                return
-            with without_autocast(losses.device.type):
-                run.backward.backward(losses)
+        self._running().run_backward(losses)
 
     @contextmanager
     def public_data(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from .checkpoint import sharded
 from .checkpoint import state as checkpoint
 from .clipping.backward import PrivateBackward
 from .clipping.explain import ClippingGroups, ClippingPlan, describe_groups, explain_plan
+from .clipping.precision import without_autocast
 from .config import Settings
 from .distributed.validate import release_ranks
 from .grad_rules import PrivateModule
@@ -81,7 +82,23 @@ class PrivateRun:
 
     # Losses
 
-    def losses_of_samples(self, losses: Tensor) -> Tensor:
+    def run_backward(self, losses: Tensor) -> None:
+        """See `PrivacyEngine.backward`."""
+        step = self.step
+        with step.noting_refusals():
+            losses = self._losses_of_samples(losses)
+            if losses.ndim == 1:
+                step.tracker.before_backward(losses.shape[0])
+                if losses.shape[0] == 0 and step.sums.ranks.everyone is None:
+                    # With other ranks an empty batch takes part in the exchanges.
+                    step.end_backward()
+                    return
+            if self._is_tried(losses):
+                return
+            with without_autocast(losses.device.type):
+                self.backward.backward(losses)
+
+    def _losses_of_samples(self, losses: Tensor) -> Tensor:
         """Losses [B] of samples, or a scalar where loss_reduction is declared."""
         is_tensor = isinstance(losses, Tensor)
         dims = (1,) if self.backward.loss_reduction is None else (0, 1)
@@ -117,7 +134,7 @@ class PrivateRun:
             ) from None
         return losses
 
-    def is_tried(self, losses: Tensor) -> bool:
+    def _is_tried(self, losses: Tensor) -> bool:
         """Whether losses are of a trial, which has no backward; compares those that follow it."""
         trial, mark = self.trial, self.step.tracker.current
         if trial is None:

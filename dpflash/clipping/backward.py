@@ -354,7 +354,7 @@ class PrivateBackward:
             "dpflash does not check whether its forward mixes samples, the order of rows, or "
             "random masks; see engine.verified. Call model(x), and compute in its forward all "
             "that is trained; to compile it, pass make_private(optimize='aggressive')",
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def check_gate(self, gate: Gate) -> None:

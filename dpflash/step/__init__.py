@@ -2,8 +2,9 @@
 
 from .charge import Charge
 from .noise import BatchNoise, RoundedGaussian
+from .open_batch import Clipper
 from .options import ReleaseOptions
-from .step import CAPTURED, Clipper, PrivateStep
+from .step import CAPTURED, PrivateStep
 from .sums import ClippedSums, refuse_mixed
 from .turns import Turns
 

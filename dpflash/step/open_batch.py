@@ -1,0 +1,190 @@
+"""OpenBatch: the logical batch under way, as the loader sees it, and how it is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..packing import Units
+from ..privacy.public_data import PublicGradients
+from ..refusal import PrivateRefusal
+from ..sampling.slots import RealRows
+from ..sampling.tracker import BatchTracker
+from .admission import Admission
+from .charge import Charge
+from .gradients import Gradients
+from .noise import BatchNoise, Noise
+from .options import ReleaseOptions
+from .sums import ClippedSums
+
+
+class Clipper(Protocol):
+    """Clips gradients. The step reports where microbatches begin and logical batches end."""
+
+    def begin_microbatch(self, samples: int, units: Units | None) -> None:
+        """The loader yields a microbatch of so many samples, which are its rows or units."""
+
+    def end_batch(self, *, parameters_change: bool) -> None:
+        """The logical batch was dropped, or parameters are about to change."""
+
+
+class OpenBatch:
+    """What a logical batch holds until its end, and how it is dropped.
+
+    Args:
+        optimizer: the wrapped optimizer, or several as one; a release sets the gradients of its
+            parameters.
+        sums: of the clipped gradients of the logical batch.
+        tracker: follows the microbatches of the training loop.
+        options: noise, bound and divisor of the next release.
+        charge: pays for releases.
+        kind_of_noise: makes the noise of each release.
+
+    Attributes:
+        noise: of the release under way; None before it was charged and after it was made.
+        released: the parameters whose `.grad` is a release that waits for its step, or None.
+        public: gradients of public data that the next step adds to its release.
+        rows: which rows of the current microbatch are samples.
+        admission: says whether a release or a step is allowed.
+        progress: counts microbatches, backwards and batches that were dropped.
+
+    Guarantees:
+        A logical batch that is dropped after its charge stays charged.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sums: ClippedSums,
+        *,
+        tracker: BatchTracker,
+        options: ReleaseOptions,
+        charge: Charge,
+        kind_of_noise: Noise,
+    ):
+        self.sums = sums
+        self.tracker = tracker
+        self.options = options
+        self.charge = charge
+        self.noise: BatchNoise | None = None
+        self.released: list[nn.Parameter] | None = None
+        self.public = PublicGradients(sums.trained, sums.names)
+        self.gradients = Gradients(sums.trained, sums.names, self.public)
+        self.admission = Admission(sums, tracker, options, charge)
+        self.rows = RealRows(tracker.real_rows)
+        self.progress = 0
+        self._optimizer = optimizer
+        self._kind_of_noise = kind_of_noise
+        self._clipper: Clipper | None = None
+        tracker.attach(self)
+
+    @property
+    def releases(self) -> int:
+        """How many releases were charged so far."""
+        return self.charge.releases
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that a release changes."""
+        return self.parameters_of(self._optimizer)
+
+    def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """Those of a wrapped optimizer as it is now: groups can be added, parameters frozen."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        return [p for p in held if self.sums.is_trained(p) and p.requires_grad]
+
+    def attach(self, clipper: Clipper) -> None:
+        """Report to `clipper` where logical batches begin and end."""
+        self._clipper = clipper
+
+    def watch_gradients(self) -> None:
+        """Refuse gradients that reach a parameter past its gate, from now on."""
+        self.gradients.watch(self.dropping)
+
+    def resume(self, *, releases: int, **options: float) -> None:
+        """Go on where a checkpoint was written."""
+        self.options.load(**options)
+        self.charge.resume(releases)
+        self.public.drop()
+        self.discard()
+
+    def close(self) -> None:
+        """The model is made plain again."""
+        self.public.drop()
+        self.gradients.unwatch()
+
+    def leave_ranks(self) -> None:
+        """Continue as a process by itself: a forked child is none of the ranks."""
+        self.sums.leave_ranks()
+        self.charge.leave_ranks()
+
+    # Microbatches: called by the tracker, for the loader.
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of a logical batch waits for its release, or a release for its step."""
+        # A backward that failed may leave a release without sums.
+        return bool(self.sums) or self.noise is not None or self.released is not None
+
+    def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
+        """The loader yields a microbatch of so many samples, which are its rows or units."""
+        self.public.refuse_inside("a batch of the private loader")
+        self.public.begin_microbatch(begins_draw=begins_draw)
+        self.progress += 1
+        if self._clipper is not None:
+            self._clipper.begin_microbatch(samples, units)
+
+    def may_begin(self, new_epoch: bool) -> bool:
+        """Whether the budget allows the release of a logical batch that is not drawn yet."""
+        return self.charge.may_begin(self.options.noise_multiplier, new_epoch=new_epoch)
+
+    def abandon(self) -> None:
+        """Drop the logical batch: the loop began another epoch."""
+        self.tracker.forget_signals()
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the sums of a logical batch, or its release."""
+        self.progress += 1
+        self.gradients.drop()
+        self.drop_sums()
+
+    def drop_sums(self) -> None:
+        """Drop the sums of a logical batch."""
+        self._clear()
+        self.tracker.dropped()
+        if self._clipper is not None:
+            self._clipper.end_batch(parameters_change=False)
+
+    def _clear(self) -> None:
+        self.sums.clear()
+        self.options.end_batch()
+        self.noise = self.released = None
+
+    @contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Note a private refusal that the block raises."""
+        try:
+            yield
+        except PrivateRefusal:
+            self.charge.note_refusal()
+            raise
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Drop the logical batch where the block fails."""
+        try:
+            with self.noting_refusals():
+                yield
+        except BaseException:
+            self.discard()
+            raise
+
+    def parameters_change(self) -> None:
+        """Have the next forward read the parameters again."""
+        if self._clipper is not None:
+            self._clipper.end_batch(parameters_change=True)
