@@ -106,8 +106,10 @@ class Gate:
 
     def open(self) -> tuple[Tensor, ...]:
         """Make the handles. Their node holds the gate, which must hold nothing of the graph."""
-        stand_in = torch.zeros((), device=self.device, requires_grad=True)
-        handles: tuple[Tensor, ...] = _ClipGate.apply(self, stand_in)
+        stand_ins, device = self.rules.stand_ins, self.device
+        if device not in stand_ins:
+            stand_ins[device] = torch.zeros((), device=device, requires_grad=True)
+        handles: tuple[Tensor, ...] = _ClipGate.apply(self, stand_ins[device])
         return handles
 
     @property

@@ -86,6 +86,7 @@ class GateRules:
         run: returns how the backward under way runs.
         admit: checks a gate whose backward runs.
         refuse_size: refuses losses of another number, given both.
+        stand_ins: by device, the tensor that gates hang on in place of parameters.
     """
 
     step: Step
@@ -97,6 +98,7 @@ class GateRules:
     run: Callable[[], BackwardRun]
     admit: Callable[[Any], None]
     refuse_size: Callable[[int, int], None]
+    stand_ins: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def layer_of(self, parameter: nn.Parameter) -> str:
         """Dotted name of the module that holds a parameter."""

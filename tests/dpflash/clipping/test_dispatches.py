@@ -47,7 +47,7 @@ def called(layers, private, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "most"), [({}, 3), ({"clipping": "per_layer"}, 8)], ids=["flat", "per_layer"]
+    ("options", "most"), [({}, 3), ({"clipping": "per_layer"}, 6)], ids=["flat", "per_layer"]
 )
 def test_a_step_calls_few_operators_for_each_parameter(options, most, private):
     plain = sum(called(12, None).values()) - sum(called(4, None).values())
