@@ -13,6 +13,7 @@ from torch import Tensor
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
 from ..verification.forward_rows import ForwardRows
+from .compiling import compiles
 from .groups import Group
 from .planner import LinearShape
 from .row_origin import is_flattened
@@ -343,7 +344,8 @@ class PrivateForward:
         self.batch_hint = samples
         self.units = units
         self.finish()
-        self.prepare(samples)
+        if compiles(self):
+            self.prepare(samples)
 
     def prepare(self, batch_size: int) -> None:
         """Make the handles that a compiled model reads; an eager model makes its own."""

@@ -39,7 +39,7 @@ class ClipStatistics:
         Numbers stay on their device until they are asked for.
         """
         self._real = self._rows.of(factors)
-        self._squares = (squares.detach(), self._real)
+        self._squares = (squares, self._real)
         self._factors.append(factors)
         if self._samples is None:
             self._samples = self._rows.count(len(factors))

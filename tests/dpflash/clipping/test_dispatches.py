@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpflash.clipping import compiling
+
 
 class Called(TorchDispatchMode):
     """Counts the operators that a block calls."""
@@ -47,9 +49,10 @@ def called(layers, private, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "most"), [({}, 3), ({"clipping": "per_layer"}, 6)], ids=["flat", "per_layer"]
+    ("options", "most"), [({}, 0), ({"clipping": "per_layer"}, 3)], ids=["flat", "per_layer"]
 )
-def test_a_step_calls_few_operators_for_each_parameter(options, most, private):
+def test_a_step_calls_few_operators_for_each_parameter(options, most, private, monkeypatch):
+    monkeypatch.setattr(compiling, "_has_begun", False)
     plain = sum(called(12, None).values()) - sum(called(4, None).values())
     more = called(12, private, **options) - called(4, private, **options)
     assert (sum(more.values()) - plain) / 8 <= most, more.most_common(12)

@@ -1,0 +1,37 @@
+"""Compiling: whether torch.compile has traced anything in this process.
+
+A compiled model reads handles that were made before its call. They cost two operators for each
+parameter, which a process that compiles nothing saves.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .forward import PrivateForward
+
+_waiting: weakref.WeakSet[PrivateForward] = weakref.WeakSet()
+_has_begun = False
+
+
+def compiles(forward: PrivateForward) -> bool:
+    """Whether to prepare handles now; if not, the forward prepares them before a first tracing."""
+    dynamo = sys.modules.get("torch._dynamo")  # every optimizer imports it
+    if dynamo is not None and not _has_begun:
+        handlers = dynamo.callback.callback_handler.start_callbacks
+        if _begin not in handlers:  # torch._dynamo.reset() drops them
+            handlers.append(_begin)
+        _waiting.add(forward)
+    return _has_begun
+
+
+def _begin(*_: object) -> None:
+    global _has_begun
+    _has_begun = True
+    for forward in tuple(_waiting):
+        if forward.batch_hint is not None:
+            forward.prepare(forward.batch_hint)
+    _waiting.clear()
