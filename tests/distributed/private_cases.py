@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -111,9 +111,10 @@ def private(
     )
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: nn.Module | Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """By its usual eps a gradient of about 0 would make a whole step of its rounding."""
-    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    parameters = model.parameters() if isinstance(model, nn.Module) else model
+    return torch.optim.Adam(parameters, lr=1e-2, eps=1e-3)
 
 
 def whole(model: nn.Module) -> np.ndarray:
@@ -190,15 +191,17 @@ def train(
     ledger: str | None = None,
     clip_function: str = "hard",
     users: int | None = None,
+    several: bool = False,
 ) -> dict[str, Any]:
-    """Some private steps, if asked of users; context=0 is one process that has everything."""
+    """Some private steps, of users or several optimizers; context=0 is one process with all."""
     plain = build(**dict(model or {}))
     made, mesh = parallel(plain, context, wrapper, mode=mode, sharding=sharding)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh, ledger=ledger)
-    made, optimizer, loader = private(
+    held = list(made.parameters())
+    made, optimizers, loader = private(
         engine,
         made,
-        optimizer=adam(made),
+        optimizer=[adam(held[:3]), adam(held[3:])] if several else [adam(made)],
         batch_size=batch_size,
         noise_multiplier=sigma,
         max_grad_norm=0.5,
@@ -212,7 +215,7 @@ def train(
         examples_per_unit=None if users is None else 3,
     )
     sizes: list[int] = []
-    while optimizer.releases < steps:
+    while loader.releases < steps:
         for x, y in loader:
             x, y = sharded(mesh, x, y, sharding=sharding)
             if no_sync and not loader.is_last:
@@ -221,9 +224,11 @@ def train(
             else:
                 engine.backward(made(x, y))
             sizes.append(int(loader.is_real.sum()))
-            optimizer.step()
-            optimizer.zero_grad()
-            if optimizer.releases == steps:
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if loader.releases == steps:
                 break
     return {
         "parameters": whole(plain),

@@ -210,15 +210,15 @@ def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started):
         assert 0 < np.abs(one - alone).max() <= 0.02 * 2**-8
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("wrapper", "clipping", "ways"),
     [(kind, "per_layer", {}) for kind in ("plain", "ddp", "fsdp")]
-    + [("ddp", "flat", {"no_sync": True})],
-    ids=["plain", "ddp", "fsdp", "no_sync"],
+    + [("ddp", "flat", {"no_sync": True}), ("fsdp", "flat", {"several": True})],
+    ids=["plain", "ddp", "fsdp", "no_sync", "several optimizers"],
 )
 def test_accumulation_over_unequal_parts_is_one_step(started, wrapper, clipping, ways):
-    """`no_sync` of DistributedDataParallel is taken, and changes nothing."""
+    """`no_sync` and several optimizers change nothing."""
     parts = {"physical_batch_size": 2, "clipping": clipping, "batch_size": 9}
     together = started.run(2, "train", context=1, wrapper=wrapper, **parts, **ways)
     assert len({tuple(one["sizes"]) for one in together}) == 2  # the shares do differ
