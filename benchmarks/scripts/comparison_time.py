@@ -1,4 +1,4 @@
-"""The part of a private step that goes into comparing batches, weights and options.
+"""The part of a private step that goes into comparing batches, weights and options, and seeds.
 
 Each comparison is timed inside of ordinary steps, in CPU time of their thread, so that other
 processes disturb the parts little. The tests of the first batches are over by then.
@@ -26,6 +26,7 @@ from dpflash.bench.output import write_text
 from dpflash.bench.private import endless
 from dpflash.bench.private_tasks import adapted_llama
 from dpflash.optimize import wrapper
+from dpflash.privacy.seeds import LoopSeeds
 from dpflash.sampling.entries import FittingCollate
 from dpflash.sampling.row_order import RowOrder
 from dpflash.sampling.tracker import BatchTracker
@@ -35,20 +36,22 @@ from dpflash.verification.rewritten import Rewritten
 from dpflash.verification.unchanged import Unchanged
 from dpflash.verification.uncovered import Uncovered
 
-COMPARISONS: list[tuple[Any, str]] = [
-    (Uncovered, "refusal"),
-    (Uncovered, "note_call"),
-    (Unchanged, "before_backward"),
-    (Unchanged, "structure"),
-    (Rewritten, "_marks"),
-    (Rewritten, "_digests"),
-    (RowOrder, "observe"),
-    (RowOrder, "check"),
-    (FittingCollate, "_refuse_moved"),
-    (BatchTracker, "before_backward"),
-    (ReleaseOptions, "note"),
-    (ReleaseOptions, "refuse_changed"),
-    (wrapper, "refuse_transforms"),
+COMPARISONS: list[tuple[Any, Callable[..., Any]]] = [
+    (Uncovered, Uncovered.refusal),
+    (Uncovered, Uncovered._note_output),
+    (Unchanged, Unchanged.before_backward),
+    (Unchanged, Unchanged.structure),
+    (Rewritten, Rewritten._marks),
+    (Rewritten, Rewritten._digests),
+    (RowOrder, RowOrder.observe),
+    (RowOrder, RowOrder.check),
+    (FittingCollate, FittingCollate._refuse_moved),
+    (BatchTracker, BatchTracker.before_backward),
+    (ReleaseOptions, ReleaseOptions.note),
+    (ReleaseOptions, ReleaseOptions.refuse_changed),
+    (wrapper, wrapper.refuse_transforms),
+    (LoopSeeds, LoopSeeds.seed),
+    (LoopSeeds, LoopSeeds.end),
 ]
 # Contents are compared in one of EVERY steps.
 STEPS, WARM_UP, ENTRIES, VOCABULARY = EVERY, 10, 1024, 256
@@ -82,7 +85,8 @@ def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int)
     )
     batches = endless(loader)
     spent: dict[str, float] = {}
-    originals = [_timed(owner, name, spent) for owner, name in COMPARISONS]
+    for owner, function in COMPARISONS:
+        _time(owner, function, spent)
     try:
         for number in range(WARM_UP + steps):
             if number == WARM_UP:
@@ -94,16 +98,15 @@ def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int)
             optimizer.zero_grad()
         whole = time.thread_time() - begin
     finally:
-        for (owner, name), function in zip(COMPARISONS, originals, strict=True):
-            setattr(owner, name, function)
+        for owner, function in COMPARISONS:
+            setattr(owner, function.__name__, function)
     parts = {name: seconds / whole for name, seconds in spent.items()}
     return {"step_ms": 1e3 * whole / steps, "part": sum(parts.values()), "parts": parts}
 
 
-def _timed(owner: Any, name: str, spent: dict[str, float]) -> Any:
-    """Add the time of a function to `spent`; return the function as it was."""
-    function = getattr(owner, name)
-    spent[key := f"{owner.__name__}.{name}"] = 0.0
+def _time(owner: Any, function: Callable[..., Any], spent: dict[str, float]) -> None:
+    """Add the time of a function to `spent` from now on."""
+    spent[key := f"{owner.__name__}.{function.__name__}"] = 0.0
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -113,8 +116,7 @@ def _timed(owner: Any, name: str, spent: dict[str, float]) -> Any:
         finally:
             spent[key] += time.thread_time() - begin
 
-    setattr(owner, name, timed)
-    return function
+    setattr(owner, function.__name__, timed)
 
 
 def main() -> None:
