@@ -47,11 +47,12 @@ def random_state_kept(*devices: torch.device) -> Iterator[None]:
 
 
 def seed_generators(seed: int, *devices: torch.device) -> None:
-    """Seed the global generators by a number of 63 bits."""
+    """Seed the global generators by a number of 63 bits; torch's of the CPU keeps 32 of them."""
     for generator in generators_of(*devices):
         generator.manual_seed(seed)
     random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    # By the two words alone NumPy's would be Python's stream.
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
 
 
 def generators_of(*devices: torch.device) -> list[torch.Generator]:

@@ -90,6 +90,11 @@ _KNOWN_PRIVATE = (
     "num_tokens",
 )
 
+_LIBRARIES = ("transformers", "trl", "dpflash")
+_OWN_BATCHES = (
+    "privacy decides how batches are drawn. Remove the method; collate entries by data_collator=, "
+    "and weigh classes in the loss"
+)
 _ONE_DEVICE = "one process trains on one device; docs/ranks.md shows several"
 # Argument -> (the values that are allowed, what to do).
 _Refused = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -306,7 +311,16 @@ class DPTrainer(Trainer):
             self._private_loader = self._make_private()
         return LogicalBatches(self._private_loader)
 
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Of the private optimizer, also where an override of create_optimizer made another."""
+        if self._private_optimizer is not None:
+            self.optimizer = optimizer = self._private_optimizer
+        return super().create_scheduler(num_training_steps, optimizer)
+
     def _make_private(self) -> PrivateDataLoader:
+        # A function of a subclass; those of the libraries are of Trainer and its kinds.
+        if type(self)._get_train_sampler.__module__.partition(".")[0] not in _LIBRARIES:
+            raise ValueError(f"{type(self).__name__}._get_train_sampler: {_OWN_BATCHES}")
         loader = self._plain_loader()
         unit_of, dataset = self._privacy.unit_of, self.train_dataset
         if callable(unit_of) and dataset is not None:
@@ -448,7 +462,11 @@ class DPTrainer(Trainer):
         Returns:
             0, or the mean loss of its samples with log_private_metrics.
         """
-        assert self._private_loader is not None
+        if self._private_loader is None:
+            raise ValueError(
+                f"{type(self).__name__}.get_train_dataloader returned a loader of its own, whose "
+                f"batches no accountant knows: {_OWN_BATCHES}"
+            )
         self._refuse_hooks()
         model.train()
         set_mode = getattr(self.optimizer, "train", None)  # of optimizers without a schedule

@@ -105,7 +105,7 @@ class LoopSeeds:
         self._held: RandomState | None = None
 
     def of(self, *place: object) -> int:
-        """The seed of a place, 63 bits; no two places have the same one."""
+        """The seed of a place, 63 bits, derived from the key."""
         return _seed_of(self._key(), f"loop-{self._rank}-{place}")
 
     def begin(self) -> None:

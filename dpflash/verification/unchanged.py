@@ -271,7 +271,8 @@ class Unchanged:
             "left its own, as for pruning and parametrizations: its gradient would be neither "
             "clipped nor noised, and state_dict() would release it. "
             "Call engine.detach(model), change the model, build the optimizer again, then "
-            "make_private again"
+            "make_private again. For a forward with other weights, as by "
+            "torch.func.functional_call, use copy.deepcopy(model) with requires_grad_(False)"
         )
 
     def loaded(self, names: Collection[str]) -> None:

@@ -85,7 +85,7 @@ def arguments(tmp_path, **changes):
 
 def trainer(tmp_path, name="llama", physical_batch_size=None, privacy=None, args=None, **options):
     options.setdefault("engine", engine(tmp_path))
-    return DPTrainer(
+    return options.pop("kind", DPTrainer)(
         model=options.pop("model", None) or built(name),
         args=args or arguments(tmp_path),
         train_dataset=options.pop("train_dataset", None) or samples(name),
@@ -627,6 +627,38 @@ def test_other_options_that_cannot_be_private_are_refused_by_name(tmp_path):
         trainer(tmp_path, args=pushing)
     with pytest.raises(ValueError, match="hyperparameter_search"):
         trainer(tmp_path).hyperparameter_search()
+
+
+class OwnLoader(DPTrainer):
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, batch_size=8, collate_fn=self.data_collator)
+
+
+class OwnSampler(DPTrainer):
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.WeightedRandomSampler(torch.ones(32), 32)
+
+
+class OwnOptimizer(DPTrainer):
+    def create_optimizer(self, *_):
+        """As in layer-wise learning rates: it makes one whenever it is called."""
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.0)
+        return self.optimizer
+
+
+def test_a_subclass_that_draws_batches_is_refused_and_one_that_makes_its_optimizer_trains(
+    tmp_path,
+):
+    with pytest.raises(
+        ValueError, match="OwnLoader.get_train_dataloader .* how batches are drawn"
+    ):
+        trainer(tmp_path, kind=OwnLoader).train()
+    with pytest.raises(ValueError, match="OwnSampler._get_train_sampler: .* data_collator="):
+        trainer(tmp_path, kind=OwnSampler).train()
+    trained = trainer(tmp_path / "own", "bert", kind=OwnOptimizer)
+    trained.train()
+    plain, *_ = plain_loop("bert")
+    assert largest_difference(plain, trained.model) <= 1e-6
 
 
 def test_targets_may_stand_in_the_configuration():

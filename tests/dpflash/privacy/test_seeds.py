@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 import dpflash
 from dpflash.optimize import wrapper as leveled
+from dpflash.random_state import seed_generators
 
 
 class Dropping(nn.Module):
@@ -241,6 +242,12 @@ def test_other_draws_have_the_random_numbers_that_they_had_with_one_entry_less()
     few, many = (drawn(Augmented(size), seed=3, releases=8, dataset_size=64) for size in (63, 64))
     assert len(few[0]) != len(many[0]) and few[2] == many[2]
     assert [few[0][-1], few[1][-1]] == [many[0][-1], many[1][-1]]
+
+
+def test_each_generator_has_a_stream_of_its_own():
+    seed_generators(2**40 + 3)
+    values = {random.random(), np.random.rand(), torch.rand((), dtype=torch.float64).item()}
+    assert len(values) == 3
 
 
 def test_each_epoch_of_a_shuffled_loader_has_an_order_of_its_own():
