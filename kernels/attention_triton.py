@@ -269,10 +269,12 @@ def _attention_forward_kernel(
                 alpha = tl.exp2(m - pivot)
                 total = total * alpha + tl.sum(p, 1)
                 v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
-                acc0 = _plus_product(acc0 * alpha[:, None], p, v0, v_ptr, PRECISION)
+                # Not _plus_product: with a bias and head dim 256 it spills on sm_90.
+                rounded = p.to(v_ptr.dtype.element_ty).to(v0.dtype)
+                acc0 = tl.dot(rounded, v0, acc0 * alpha[:, None], input_precision=PRECISION)
                 if E1 > 0:
                     v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
-                    acc1 = _plus_product(acc1 * alpha[:, None], p, v1, v_ptr, PRECISION)
+                    acc1 = tl.dot(rounded, v1, acc1 * alpha[:, None], input_precision=PRECISION)
                 m = m_new
 
     # Not "total > 0": a NaN must stay one.

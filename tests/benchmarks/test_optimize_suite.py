@@ -9,7 +9,6 @@ from dpflash.bench.output import row
 from dpflash.bench.private import clipped_sums
 from dpflash.bench.suite import Request
 from dpflash.clipping.planner import LEVELS
-from dpflash.optimize import levels as optimization
 from dpflash.optimize import wrapper as leveled
 
 TINY = {"batch": 3, "physical_batch": 3, "tokens": 24, "heads": 2, "head_dim": 8}
@@ -40,7 +39,6 @@ def test_a_row_whose_compiler_failed_names_it_and_ran_eagerly(monkeypatch):
 
     torch.compiler.reset()
     monkeypatch.setattr(leveled, "_BACKEND", fails)
-    monkeypatch.setattr(optimization, "_missing_compiler", lambda device: None)
     subject = optimize.optimize_subject(level="aggressive", device="cpu", seed=0, **TINY)
     assert subject.late_figures()["compiled"] and subject.late_figures()["fell_back"] is None
     with pytest.warns(UserWarning, match=r"goes on without torch\.compile"):
