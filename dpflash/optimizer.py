@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -143,6 +144,9 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by GradScaler.step, which is refused: losses that it scaled were clipped so."""
+        # Lightning asks too, before it clips gradients.
+        if not sys._getframe(1).f_globals["__name__"].startswith("torch."):
+            return False
         raise RuntimeError(
             "GradScaler.step(optimizer) with a private optimizer: per-sample gradients of scaled "
             "losses are clipped at that scale, so nearly all of them to max_grad_norm. Call "
@@ -221,7 +225,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.original_optimizer.load_state_dict(state_dict)
-        self._is_resumed = _has_stepped(self.original_optimizer)
+        self._is_resumed = True  # plain SGD keeps nothing that would tell
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(
@@ -265,7 +269,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
                 layers made; nothing is released.
         """
         refuse_capture(CAPTURED)
-        refuse_lightning(closure)
+        refuse_lightning(closure, is_inside=self._step.tracker.is_inside)
         self._step.public.refuse_inside("optimizer.step()")
         if self._is_closed:
             raise RuntimeError(

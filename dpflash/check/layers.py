@@ -74,7 +74,8 @@ def check_private_backward(
                 "outside_use",
                 name,
                 "it is used outside of its own module, where its gradient is not clipped",
-                "call the module itself, not F.linear(x, m.weight)",
+                "call the module itself, not F.linear(x, m.weight); what the loss needs, such as "
+                "a temperature, use in the forward of the module that owns it",
             )
     if not (findings.errors() or trial.random or backward.statistics.squared_norms is None):
         norms = backward.statistics.squared_norms.sqrt().tolist()

@@ -246,8 +246,9 @@ class PrivateOwner(PrivateModule):
             "samples, or draws random numbers other than dropout's, such as masks of SpecAugment "
             "(config.apply_spec_augment=False). Outputs that compare the samples of a batch, for "
             "a contrastive loss, have no per-sample gradients: train with a loss of each sample "
-            "by itself. Otherwise move its parameters into a module of their own, or freeze them "
-            "with requires_grad_(False)"
+            "by itself. A parameter that it returns itself must have the samples first: "
+            "parameter.expand(len(x), ...). Otherwise move its parameters into a module of their "
+            "own, or freeze them with requires_grad_(False)"
         ) from None
 
     def _batch_size(self, leaves: list[Any]) -> int:

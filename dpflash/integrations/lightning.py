@@ -52,6 +52,13 @@ class KeepPrivacy(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the engine, when Lightning has loaded everything else."""
+        self._load()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Load the engine where nothing was left to train; epsilon is the checkpoint's then."""
+        self._load()
+
+    def _load(self) -> None:
         if self._saved is None:
             return
         with tempfile.TemporaryDirectory() as folder:

@@ -40,9 +40,10 @@ class LogicalBatch:
         self._device = device
 
     def __iter__(self) -> Iterator[Any]:
-        yield self._moved(self._first)
-        while not self._loader.is_last:
-            yield self._moved(next(self._others))
+        with self._loader.tracker.inside():
+            yield self._moved(self._first)
+            while not self._loader.is_last:
+                yield self._moved(next(self._others))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LogicalBatch:
         """The same microbatches, whose tensors are put on `device` when they are loaded."""

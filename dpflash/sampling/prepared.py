@@ -39,8 +39,12 @@ class Prepared:
         """Assigned by `Accelerator.prepare`."""
 
 
-def refuse_lightning(closure: Callable[[], Any] | None) -> None:
+def refuse_lightning(closure: Callable[[], Any] | None, *, is_inside: bool) -> None:
     """Refuse the closure of a Lightning Trainer whose steps are not those of logical batches.
+
+    Args:
+        closure: that the optimizer's step got.
+        is_inside: whether the loop iterates over the microbatches of a logical batch.
 
     Raises:
         RuntimeError: naming what to change; nothing was computed for this step yet, or nothing is
@@ -57,6 +61,12 @@ def refuse_lightning(closure: Callable[[], Any] | None) -> None:
             "    for microbatch in batch: engine.backward(losses)  # in training_step, [B] each\n"
             "    optimizer.step(); optimizer.zero_grad()  # behind it; optimizer = "
             "self.optimizers()"
+        )
+    if is_inside:
+        raise RuntimeError(
+            "optimizer.step() inside of `for microbatch in batch`: Lightning counts each call in "
+            "trainer.global_step, which would tell how many microbatches there are. Call "
+            "optimizer.step() and zero_grad() behind that loop, once for each logical batch"
         )
     if module.trainer.world_size > 1:
         raise RuntimeError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -23,10 +23,11 @@ STEP_OF_ANOTHER = (
 FOREIGN = (
     "the batch is not of the private loader: how it was sampled is unknown, and several of its "
     "rows may be of one sample, so nothing was released. Iterate over the loader that "
-    "make_private returned, anew in each epoch (itertools.cycle keeps batches); views of a sample "
-    "belong inside of the model, and two models that share batches into one module, called as a "
-    "whole. make_private(foreign_batches=True) takes batches of your own; dpflash.PrivacyConfig "
-    f"says what you vouch for then. {STEP_OF_ANOTHER}"
+    "make_private returned, in each epoch again (itertools.cycle keeps batches; in place of "
+    "Accelerate's skip_first_batches the loader itself continues after load_checkpoint); views of "
+    "a sample belong inside of the model, and two models that share batches into one module, "
+    "called as a whole. make_private(foreign_batches=True) takes batches of your own; "
+    f"dpflash.PrivacyConfig says what you vouch for then. {STEP_OF_ANOTHER}"
 )
 EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
@@ -175,6 +176,7 @@ class BatchTracker:
         self.signalled = False
         self.signalled_now = False
         self.skipped_last_step = False
+        self.is_inside = False
         self._fetched_ahead = fetched_ahead
         self._equal_sizes = equal_sizes
         self._batch: LogicalBatch | None = None
@@ -199,6 +201,15 @@ class BatchTracker:
     def may_begin(self, new_epoch: bool) -> bool:
         """Whether the loader may draw one more logical batch, which may begin an epoch."""
         return self._batch is None or self._batch.may_begin(new_epoch)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The loop iterates over the microbatches of one `LogicalBatch`."""
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
 
     def noting_refusals(self) -> AbstractContextManager[None]:
         """Note a private refusal that the block raises."""

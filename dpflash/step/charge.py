@@ -164,10 +164,11 @@ class Charge:
         """Warn if epsilon counts no releases for the steps that the optimizer has made."""
         if self._is_first:
             warnings.warn(
-                "the optimizer's state is of a run that made steps, and this engine counts none "
-                "of them. If they were on private data, epsilon is too small: resume with "
-                "engine.save_checkpoint and load_checkpoint, or save engine.state_dict() beside "
-                "those of model and optimizer, and load all three before the first step",
+                "the optimizer's state is of an earlier run, and this engine counts none of its "
+                "steps. If they were on private data, epsilon is too small: resume with "
+                "engine.save_checkpoint and load_checkpoint (Lightning: callbacks=[KeepPrivacy("
+                "engine)]), or save engine.state_dict() beside those of model and optimizer, and "
+                "load all three before the first step",
                 stacklevel=3,
             )
 

@@ -46,13 +46,15 @@ _MIXED = (
     "released: after it losses depend on several samples (a contrastive loss, which has no "
     "per-sample gradients, statistics of the batch), or a row is not the sample whose loss has "
     "the same index (sorted or flipped rows). Keep each sample in its row, in all layers and "
-    "losses; engine.check helps to find where"
+    "losses, with negatives from the sample's own entry (detach() leaves a loss of several "
+    "samples); engine.check helps to find where"
 )
 _OTHERS = (
     "the gradient of layer '{layer}' for a sample changed as the losses of others got weight 0, "
-    "so nothing was released: it depends on other samples, or two backwards of one batch differ "
-    "(checkpointing without the random state, hooks that keep something; where only rounding "
-    f"differs, torch.use_deterministic_algorithms(True) helps). {_OFF}"
+    "so nothing was released: it depends on other samples (negatives of other rows, as by "
+    "x.roll(1, 0), also detached), or two backwards of one batch differ (checkpointing without "
+    "the random state, hooks that keep something; where only rounding differs, "
+    f"torch.use_deterministic_algorithms(True) helps). {_OFF}"
 )
 _COUNTS = (
     "the gradient reached layer '{layer}' in one backward and not, or another number of times, "
@@ -380,7 +382,11 @@ class Proof:
                 raise PrivateRefusal(refusal) from None
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
             if proof._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
-                owner.crossed([x for x, _ in reached], [g for _, g in reached], size)
+                # Autograd runs the layers of outputs that the loss does not use, with zeros.
+                rows = [(x, g) for x, g in zip(inner, grads, strict=True) if x.ndim]
+                rows = [(x, g) for x, g in rows if x.shape[0] == size]
+                seeds = [torch.zeros_like(x) if g is None else g for x, g in rows]
+                owner.crossed([x for x, _ in rows], seeds, size)
             else:
                 uses.take_turn()
                 proof._note_scalar(reached)

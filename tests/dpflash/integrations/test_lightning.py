@@ -136,6 +136,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(step, tmp_path):
     assert_same(again.net, again.engine)
 
 
+def test_a_finished_run_that_is_fitted_again_has_its_epsilon(tmp_path):
+    module = Private()
+    trainer = fit(module, callbacks=[KeepPrivacy(module.engine)])
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    again = Private()
+    fit(again, callbacks=[KeepPrivacy(again.engine)], checkpoint=tmp_path / "checkpoint")
+    assert again.engine.get_epsilon(DELTA) == module.engine.get_epsilon(DELTA) > 0
+
+
 def test_automatic_optimization_is_refused_with_the_lines_to_use():
     class Automatic(Private):
         def training_step(self, batch, index):
@@ -152,6 +161,39 @@ def test_automatic_optimization_is_refused_with_the_lines_to_use():
 class Microbatches(Private):
     def training_step(self, batch, index):
         super().training_step([batch], index)
+
+
+class StepsInside(Private):
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        for x, y in batch:
+            self.engine.backward(dpflash.losses.cross_entropy(self.net(x), y))
+            optimizer.step()
+
+
+def test_a_step_of_each_microbatch_which_lightning_would_count_is_refused():
+    module = StepsInside()
+    with pytest.raises(RuntimeError, match="global_step") as refused:
+        fit(module)
+    assert not isinstance(refused.value, dpflash.PrivateRefusal)
+    assert module.made[1].releases == 0
+
+
+class Clips(Private):
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        for x, y in batch:
+            self.engine.backward(dpflash.losses.cross_entropy(self.net(x), y))
+        self.clip_gradients(optimizer, gradient_clip_val=1e-6, gradient_clip_algorithm="norm")
+        norms = [p.grad.norm() for p in self.net.parameters()]
+        assert torch.stack(norms).norm() <= 1.1e-6
+        optimizer.step()
+
+
+def test_lightning_may_clip_a_release_in_mixed_precision():
+    module = Clips()
+    fit(module, precision="bf16-mixed")
+    assert module.made[1].releases == 8
 
 
 def test_other_loaders_than_logical_batches_are_refused():

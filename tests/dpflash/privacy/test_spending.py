@@ -422,7 +422,7 @@ def momentum(parameters, lr):
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["without the engine", "with it"])
-@pytest.mark.parametrize("kind", [momentum, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [momentum, torch.optim.SGD, torch.optim.AdamW])
 def test_an_optimizer_that_goes_on_without_its_engine_is_warned_about(kind, whole, private):
     options = {"noise_multiplier": 1.0, "kind": kind}
     engine, _, optimizer, loader = made = private(nn.Linear(3, 2), DATA, **options)
@@ -444,7 +444,7 @@ def test_an_optimizer_of_an_earlier_loop_is_warned_about_unless_its_steps_are_co
     model(DATA).mean().backward()
     plain.step()
     made = private(model, DATA, noise_multiplier=1.0, kind=lambda parameters, lr: plain)
-    with pytest.warns(UserWarning, match="this engine counts none of them"):
+    with pytest.warns(UserWarning, match="this engine counts none of its steps"):
         train(*made)
 
 

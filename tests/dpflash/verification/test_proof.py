@@ -703,6 +703,28 @@ def test_a_scalar_with_terms_that_the_model_did_not_return_is_refused(call, priv
     assert_nothing_is_left(engine, model)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return {name: head(self.body(x)) for name, head in (("a", self.a), ("b", self.b))}
+
+
+def test_a_scalar_loss_may_use_one_output_alone(private):
+    engine, model, optimizer, loader = private(
+        TwoHeads(), torch.randn(64, 4), batch_size=16, loss_reduction="mean"
+    )
+    for head in ("a", "b"):
+        for (x,) in loader:
+            model(x)[head].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert head == "b" or engine.verified == "pending"
+    assert optimizer.releases == 2 * len(loader)
+
+
 def test_a_model_that_returns_a_scalar_loss_is_proven_in_its_forward_only(private):
     class Scalar(Between):
         def forward(self, x):
