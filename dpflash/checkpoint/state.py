@@ -213,7 +213,7 @@ def check_fits(
         raise ValueError(f"{where} the ledger {ledger.path}: it is of another run. Use its own")
     if ledger.releases < releases:
         raise ValueError(
-            f"{where} the ledger {ledger.path}, which has {ledger.releases} releases, and the "
+            f"{where} the ledger {ledger.path}: the ledger has {ledger.releases} releases, the "
             f"checkpoint {releases}. Restore the ledger; epsilon is unknown without its lines"
         )
 

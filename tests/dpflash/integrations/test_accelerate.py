@@ -13,7 +13,10 @@ peft = pytest.importorskip("peft")
 
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("error:the optimizer's state is of an earlier run"),
+]
 
 DELTA = 1e-3
 
