@@ -1,4 +1,4 @@
-"""The part of a private step that goes into comparing batches, weights and options, and seeds.
+"""The time share of a private step that compares batches, weights and options, or seeds.
 
 Each comparison is timed inside of ordinary steps, in CPU time of their thread, so that other
 processes disturb the parts little. The tests of the first batches are over by then.

@@ -21,9 +21,9 @@ def compiles(forward: PrivateForward) -> bool:
     """Whether to prepare handles now; if not, the forward prepares them before a first tracing."""
     dynamo = sys.modules.get("torch._dynamo")  # every optimizer imports it
     if dynamo is not None and not _has_begun:
-        handlers = dynamo.callback.callback_handler.start_callbacks
-        if _begin not in handlers:  # torch._dynamo.reset() drops them
-            handlers.append(_begin)
+        handler = dynamo.callback.callback_handler
+        if _begin not in handler.start_callbacks:  # torch._dynamo.reset() drops them
+            handler.register_start_callback(_begin)
         _waiting.add(forward)
     return _has_begun
 

@@ -246,7 +246,7 @@ class PrivateOwner(PrivateModule):
             "samples, or draws random numbers other than dropout's, such as masks of SpecAugment "
             "(config.apply_spec_augment=False). Outputs that compare the samples of a batch, for "
             "a contrastive loss, have no per-sample gradients: train with a loss of each sample "
-            "by itself. A parameter that it returns itself must have the samples first: "
+            "by itself. If the module returns one of its parameters, expand it to the batch: "
             "parameter.expand(len(x), ...). Otherwise move its parameters into a module of their "
             "own, or freeze them with requires_grad_(False)"
         ) from None

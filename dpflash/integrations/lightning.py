@@ -55,7 +55,7 @@ class KeepPrivacy(Callback):
         self._load()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Load the engine where nothing was left to train; epsilon is the checkpoint's then."""
+        """Load the engine of a run that had finished, so that epsilon is not 0."""
         self._load()
 
     def _load(self) -> None:

@@ -93,7 +93,7 @@ _KNOWN_PRIVATE = (
 _LIBRARIES = ("transformers", "trl", "dpflash")
 _OWN_BATCHES = (
     "privacy decides how batches are drawn. Remove the method; collate entries by data_collator=, "
-    "and weigh classes in the loss"
+    "and weight classes in the loss"
 )
 _ONE_DEVICE = "one process trains on one device; docs/ranks.md shows several"
 # Argument -> (the values that are allowed, what to do).

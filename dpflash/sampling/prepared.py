@@ -66,7 +66,7 @@ def refuse_lightning(closure: Callable[[], Any] | None, *, is_inside: bool) -> N
         raise RuntimeError(
             "optimizer.step() inside of `for microbatch in batch`: Lightning counts each call in "
             "trainer.global_step, which would tell how many microbatches there are. Call "
-            "optimizer.step() and zero_grad() behind that loop, once for each logical batch"
+            "optimizer.step() and zero_grad() after that loop, once for each logical batch"
         )
     if module.trainer.world_size > 1:
         raise RuntimeError(

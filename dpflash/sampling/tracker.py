@@ -23,7 +23,7 @@ STEP_OF_ANOTHER = (
 FOREIGN = (
     "the batch is not of the private loader: how it was sampled is unknown, and several of its "
     "rows may be of one sample, so nothing was released. Iterate over the loader that "
-    "make_private returned, in each epoch again (itertools.cycle keeps batches; in place of "
+    "make_private returned, again in each epoch (itertools.cycle keeps batches; in place of "
     "Accelerate's skip_first_batches the loader itself continues after load_checkpoint); views of "
     "a sample belong inside of the model, and two models that share batches into one module, "
     "called as a whole. make_private(foreign_batches=True) takes batches of your own; "

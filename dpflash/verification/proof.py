@@ -46,8 +46,8 @@ _MIXED = (
     "released: after it losses depend on several samples (a contrastive loss, which has no "
     "per-sample gradients, statistics of the batch), or a row is not the sample whose loss has "
     "the same index (sorted or flipped rows). Keep each sample in its row, in all layers and "
-    "losses, with negatives from the sample's own entry (detach() leaves a loss of several "
-    "samples); engine.check helps to find where"
+    "losses. Take negatives from the sample's own entry: with those of other rows, detached or "
+    "not, a loss depends on several samples. engine.check helps to find where"
 )
 _OTHERS = (
     "the gradient of layer '{layer}' for a sample changed as the losses of others got weight 0, "
@@ -383,8 +383,8 @@ class Proof:
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
             if proof._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
                 # Autograd runs the layers of outputs that the loss does not use, with zeros.
-                rows = [(x, g) for x, g in zip(inner, grads, strict=True) if x.ndim]
-                rows = [(x, g) for x, g in rows if x.shape[0] == size]
+                pairs = zip(inner, grads, strict=True)
+                rows = [(x, g) for x, g in pairs if x.shape[:1] == (size,)]
                 seeds = [torch.zeros_like(x) if g is None else g for x, g in rows]
                 owner.crossed([x for x, _ in rows], seeds, size)
             else:
