@@ -3,6 +3,7 @@
 from .grads import (
     clip_factors,
     clip_reduce,
+    clip_reduce_all,
     clipped_grad,
     embedding_clipped_grad,
     embedding_grad_norm,
@@ -16,7 +17,7 @@ from .grads import (
     squared_norm,
 )
 from .grid import exact_slots, grid_of
-from .noise import NoiseStream, gaussian_noise_, refuse_capture, settle_noise
+from .noise import NoiseStream, add_noise_, gaussian_noise_, refuse_capture, settle_noise
 from .reference import (
     bound_share,
     embedding_grad_inner,
@@ -25,9 +26,11 @@ from .reference import (
 
 __all__ = [
     "NoiseStream",
+    "add_noise_",
     "bound_share",
     "clip_factors",
     "clip_reduce",
+    "clip_reduce_all",
     "clipped_grad",
     "embedding_clipped_grad",
     "embedding_grad_inner",

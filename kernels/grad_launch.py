@@ -8,6 +8,7 @@ O outputs, V rows of a table, E its width.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -26,7 +27,7 @@ from .noise_triton import (
     open_list,
     settle_or_keep,
 )
-from .reference import cheaper_norm, upper_bound
+from .reference import cheaper_norm, of_each, upper_bound
 from .spans import (
     Spans,
     chunks,
@@ -143,13 +144,32 @@ def clip_reduce(
     return total if noise is None else noise.add_to_(total)
 
 
-def squared_norm(grads: Tensor, *, into: Tensor | None = None) -> Tensor:
+def clip_reduce_all(
+    grads: Sequence[Tensor],
+    factors: Tensor,
+    *,
+    grid: float | None = None,
+    into: Sequence[Tensor] | None = None,
+    noise: Sequence[NoiseStream] | None = None,
+) -> Sequence[Tensor]:
+    """See `reference.clip_reduce_all`."""
+    return [
+        clip_reduce(own, factors, grid=grid, into=total, noise=stream)
+        for own, total, stream in of_each(grads, into, noise)
+    ]
+
+
+def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     """See `reference.squared_norm`; everything in fp64, without a wider copy."""
-    flat = grads.reshape(grads.shape[0], grads.shape[1:].numel())
-    squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
-    # The root and its square round as well.
-    squares = upper_bound(squares, flat.shape[1] + 4)
-    return squares if into is None else into.add_(squares)
+    first = grads[0]
+    if into is None:
+        into = torch.zeros(first.shape[0], dtype=torch.float64, device=first.device)
+    for own in grads:
+        flat = own.reshape(own.shape[0], own.shape[1:].numel())
+        squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
+        # The root and its square round as well.
+        into += upper_bound(squares, flat.shape[1] + 4)
+    return into
 
 
 def embedding_per_sample_grad(

@@ -112,26 +112,35 @@ def clip_reduce(
     noise: NoiseStream | None = None,
 ) -> Tensor:
     """See `reference.clip_reduce`."""
-    _check("grads", grads)
-    _check_factors(factors, grads, grads.shape[0])
-    _check_into(into, grid, grads.shape[1:])
-    _check_noise(noise, grads.shape[1:].numel())
-    if noise is not None and (into is not None or grid not in (None, noise.grid)):
-        raise ValueError(
-            f"noise on the grid {noise.grid!r} where grid is {grid!r}"
-            + (" and the sum goes into another" if into is not None else "")
-            + ": give noise of the same grid, and no `into`; add noise to that with noise.add_to_"
-        )
+    _check_clip_reduce(grads, factors, grid, into, noise)
     return _backend(grads).clip_reduce(grads, factors, grid=grid, into=into, noise=noise)
 
 
+@_documented_by(reference.clip_reduce_all)
+def clip_reduce_all(
+    grads: Sequence[Tensor],
+    factors: Tensor,
+    *,
+    grid: float | None = None,
+    into: Sequence[Tensor] | None = None,
+    noise: Sequence[NoiseStream] | None = None,
+) -> Sequence[Tensor]:
+    """See `reference.clip_reduce_all`."""
+    for own, total, stream in reference.of_each(grads, into, noise):
+        _check_clip_reduce(own, factors, grid, total, stream)
+    backend = _backend(*grads)
+    return backend.clip_reduce_all(grads, factors, grid=grid, into=into, noise=noise)
+
+
 @_documented_by(reference.squared_norm)
-def squared_norm(grads: Tensor, *, into: Tensor | None = None) -> Tensor:
+def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     """See `reference.squared_norm`."""
-    _check("grads", grads)
+    for own in grads:
+        _check("grads", own)
+        _check_same("grads", (grads[0], own), 1)
     if into is not None:
-        _check_wide("into", into, grads.shape[:1])
-    return _backend(grads).squared_norm(grads, into=into)
+        _check_wide("into", into, grads[0].shape[:1])
+    return _backend(*grads).squared_norm(*grads, into=into)
 
 
 @_documented_by(reference.clip_factors)
@@ -330,6 +339,25 @@ def _check_factors(factors: Tensor, of_samples: Tensor, batch: int) -> None:
         raise ValueError(
             f"factors has dtype torch.float64 and the samples {of_samples.dtype}: give "
             "(factors * (1 - 2**-22)).float(), as factors.float() may round up"
+        )
+
+
+def _check_clip_reduce(
+    grads: Tensor,
+    factors: Tensor,
+    grid: float | None,
+    into: Tensor | None,
+    noise: NoiseStream | None,
+) -> None:
+    _check("grads", grads)
+    _check_factors(factors, grads, grads.shape[0])
+    _check_into(into, grid, grads.shape[1:])
+    _check_noise(noise, grads.shape[1:].numel())
+    if noise is not None and (into is not None or grid not in (None, noise.grid)):
+        raise ValueError(
+            f"noise on the grid {noise.grid!r} where grid is {grid!r}"
+            + (" and the sum goes into another" if into is not None else "")
+            + ": give noise of the same grid, and no `into`; add noise to that with noise.add_to_"
         )
 
 

@@ -1,7 +1,7 @@
 // Squared norms of per-sample gradients, sums of clipped ones on a grid, and noise on it, on the
 // CPU. grads_cpu.py and noise_cpu.py call it and describe the tensors.
 //
-// Letters: B samples, P elements of a sample, O outputs and I inputs of a matrix.
+// A call takes all parameters of a clipping gate, a Part each.
 
 #include <cmath>
 #include <limits>
@@ -18,6 +18,17 @@ namespace {
 // Sums of squares that a block of elements keeps, in an order that no processor changes.
 constexpr int kSums = 32;
 constexpr int64_t kSquaresBlock = 4096;
+
+// A parameter: per-sample gradients of so many elements, and the result. noise_cpu.py makes them.
+struct Part {
+  const void* grads;
+  int64_t stride, elements;  // stride: from one sample to the next
+  void* out;
+  int64_t threads, offset, id;  // offset, id: of the noise
+
+  template <class F>
+  const F* of_sample(int64_t i) const { return static_cast<const F*>(grads) + i * stride; }
+};
 
 // `count` numbers in fp64, zeros behind them.
 template <class F>
@@ -69,18 +80,19 @@ inline double total(double* sums) {
   return sums[0];
 }
 
-// Adds the sum of the squares of sample i, times `rounding`, to squares[i]. A square goes through
-// at most 127 additions to its sum, 5 to its block's and 1 for each block.
+// Adds an upper bound of the sum of the squares of sample i to squares[i].
 template <class F>
-void squared_norms(double rounding, const F* grads, int64_t stride, int64_t batch,
-                   int64_t elements, int64_t threads, double* squares) {
-  int64_t blocks = (elements + kSquaresBlock - 1) / kSquaresBlock;
+void squared_norms(const Part& part, int64_t batch, double* squares) {
+  int64_t blocks = (part.elements + kSquaresBlock - 1) / kSquaresBlock;
+  // A square goes through at most 127 additions to its sum, 5 to its block's, 1 for each block.
+  int64_t terms = std::min(part.elements, 132 + blocks);
+  double rounding = 1 + double(terms + 1) * 0x1p-52;
   std::vector<double> of_blocks(size_t(batch * blocks));
-  share<PlainArithmetic>(batch * blocks, threads, [&](int64_t task, int64_t) {
+  share<PlainArithmetic>(batch * blocks, part.threads, [&](int64_t task, int64_t) {
     int64_t begin = task % blocks * kSquaresBlock;
     double sums[kSums] = {};
-    const F* from = grads + task / blocks * stride + begin;
-    add_squares(from, std::min(kSquaresBlock, elements - begin), sums);
+    const F* from = part.of_sample<F>(task / blocks) + begin;
+    add_squares(from, std::min(kSquaresBlock, part.elements - begin), sums);
     of_blocks[size_t(task)] = total(sums);
   });
   for (int64_t i = 0; i < batch; ++i) {
@@ -149,10 +161,10 @@ struct Samples {
   std::vector<const F*> grads;
   std::vector<double> factors;
 
-  Samples(const F* first, Factors factor, int64_t stride, int64_t batch) {
+  Samples(const Part& part, Factors factor, int64_t batch) {
     for (int64_t i = 0; i < batch; ++i) {
       if (factor[i] == 0) continue;
-      grads.push_back(first + i * stride);
+      grads.push_back(part.of_sample<F>(i));
       factors.push_back(factor[i]);
     }
   }
@@ -173,13 +185,12 @@ struct Samples {
 
 // An element whose word leaves its rounding open, and the sum before noise, in steps of the grid.
 struct Open {
-  int64_t index, word;
+  int64_t part, index, word;
   double steps;
 };
 
 struct Noise {
   Stream stream;
-  int64_t offset, threads;
   double scale, grid;
   Open* open;  // of the caller, who gives it to `forget`
   int64_t open_count;
@@ -190,25 +201,28 @@ namespace {
 // out = grid * (sums / grid + Z) of all elements, rounded once; NaN where Z is open. get(begin,
 // count, sums) writes the sums.
 template <class F, class Get>
-void add_noise(Noise& noise, int64_t elements, F* out, Get get) {
+void add_noise(const Noise& noise, const Part& part, int64_t number, std::vector<Open>& all,
+               Get get) {
   Grid grid(noise.grid);
-  int64_t first = noise.offset / kRun, end = noise.offset + elements;
+  Stream stream = noise.stream;
+  stream.nonce[2] = uint32_t(part.id);
+  F* out = static_cast<F*>(part.out);
+  int64_t first = part.offset / kRun, end = part.offset + part.elements;
   int64_t tasks = (end + kRun - 1) / kRun - first;
-  std::vector<Open> all;
   std::mutex mutex;
   bool full = false;
-  Memory<Run> memory(std::max<int64_t>(1, std::min(noise.threads, tasks)), 1);
-  share<PlainArithmetic>(tasks, noise.threads, [&](int64_t task, int64_t thread) {
+  Memory<Run> memory(std::max<int64_t>(1, std::min(part.threads, tasks)), 1);
+  share<PlainArithmetic>(tasks, part.threads, [&](int64_t task, int64_t thread) {
     Run& run = *memory.of(thread);
-    int64_t from = (first + task) * kRun, word = std::max(from, noise.offset);
+    int64_t from = (first + task) * kRun, word = std::max(from, part.offset);
     int count = int(std::min(from + kRun, end) - word);
     // Vectors of blocks begin at multiples of their size, of which a run has a whole number.
     int64_t block = word / kBlockWords / kBlocks * kBlocks, skip = word - block * kBlockWords;
     for (int64_t made = 0; made < skip + count; made += kBlocks * kBlockWords) {
-      keystream(noise.stream, uint32_t(block + made / kBlockWords), run.words + made);
+      keystream(stream, uint32_t(block + made / kBlockWords), run.words + made);
     }
     bool open = normals_of_words(run.words + skip, count, noise.scale, run);
-    int64_t begin = word - noise.offset;
+    int64_t begin = word - part.offset;
     get(begin, count, run.sums);
     for (int i = 0; i < count; ++i) {
       out[begin + i] = F((run.sums[i] * grid.inverse + run.normals[i]) * grid.step);
@@ -217,13 +231,20 @@ void add_noise(Noise& noise, int64_t elements, F* out, Get get) {
       if (run.normals[i] == run.normals[i]) continue;
       std::lock_guard<std::mutex> lock(mutex);
       try {
-        all.push_back({begin + i, run.words[skip + i], run.sums[i] * grid.inverse});
+        all.push_back({number, begin + i, run.words[skip + i], run.sums[i] * grid.inverse});
       } catch (const std::bad_alloc&) {
         full = true;
       }
     }
   });
   if (full) throw std::bad_alloc();
+}
+
+// Calls add(part, number, open) for each of the parts, and gives what they leave open to `noise`.
+template <class Add>
+void for_noised(Noise& noise, const Part* parts, int64_t count, Add add) {
+  std::vector<Open> all;
+  for (int64_t k = 0; k < count; ++k) add(parts[k], k, all);
   noise.open = new Open[all.size()];
   noise.open_count = int64_t(all.size());
   std::copy(all.begin(), all.end(), noise.open);
@@ -248,37 +269,45 @@ void normals_of_words(const int64_t* words, int64_t count, double scale, double*
 
 // out, rounded to the grid, plus noise.
 template <class F>
-void noise_alone(Noise& noise, int64_t elements, F* out) {
+void noise_alone(Noise& noise, const Part* parts, int64_t count) {
   Grid grid(noise.grid);
-  add_noise(noise, elements, out, [&](int64_t begin, int64_t count, double* sums) {
-    for_vectors(count, [&](int64_t i, auto n) {
-      store_some(sums + i, nearest(wide(out + begin + i, n) * grid.inverse) * grid.step, n);
+  for_noised(noise, parts, count, [&](const Part& part, int64_t number, std::vector<Open>& open) {
+    const F* out = static_cast<const F*>(part.out);
+    add_noise<F>(noise, part, number, open, [&](int64_t begin, int64_t size, double* sums) {
+      for_vectors(size, [&](int64_t i, auto n) {
+        store_some(sums + i, nearest(wide(out + begin + i, n) * grid.inverse) * grid.step, n);
+      });
     });
   });
 }
 
 template <class F>
-void noised_sum(Noise& noise, const F* grads, Factors factors, int64_t stride, int64_t batch,
-                int64_t elements, F* out) {
-  Samples<F> samples(grads, factors, stride, batch);
+void noised_sums(Noise& noise, const Part* parts, int64_t count, Factors factors, int64_t batch) {
   Grid grid(noise.grid);
-  add_noise(noise, elements, out, [&](int64_t begin, int64_t count, double* sums) {
-    std::fill(sums, sums + count, 0.0);
-    samples.add(begin, count, grid, sums);
+  for_noised(noise, parts, count, [&](const Part& part, int64_t number, std::vector<Open>& open) {
+    Samples<F> samples(part, factors, batch);
+    add_noise<F>(noise, part, number, open, [&](int64_t begin, int64_t size, double* sums) {
+      std::fill(sums, sums + size, 0.0);
+      samples.add(begin, size, grid, sums);
+    });
   });
 }
 
-// sums, or 0 where `fresh`, and the samples', truncated to the grid.
+// The results, or 0 where `fresh`, and the samples', truncated to the grid.
 template <class F>
-void clipped_sum(double step, const F* grads, Factors factors, int64_t stride, int64_t batch,
-                 int64_t fresh, int64_t threads, int64_t elements, double* sums) {
-  Samples<F> samples(grads, factors, stride, batch);
+void clipped_sums(double step, const Part* parts, int64_t count, Factors factors, int64_t batch,
+                  int64_t fresh) {
   Grid grid(step);
-  share<PlainArithmetic>((elements + kRun - 1) / kRun, threads, [&](int64_t task, int64_t) {
-    int64_t begin = task * kRun, count = std::min<int64_t>(kRun, elements - begin);
-    if (fresh) std::fill(sums + begin, sums + begin + count, 0.0);
-    samples.add(begin, count, grid, sums + begin);
-  });
+  for (const Part* part = parts; part < parts + count; ++part) {
+    Samples<F> samples(*part, factors, batch);
+    double* sums = static_cast<double*>(part->out);
+    int64_t tasks = (part->elements + kRun - 1) / kRun;
+    share<PlainArithmetic>(tasks, part->threads, [&](int64_t task, int64_t) {
+      int64_t begin = task * kRun, size = std::min<int64_t>(kRun, part->elements - begin);
+      if (fresh) std::fill(sums + begin, sums + begin + size, 0.0);
+      samples.add(begin, size, grid, sums + begin);
+    });
+  }
 }
 
 // 0, or 1 where memory does not suffice.
@@ -295,28 +324,25 @@ int status(Work work) {
 }  // namespace
 
 #define FOR_NUMBERS(F)                                                                            \
-  int squared_norms_##F(double rounding, const F* grads, int64_t stride, int64_t batch,           \
-                        int64_t elements, int64_t threads, double* squares) {                     \
+  int squared_norms_##F(const Part* parts, int64_t count, int64_t batch, double* squares) {       \
     return status([&] {                                                                           \
-      squared_norms(rounding, grads, stride, batch, elements, threads, squares);                  \
+      for (int64_t k = 0; k < count; ++k) squared_norms<F>(parts[k], batch, squares);             \
     });                                                                                           \
   }                                                                                               \
-  int clipped_sum_##F(double grid, const F* grads, const void* factors, int64_t bytes,            \
-                      int64_t stride, int64_t batch, int64_t fresh, int64_t threads,              \
-                      int64_t elements, double* sums) {                                           \
+  int clipped_sums_##F(double grid, const Part* parts, int64_t count, const void* factors,        \
+                       int64_t bytes, int64_t batch, int64_t fresh) {                             \
     return status([&] {                                                                           \
-      Factors all{factors, bytes};                                                                \
-      clipped_sum(grid, grads, all, stride, batch, fresh, threads, elements, sums);               \
+      clipped_sums<F>(grid, parts, count, Factors{factors, bytes}, batch, fresh);                 \
     });                                                                                           \
   }                                                                                               \
-  int noised_sum_##F(Noise* noise, const F* grads, const void* factors, int64_t bytes,            \
-                     int64_t stride, int64_t batch, int64_t elements, F* out) {                   \
+  int noised_sums_##F(Noise* noise, const Part* parts, int64_t count, const void* factors,        \
+                      int64_t bytes, int64_t batch) {                                             \
     return status([&] {                                                                           \
-      noised_sum(*noise, grads, Factors{factors, bytes}, stride, batch, elements, out);           \
+      noised_sums<F>(*noise, parts, count, Factors{factors, bytes}, batch);                       \
     });                                                                                           \
   }                                                                                               \
-  int noise_alone_##F(Noise* noise, int64_t elements, F* out) {                                   \
-    return status([&] { noise_alone(*noise, elements, out); });                                   \
+  int noise_alone_##F(Noise* noise, const Part* parts, int64_t count) {                           \
+    return status([&] { noise_alone<F>(*noise, parts, count); });                                 \
   }
 
 extern "C" {

@@ -8,22 +8,21 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import noise_cpu, reference
-from .noise import NoiseStream
-from .noise_cpu import call, write_noised, written
+from .noise import NoiseStream, add_noise_
+from .noise_cpu import Part, call, noised_part, table, write_noised, written
 from .spans import Spans
 
 # Elements of per-sample gradients per thread.
 _WORK_OF_A_THREAD = 1 << 19
 # Elements of per-sample gradients that are kept for a norm; they stay in the cache.
 _AT_ONCE = 1 << 17
-# grads_cpu.cpp's kSquaresBlock, and the additions that a square goes through in a block.
-_SQUARES_BLOCK, _SQUARES_ADDITIONS = 4096, 132
 
 
 def __getattr__(name: str) -> Any:
@@ -41,15 +40,14 @@ def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") ->
     return factors
 
 
-def squared_norm(grads: Tensor, *, into: Tensor | None = None) -> Tensor:
+def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     """See `reference.squared_norm`."""
-    grads = _readable(grads)
-    batch, elements = grads.shape[0], grads.shape[1:].numel()
+    batch = grads[0].shape[0]
     squares = torch.zeros(batch, dtype=torch.float64, device="cpu") if into is None else into
-    blocks = -(-elements // _SQUARES_BLOCK)
-    rounding = reference.upper_bound(1.0, min(elements, _SQUARES_ADDITIONS + blocks))
-    sizes = grads.stride(0), batch, elements, _threads(grads)
-    call("squared_norms", grads.dtype, rounding, grads, *sizes, squares)
+    grads = tuple(map(_readable, grads))
+    for dtype in {g.dtype for g in grads}:
+        own = [_part(g) for g in grads if g.dtype == dtype]
+        call("squared_norms", dtype, *table(own), batch, squares)
     return written(squares)
 
 
@@ -96,17 +94,56 @@ def clip_reduce(
     """See `reference.clip_reduce`."""
     if grid is None:
         return reference.clip_reduce(grads, factors, noise=noise)
-    grads, factors = _readable(grads), _readable(factors).contiguous()
-    shape = grads.shape[1:]
-    sizes = factors.itemsize, grads.stride(0), grads.shape[0]
-    if noise is not None and noise.std > 0 and noise_cpu.serves(grads, noise):
-        out = torch.empty(shape, dtype=grads.dtype, device="cpu")
-        return write_noised("noised_sum", noise, out, grads, factors, *sizes)
-    total = torch.empty(shape, dtype=torch.float64, device="cpu") if into is None else into
-    numbers = *sizes, into is None, _threads(grads), total.numel()
-    call("clipped_sum", grads.dtype, float(grid), grads, factors, *numbers, total)
-    written(total)
-    return total if noise is None else noise.add_to_(total).to(grads.dtype)
+    intos, noises = None if into is None else [into], None if noise is None else [noise]
+    return clip_reduce_all([grads], factors, grid=grid, into=intos, noise=noises)[0]
+
+
+def clip_reduce_all(
+    grads: Sequence[Tensor],
+    factors: Tensor,
+    *,
+    grid: float | None = None,
+    into: Sequence[Tensor] | None = None,
+    noise: Sequence[NoiseStream] | None = None,
+) -> Sequence[Tensor]:
+    """See `reference.clip_reduce_all`."""
+    if grid is None or len({g.dtype for g in grads}) > 1:
+        return [
+            clip_reduce(own, factors, grid=grid, into=total, noise=stream)
+            for own, total, stream in reference.of_each(grads, into, noise)
+        ]
+    grads, factors = [_readable(g) for g in grads], _readable(factors).contiguous()
+    dtype = grads[0].dtype
+    of_samples = factors, factors.itemsize, len(factors)
+    if noise is not None and all(n.std > 0 and noise_cpu.serves(factors, n) for n in noise):
+        outs = _buffer(grads, dtype)
+        parts = [
+            Part(g.data_ptr(), g.stride(0), *noised_part(out, stream))
+            for g, out, stream in zip(grads, outs, noise, strict=True)
+        ]
+        write_noised("noised_sums", noise, outs, parts, *of_samples)
+        return outs
+    totals = _buffer(grads, torch.float64) if into is None else into
+    own = [_part(g, total) for g, total in zip(grads, totals, strict=True)]
+    call("clipped_sums", dtype, float(grid), *table(own), *of_samples, into is None)
+    for total in totals:
+        written(total)
+    return totals if noise is None else [t.to(dtype) for t in add_noise_(totals, noise)]
+
+
+def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """A tensor for the sum of each, one after another in memory."""
+    shapes = [g.shape[1:] for g in grads]
+    sizes = [shape.numel() for shape in shapes]
+    buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu")
+    return [own.view(of) for own, of in zip(buffer.split(sizes), shapes, strict=True)]
+
+
+def _part(grads: Tensor, out: Tensor | None = None) -> Part:
+    elements = grads.shape[1:].numel()
+    threads = min(torch.get_num_threads(), 1 + grads.numel() // _WORK_OF_A_THREAD)
+    address = None if out is None else out.data_ptr()
+    return Part(grads.data_ptr(), grads.stride(0), elements, address, threads)
 
 
 def _readable(grads: Tensor) -> Tensor:
@@ -125,7 +162,3 @@ def _is_readable(grads: Tensor) -> bool:
             return 0 in grads.shape
         step *= size
     return True
-
-
-def _threads(grads: Tensor) -> int:
-    return min(torch.get_num_threads(), 1 + grads.numel() // _WORK_OF_A_THREAD)

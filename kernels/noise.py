@@ -257,21 +257,15 @@ class NoiseStream:
 
     def add_to_(self, out: Tensor) -> Tensor:
         """`gaussian_noise_` with this address."""
-        _check_out(out)
-        self.check_length(out.numel())
-        if self.std == 0 or out.numel() == 0:
-            return out
-        if out.is_cuda:
-            _noise_triton().add_noise_(out, self)
-            return out
-        if noise_cpu.serves(out, self):
-            return noise_cpu.add_noise_(out, self)
+        return add_noise_([out], [self])[0]
+
+    def add_slowly_(self, out: Tensor) -> None:
+        """Add the noise with words of the `cryptography` package."""
         flat = out.view(-1)
         for start, integers in self.integers(out.numel()):
             part = flat[start : start + integers.numel()]
             total = (part.cpu().double() / self.grid).round_().add_(integers).mul_(self.grid)
             part.copy_(total)
-        return out
 
     def integers(self, count: int) -> Iterator[tuple[int, Tensor]]:
         """The first `count` values in units of the grid, as (start, fp64 on the CPU)."""
@@ -329,6 +323,37 @@ def _philox_words(key: bytes, *, step: int, parameter_id: int, group: int) -> _W
 
 
 _WORDS = {"chacha20": _chacha20_words, "philox": _philox_words}
+
+
+def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequence[Tensor]:
+    """Add a stream of a release to each of several tensors in place, see `gaussian_noise_`.
+
+    Args:
+        outs: contiguous, fp32 or fp64, any device.
+        streams: one for each tensor; they differ in parameter_id and offset only.
+
+    Returns:
+        outs.
+
+    Raises:
+        ValueError: as `gaussian_noise_`.
+        RuntimeError: as `gaussian_noise_`.
+    """
+    left: dict[torch.dtype, list[tuple[Tensor, NoiseStream]]] = {}
+    for out, stream in zip(outs, streams, strict=True):
+        _check_out(out)
+        stream.check_length(out.numel())
+        if stream.std == 0 or out.numel() == 0:
+            continue
+        if out.is_cuda:
+            _noise_triton().add_noise_(out, stream)
+        elif noise_cpu.serves(out, stream):
+            left.setdefault(out.dtype, []).append((out, stream))
+        else:
+            stream.add_slowly_(out)
+    for of_dtype in left.values():
+        noise_cpu.add_noise_(*zip(*of_dtype, strict=True))
+    return outs
 
 
 def settle_noise(unsettled: Sequence[OpenList]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +24,25 @@ _WORK_OF_A_THREAD = 1 << 17
 _NUMBERS = {torch.float32: "float", torch.float64: "double"}
 
 
+class Part(ctypes.Structure):
+    """A parameter of a call: the fields of grads_cpu.cpp's Part, in its order."""
+
+    _fields_ = [
+        ("grads", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("elements", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("id", ctypes.c_int64),
+    ]
+
+
 class _Open(ctypes.Structure):
     """The fields of grads_cpu.cpp's Open, in its order."""
 
     _fields_ = [
+        ("part", ctypes.c_int64),
         ("index", ctypes.c_int64),
         ("word", ctypes.c_int64),
         ("steps", ctypes.c_double),
@@ -39,13 +55,14 @@ class _Noise(ctypes.Structure):
     _fields_ = [
         ("key", ctypes.c_uint32 * 8),
         ("nonce", ctypes.c_uint32 * 3),
-        ("offset", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
         ("scale", ctypes.c_double),
         ("grid", ctypes.c_double),
         ("open", ctypes.POINTER(_Open)),
         ("open_count", ctypes.c_int64),
     ]
+
+
+_Argument = Tensor | ctypes.Structure | ctypes.Array[Part] | int | float
 
 
 def serves(tensor: Tensor, stream: NoiseStream) -> bool:
@@ -54,9 +71,17 @@ def serves(tensor: Tensor, stream: NoiseStream) -> bool:
     return on_cpu and native.library() is not None
 
 
-def add_noise_(out: Tensor, stream: NoiseStream) -> Tensor:
-    """See `noise.gaussian_noise_`."""
-    return write_noised("noise_alone", stream, out)
+def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
+    """See `noise.add_noise_`; all of one dtype."""
+    parts = [Part(None, 0, *noised_part(*each)) for each in zip(outs, streams, strict=True)]
+    write_noised("noise_alone", streams, outs, parts)
+
+
+def noised_part(out: Tensor, stream: NoiseStream) -> tuple[int, int, int, int, int]:
+    """The fields of a `Part` from `elements` on."""
+    elements = out.numel()
+    threads = min(torch.get_num_threads(), 1 + elements // _WORK_OF_A_THREAD)
+    return elements, out.data_ptr(), threads, stream.offset, stream.parameter_id
 
 
 def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -69,48 +94,54 @@ def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return integers, integers.isnan()
 
 
-def write_noised(function: str, stream: NoiseStream, out: Tensor, *sums: Tensor | int) -> Tensor:
-    """Calls a kernel that writes sums with the stream's noise.
+def write_noised(
+    function: str,
+    streams: Sequence[NoiseStream],
+    outs: Sequence[Tensor],
+    parts: Sequence[Part],
+    *rest: Tensor | int,
+) -> None:
+    """Calls a kernel that writes sums with the noise of streams.
 
     Args:
         function: the kernel's name, without its kind of numbers.
-        stream: of ChaCha20, std above 0.
-        out: contiguous, fp32 or fp64, on the CPU.
-        sums: the kernel's arguments between the noise and the number of elements.
+        streams: of ChaCha20, std above 0; they differ in their parameters and offsets only.
+        outs: contiguous, fp32 or fp64, on the CPU; one for each stream.
+        parts: of each of them.
+        rest: the kernel's arguments after the parts.
     """
-    elements = out.numel()
+    first = streams[0]
     noise = _Noise(
-        key=struct.unpack("<8I", stream.key),
-        nonce=struct.unpack("<3I", struct.pack("<QI", stream.step, stream.parameter_id)),
-        offset=stream.offset,
-        threads=min(torch.get_num_threads(), 1 + elements // _WORK_OF_A_THREAD),
-        scale=stream.scale,
-        grid=stream.grid,
+        key=struct.unpack("<8I", first.key),
+        nonce=struct.unpack("<3I", struct.pack("<QI", first.step, 0)),
+        scale=first.scale,
+        grid=first.grid,
     )
-    library = call(function, out.dtype, noise, *sums, elements, out)
+    library = call(function, outs[0].dtype, noise, *table(parts), *rest)
     try:
-        _settle(stream, out, noise.open[: noise.open_count])
+        _settle(streams, outs, noise.open[: noise.open_count])
     finally:
         library.forget(noise.open)
-    return written(out)
+    for out in outs:
+        written(out)
 
 
-def _settle(stream: NoiseStream, out: Tensor, left_open: list[_Open]) -> None:
+def table(parts: Sequence[Part]) -> tuple[ctypes.Array[Part], int]:
+    """The parts as an argument of a kernel, and their number."""
+    return (Part * len(parts))(*parts), len(parts)
+
+
+def _settle(
+    streams: Sequence[NoiseStream], outs: Sequence[Tensor], left_open: list[_Open]
+) -> None:
     """Writes the elements that need further words. Until then they are NaN."""
-    if not left_open:
-        return
-    totals = [
-        (element.steps + stream.settled(element.index, element.word)) * stream.grid
-        for element in left_open
-    ]
-    places = torch.tensor([element.index for element in left_open], device="cpu")
-    values = torch.tensor(totals, dtype=torch.float64, device="cpu")
-    out.view(-1)[places] = values.to(out.dtype)
+    for element in left_open:
+        stream = streams[element.part]
+        steps = element.steps + stream.settled(element.index, element.word)
+        outs[element.part].view(-1)[element.index] = steps * stream.grid
 
 
-def call(
-    function: str, dtype: torch.dtype, *arguments: Tensor | ctypes.Structure | int | float
-) -> ctypes.CDLL:
+def call(function: str, dtype: torch.dtype, *arguments: _Argument) -> ctypes.CDLL:
     """Calls a kernel for numbers of a dtype, fp32 or fp64, and returns its library.
 
     Raises:
@@ -123,9 +154,11 @@ def call(
     return library
 
 
-def _argument(x: Tensor | ctypes.Structure | int | float) -> object:
+def _argument(x: _Argument) -> object:
     if isinstance(x, Tensor):
         return ctypes.c_void_p(x.data_ptr())
+    if isinstance(x, ctypes.Array):
+        return x
     if isinstance(x, ctypes.Structure):
         return ctypes.byref(x)
     return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_int64(x)

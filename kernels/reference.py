@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -121,11 +121,12 @@ def by_span(operation: Callable[..., Tensor], spans: Spans, *operands: Tensor) -
     return torch.cat(found) if found else operation(*(x[:0] for x in operands))
 
 
-def squared_norm(grads: Tensor, *, into: Tensor | None = None) -> Tensor:
+def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     """Upper bound of the squared L2 norm of each sample's gradient.
 
     Args:
-        grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64.
+        grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64; of several parameters,
+            the sum of the results of each.
         into: contiguous, [B], fp64: the result is added to it, and it is returned.
 
     Returns:
@@ -133,13 +134,17 @@ def squared_norm(grads: Tensor, *, into: Tensor | None = None) -> Tensor:
         relative (P + 1) 2^-51. Non-finite where an element is. Its bits do not depend on other
         samples.
     """
-    squares = torch.zeros(grads.shape[0], dtype=torch.float64, device=grads.device)
-    # Sample by sample: sums over several add in an order that depends on how many there are.
-    for i, grad in enumerate(grads):
-        for part in grad.reshape(-1).split(_CHUNK):
-            squares[i] += part.double().square().sum()
-    squares = upper_bound(squares, grads.shape[1:].numel())
-    return squares if into is None else into.add_(squares)
+    first = grads[0]
+    if into is None:
+        into = torch.zeros(first.shape[0], dtype=torch.float64, device=first.device)
+    for own in grads:
+        squares = torch.zeros_like(into)
+        # Sample by sample: sums over several add in an order that depends on how many there are.
+        for i, grad in enumerate(own):
+            for part in grad.reshape(-1).split(_CHUNK):
+                squares[i] += part.double().square().sum()
+        into += upper_bound(squares, own.shape[1:].numel())
+    return into
 
 
 def per_sample_grad(
@@ -345,6 +350,44 @@ def clip_reduce(
         for part, own in zip(flat.split(_CHUNK), grad.reshape(-1).split(_CHUNK), strict=True):
             part += truncated(own.double() * factor, grid)
     return total if noise is None else noise.add_to_(total).to(wide)
+
+
+def clip_reduce_all(
+    grads: Sequence[Tensor],
+    factors: Tensor,
+    *,
+    grid: float | None = None,
+    into: Sequence[Tensor] | None = None,
+    noise: Sequence[NoiseStream] | None = None,
+) -> Sequence[Tensor]:
+    """`clip_reduce` of each of several parameters; one call of C++ on the CPU.
+
+    Args:
+        grads: `[B, ...]` of each parameter.
+        factors: [B], as in `clip_reduce`.
+        grid: as in `clip_reduce`.
+        into: one for each parameter, or None.
+        noise: one for each parameter, which differ in parameter_id and offset only, or None.
+
+    Returns:
+        The sum of each. New ones may lie in one buffer.
+    """
+    return [
+        clip_reduce(own, factors, grid=grid, into=total, noise=stream)
+        for own, total, stream in of_each(grads, into, noise)
+    ]
+
+
+def of_each(
+    grads: Sequence[Tensor],
+    into: Sequence[Tensor] | None,
+    noise: Sequence[NoiseStream] | None,
+) -> Iterator[tuple[Tensor, Tensor | None, NoiseStream | None]]:
+    """What `clip_reduce_all` takes for each parameter."""
+    none = [None] * len(grads)
+    return zip(
+        grads, none if into is None else into, none if noise is None else noise, strict=True
+    )
 
 
 def embedding_per_sample_grad(

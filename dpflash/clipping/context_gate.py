@@ -59,8 +59,8 @@ class ContextGate(Gate):
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
         if self.squares is not None:
             squares += self.squares
-        for piece in self._slices.values():
-            squared_norm(piece, into=squares)
+        if self._slices:
+            squared_norm(*self._slices.values(), into=squares)
         if self.batch_size:
             collectives.all_reduce_(squares, self._group, "norms of the samples' gradients")
         return squares
@@ -116,14 +116,15 @@ class ContextGate(Gate):
             self._settle(grads)
         return super()._factors(grads)
 
-    def _add_clipped(self, position: int, grad: Tensor | None, factors: Tensor) -> None:
-        total, piece = self._sums.get(position), self._slices.get(position)
-        if piece is not None:
-            own = clip_reduce(piece, factors, grid=self.step.sums.grid)
-            total = own if total is None else total + own
-        # `_settle` has a slice of every parameter.
-        assert total is not None
-        self.step.add(self.group.parameters[position], self._whole(position, total))
+    def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
+        for position, parameter in enumerate(self.group.parameters):
+            total, piece = self._sums.get(position), self._slices.get(position)
+            if piece is not None:
+                own = clip_reduce(piece, factors, grid=self.step.sums.grid)
+                total = own if total is None else total + own
+            # `_settle` has a slice of every parameter.
+            assert total is not None
+            self.step.add(parameter, self._whole(position, total))
 
     def _cut(self, position: int) -> tuple[int, int, int]:
         """(begin, end, size): this rank's slice of a parameter, and the largest slice's size."""

@@ -282,13 +282,10 @@ class Gate:
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
         if self.squares is not None:
             squares += self.squares
-        for position, grad in enumerate(grads):
-            kept = self._kept.get(position)
-            if kept is not None:
-                squares += kept.squared_norm(grad)
-            elif grad is not None:
-                squared_norm(grad, into=squares)
-        return squares
+        for position, kept in self._kept.items():
+            squares += kept.squared_norm(grads[position])
+        rest = [g for i, g in enumerate(grads) if g is not None and i not in self._kept]
+        return squared_norm(*rest, into=squares) if rest else squares
 
     def finish(self, grads: Sequence[Tensor | None]) -> None:
         """Run the backward of the gate: add the clipped per-sample gradients to the sums."""
@@ -297,9 +294,7 @@ class Gate:
         with self.step.dropping():
             self.rules.admit(self)
             self.compare(grads)
-            factors = self._factors(grads)
-            for position, grad in enumerate(grads):
-                self._add_clipped(position, grad, factors)
+            self._add_clipped(grads, self._factors(grads))
         self.reset()
 
     def compare(self, grads: Sequence[Tensor | None]) -> None:
@@ -319,22 +314,28 @@ class Gate:
         rules.statistics.note(squares, factors)
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
-    def _add_clipped(self, position: int, grad: Tensor | None, factors: Tensor) -> None:
-        """Add the clipped sum of one parameter."""
-        step, parameter = self.step, self.group.parameters[position]
-        total, kept = self._sums.get(position), self._kept.get(position)
-        if kept is not None:
-            own = kept.clipped(factors, self.bound)
-            total = own if total is None else total + own
-        if grad is None and total is None:
-            step.sums.add_zero(parameter)
-        elif total is None:
-            assert grad is not None
-            step.add_clipped(parameter, grad, factors)
-        else:
-            if grad is not None:
-                total = total + clip_reduce(grad, factors, grid=step.sums.grid)
-            step.add(parameter, total, is_exact=False)
+    def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
+        """Add the clipped sums of the parameters: those of the handles' gradients in one call."""
+        step, parameters = self.step, self.group.parameters
+        dense: dict[nn.Parameter, Tensor] = {}
+        for position, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+            sharded: bool = is_sharded(parameter)
+            total, kept = self._sums.get(position), self._kept.get(position)
+            if kept is not None:
+                own = kept.clipped(factors, self.bound)
+                total = own if total is None else total + own
+            if total is not None:
+                if grad is not None:
+                    total = total + clip_reduce(grad, factors, grid=step.sums.grid)
+                step.add(parameter, total, is_exact=False)
+            elif grad is None:
+                step.sums.add_zero(parameter)
+            elif sharded:  # ranks exchange these in the order of the parameters
+                step.add_clipped([parameter], [grad], factors)
+            else:
+                dense[parameter] = grad
+        if dense:
+            step.add_clipped(list(dense), list(dense.values()), factors)
 
     def reset(self) -> None:
         self._kept: dict[int, DeferredGradients] = {}

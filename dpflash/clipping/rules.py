@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -35,8 +35,10 @@ class Step(Protocol):
     def before_gate(self) -> None:
         """A backward has reached a use of a private parameter, or a gate."""
 
-    def add_clipped(self, parameter: nn.Parameter, grads: Tensor, factors: Tensor) -> None:
-        """Reduce per-sample gradients by their clipping factors, and add the sum."""
+    def add_clipped(
+        self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor], factors: Tensor
+    ) -> None:
+        """Reduce per-sample gradients by their clipping factors, and add the sums."""
 
     def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
         """Add a microbatch's clipped sum."""

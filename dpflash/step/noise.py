@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
@@ -97,13 +97,22 @@ class BatchNoise:
             unsettled=self._unsettled,
         )
 
-    def mark_added(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Record that `total` is the parameter's sum with its noise."""
+    def streams(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
+        """Noise still to be added to the sums of all these parameters, or None."""
+        found = [self.stream(parameter) for parameter in parameters]
+        streams = [stream for stream in found if stream is not None]
+        return streams if len(streams) == len(parameters) else None
+
+    def mark_added(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
+        """Record that these are the parameters' sums with their noise."""
         if self._unsettled:
-            last = self._unsettled[-1]
-            if last.stream.parameter_id == self._parameter_ids[parameter]:
-                self._unsettled[-1] = last._replace(out=total)
-        self._noised.add(parameter)
+            # The last entries may be those of these sums.
+            outs = {self._parameter_ids[p]: total for p, total in totals.items()}
+            for i in range(max(0, len(self._unsettled) - len(outs)), len(self._unsettled)):
+                entry = self._unsettled[i]
+                out = outs.get(entry.stream.parameter_id, entry.out)
+                self._unsettled[i] = entry._replace(out=out)
+        self._noised.update(totals)
 
     def settle(self) -> bool:
         """Write the noise that GPU kernels left undecided; waits for the GPU once.

@@ -24,6 +24,8 @@ on this rank, which is alone. Exact sums, and noise, are multiples of one grid (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from dpflash.kernels import NoiseStream, refuse_capture
@@ -71,30 +73,32 @@ class PrivateStep(OpenBatch):
         """A backward has reached a use of a private parameter, or a gate."""
         self.public.refuse_gate()
 
-    def add_clipped(self, parameter: nn.Parameter, grads: Tensor, factors: Tensor) -> None:
+    def add_clipped(
+        self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor], factors: Tensor
+    ) -> None:
         """Reduce per-sample gradients `[B, ...]` by their factors; see `ClippedSums`."""
-        noise = self._noise_if_complete(parameter) if self.sums.takes_noise(parameter) else None
-        self.sums.add_clipped(parameter, grads, factors, noise)
-        self._add_noise(parameter, has_noise=noise is not None)
+        noise = self._noise_if_complete(parameters) if self.sums.take_noise(parameters) else None
+        self.sums.add_clipped(parameters, grads, factors, noise)
+        self._add_noise(parameters, have_noise=noise is not None)
 
     def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
         """Add a microbatch's clipped sum; see `ClippedSums`."""
         self.sums.add(parameter, total, is_exact=is_exact)
-        self._add_noise(parameter, has_noise=False)
+        self._add_noise([parameter], have_noise=False)
 
-    def _add_noise(self, parameter: nn.Parameter, *, has_noise: bool) -> None:
-        """Add the noise of a sum where it is due, and was not added by the sum's own kernel."""
-        if not has_noise and not is_sharded(parameter):
-            stream = self._noise_if_complete(parameter)
-            has_noise = stream is not None
-            if stream is not None:
-                self.sums.add_noise(parameter, stream)
+    def _add_noise(self, parameters: Sequence[nn.Parameter], *, have_noise: bool) -> None:
+        """Add the noise of sums where it is due, and was not added by the sums' own kernel."""
+        if not have_noise and not any(map(is_sharded, parameters)):
+            streams = self._noise_if_complete(parameters)
+            have_noise = streams is not None
+            if streams is not None:
+                self.sums.add_noise(parameters, streams)
         # Marked last, so that a sum is not taken for noised where adding its noise failed.
-        if has_noise:
+        if have_noise:
             assert self.noise is not None
-            self.noise.mark_added(parameter, self.sums[parameter])
+            self.noise.mark_added({p: self.sums[p] for p in parameters})
 
-    def _noise_if_complete(self, parameter: nn.Parameter) -> NoiseStream | None:
+    def _noise_if_complete(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
         """Noise to add in this backward; the first call of the last backward charges for it."""
         if self._may_charge:
             self._may_charge = False
@@ -102,7 +106,7 @@ class PrivateStep(OpenBatch):
             alone = self.sums.ranks.data is None and not self.sums.is_sharded
             if alone and self.options.noise_multiplier != 0 and self._ends_here():
                 self.noise = self._charge(signalled=self.tracker.waiting_signals > 0)
-        return None if self.noise is None else self.noise.stream(parameter)
+        return None if self.noise is None else self.noise.streams(parameters)
 
     def _ends_here(self) -> bool:
         """Whether the backward under way completes the sums of the logical batch."""

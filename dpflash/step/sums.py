@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from dpflash.kernels import NoiseStream, clip_reduce, exact_slots, grid_of
+from dpflash.kernels import NoiseStream, add_noise_, clip_reduce_all, exact_slots, grid_of
 
 from ..distributed.collectives import all_reduce_all_
 from ..distributed.fsdp import is_sharded, local_shape, reduce_to_part
@@ -109,31 +109,40 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
                 rows=rows,
             ) from None
 
-    def takes_noise(self, parameter: nn.Parameter) -> bool:
-        """Whether the kernel that makes the sum may add noise: it is exact, and complete then."""
-        return self.grid is not None and parameter not in self._sums and not is_sharded(parameter)
+    def take_noise(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether the kernel of the sums may add noise: they are exact, and complete then."""
+        return self.grid is not None and not any(
+            p in self._sums or is_sharded(p) for p in parameters
+        )
 
     def add_clipped(
         self,
-        parameter: nn.Parameter,
-        grads: Tensor,
+        parameters: Sequence[nn.Parameter],
+        grads: Sequence[Tensor],
         factors: Tensor,
-        noise: NoiseStream | None = None,
+        noise: Sequence[NoiseStream] | None = None,
     ) -> None:
-        """Reduce per-sample gradients `[B, ...]` by their clipping factors, and add the sum.
+        """Reduce per-sample gradients `[B, ...]` by their clipping factors, and add the sums.
 
         Args:
-            parameter: the parameter of the sum.
-            grads: `[B, *parameter.shape]`.
+            parameters: those of the sums.
+            grads: `[B, *parameter.shape]` of each.
             factors: `[B]`.
-            noise: added to the sum in the same kernel, where the sum `takes_noise`.
+            noise: of each, added in the same kernel, where the sums `take_noise`.
         """
-        into = self._sum_to_extend(parameter)
-        self._note_rounding(parameter)
-        total = clip_reduce(grads, factors, grid=self.grid, into=into, noise=noise)
-        self._add(parameter, total)
-        if noise is not None:
-            self._narrow(parameter)
+        held = [self._sum_to_extend(parameter) for parameter in parameters]
+        into = None
+        if any(total is not None for total in held):
+            into = [
+                _zeros(p, torch.float64) if total is None else total
+                for p, total in zip(parameters, held, strict=True)
+            ]
+        totals = clip_reduce_all(grads, factors, grid=self.grid, into=into, noise=noise)
+        for parameter, total in zip(parameters, totals, strict=True):
+            self._note_rounding(parameter)
+            self._add(parameter, total)
+            if noise is not None:
+                self._narrow(parameter)
 
     def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
         """Add a microbatch's clipped sum.
@@ -152,14 +161,14 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """Take part in the exchange of a sharded parameter that got no gradient on this rank."""
         sharded: bool = is_sharded(parameter)
         if sharded:
-            shape, dtype = parameter.shape, wide_dtype(parameter)
-            zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            self._add_rows(parameter, zeros)
+            self._add_rows(parameter, _zeros(parameter, wide_dtype(parameter)))
 
-    def add_noise(self, parameter: nn.Parameter, noise: NoiseStream) -> None:
-        """Add noise to a sum that is complete."""
-        self._sums[parameter] = noise.add_to_(self._sums[parameter].contiguous())
-        self._narrow(parameter)
+    def add_noise(self, parameters: Sequence[nn.Parameter], noise: Sequence[NoiseStream]) -> None:
+        """Add noise to sums that are complete."""
+        totals = add_noise_([self._sums[p].contiguous() for p in parameters], noise)
+        for parameter, total in zip(parameters, totals, strict=True):
+            self._sums[parameter] = total
+            self._narrow(parameter)
 
     def mark_of(self, parameter: nn.Parameter) -> int:
         """A number that travels with a parameter's gradient and identifies it."""
@@ -178,9 +187,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         alone = self.ranks.data is None
         totals = {p: self._wide(p, copy=not (alone and s is None)) for p, s in streams.items()}
         all_reduce_all_([t for p, t in totals.items() if not is_sharded(p)], self.ranks.data)
-        for parameter, stream in streams.items():
-            if stream is not None:
-                stream.add_to_(totals[parameter])
+        due = {p: stream for p, stream in streams.items() if stream is not None}
+        add_noise_([totals[p] for p in due], list(due.values()))
         noise.settle()
         return [totals[p].to(wide_dtype(p)) for p in streams]
 
@@ -227,6 +235,10 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self._mixed.append(mixed)
         held = self._sums.get(parameter)
         self._sums[parameter] = own if held is None else held + own
+
+
+def _zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

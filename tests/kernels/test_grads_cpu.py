@@ -4,6 +4,7 @@ All on every width of vectors that this machine has.
 """
 
 import ctypes
+import functools
 import itertools
 import math
 import multiprocessing
@@ -103,6 +104,60 @@ def test_a_clipped_sum_has_the_bits_of_the_reference_implementation(dtype, proce
         found = grads_cpu.clip_reduce(grads, factors, grid=GRID, into=(own := into.clone()))
         assert found is own
         same_bits(found, reference.clip_reduce(grads, factors, grid=GRID, into=into))
+
+
+def of_a_gate(batch, dtype):
+    """Per-sample gradients of parameters of all kinds: strided, transposed, empty, of one number."""
+    wide = random(batch, 40, 6, seed=1, dtype=dtype)
+    return [
+        *(random(batch, size, seed=size, dtype=dtype) for size in SIZES),
+        wide[:, 7:30],
+        wide[:, :, 2],
+        random(batch, 0, 3, dtype=dtype),
+        random(batch, dtype=dtype),
+    ]
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("dtypes", [*zip(DTYPES), DTYPES[::2]], ids=str)
+def test_a_call_for_all_parameters_of_a_gate_has_the_bits_of_a_call_for_each(
+    dtypes, processor, every_thread_count
+):
+    grads = [g for dtype in dtypes for g in of_a_gate(5, dtype)]
+    factors = factors_for(5)
+    noise = [stream(parameter_id=i, offset=i % 3 * 2047) for i in range(len(grads))]
+    into = [truncated(random(1, *g.shape[1:], seed=5)[0] * 3, GRID) for g in grads]
+    of_each = functools.partial(reference.clip_reduce, grid=GRID)
+    expected = [
+        [of_each(g, factors) for g in grads],
+        [of_each(g, factors, into=t.clone()) for g, t in zip(grads, into, strict=True)],
+        [without_library(of_each, g, factors, noise=n) for g, n in zip(grads, noise, strict=True)],
+    ]
+
+    def found():
+        to = [t.clone() for t in into]
+        extended = kernels.clip_reduce_all(grads, factors, grid=GRID, into=to)
+        assert all(a is b for a, b in zip(extended, to, strict=True))
+        return [
+            kernels.clip_reduce_all(grads, factors, grid=GRID),
+            extended,
+            kernels.clip_reduce_all(grads, factors, grid=GRID, noise=noise),
+        ]
+
+    for kinds in every_thread_count(found):
+        for own, wanted in zip(kinds, expected, strict=True):
+            for a, b in zip(own, wanted, strict=True):
+                same_bits(a, b)
+    totals = [t.clone() for t in into]
+    kernels.add_noise_(totals, noise)
+    for total, before, own in zip(totals, into, noise, strict=True):
+        same_bits(total, without_library(own.add_to_, before.clone()))
+    squares = random(5).double()
+    one_by_one = squares.clone()
+    for g in grads:
+        kernels.squared_norm(g, into=one_by_one)
+    if len(dtypes) == 1:
+        same_bits(kernels.squared_norm(*grads, into=squares), one_by_one)
 
 
 @hypothesis.settings(max_examples=40, derandomize=True)

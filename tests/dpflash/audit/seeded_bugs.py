@@ -15,7 +15,6 @@ import torch
 
 from dpflash.clipping.context_gate import ContextGate
 from dpflash.clipping.deferred import DeferredGradients
-from dpflash.clipping.gate import Gate
 from dpflash.distributed import collectives
 from dpflash.engine import PrivacyEngine
 from dpflash.kernels import grads, squared_norm
@@ -45,14 +44,17 @@ def _unclipped(name: str) -> Callable[[Put], None]:
     """Parameters whose names end so are not clipped."""
 
     def apply(put: Put) -> None:
-        original = Gate._add_clipped
+        original = ClippedSums.add_clipped
 
-        def add_clipped(self: Any, position: int, grad: Any, factors: Any) -> None:
-            if self.step.sums.names[self.group.parameters[position]].endswith(name):
-                factors = (factors > 0).to(factors.dtype)
-            original(self, position, grad, factors)
+        def add_clipped(self: Any, parameters: Any, grads: Any, factors: Any, noise: Any) -> None:
+            for parameter, grad, own in zip(
+                parameters, grads, noise or [None] * len(grads), strict=True
+            ):
+                whole = self.names[parameter].endswith(name)
+                used = (factors > 0).to(factors.dtype) if whole else factors
+                original(self, [parameter], [grad], used, noise and [own])
 
-        put(Gate, "_add_clipped", add_clipped)
+        put(ClippedSums, "add_clipped", add_clipped)
 
     return apply
 
@@ -188,7 +190,7 @@ def _float_lattice(put: Put) -> None:
         return out.add_(torch.randn(out.shape, dtype=torch.float32) * self.std)
 
     put(NoiseStream, "add_to_", add_to_)
-    put(ClippedSums, "takes_noise", lambda self, parameter: False)
+    put(ClippedSums, "take_noise", lambda self, parameters: False)
 
 
 def _coarse_noise_on_the_grid(put: Put) -> None:
@@ -197,7 +199,7 @@ def _coarse_noise_on_the_grid(put: Put) -> None:
         return out.add_((noise.double() / self.grid).round() * self.grid)
 
     put(NoiseStream, "add_to_", add_to_)
-    put(ClippedSums, "takes_noise", lambda self, parameter: False)
+    put(ClippedSums, "take_noise", lambda self, parameters: False)
 
 
 def _squares_of_shards(put: Put) -> None:
