@@ -115,7 +115,7 @@ def clip_reduce_all(
     grads, factors = [_readable(g) for g in grads], _readable(factors).contiguous()
     dtype = grads[0].dtype
     of_samples = factors, factors.itemsize, len(factors)
-    if noise is not None and all(n.std > 0 and noise_cpu.serves(factors, n) for n in noise):
+    if noise is not None and _are_fused(noise, factors):
         outs = _buffer(grads, dtype)
         parts = [
             Part(g.data_ptr(), g.stride(0), *noised_part(out, stream))
@@ -129,6 +129,13 @@ def clip_reduce_all(
     for total in totals:
         written(total)
     return totals if noise is None else [t.to(dtype) for t in add_noise_(totals, noise)]
+
+
+def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
+    """Whether the kernel adds them: they are of one release."""
+    first = noise[0]
+    fit = first.std > 0 and noise_cpu.serves(factors, first)
+    return fit and all(stream.release == first.release for stream in noise)
 
 
 def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -239,6 +239,11 @@ class NoiseStream:
             object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
+    def release(self) -> tuple[object, ...]:
+        """What the streams of a release have in common; secret."""
+        return self.key, self.step, self.std, self.grid, self.generator
+
+    @property
     def scale(self) -> float:
         """The standard deviation in units of the grid."""
         return self.std / self.grid
@@ -330,7 +335,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequen
 
     Args:
         outs: contiguous, fp32 or fp64, any device.
-        streams: one for each tensor; they differ in parameter_id and offset only.
+        streams: one for each tensor.
 
     Returns:
         outs.
@@ -339,7 +344,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequen
         ValueError: as `gaussian_noise_`.
         RuntimeError: as `gaussian_noise_`.
     """
-    left: dict[torch.dtype, list[tuple[Tensor, NoiseStream]]] = {}
+    on_cpu: dict[object, list[tuple[Tensor, NoiseStream]]] = {}
     for out, stream in zip(outs, streams, strict=True):
         _check_out(out)
         stream.check_length(out.numel())
@@ -348,11 +353,11 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequen
         if out.is_cuda:
             _noise_triton().add_noise_(out, stream)
         elif noise_cpu.serves(out, stream):
-            left.setdefault(out.dtype, []).append((out, stream))
+            on_cpu.setdefault((out.dtype, stream.release), []).append((out, stream))
         else:
             stream.add_slowly_(out)
-    for of_dtype in left.values():
-        noise_cpu.add_noise_(*zip(*of_dtype, strict=True))
+    for of_call in on_cpu.values():
+        noise_cpu.add_noise_(*zip(*of_call, strict=True))
     return outs
 
 

@@ -72,7 +72,7 @@ def serves(tensor: Tensor, stream: NoiseStream) -> bool:
 
 
 def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
-    """See `noise.add_noise_`; all of one dtype."""
+    """See `noise.add_noise_`; all of one dtype and release."""
     parts = [Part(None, 0, *noised_part(*each)) for each in zip(outs, streams, strict=True)]
     write_noised("noise_alone", streams, outs, parts)
 
@@ -105,7 +105,7 @@ def write_noised(
 
     Args:
         function: the kernel's name, without its kind of numbers.
-        streams: of ChaCha20, std above 0; they differ in their parameters and offsets only.
+        streams: of a release, of ChaCha20, std above 0.
         outs: contiguous, fp32 or fp64, on the CPU; one for each stream.
         parts: of each of them.
         rest: the kernel's arguments after the parts.

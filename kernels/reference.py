@@ -367,7 +367,7 @@ def clip_reduce_all(
         factors: [B], as in `clip_reduce`.
         grid: as in `clip_reduce`.
         into: one for each parameter, or None.
-        noise: one for each parameter, which differ in parameter_id and offset only, or None.
+        noise: one for each parameter, or None.
 
     Returns:
         The sum of each. New ones may lie in one buffer.

@@ -131,13 +131,14 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             noise: of each, added in the same kernel, where the sums `take_noise`.
         """
         held = [self._sum_to_extend(parameter) for parameter in parameters]
-        into = None
-        if any(total is not None for total in held):
-            into = [
-                _zeros(p, torch.float64) if total is None else total
-                for p, total in zip(parameters, held, strict=True)
-            ]
-        totals = clip_reduce_all(grads, factors, grid=self.grid, into=into, noise=noise)
+        into = [total for total in held if total is not None]
+        totals = clip_reduce_all(
+            grads,
+            factors,
+            grid=self.grid,
+            into=into if len(into) == len(held) else None,
+            noise=noise,
+        )
         for parameter, total in zip(parameters, totals, strict=True):
             self._note_rounding(parameter)
             self._add(parameter, total)
@@ -161,7 +162,9 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """Take part in the exchange of a sharded parameter that got no gradient on this rank."""
         sharded: bool = is_sharded(parameter)
         if sharded:
-            self._add_rows(parameter, _zeros(parameter, wide_dtype(parameter)))
+            shape, dtype = parameter.shape, wide_dtype(parameter)
+            zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
+            self._add_rows(parameter, zeros)
 
     def add_noise(self, parameters: Sequence[nn.Parameter], noise: Sequence[NoiseStream]) -> None:
         """Add noise to sums that are complete."""
@@ -235,10 +238,6 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self._mixed.append(mixed)
         held = self._sums.get(parameter)
         self._sums[parameter] = own if held is None else held + own
-
-
-def _zeros(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.distributed import context_parallel, shard_sequence
+from dpflash.kernels import NoiseStream
 from dpflash.nn import LongContextLM
 from dpflash.patterns import Adaptive, Dilated
-from dpflash.step import PrivateStep
+from dpflash.step import PrivateStep, sums
 
 _release = PrivateStep.release
 
@@ -357,21 +358,19 @@ def broken_norms() -> Iterator[None]:
 
 def noise_of(group: object = None, *, context: int, wrapper: str = "plain") -> dict[str, Any]:
     """What a step adds to zero gradients: the parameters' change, and who drew how much."""
-    from dpflash.kernels import noise
-
     plain = build()
     made, mesh = parallel(plain, context, wrapper)
     before = whole(plain)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
     made, optimizer, loader = private(engine, made)
     drawn = [0]
-    original = noise.NoiseStream.add_to_
+    original = sums.add_noise_
 
-    def count(self: noise.NoiseStream, out: Tensor) -> Tensor:
-        drawn[0] += out.numel()
-        return original(self, out)
+    def count(outs: list[Tensor], streams: list[NoiseStream]) -> Sequence[Tensor]:
+        drawn[0] += sum(out.numel() for out in outs)
+        return original(outs, streams)
 
-    with patch.object(noise.NoiseStream, "add_to_", count):
+    with patch.object(sums, "add_noise_", count):
         for x, y in loader:
             engine.backward(made(*sharded(mesh, x, y)) * 0.0)
             optimizer.step()

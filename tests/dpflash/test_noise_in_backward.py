@@ -41,9 +41,10 @@ def kernels_of_a_gpu(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("patches what the interpreter reads")
 
-    def add_to_(stream, out):
-        noise_triton.add_noise_(out, stream)
-        return out
+    def add_noise_(outs, streams):
+        for out, stream in zip(outs, streams, strict=True):
+            noise_triton.add_noise_(out, stream)
+        return outs
 
     monkeypatch.setattr(noise_triton, "GROUPS", 8)
     monkeypatch.setattr(launch, "REDUCE_BLOCK", 64)
@@ -53,7 +54,7 @@ def kernels_of_a_gpu(monkeypatch):
         return reference if any(t.dtype == torch.float64 for t in tensors) else launch
 
     monkeypatch.setattr(grads, "_backend", backend)
-    monkeypatch.setattr(NoiseStream, "add_to_", add_to_)
+    monkeypatch.setattr(sums, "add_noise_", add_noise_)
 
     def undecided():
         one = pytest.importorskip("triton.language").constexpr(1.0)
@@ -162,7 +163,7 @@ def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw
         optimizer.zero_grad()
         (x,) = next(batches)
     with monkeypatch.context() as patch:
-        patch.setattr(sums, "clip_reduce", fails)
+        patch.setattr(sums, "clip_reduce_all", fails)
         with pytest.raises(MemoryError):
             losses_of(model, x).sum().backward()
     assert engine._step.noise is None and not engine._step.sums

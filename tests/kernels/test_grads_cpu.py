@@ -107,7 +107,7 @@ def test_a_clipped_sum_has_the_bits_of_the_reference_implementation(dtype, proce
 
 
 def of_a_gate(batch, dtype):
-    """Per-sample gradients of parameters of all kinds: strided, transposed, empty, of one number."""
+    """Per-sample gradients of all kinds: of all sizes, strided, transposed, empty, scalar."""
     wide = random(batch, 40, 6, seed=1, dtype=dtype)
     return [
         *(random(batch, size, seed=size, dtype=dtype) for size in SIZES),
@@ -151,6 +151,14 @@ def test_a_call_for_all_parameters_of_a_gate_has_the_bits_of_a_call_for_each(
     totals = [t.clone() for t in into]
     kernels.add_noise_(totals, noise)
     for total, before, own in zip(totals, into, noise, strict=True):
+        same_bits(total, without_library(own.add_to_, before.clone()))
+    mixed = [stream(step=i % 2, std=1.0 + i % 3, parameter_id=i) for i in range(len(grads))]
+    for own, g, n in zip(
+        kernels.clip_reduce_all(grads, factors, grid=GRID, noise=mixed), grads, mixed, strict=True
+    ):
+        same_bits(own, without_library(of_each, g, factors, noise=n))
+    kernels.add_noise_(totals := [t.clone() for t in into], mixed)
+    for total, before, own in zip(totals, into, mixed, strict=True):
         same_bits(total, without_library(own.add_to_, before.clone()))
     squares = random(5).double()
     one_by_one = squares.clone()

@@ -18,11 +18,10 @@ from dpflash.clipping.deferred import DeferredGradients
 from dpflash.distributed import collectives
 from dpflash.engine import PrivacyEngine
 from dpflash.kernels import grads, squared_norm
-from dpflash.kernels.noise import NoiseStream
 from dpflash.sampling.samplers import PoissonBatchSampler
 from dpflash.sampling.slots import RealRows
 from dpflash.sampling.tracker import BatchTracker
-from dpflash.step import BatchNoise, ClippedSums, PrivateStep
+from dpflash.step import BatchNoise, ClippedSums, PrivateStep, sums
 
 Put = Callable[[Any, str, Any], None]
 
@@ -186,19 +185,25 @@ def _entries_clipped_one_by_one(put: Put) -> None:
 
 
 def _float_lattice(put: Put) -> None:
-    def add_to_(self: Any, out: torch.Tensor) -> torch.Tensor:
-        return out.add_(torch.randn(out.shape, dtype=torch.float32) * self.std)
+    def noise(stream: Any, shape: torch.Size) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float32) * stream.std
 
-    put(NoiseStream, "add_to_", add_to_)
-    put(ClippedSums, "take_noise", lambda self, parameters: False)
+    _noise_of_another(noise, put)
 
 
 def _coarse_noise_on_the_grid(put: Put) -> None:
-    def add_to_(self: Any, out: torch.Tensor) -> torch.Tensor:
-        noise = torch.randn(out.shape, dtype=torch.float32) * self.std
-        return out.add_((noise.double() / self.grid).round() * self.grid)
+    def noise(stream: Any, shape: torch.Size) -> torch.Tensor:
+        coarse = torch.randn(shape, dtype=torch.float32) * stream.std
+        return (coarse.double() / stream.grid).round() * stream.grid
 
-    put(NoiseStream, "add_to_", add_to_)
+    _noise_of_another(noise, put)
+
+
+def _noise_of_another(noise: Callable[[Any, torch.Size], torch.Tensor], put: Put) -> None:
+    def add_noise_(outs: Any, streams: Any) -> Any:
+        return [out.add_(noise(own, out.shape)) for out, own in zip(outs, streams, strict=True)]
+
+    put(sums, "add_noise_", add_noise_)
     put(ClippedSums, "take_noise", lambda self, parameters: False)
 
 
