@@ -420,6 +420,12 @@ class PrivateRun:
         }
 
     def _check_fits(self, where: str, state: Mapping[str, Any]) -> None:
+        missing = sorted(self._own_state({}).keys() - state.keys())
+        if missing:
+            raise ValueError(
+                f"{where}: another version of dpflash wrote it, without {', '.join(missing)}; "
+                "load it with that version"
+            )
         checkpoint.check_fits(
             where,
             state,

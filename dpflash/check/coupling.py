@@ -47,6 +47,7 @@ def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
     differences: list[_Difference] = []
     foreign: list[str] = []
     compared: dict[str, str] = {}
+    tried: set[str] = set()
     shared = _shared_embeddings(trial)
     for index in trial.indices:
         reference[index] = trial.subject.loss_and_grads(trial.batch, index)
@@ -55,7 +56,9 @@ def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
             try:
                 found = trial.subject.loss_and_grads(place.batch, place.index)
             except Exception as error:
-                findings.leave_out(f"samples when {variant.how}: {error_text(error)}")
+                tried.add(variant.altered)
+                error_raised = f"the losses raise {error_text(error)}"
+                findings.leave_out(f"samples when {variant.how}: {error_raised}")
                 continue
             compared[variant.how] = variant.altered
             if not found.finite() and variant.altered == VALUES:
@@ -68,7 +71,7 @@ def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
         f"loss and gradient of samples {', '.join(map(str, trial.indices))}, up to "
         f"{trial.tolerance:.0e} of their size, when " + "; ".join(compared)
     )
-    if TARGETS not in compared.values():
+    if TARGETS not in {*compared.values(), *tried}:
         findings.not_checked.append("ignored targets: found no integer targets to alter")
     if differences:
         _report(trial, differences, foreign[:1], findings)

@@ -292,7 +292,10 @@ def _repeats(trial: Trial, findings: Findings) -> bool:
         return False
     if not trial.close(first, subject.losses(trial.batch, seed=1).detach()):
         trial.set_random()
-        remedy = "disable the randomness to run the skipped checks"
+        remedy = (
+            "to run the skipped checks, draw random numbers such as timesteps and noise before "
+            "the loss function and pass them in the batch, or disable the randomness"
+        )
         if dropping := subject.dropping():
             remedy = (
                 "disable dropout for the check (dropout=0.0 or model.eval()): "

@@ -87,10 +87,12 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
             f"path={str(path)!r}: not a readable checkpoint (damaged or cut short); use an "
             "earlier copy"
         ) from e
-    if not isinstance(state, dict) or state.get("format") != format:
+    found = state.get("format") if isinstance(state, dict) else None
+    if not isinstance(found, str) or found != format:
+        kind = f"of format {found!r}" if isinstance(found, str) else "another file"
         raise ValueError(
-            f"path={str(path)!r}: not a dpflash checkpoint of format {format!r}; pass a "
-            "path that engine.save_checkpoint wrote"
+            f"path={str(path)!r}: {kind}, not a dpflash checkpoint of format {format!r}; pass a "
+            "path that engine.save_checkpoint of this version wrote"
         )
     return state
 

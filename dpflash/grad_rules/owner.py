@@ -110,6 +110,7 @@ class PrivateOwner(PrivateModule):
             own_args, own_kwargs = tree_unflatten(rows, structure)
             results, returned = tree_flatten(own_copy.forward(*own_args, **own_kwargs))
             self._refuse_objects(results, "returned")
+            self._refuse_returned(results, parameters)
             found[:] = [_TENSOR if isinstance(x, Tensor) else x for x in results], returned
             return tuple(outside.output(x) for x in results if isinstance(x, Tensor))
 
@@ -166,6 +167,16 @@ class PrivateOwner(PrivateModule):
                     "cache: pass use_cache=False in the call, model(..., use_cache=False); "
                     "model.config.use_cache does not reach decoders with a config of their own, "
                     "such as T5's"
+                )
+
+    def _refuse_returned(self, results: list[Any], parameters: dict[str, Tensor]) -> None:
+        for name, parameter in parameters.items():
+            shared = parameter.ndim and len(parameter) != 1
+            if shared and any(result is parameter for result in results):
+                sizes = ", ".join(["len(x)", *["-1"] * parameter.ndim])
+                raise RuntimeError(
+                    f"{described(self)} returns its parameter '{name}' itself, which has no row "
+                    f"for each sample. Return {name}.expand({sizes})"
                 )
 
     def _refuse_stored(self, own_copy: nn.Module) -> None:

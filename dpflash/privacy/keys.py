@@ -202,6 +202,12 @@ class RunKeys(Uncopied):
             state: of the checkpoint.
             ledger_releases: number of releases in the ledger; None without one.
         """
+        if self.seed is None and state["seed"] is not None:
+            warnings.warn(
+                f"the checkpoint's run has seed={state['seed']!r}, and this engine has it now: "
+                "whoever knows it can subtract the noise, so results are not for release",
+                stacklevel=5,
+            )
         self._loaded = place_of(state)
         self.run, self.seed = state["run"], state["seed"]
         self.incarnation = state["incarnation"]

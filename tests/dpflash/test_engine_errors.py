@@ -1,6 +1,7 @@
 """Bad input is refused with the argument, its value and the way out, and nothing is changed."""
 
 import copy
+import json
 import io
 import math
 import os
@@ -722,14 +723,14 @@ def test_detach_refuses_another_model(private):
 # Checkpoints
 
 
-def run(private, *, model=None, data=16, batch_size=4, **options):
+def run(private, *, model=None, data=16, batch_size=4, seed=None, **options):
     torch.manual_seed(0)
     engine, model, optimizer, loader = private(
         model or nn.Linear(3, 2),
         torch.randn(data, 3),
         batch_size=batch_size,
         noise_multiplier=1.0,
-        seed=None,
+        seed=seed,
         **options,
     )
     return engine, model, optimizer, loader
@@ -803,6 +804,25 @@ def test_a_checkpoint_with_a_flipped_byte_of_contents_is_refused(private, saved,
 def test_a_file_of_another_kind_is_refused(content, private, tmp_path, unchanged):
     torch.save(content, tmp_path / "c")
     unchanged(run(private), tmp_path / "c", ValueError, "not a dpflash checkpoint")
+
+
+def test_what_another_version_wrote_is_refused_before_anything_changes(private, saved, unchanged):
+    whole = torch.load(saved, weights_only=True)
+    torch.save({k: v for k, v in whole.items() if k not in ("shares", "loader")}, saved)
+    unchanged(
+        run(private), saved, ValueError, "another version .* wrote it, without loader, shares"
+    )
+    engine, state = run(private)[0], run(private)[0].state_dict()
+    ((name, text),) = state.items()
+    less = {k: v for k, v in json.loads(text).items() if k != "releases"}
+    with pytest.raises(ValueError, match="without releases"):
+        engine.load_state_dict({name: json.dumps(less)})
+
+
+def test_a_seed_that_a_checkpoint_brings_is_told(private):
+    state, engine = run(private, seed=3)[0].state_dict(), run(private)[0]
+    with pytest.warns(UserWarning, match="seed=3, and this engine has it now.*not for release"):
+        engine.load_state_dict(state)
 
 
 def test_a_pickle_that_runs_code_is_refused(private, tmp_path, unchanged):

@@ -1,6 +1,7 @@
 """Parameters on modules that have layers below them, and layers that share or flatten samples."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from dpflash import PrivateRefusal
+from dpflash import PrivacyEngine, PrivateRefusal
 
 WIDTH = 4
 # As many samples as tokens and features, so that a mistaken dimension has the right size.
@@ -456,6 +457,42 @@ def test_labels_of_another_length_than_the_batch_are_refused(private):
     made(x, y)
     with pytest.raises(PrivateRefusal, match="one entry for each sample before"):
         made(x, y[:3])
+
+
+class WeighedTasks(nn.Module):
+    """Returns the weights of its tasks with their outputs."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.log_variances = nn.Parameter(torch.linspace(0.5, 2.0, 3))
+        self.linear, self.returned = nn.Linear(3, 3), returned
+
+    def forward(self, x):
+        return self.linear(x), self.returned(self.log_variances, x)
+
+
+def weighed(model, x):
+    outputs, log_variances = model(x)
+    return (outputs.square() * torch.exp(-log_variances) + log_variances).sum(1)
+
+
+def test_a_returned_parameter_is_refused_with_the_line_that_works(private, oracle, sums, distance):
+    torch.manual_seed(0)
+    x = torch.randn(6, 3)
+    remedy = r"Return log_variances.expand\(len\(x\), -1\)"
+    with pytest.raises(RuntimeError, match=f"its parameter 'log_variances' itself.*{remedy}"):
+        weighed(private(WeighedTasks(lambda own, x: own))[1], x)
+    (problem,) = (
+        PrivacyEngine()
+        .check(WeighedTasks(lambda own, x: own), (x,), lambda model, batch: weighed(model, *batch))
+        .problems
+    )
+    assert re.search(remedy, problem.remedy)
+    model = WeighedTasks(lambda own, x: own.expand(len(x), -1))
+    expected = oracle(model, weighed, x).clipped_sum(0.1)
+    engine, made, *_ = private(model, max_grad_norm=0.1)
+    engine.backward(weighed(made, x))
+    assert distance(sums(engine, made), expected) <= 1e-6
 
 
 class Masked(nn.Module):
