@@ -1,8 +1,8 @@
 """Bad input is refused with the argument, its value and the way out, and nothing is changed."""
 
 import copy
-import json
 import io
+import json
 import math
 import os
 import stat
