@@ -45,7 +45,7 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     batch = grads[0].shape[0]
     squares = torch.zeros(batch, dtype=torch.float64, device="cpu") if into is None else into
     grads = tuple(map(_readable, grads))
-    for dtype in {g.dtype for g in grads}:
+    for dtype in dict.fromkeys(g.dtype for g in grads):  # in an order that repeats
         own = [_part(g) for g in grads if g.dtype == dtype]
         call("squared_norms", dtype, *table(own), batch, squares)
     return written(squares)
