@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pack import IGNORED, PackedBatch
+from .pack import IGNORED, PackedBatch, cu_seqlens_of
 from .units import Units
 
 # What the entries of a batch have where there is no document.
@@ -17,9 +17,9 @@ def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch
 
     By turns two trials change every other document (later every other two, four, ...), and two
     the longer half and the shorter one. A document that is left out becomes padding, so that the
-    numbers of documents, of tokens and of labels change too. Another one gets the tokens of the
-    next one in reverse order, so that its first token changes even where all documents begin
-    alike. It keeps its place and length, and its labels are reversed with them.
+    borders and the numbers of documents, of tokens and of labels change too. Another one gets the
+    tokens of the next one in reverse order, so that its first token changes even where all
+    documents begin alike. It keeps its place and length, and its labels are reversed with them.
 
     Args:
         batch: not changed.
@@ -51,7 +51,10 @@ def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch
         if len(counts) and len(theirs):
             entries["labels"].view(-1)[own][counts] = _reversed(theirs, len(counts))
     spans = tuple((0, 0) if unit in left_out else span for unit, span in enumerate(units.spans))
-    return PackedBatch(entries, Units(units.shape, spans)), kept
+    left = Units(units.shape, spans)
+    inner = batch.cu_seqlens[batch.cu_seqlens < left.positions].long()
+    entries["cu_seqlens"] = cu_seqlens_of(left, inner[left.index[inner] < left.size].tolist())
+    return PackedBatch(entries, left), kept
 
 
 def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[int], list[int]]:

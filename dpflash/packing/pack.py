@@ -5,7 +5,7 @@ Letters: U documents, R rows, T tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -196,9 +196,12 @@ class PackTo:
         """The number of a document's tokens, at most `tokens`; 0 for what is no document."""
         return sum(len(tokens) for tokens, _ in self.read(document))
 
-    def read(self, document: Any) -> Parts:
-        """(tokens, labels) of each part of a document, `tokens` at most; of no document none."""
-        parts, left = [], self.tokens
+    def read(self, document: Any, at_most: int | None = None) -> Parts:
+        """(tokens, labels) of each part of a document; of no document none.
+
+        They have `at_most` tokens together, by default `tokens`; what is behind them is cut off.
+        """
+        parts, left = [], self.tokens if at_most is None else at_most
         for tokens, labels in _parts_of(document):
             parts.append((tokens[:left], None if labels is None else labels[:left]))
             left -= len(parts[-1][0])
@@ -226,25 +229,31 @@ class PackTo:
         """The batch of these documents, in this order."""
         return self.packed([self.read(document) for document in documents])
 
-    def packed(self, given: Sequence[Parts]) -> PackedBatch:
+    def packed(self, given: Sequence[Parts], room: Sequence[int] | None = None) -> PackedBatch:
         """The batch of documents that `read` returned.
+
+        Args:
+            given: the documents.
+            room: tokens to reserve for each, by default as many as it has.
 
         Raises:
             PrivateRefusal: they do not fit into one.
         """
         places = self.places()
-        for parts in given:
-            if not places.add(sum(len(tokens) for tokens, _ in parts)):
+        lengths = [sum(len(tokens) for tokens, _ in parts) for parts in given]
+        for reserved in lengths if room is None else room:
+            if not places.add(reserved):
                 raise PrivateRefusal(
                     f"documents do not fit into one batch: max_documents={self.max_documents} of "
                     f"tokens={self.tokens} together, in rows={self.rows}, is the most. Pass fewer "
-                    "documents, or larger tokens= or max_documents=; a dataset must return equal "
-                    "lengths of a document whenever it is read",
+                    "documents, or larger tokens= or max_documents=",
                     number=len(places.spans),
                 ) from None
+        starts = (start for start, _ in places.spans)
+        filled = [(s, s + n) if n else (0, 0) for s, n in zip(starts, lengths, strict=True)]
         empty = [(0, 0)] * (self.max_documents - len(given))
         shape = (self.rows, self.tokens // self.rows)
-        units = Units(shape, (*places.spans, *empty))
+        units = Units(shape, (*filled, *empty))
         return PackedBatch(_entries(units, given), units)
 
 
@@ -272,25 +281,19 @@ def _entries(units: Units, given: Sequence[Parts]) -> dict[str, Tensor]:
     rows, width = units.shape
     input_ids = torch.zeros(units.positions, dtype=torch.int64)
     labels = torch.full_like(input_ids, IGNORED)
-    borders = {0, units.positions, *(end for span in units.spans for end in span)}
-    borders |= set(range(0, units.positions, width))
+    inner = []
     for (start, _), parts in zip(units.spans, given, strict=False):
         for tokens, own in parts:
             end = start + len(tokens)
             input_ids[start:end] = tokens
             labels[start:end] = tokens if own is None else own
             labels[start : start + 1] = IGNORED
-            borders.add(end)
+            inner.append(end)
             start = end
     labels.view(rows, width)[:, 0] = IGNORED
     index = units.index.clone()
     index[index == units.size] = -1
-    # Attention over all of the padding would cost more than that over the documents.
-    padded = (index.view(-1) < 0).tolist()
-    borders |= {t for t in range(0, units.positions, _PADDING) if padded[t]}
-    most = 2 * (units.size + rows) + units.positions // _PADDING + 1
-    cu_seqlens = torch.full((max(most, len(borders)),), units.positions, dtype=torch.int32)
-    cu_seqlens[: len(borders)] = torch.tensor(sorted(borders), dtype=torch.int32)
+    cu_seqlens = cu_seqlens_of(units, inner)
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     positions = (torch.arange(units.positions) - starts).masked_fill_(index < 0, 0)
     flat = {
@@ -300,6 +303,20 @@ def _entries(units: Units, given: Sequence[Parts]) -> dict[str, Tensor]:
         "sample_index": index,
     }
     return {**{name: t.view(rows, width) for name, t in flat.items()}, "cu_seqlens": cu_seqlens}
+
+
+def cu_seqlens_of(units: Units, inner: Iterable[int]) -> Tensor:
+    """``cu_seqlens`` of a `PackedBatch`; `inner` are borders within documents."""
+    rows, width = units.shape
+    borders = {0, units.positions, *(end for span in units.spans for end in span), *inner}
+    borders |= set(range(0, units.positions, width))
+    # Attention over all of the padding would cost more than that over the documents.
+    padded = (units.index == units.size).tolist()
+    borders |= {t for t in range(0, units.positions, _PADDING) if padded[t]}
+    most = 2 * (units.size + rows) + units.positions // _PADDING + 1
+    cu_seqlens = torch.full((max(most, len(borders)),), units.positions, dtype=torch.int32)
+    cu_seqlens[: len(borders)] = torch.tensor(sorted(borders), dtype=torch.int32)
+    return cu_seqlens
 
 
 def _parts_of(sample: Any) -> Parts:

@@ -19,7 +19,7 @@ from .keys import derive_key
 _SEED_BYTES = 8
 
 
-def _seed_of(key: bytes, purpose: str) -> int:
+def seed_of(key: bytes, purpose: str) -> int:
     """A seed of 63 bits."""
     return int.from_bytes(derive_key(key, purpose)[:_SEED_BYTES], "little") >> 1
 
@@ -80,7 +80,7 @@ class SecretMasks:
         if place != self._at:
             self._at, self._seeds = place, {}
         if word not in self._seeds:
-            self._seeds[word] = _seed_of(self._key(), f"masks-{place}-{len(self._seeds)}")
+            self._seeds[word] = seed_of(self._key(), f"masks-{place}-{len(self._seeds)}")
         return self._seeds[word]
 
 
@@ -106,7 +106,7 @@ class LoopSeeds:
 
     def of(self, *place: object) -> int:
         """The seed of a place, 63 bits, derived from the key."""
-        return _seed_of(self._key(), f"loop-{self._rank}-{place}")
+        return seed_of(self._key(), f"loop-{self._rank}-{place}")
 
     def begin(self) -> None:
         """Hold the user's states until the end of the logical batch."""

@@ -233,14 +233,14 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             **options,
         )
         entries: Dataset[Any] = readable
+        collate_rows: Callable[[list[Any]], Collated] = made
         if self._draws is not None:
             assert self.slots is not None
             units = groups if groups is not None and groups.are_drawn else None
             self._rows: SlotSampler
             if plan.packing is not None:
                 self._rows = PackedSampler(self._draws, readable, plan.packing, units)
-                if units is not None:
-                    entries = DocumentsOf(readable)
+                entries, collate_rows = DocumentsOf(readable), PackedCollate(plan.packing).placed
             elif units is not None:
                 self._rows = UnitSlots(self._draws, self.slots, units)
             else:
@@ -250,7 +250,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self._padded: DataLoader[Any] = DataLoader(
             entries,
             batch_sampler=_Seeded(rows, self._place, self._seeds),
-            collate_fn=made,
+            collate_fn=collate_rows,
             **options,
         )
 

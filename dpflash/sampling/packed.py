@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..packing import PackTo, Units
-from ..privacy.seeds import seed_reading
+from ..privacy.seeds import seed_of, seed_reading
+from ..random_state import random_state_kept, seed_generators
 from ..refusal import PrivateRefusal
 from .entries import Collated
 from .slots import Draws, SlotSampler
@@ -19,8 +20,8 @@ from .unit_groups import UnitGroups
 _FIRST = 7  # entries that are looked at before the first batch
 
 
-class DocumentsOf(Dataset[list[Any]]):
-    """The documents of samples that have several.
+class DocumentsOf(Dataset[tuple[Any, int]]):
+    """Samples as `PackedSampler` yields them: what was read, and the tokens reserved for it.
 
     Args:
         dataset: of single documents.
@@ -29,12 +30,15 @@ class DocumentsOf(Dataset[list[Any]]):
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, indices: tuple[int, ...]) -> list[Any]:
-        return [self._dataset[index] for index in indices]
+    def __getitem__(self, placed: tuple[Any, int]) -> tuple[Any, int]:
+        sample, room = placed
+        if isinstance(sample, tuple):
+            return [self._dataset[index] for index in sample], room
+        return self._dataset[sample], room
 
-    def __getitems__(self, samples: list[tuple[int, ...]]) -> list[list[Any]]:
+    def __getitems__(self, samples: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
         seed_reading(samples)
-        return [self[indices] for indices in samples]
+        return [self[placed] for placed in samples]
 
 
 class PackedCollate:
@@ -44,8 +48,13 @@ class PackedCollate:
         self.pack = pack
 
     def __call__(self, samples: list[Any]) -> Collated:
-        read = [self.pack.read(sample) for sample in samples]
-        return Collated(self.pack.packed(read), [i for i, parts in enumerate(read) if not parts])
+        return self.placed([(sample, self.pack.length_of(sample)) for sample in samples])
+
+    def placed(self, samples: list[tuple[Any, int]]) -> Collated:
+        """The same of samples of `DocumentsOf`, each cut to the tokens reserved for it."""
+        read = [self.pack.read(sample, room) for sample, room in samples]
+        batch = self.pack.packed(read, [room for _, room in samples])
+        return Collated(batch, [i for i, parts in enumerate(read) if not parts])
 
 
 class PackedSampler(SlotSampler):
@@ -56,10 +65,13 @@ class PackedSampler(SlotSampler):
     Args:
         draws: the sampler, whose key also chooses documents of units.
         dataset: of the documents, whose lengths are looked up when they are drawn first. Most of
-            the first ones must be documents.
+            the first ones must be documents. A document that is longer when it is read again is
+            cut to that length, and no other one moves.
         collate: packs the samples of a microbatch.
-        groups: the documents of each unit, where units are drawn. The sampler then yields tuples
-            of indices; documents for which a microbatch has no room are left out of a unit.
+        groups: the documents of each unit, where units are drawn; documents for which a
+            microbatch has no room are left out of a unit.
+
+    It yields (index, length) of each sample, with a tuple of indices where units are drawn.
     """
 
     def __init__(
@@ -82,7 +94,10 @@ class PackedSampler(SlotSampler):
         yield from super().__iter__()
 
     def _rows(self, placed: Any, draw: int) -> tuple[list[Any], Tensor, Units | None]:
-        rows = placed if self._groups is not None else [index for (index,) in placed]
+        rows = [
+            (sample if self._groups is not None else sample[0], sum(map(self._length, sample)))
+            for sample in placed
+        ]
         return rows, torch.arange(self.slots) < len(placed), None
 
     def _samples(self, draw: int, drawn: list[int]) -> list[tuple[int, ...]]:
@@ -112,5 +127,8 @@ class PackedSampler(SlotSampler):
 
     def _length(self, index: int) -> int:
         if index not in self._lengths:
-            self._lengths[index] = self._collate.length_of(self._dataset[index])
+            with random_state_kept():
+                # Where lengths are random, it is the same on all ranks.
+                seed_generators(seed_of(self._draws.key, f"length-{index}"))
+                self._lengths[index] = self._collate.length_of(self._dataset[index])
         return self._lengths[index]

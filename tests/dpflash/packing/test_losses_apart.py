@@ -1,6 +1,7 @@
 """A loss that depends on the tokens of another document is refused, wherever it is computed."""
 
 import contextlib
+from itertools import pairwise
 
 import pytest
 import torch
@@ -105,6 +106,7 @@ NUMBERS = {
     "documents": lambda own, batch: batch.sample_index.max() + 1,
     "real-documents": lambda own, batch: own.loader.is_real.sum(),
     "longest": lambda own, batch: batch.longest,
+    "longest-by-borders": lambda own, batch: batch.cu_seqlens.diff().max(),
 }
 
 
@@ -170,6 +172,48 @@ def test_a_trial_keeps_half_of_the_documents_and_adds_no_label(number, documents
             assert trial.input_ids[0, start] != 1 and trial.labels[0, start] == IGNORED
             found.add("changed")
     assert found == {"left out", "changed"}
+    packing = PackTo(tokens=64, max_documents=8)
+    left = [
+        packing.read(document) if start < end else []
+        for document, (start, end) in zip(docs, trial.units.spans, strict=False)
+    ]
+    assert torch.equal(trial.cu_seqlens, packing.packed(left, LENGTHS).cu_seqlens)
+
+
+class Bordered(torch.nn.Module):
+    """Attends between borders; its positions are numbers, or shares of the longest document."""
+
+    def __init__(self, *, shares):
+        super().__init__()
+        self.table, self.inputs = torch.nn.Embedding(23, 8), torch.nn.Linear(8, 24)
+        self.head, self.shares = torch.nn.Linear(8, 23), shares
+
+    def forward(self, batch):
+        borders = batch.cu_seqlens
+        positions = batch.position_ids / (borders.diff().max() if self.shares else 8)
+        x = self.inputs(self.table(batch.input_ids) + positions[..., None])
+        pieces = [
+            F.scaled_dot_product_attention(*x[:, start:end].chunk(3, -1), is_causal=True)
+            for start, end in pairwise(borders.tolist())
+            if start < end
+        ]
+        return dpflash.losses.causal_lm(
+            self.head(torch.cat(pieces, 1)),
+            batch.labels,
+            sample_index=batch.sample_index,
+            num_samples=batch.max_documents,
+        )
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_model_may_attend_by_the_borders_but_not_measure_the_longest_document(
+    shares, run, documents
+):
+    own = run(Bordered(shares=shares), documents(LENGTHS), losses=lambda model, b: model(b))
+    message = "the loss of a document .* nothing was released"
+    with pytest.raises(RuntimeError, match=message) if shares else contextlib.nullcontext():
+        for _ in range(6):
+            own.sums()
 
 
 def test_a_document_that_makes_others_not_finite_is_refused(run, documents, language_model):

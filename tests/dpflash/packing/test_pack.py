@@ -248,6 +248,27 @@ def test_a_draw_that_overflows_loses_and_repeats_no_document():
     assert microbatches > 3
 
 
+class Cropped(list):
+    """Documents of another length at each read."""
+
+    def __getitem__(self, index):
+        tokens = super().__getitem__(index)
+        return tokens[: int(torch.randint(1, len(tokens) + 1, ()))]
+
+
+def test_documents_of_random_lengths_keep_the_room_of_their_first_read():
+    documents, runs = [[i] * (3 * i + 1) for i in range(20)], []
+    for seed in range(2):  # Ranks may have other random states.
+        torch.manual_seed(seed)
+        packing = {"tokens": 64, "max_documents": 4, "rows": 2}
+        runs.append(drawn(Cropped(documents), len(documents), 30, **packing))
+    assert runs[0] == runs[1]
+    found, microbatches = runs[0]
+    assert all(sorted(d[0] for d in draw) == list(range(20)) for draw in found)
+    assert len({len(d) for draw in found for d in draw if d[0] == 19}) > 2
+    assert len(set(microbatches)) == 1
+
+
 def test_documents_are_drawn_independently_whatever_their_length():
     documents = [[i] * (1 + i) for i in range(40)]
     found, _ = drawn(documents, 10, 200, tokens=64, max_documents=4)
