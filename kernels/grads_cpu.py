@@ -141,6 +141,8 @@ def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
 def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """A tensor for the sum of each, one after another in memory."""
     shapes = [g.shape[1:] for g in grads]
+    if len(shapes) == 1:  # no view, which autograd would treat as one
+        return [torch.empty(shapes[0], dtype=dtype, device="cpu")]
     sizes = [shape.numel() for shape in shapes]
     buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu")
     return [own.view(of) for own, of in zip(buffer.split(sizes), shapes, strict=True)]

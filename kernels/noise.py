@@ -348,6 +348,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequen
     for out, stream in zip(outs, streams, strict=True):
         _check_out(out)
         stream.check_length(out.numel())
+    for out, stream in zip(outs, streams, strict=True):
         if stream.std == 0 or out.numel() == 0:
             continue
         if out.is_cuda:

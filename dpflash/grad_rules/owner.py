@@ -110,7 +110,8 @@ class PrivateOwner(PrivateModule):
             own_args, own_kwargs = tree_unflatten(rows, structure)
             results, returned = tree_flatten(own_copy.forward(*own_args, **own_kwargs))
             self._refuse_objects(results, "returned")
-            self._refuse_returned(results, parameters)
+            if batch_size > 1:
+                self._refuse_returned(results, parameters)
             found[:] = [_TENSOR if isinstance(x, Tensor) else x for x in results], returned
             return tuple(outside.output(x) for x in results if isinstance(x, Tensor))
 

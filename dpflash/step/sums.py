@@ -130,20 +130,20 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             factors: `[B]`.
             noise: of each, added in the same kernel, where the sums `take_noise`.
         """
-        held = [self._sum_to_extend(parameter) for parameter in parameters]
-        into = [total for total in held if total is not None]
-        totals = clip_reduce_all(
-            grads,
-            factors,
-            grid=self.grid,
-            into=into if len(into) == len(held) else None,
-            noise=noise,
-        )
-        for parameter, total in zip(parameters, totals, strict=True):
-            self._note_rounding(parameter)
-            self._add(parameter, total)
-            if noise is not None:
-                self._narrow(parameter)
+        held = [(p, g, self._sum_to_extend(p)) for p, g in zip(parameters, grads, strict=True)]
+        kept = [(p, g, total) for p, g, total in held if total is not None]
+        if kept:
+            _, theirs, into = zip(*kept, strict=True)
+            clip_reduce_all(theirs, factors, grid=self.grid, into=into)
+        new = [(p, g) for p, g, total in held if total is None]
+        if new:
+            own, theirs = zip(*new, strict=True)
+            totals = clip_reduce_all(theirs, factors, grid=self.grid, noise=noise)
+            for parameter, total in zip(own, totals, strict=True):
+                self._note_rounding(parameter)
+                self._add(parameter, total)
+                if noise is not None:
+                    self._narrow(parameter)
 
     def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
         """Add a microbatch's clipped sum.

@@ -256,6 +256,18 @@ def test_noise_that_the_step_adds_meets_the_sum_before_anything_is_rounded(kind,
         assert torch.equal(parameter.grad, expected)
 
 
+def test_a_parameter_that_a_later_microbatch_reaches_first_leaves_the_other_sums_in_place():
+    first, later = (nn.Parameter(torch.zeros(size)) for size in (50, 3))
+    sums = sums_module.ClippedSums([first, later], names={first: "first", later: "later"})
+    sums.begin(1.0)
+    grads, factors = [torch.full((2, 50), 0.25), torch.full((2, 3), 0.5)], torch.ones(2)
+    sums.add_clipped([first], grads[:1], factors)
+    held = sums[first]
+    sums.add_clipped([first, later], grads, factors)
+    assert sums[first] is held and bool((held == 1).all()) and bool((sums[later] == 1).all())
+    assert sums[later].untyped_storage().nbytes() == 3 * 8
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7, 10, 49, 121])
 def test_the_shares_of_layers_are_together_at_most_the_bound(count):
     parameters = [nn.Parameter(torch.zeros(i % 5 + 1)) for i in range(count)]
