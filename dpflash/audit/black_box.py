@@ -18,6 +18,7 @@ from tqdm import tqdm
 from dpflash.accounting import Accountant
 
 from ..nn import LongContextLM
+from .bounds import LEAST_CANARIES
 from .ranks import Audited
 from .releases import quietly
 from .scores import numbers_of
@@ -37,14 +38,22 @@ def train_on_documents(
 
     Args:
         audited: the engine's kind and settings; steps_per_epoch is the number of releases.
-        canaries: number of documents, of which about half are in the data; at least 4.
+        canaries: number of documents, of which about half are in the data.
         seed: of the documents, the coins and the model.
         device: of the model.
         progress: whether to show a progress bar.
 
     Returns:
         (scores `[canaries]`, which were in `[canaries]`, the engine's accountant).
+
+    Raises:
+        ValueError: there are too few canaries to guess any.
     """
+    if canaries < LEAST_CANARIES:
+        raise ValueError(
+            f"canaries={canaries}: too few to guess any in black-box mode; pass at least "
+            f"{LEAST_CANARIES}"
+        )
     rng = np.random.default_rng(seed)
     included = rng.random(canaries) < 0.5
     documents = torch.from_numpy(rng.integers(0, _VOCAB, (canaries, _TOKENS + 1))).to(device)

@@ -38,6 +38,8 @@ _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
 # Errors in a tail of the scores that a plan is made of, so that its odds are known.
 _LEAST_COUNTED = 16
+# Half of so many canaries, each in by a fair coin, make a plan with guesses, but for 1 in 6,000.
+LEAST_CANARIES = 240
 # Standard deviations of bad luck with the guesses that a plan reckons with.
 _CAUTION = 2.0
 _MOST_EPSILON = 64.0
@@ -113,6 +115,8 @@ class Plan:
         confidence: float,
     ) -> Plan:
         """The plan that would be good for these scores, to be used on others.
+
+        With fewer than 40 of these canaries in, or out, none is guessed.
 
         Args:
             scores: `[N]`, of a simulation of the claimed mechanism, or of half of the canaries.

@@ -38,7 +38,8 @@ def audit(
         delta: of the claim and the bounds.
         confidence: of each of the two bounds on epsilon.
         scores: `[N]`, higher for canaries that look trained on, such as the loss before minus
-            the loss after training; against the epsilon that was spent so far.
+            the loss after training; against the epsilon that was spent so far. Pass at
+            least 240: with fewer there may be no guess.
         included: `[N]`, bool, with scores: which canaries were in the data, each by a fair
             coin of its own.
         seed: for a reproducible audit.
@@ -49,8 +50,8 @@ def audit(
         text a table. It is a test, not a proof.
 
     Raises:
-        ValueError: no model is private, an argument is out of its range, or sampling is not
-            Poisson.
+        ValueError: no model is private, an argument is out of its range, there are too few
+            canaries for a guess, or sampling is not Poisson.
 
     Source:
         Steinke, Nasr, Jagielski 2023; see `dpflash.audit.bounds`.

@@ -6,6 +6,7 @@ report = run_audit(audited, canaries=1000)
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from dpflash.accounting import Accountant
 from .._validate import positive_int, probability
 from ..config import PerformanceConfig, PrivacyConfig, resolved
 from ..privacy.privacy_unit import SAMPLE
-from .bounds import Assessment, Claim, Plan, assess
+from .bounds import LEAST_CANARIES, Assessment, Claim, Plan, assess
 from .checks import (
     Check,
     Drawn,
@@ -38,6 +39,8 @@ from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
 from .scores import numbers_of, plan_for, score
 from .strength import Strength
 
+# By so many standard errors must members score lower than the others before scores look reversed.
+_REVERSED = 5.0
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
 
 
@@ -193,13 +196,17 @@ def audit_losses(
         privacy_unit: what a canary stands for, as the report says.
 
     Raises:
-        ValueError: scores and included are not of equal length, at least 4, or not finite.
+        ValueError: scores and included are not of equal length or not finite, or too few canaries
+            are in, or out, for a guess.
+
+    Warns:
+        UserWarning: canaries that were in the data score clearly lower than the others.
     """
     scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included)
-    if scores.ndim != 1 or scores.shape != included.shape or len(scores) < 4:
+    if scores.ndim != 1 or scores.shape != included.shape:
         raise ValueError(
             f"scores has shape {scores.shape} and included {included.shape}: expected [N] of "
-            "both, one entry for each of at least 4 canaries"
+            "both, one entry for each canary"
         )
     if included.dtype != np.bool_:
         raise ValueError(f"included has dtype {included.dtype}: expected bool, one coin a canary")
@@ -213,6 +220,13 @@ def audit_losses(
         scores[first], included[first],
         canaries=len(second), delta=delta, confidence=confidence,
     )  # fmt: skip
+    if not plan.positive + plan.negative:
+        raise ValueError(
+            f"included says that {included.sum()} of {len(included)} canaries were in the data: "
+            "too few in or out to guess any; pass at least "
+            f"{LEAST_CANARIES}, about half of them in"
+        )
+    _warn_if_reversed(scores[included], scores[~included])
     claim = Claim(accountant, delta, f"all {steps} releases of the run")
     assessment = assess(
         scores[second], included[second], plan, claim,
@@ -223,6 +237,17 @@ def audit_losses(
         confidence=confidence, canaries=len(scores), steps=steps, mode=BLACK_BOX,
         seeded=seed is not None, privacy_unit=privacy_unit,
     )  # fmt: skip
+
+
+def _warn_if_reversed(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> None:
+    error = np.sqrt(inside.var() / len(inside) + outside.var() / len(outside))
+    if inside.mean() - outside.mean() < -_REVERSED * error:
+        warnings.warn(
+            "scores of canaries that were in the data are clearly lower than the others, so the "
+            "guesses are wrong and refute nothing. If scores are losses, pass minus the loss, or "
+            "better the loss before minus the loss after training",
+            stacklevel=4,
+        )
 
 
 def _refuse_slow(mechanism: str) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..privacy.keys import derive_key, uniform_words
+from ..random_state import random_state_kept
 from ..refusal import PrivateRefusal
 
 Indices = NDArray[np.int64]
@@ -130,11 +131,12 @@ class UnitGroups:
 def units_of(dataset: Any, unit_of: Callable[[Any], Any]) -> list[Any]:
     """The unit of each entry, None where the dataset or the function raises an error."""
     found: list[Any] = []
-    for index in range(len(dataset)):
-        try:
-            found.append(unit_of(dataset[index]))
-        except Exception:
-            found.append(None)
+    with random_state_kept():  # Later random numbers would tell how many entries were read.
+        for index in range(len(dataset)):
+            try:
+                found.append(unit_of(dataset[index]))
+            except Exception:
+                found.append(None)
     return found
 
 

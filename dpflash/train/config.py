@@ -410,7 +410,7 @@ class Corpus:
         for part in parts:
             names = (part.paths,) if part.owners is None else (part.paths, part.owners)
             for *named, content in zip(*names, part.contents, strict=True):
-                encoded = (name.encode(errors="surrogateescape") for name in named)
+                encoded = (name.encode(errors="surrogatepass") for name in named)
                 for data in (*encoded, content):
                     digest.update(blake2b(data, digest_size=16).digest())
         return cls(train, held_out, documents.left_out, digest.hexdigest())

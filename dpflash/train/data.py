@@ -244,7 +244,7 @@ class ByteDocuments(Sequence[bytes]):
         if self.unit == "record":
             return self.contents[index]
         name = self.paths[index] if self.owners is None else self.owners[index]
-        return name.encode(errors="surrogateescape")
+        return name.encode(errors="surrogatepass")
 
     def _part(self, indices: list[int]) -> "ByteDocuments":
         """The documents of these indices."""

@@ -284,7 +284,11 @@ def test_engine_audit_says_what_it_needs():
     for arguments, word in (
         ({"scores": [1.0]}, "scores and included come together"),
         ({"scores": [1.0] * 4, "included": [1, 0, 1, 0]}, "expected bool"),
-        ({"scores": [1.0] * 3, "included": [True] * 3}, "at least 4"),
+        ({"scores": [1.0] * 3, "included": [True] * 2}, r"scores has shape \(3,\)"),
+        ({"scores": [], "included": np.zeros(0, bool)}, "0 of 0 canaries .* at least 240"),
+        ({"scores": [0.0, 9.0] * 50, "included": [False, True] * 50}, "50 of 100 canaries were"),
+        ({"scores": np.arange(400), "included": [True] * 400}, "400 of 400 canaries were"),
+        ({"scores": np.arange(400), "included": [False] * 400}, "0 of 400 canaries were"),
         ({"scores": [1.0] * 3 + [np.nan], "included": [True] * 4}, "not finite"),
         ({"canaries": 0}, "canaries=0"),
         ({"delta": 1.0}, "delta=1.0"),
@@ -309,6 +313,8 @@ def test_losses_of_canary_documents_refute_a_run_only_where_they_show_too_much()
     leaking = engine.audit(scores=included + 0.1 * rng.random(400), included=included, seed=0)
     assert not leaking.ok and leaking.epsilon_lower > leaking.claimed_epsilon
     assert leaking.scores == 200  # the other half chose the guesses
+    with pytest.warns(UserWarning, match="scores of canaries that were in .* pass minus the loss"):
+        engine.audit(scores=-2.0 * included, included=included, seed=0)
 
 
 # The command
@@ -335,11 +341,12 @@ def test_command_prints_json_and_a_plot(capsys, tmp_path):
 
 
 def test_black_box_command_scores_losses_of_documents(capsys):
-    words = ["--black-box", "--canaries", "40", "--steps", "4", "--noise-multiplier", "1"]
+    words = ["--black-box", "--canaries", "240", "--steps", "4", "--noise-multiplier", "1"]
     assert main(["audit", *words, "--sample-rate", "0.5", "--seed", "0", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["mode"] == "black_box" and found["checks"] == [] and found["seeded"]
-    assert found["canaries"] == 40 and found["scores"] == 20
+    assert found["canaries"] == 240 and found["scores"] == 120
+    assert found["assessment"]["guesses"] > 0
 
 
 @pytest.mark.parametrize(
@@ -350,6 +357,7 @@ def test_black_box_command_scores_losses_of_documents(capsys):
         (["--noise-multiplier", "1", "--sample-rate", "1.5"], "sample_rate=1.5"),
         (["--noise-multiplier", "1", "--steps", "0"], "steps=0"),
         (["--noise-multiplier", "1", "--canaries", "0"], "canaries=0"),
+        (["--noise-multiplier", "1", "--canaries", "239", "--black-box"], "canaries=239"),
         (["--noise-multiplier", "1", "--confidence", "2"], "confidence=2.0"),
         (["--noise-multiplier", "1", "--clipping", "soft"], "clipping='soft'"),
         (["--noise-multiplier", "1", "--plot", "audit.pdf"], "expected a PNG file"),

@@ -1,5 +1,7 @@
 """Which entries are of which user, and which of them a draw uses."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -38,6 +40,20 @@ def members(groups):
 def test_units_are_those_of_a_list_an_array_or_a_function(unit_of):
     groups = UnitGroups(range(7), unit_of, limit=2, sampling="unit")
     assert members(groups) == [[0, 2, 4, 6], [1, 5], [3]]
+
+
+def test_random_numbers_after_a_function_do_not_tell_how_many_entries_it_read():
+    def owner(entry):
+        return entry + 0 * (torch.rand(()) + np.random.rand() + random.random())
+
+    found = []
+    for size in (32, 33):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        UnitGroups(range(size), owner, limit=2, sampling="unit")
+        found.append((float(torch.rand(())), np.random.rand(), random.random()))
+    assert found[0] == found[1]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 4), st.integers(0, 9))

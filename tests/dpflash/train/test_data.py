@@ -9,6 +9,7 @@ import torch
 
 from dpflash import PrivateRefusal, PrivateWarning
 from dpflash.train import data as corpus
+from dpflash.train.config import Corpus, TrainingConfig
 from dpflash.train.data import (
     DOCUMENT_START,
     IGNORE_INDEX,
@@ -345,6 +346,17 @@ def test_records_with_one_value_of_a_field_are_one_unit(write):
     documents = ByteDocuments.read(write(notes_DOT_jsonl=lines), unit="field:patient")
     assert documents.owners == ("7", "p", "7", "p")
     assert list(documents) == [b"x", b"y", b"z", b"x"]
+
+
+def test_units_whose_names_are_no_valid_text_are_read_and_told_apart(write):
+    digests = set()
+    # By JSON's escapes; as bytes of a file name the second is the first.
+    for name in (r"\u00e9", r"\udcc3\udca9", r"ann\ud83d"):
+        lines = "".join(f'{{"text": "x{i}", "user": "{name}{i}"}}\n' for i in range(9)).encode()
+        data = str(write(a_DOT_jsonl=lines))
+        config = TrainingConfig(data=data, unit="field:user", batch_size=1, eval_fraction=0.5)
+        digests.add(Corpus.read(config).digest)
+    assert len(digests) == 3
 
 
 def test_documents_of_a_unit_do_not_depend_on_other_units(write):
