@@ -141,7 +141,7 @@ def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
 def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """A tensor for the sum of each, one after another in memory."""
     shapes = [g.shape[1:] for g in grads]
-    if len(shapes) == 1:  # no view, which autograd would treat as one
+    if len(shapes) == 1:  # not a view: autograd refuses some writes to views in place
         return [torch.empty(shapes[0], dtype=dtype, device="cpu")]
     sizes = [shape.numel() for shape in shapes]
     buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu")
