@@ -331,7 +331,7 @@ _WORDS = {"chacha20": _chacha20_words, "philox": _philox_words}
 
 
 def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequence[Tensor]:
-    """Add a stream of a release to each of several tensors in place, see `gaussian_noise_`.
+    """Add the noise of a stream to each of several tensors in place, see `gaussian_noise_`.
 
     Args:
         outs: contiguous, fp32 or fp64, any device.

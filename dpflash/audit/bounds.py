@@ -38,7 +38,7 @@ _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
 # Errors in a tail of the scores that a plan is made of, so that its odds are known.
 _LEAST_COUNTED = 16
-# Half of so many canaries, each in by a fair coin, make a plan with guesses, but for 1 in 6,000.
+# Half of them, each included by a fair coin, give a plan with guesses in all but 1 of 6,000 runs.
 LEAST_CANARIES = 240
 # Standard deviations of bad luck with the guesses that a plan reckons with.
 _CAUTION = 2.0

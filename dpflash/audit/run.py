@@ -39,7 +39,7 @@ from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
 from .scores import numbers_of, plan_for, score
 from .strength import Strength
 
-# By so many standard errors must members score lower than the others before scores look reversed.
+# Scores look reversed where those of members are lower than the others by so many standard errors.
 _REVERSED = 5.0
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
 

@@ -199,7 +199,7 @@ class PackTo:
     def read(self, document: Any, at_most: int | None = None) -> Parts:
         """(tokens, labels) of each part of a document; of no document none.
 
-        They have `at_most` tokens together, by default `tokens`; what is behind them is cut off.
+        They have `at_most` tokens together, by default `tokens`; what follows is cut off.
         """
         parts, left = [], self.tokens if at_most is None else at_most
         for tokens, labels in _parts_of(document):
