@@ -140,14 +140,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
     ):
         refuse_keywords_of(PrivacyEngine, unknown)
         self._ranks = Ranks.of(mesh)
-        if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
-            warnings.warn(
-                f"PrivacyEngine without mesh in one of {dist.get_world_size()} ranks: each "
-                "trains alone, and its epsilon does not cover the releases of the others. Pass "
-                "mesh=init_device_mesh(..., mesh_dim_names=('data', 'context'))",
-                stacklevel=2,
-            )
         self._has_mesh = mesh is not None
+        self._is_warned = False
+        self._warn_without_mesh(stacklevel=3)
         self._spending = Spending(
             accountant, relation=neighboring_relation, ledger=open_ledger(ledger, self._ranks)
         )
@@ -227,6 +222,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if not isinstance(module := given.module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         settings = resolved(asked, performance)
+        self._warn_without_mesh(stacklevel=5)  # ranks may have come to be since `__init__`
         self._ranks.run_on_all("make_private", self._refuse_second_model)
         self._run = run = build(
             given,
@@ -242,6 +238,19 @@ class PrivacyEngine(Uncopied, OnlySettable):
         run.backward.attach(Attachment(run, self.detach))
         several = isinstance(given.optimizer, (list, tuple))
         return run.model, list(run.optimizers) if several else run.optimizers[0], run.loader
+
+    def _warn_without_mesh(self, *, stacklevel: int) -> None:
+        """Warn, once, that this process is one of several ranks and the engine has no mesh."""
+        if self._has_mesh or self._is_warned or not dist.is_initialized():
+            return
+        if dist.get_world_size() > 1:
+            self._is_warned = True
+            warnings.warn(
+                f"PrivacyEngine without mesh in one of {dist.get_world_size()} ranks: each "
+                "trains alone, and its epsilon does not cover the releases of the others. Pass "
+                "mesh=init_device_mesh(..., mesh_dim_names=('data',))",
+                stacklevel=stacklevel,
+            )
 
     def _refuse_second_model(self) -> None:
         if self._run is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.distributed import ContextParallel, context_parallel, loss_weights
@@ -160,10 +162,24 @@ def looks(group: object) -> dict[str, Any]:
             model(x if name == "copies" else model.context_parallel.shard(x))
             model(x if name == "copies" else model.context_parallel.shard(x))
         said[name] = [str(w.message) for w in caught if "same" in str(w.message)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        dpflash.PrivacyEngine()
-    said["no mesh"] = [str(w.message) for w in caught]
+    said["no mesh"] = {}
+    for when in ("before", "after"):  # the engine is made before the ranks know of each other
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with patch.object(dist, "is_initialized", lambda when=when: when == "after"):
+                engine = dpflash.PrivacyEngine()
+            for _ in range(2):
+                model = nn.Linear(2, 2)
+                engine.make_private(
+                    module=model,
+                    optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+                    data_loader=DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=4),
+                    noise_multiplier=1.0,
+                    max_grad_norm=1.0,
+                )
+                engine.detach(model)
+        places = [w.filename for w in caught if "without mesh" in str(w.message)]
+        said["no mesh"][when] = places == [__file__]
     own = context_parallel(_Holder(), mesh, sharding="zigzag")
     said["own model"] = own.context_parallel.sharding
     return said
