@@ -34,11 +34,12 @@ from .privacy.keys import RunKeys
 from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .privacy.seeds import SecretMasks
 from .privacy.spending import Spending
+from .refusal import PrivateRefusal
 from .run import PrivateRun, take_over
 from .sampling.collate import refuse_mixing
 from .sampling.entries import ReadableEntries
 from .sampling.loader import PrivateDataLoader
-from .sampling.plan import SamplingPlan
+from .sampling.plan import ENTRIES_OF_UNITS, SamplingPlan
 from .sampling.slots import check_slots
 from .sampling.unit_groups import UnitGroups
 from .step import Charge, ClippedSums, PrivateStep, ReleaseOptions, RoundedGaussian, Turns
@@ -312,19 +313,34 @@ def _agree(
     keys: RunKeys,
     ranks: Ranks,
 ) -> None:
-    """Raise where the ranks passed different arguments."""
+    """Raise where the ranks passed different arguments, datasets or units.
+
+    Raises:
+        PrivateRefusal: numbers of entries differ that are not public, or units.
+    """
+    plan = loader.plan
+    scheme = {name: value for name, value in plan.scheme.items() if name != ENTRIES_OF_UNITS}
     given = {**vars(settings.privacy), **vars(settings.performance)}
     ranks.agree(
         "make_private",
         {
             **{name: given[name] for name in _EQUAL},
             "allow_buffers": sorted(settings.privacy.allow_buffers),
-            "sampling": loader.plan.scheme,
-            "entries of the dataset": len(loader.dataset),  # type: ignore[arg-type]
+            "sampling": scheme,
             "parameters": parameters,
             "the engine's run": keys.run,  # detach changes it, without the other ranks
         },
     )
+    # A digest of who owns which entry can be guessed.
+    entries = (len(loader.dataset), plan.grouping)  # type: ignore[arg-type]
+    found = ranks.gather(entries, "make_private")
+    if len(set(found)) > 1:
+        raise PrivateRefusal(
+            "make_private: data_loader.dataset has other entries, or unit_of gives them other "
+            "units, on another rank; pass the same dataset and units on all of them (hash() of "
+            "texts and the order of a set differ between processes)",
+            entries=found,
+        ) from None
 
 
 def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan) -> None:

@@ -45,6 +45,8 @@ from .slots import slots_of_draws, slots_of_size
 from .unit_groups import UnitGroups
 
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
+# In `scheme`: a digest of who owns which entry. PRIVATE.
+ENTRIES_OF_UNITS = "entries of each unit"
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,7 @@ class SamplingPlan:
             scheme["max_dataset_size"] = self.max_dataset_size
         if self.groups is not None:
             # Another user in a user's place would be protected from some of the releases alone.
-            scheme["entries of each unit"] = self.grouping
+            scheme[ENTRIES_OF_UNITS] = self.grouping
         return scheme if self.unit == SAMPLE else {**scheme, "unit": self.unit_in_words}
 
 

@@ -388,6 +388,9 @@ def refusals(group: object = None) -> dict[str, str]:
     engine, new = dpflash.PrivacyEngine(mesh=data), dpflash.PrivacyEngine
     pack = dpflash.packing.PackTo(tokens=64, max_documents=5, align=64)
     users = {"unit_of": [i // 2 for i in range(SAMPLES)], "examples_per_unit": 2}
+    swapped = [(i // 2, i % (SAMPLES // 2))[rank] for i in range(SAMPLES)]
+    kept = users | {"unit_of": [i // (2 + rank) for i in range(SAMPLES)]}
+    kept["unit_sampling"] = "example"
 
     def in_context() -> nn.Module:
         return context_parallel(build(), context)
@@ -414,6 +417,11 @@ def refusals(group: object = None) -> dict[str, str]:
         ),
         "ddp without mesh": lambda: private(new(), wrap(build(), "ddp", data)),
         "fsdp without mesh": lambda: private(new(), wrap(build(), "fsdp", data)),
+        "units": lambda: private(new(mesh=data), build(), **users | {"unit_of": swapped}),
+        "entries of units": lambda: private(new(mesh=data), build(), **kept, dataset_size=SAMPLES),
+        "entries": lambda: private(
+            new(mesh=data), build(), dataset(SAMPLES + rank), dataset_size=SAMPLES
+        ),
         "ledger": lambda: new(mesh=data, ledger=os.environ.get("TMPDIR", "/tmp")),
     }
     for name, attempt in attempts.items():
