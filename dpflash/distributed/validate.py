@@ -118,6 +118,12 @@ def _check_replicas(module: DistributedDataParallel, ranks: Ranks) -> None:
             "module has its own communication hook, which would see gradients before the noise is "
             "added; remove the call to register_comm_hook"
         )
+    if module.static_graph:
+        raise ValueError(
+            "module is DistributedDataParallel(static_graph=True), which relies on its own "
+            "reduction of gradients in the first backward, and private training does that in the "
+            "step: leave static_graph out"
+        )
     if _ranks(module.process_group) != _ranks(ranks.data):
         raise ValueError(
             f"module is DistributedDataParallel over the ranks {_ranks(module.process_group)}, "

@@ -310,6 +310,10 @@ def wrappers(group: object) -> dict[str, str]:
     hooked.register_comm_hook(None, allreduce_hook)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=1.0)
     said["hook"] = said_by(lambda: make(hooked, optimizer=optimizer))
+    fixed = DistributedDataParallel(
+        mlp(), process_group=mesh_of(1).get_group("data"), static_graph=True
+    )
+    said["static graph"] = said_by(lambda: make(fixed))
     said["plain step"] = said_by(optimizer.step)
     cut = mlp()
     over = TensorMesh("cpu", [0, 1])

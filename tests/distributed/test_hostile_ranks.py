@@ -120,6 +120,7 @@ def test_parameters_frozen_on_one_rank_are_refused(pair: Any) -> None:
 def test_wrappers_with_something_of_their_own(pair: Any) -> None:
     for said in pair.run(CASES, "wrappers", 2):
         assert "its own communication hook" in said["hook"]
+        assert "leave static_graph out" in said["static graph"]
         assert said["plain step"] == "did it: None"
         assert "does not support tensor parallelism" in said["tensor parallel"]
         assert said["one data rank"] == "did it: made"
