@@ -10,7 +10,8 @@ class PrivateRefusal(RuntimeError):
 
     Whether it is raised depends on private data, and epsilon does not cover that, see "Refusals"
     in docs/guarantees.md. Every other error depends on public facts alone: arguments, code,
-    declared shapes.
+    declared shapes. Ranks that lose another one in a logical batch raise a subclass that is a
+    `dpflash.distributed.RankError` too: that one may have raised it.
 
     Args:
         message: names layers, arguments and the way out; no value, index, length or count of the

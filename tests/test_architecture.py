@@ -309,7 +309,7 @@ def test_accounting_commands_start_without_torch_and_slow_parts_of_scipy(tmp_pat
 
 
 # Refusals: an error or a warning whose class is not private must not depend on private data.
-PRIVATE = {"PrivateRefusal", "PrivateWarning", "BackwardsDiffer"}
+PRIVATE = {"PrivateRefusal", "PrivateWarning", "BackwardsDiffer", "PrivateRankError"}
 # What runs between the draws. Its messages name layers, arguments, shapes and types.
 IN_TRAINING = {"clipping", "grad_rules", "losses", "optimizer", "packing", "sampling", "step"}
 IN_TRAINING |= {"verification"}

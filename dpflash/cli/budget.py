@@ -10,7 +10,7 @@ from typing import Any
 from dpflash._validate import probability
 from dpflash.accounting import Accountant, Event, FixedSizeGaussian, create_accountant
 from dpflash.privacy.budget import PrivacyBudget
-from dpflash.privacy.ledger import REFUSED, Ledger, LedgerLine
+from dpflash.privacy.ledger import LOST, REFUSED, Ledger, LedgerLine
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
 from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
@@ -108,7 +108,7 @@ def _report(
         "epsilon_lower": epsilon.lower,
         "delta": delta,
         "steps": sum(line.steps for line in lines),
-        "private_refusals": sum(line.note == REFUSED for line in lines),
+        "private_refusals": sum(line.note in (REFUSED, LOST) for line in lines),
         "runs": runs,
         "accountant": spending.accountant.mechanism(),
         "neighboring_relation": spending.relation,

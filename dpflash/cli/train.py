@@ -156,19 +156,17 @@ def _run_train(args: argparse.Namespace) -> int:
         launch = Launch.from_environment(Parallelism(**shared))
         with launch, _warnings_as_lines(shown=rank == 0):
             return _train(args, given, launch)
-    except (ValueError, OSError, PrivateRefusal) as error:
-        if rank == 0:
+    except (ValueError, OSError, RuntimeError) as error:
+        loss = describe_loss(error) if isinstance(error, RuntimeError) else None
+        if loss is not None:
+            _print_error(rank, loss)
+            return _LOST
+        if rank == 0 or not isinstance(error, (ValueError, OSError, PrivateRefusal)):
             raise
         # Usually rank 0 reports the same error, and torchrun then ends this rank.
         time.sleep(_PATIENCE)
         _print_error(rank, error)
         return _REFUSED
-    except RuntimeError as error:
-        loss = describe_loss(error)
-        if loss is None:
-            raise
-        _print_error(rank, loss)
-        return _LOST
 
 
 def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:

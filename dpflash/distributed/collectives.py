@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..refusal import PrivateRefusal
+
 # The bucket size of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
 # torch 2.13 renamed these functions; old and new take (output, input, group=...).
@@ -24,6 +26,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 class RankError(RuntimeError):
     """Another rank raised an error, died, or did not reach a collective within the timeout."""
+
+
+class PrivateRankError(RankError, PrivateRefusal):
+    """This rank lost the others in a logical batch, which a private refusal of one may have done.
+
+    Private as `PrivateRefusal` is.
+    """
 
 
 def world_size(group: ProcessGroup | None) -> int:

@@ -22,6 +22,7 @@ _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant", "unit", "dig
 # Of lines behind the load of a checkpoint, and of lines with a note in place of steps.
 _OTHER_KEYS = {"branch", "note"}
 REFUSED = "ended by a private refusal"
+LOST = "ended with another rank, perhaps by a private refusal"
 _DIGEST = b', "digest": "%s"}\n'
 _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 # Run and branch of a line.

@@ -26,7 +26,7 @@ from dpflash.accounting.registry import as_accountant, as_phase, copied
 
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
-from .ledger import REFUSED, Ledger, LedgerLine
+from .ledger import LOST, REFUSED, Ledger, LedgerLine
 from .privacy_unit import SAMPLE, is_unnamed
 
 DEFAULT_ACCOUNTANT = "contour"
@@ -196,11 +196,17 @@ class Spending:
             left.count -= 1
             left.state = self._state()
 
-    def note_refusal(self, run: str) -> None:
-        """Write into the ledger that the run ended by a private refusal, whatever was refused."""
+    def note_refusal(self, run: str, *, may_be: bool) -> None:
+        """Write into the ledger that the run ended by a private refusal, whatever was refused.
+
+        Args:
+            run: that ended.
+            may_be: whether it ended with another rank, which is lost.
+        """
         if self.ledger is not None:
             unit = self.unit or SAMPLE
-            self.ledger.note(REFUSED, run=run, accountant=self._mechanism(), unit=unit)
+            note = LOST if may_be else REFUSED
+            self.ledger.note(note, run=run, accountant=self._mechanism(), unit=unit)
 
     # Remaining budget
 

@@ -172,8 +172,8 @@ class Charge:
                 stacklevel=3,
             )
 
-    def note_refusal(self) -> None:
-        """Write into the ledger that private data ended the training loop."""
+    def note_refusal(self, *, may_be: bool = False) -> None:
+        """Write into the ledger that private data ended the training loop, or may have."""
         # A ledger that cannot be written is refused at the next release; this error tells more.
         with suppress(OSError, RuntimeError):
-            self._spending.note_refusal(self._keys.run)
+            self._spending.note_refusal(self._keys.run, may_be=may_be)

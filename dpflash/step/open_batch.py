@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import nn
 from torch.optim import Optimizer
 
+from ..distributed.collectives import PrivateRankError, RankError
 from ..packing import Units
 from ..privacy.public_data import PublicGradients
 from ..refusal import PrivateRefusal
@@ -167,9 +168,14 @@ class OpenBatch:
 
     @contextmanager
     def noting_refusals(self) -> Iterator[None]:
-        """Note a private refusal that the block raises."""
+        """Note a private refusal that the block raises, or may have raised on a lost rank."""
         try:
             yield
+        except RankError as error:
+            if error.__cause__ is None:  # noted already, or the public error of another rank
+                raise
+            self.charge.note_refusal(may_be=True)
+            raise PrivateRankError(str(error)) from None
         except PrivateRefusal:
             self.charge.note_refusal()
             raise

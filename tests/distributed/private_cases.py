@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash.distributed import context_parallel, shard_sequence
+from dpflash.distributed import RankError, context_parallel, shard_sequence
 from dpflash.kernels import NoiseStream
 from dpflash.nn import LongContextLM
 from dpflash.patterns import Adaptive, Dilated
@@ -587,6 +587,26 @@ def failing_ledger(group: object = None, *, path: str) -> str:
         if loader.is_last:
             break
     return "released"
+
+
+def refused_alone(group: object = None, *, by: int, wrapper: str, path: str) -> tuple[bool, ...]:
+    """What the other rank hears of a rank that a private refusal ends; empty for that one."""
+    model, mesh = parallel(build(), 1, wrapper)
+    engine = dpflash.PrivacyEngine(mesh=mesh, ledger=path)
+    model, optimizer, loader = private(engine, model)
+    try:
+        for x, y in loader:
+            losses = model(x, y)
+            if optimizer.releases == 1 and dist.get_rank() == by:
+                losses = losses[1:]
+            engine.backward(losses)
+            optimizer.step()
+            optimizer.zero_grad()
+    except dpflash.PrivateRefusal as error:
+        if dist.get_rank() == by:
+            os._exit(1)
+        return isinstance(error, RankError), "lost the others" in str(error)
+    return ()
 
 
 class Odd(nn.Linear):

@@ -9,6 +9,8 @@ import distributed_world
 import numpy as np
 import pytest
 
+from dpflash.privacy.ledger import LOST, REFUSED, Ledger
+
 CASES = str(Path(__file__).with_name("private_cases.py"))
 
 
@@ -417,6 +419,21 @@ def test_invariant_10_no_rank_releases_where_the_ledger_fails(started, tmp_path)
     first, second = started.run(2, "failing_ledger", path=str(tmp_path / "ledger.jsonl"))
     assert first.startswith("True ledger")
     assert second.startswith("True the payment of a release failed on rank 0")
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("wrapper", "by", "note"),
+    [("plain", 1, LOST), ("ddp", 1, LOST), ("fsdp", 1, LOST), ("plain", 0, REFUSED)],
+)
+def test_a_private_refusal_on_one_rank_is_private_on_the_others(
+    new_world, wrapper, by, note, tmp_path
+):
+    path = str(tmp_path / "ledger.jsonl")
+    found = new_world(2).gather(CASES, "refused_alone", 2, by=by, wrapper=wrapper, path=path)
+    assert found.pop(by).kind == "Died"
+    assert found == [(True, True)]
+    assert [line.note for line in Ledger(path).lines] == [None, note]
 
 
 EXACT = [

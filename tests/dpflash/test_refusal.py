@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpflash import PrivateRefusal
-from dpflash.privacy.ledger import REFUSED, Ledger
+from dpflash.privacy.ledger import LOST, REFUSED, Ledger
 
 DATA = torch.arange(24.0).view(8, 3)
 
@@ -167,10 +167,11 @@ def test_an_error_that_some_row_causes_is_private(kind, private, tmp_path):
     assert len(texts) == 2 and len(set(texts)) == 1
 
 
-def test_budget_counts_private_refusals(tmp_path):
+@pytest.mark.parametrize("note", [REFUSED, LOST])
+def test_budget_counts_private_refusals(note, tmp_path):
     path = tmp_path / "ledger"
     ledger = Ledger(path)
-    ledger.note(REFUSED, run="a", accountant="rdp", unit="sample")
+    ledger.note(note, run="a", accountant="rdp", unit="sample")
     command = [sys.executable, "-m", "dpflash", "budget", str(path), "--delta", "1e-5", "--json"]
     report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert report["private_refusals"] == 1 and report["steps"] == 0 and report["runs"] == []
