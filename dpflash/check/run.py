@@ -44,7 +44,8 @@ _EMPTY_REMEDY = (
 )
 _DATA = (
     "the data set and its collate_fn: each row must depend on its own entry alone (no mixup, no "
-    "statistics or weights over the batch)"
+    "statistics or weights over the batch, no padding to the longest sample that the model does "
+    "not mask)"
 )
 
 

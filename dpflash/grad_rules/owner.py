@@ -408,8 +408,8 @@ class PrivateRelativeBias(PrivateSampleBySample):
 def _refuse_recurrent(owner: str, layer: nn.RNNBase) -> NoReturn:
     raise ValueError(
         f"{owner} has parameters of its own and calls a layer {plain_class(layer).__name__} "
-        "itself; call it in a module without parameters of its own, which returns batch-first "
-        "tensors alone"
+        "itself; call it in a module without parameters of its own, which gets and returns "
+        "batch-first tensors alone, also a state [B, layers, H] that it transposes inside"
     )
 
 
@@ -475,7 +475,8 @@ class _Outside:
             raise ValueError(
                 f"{self.owner} returned a number for one sample; a module with parameters of its "
                 "own and layers below it returns tensors whose first dimension is the batch. "
-                "Move the parameters into a module of their own, or freeze them with "
+                "Expand a parameter that it returns (self.scale.exp().expand(len(x), 1)), move "
+                "the parameters into a module of their own, or freeze them with "
                 "requires_grad_(False)"
             )
         if len(x) == self.batch_size != 1 and not _functorch.is_batchedtensor(x):

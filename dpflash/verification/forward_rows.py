@@ -41,7 +41,8 @@ _COMPARED = (
     "the model's output of shape [B, B] changed for a sample as other samples of the batch were "
     "replaced, so nothing was released: it compares the samples of a batch, most likely for a "
     "contrastive loss. Such a loss has no per-sample gradients, since each sample is in the "
-    "losses of all others. Train with a loss of each sample by itself, such as classification"
+    "losses of all others. Train with a loss of each sample by itself, such as classification, or "
+    "with negatives from the sample's own entry"
 )
 _KEPT = (
     "{where} depends on what an earlier forward has kept in {attributes}, so nothing was "

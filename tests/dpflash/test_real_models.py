@@ -222,4 +222,5 @@ def test_adapters_of_shared_positions_are_refused_by_name_and_others_train(monke
 def test_contrastive_logits_of_adapters_are_refused_for_what_they_are():
     refusal = models_table.cell_of(MODELS["CLIP"], "LoRA")["refusal"]
     assert "[B, B]" in refusal and "contrastive loss" in refusal
+    assert "negatives from the sample's own entry" in refusal
     assert "no per-sample gradients" in refusal and "verify_first_batch" not in refusal
