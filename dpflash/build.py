@@ -25,6 +25,9 @@ from .config import PerformanceConfig, PrivacyConfig, Settings
 from .distributed.mesh import Ranks
 from .distributed.validate import check_module, digests_of, require_same_data, synchronize_ranks
 from .grad_rules.convert import Layer, attach, check_model, make_groups
+from .isolation.padding import PaddingTrial
+from .isolation.sandbox import Sandbox
+from .isolation.trial import Trial
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, joined, listed, trained_parameters
@@ -43,7 +46,6 @@ from .sampling.plan import ENTRIES_OF_UNITS, SamplingPlan
 from .sampling.slots import check_slots
 from .sampling.unit_groups import UnitGroups
 from .step import Charge, ClippedSums, PrivateStep, ReleaseOptions, RoundedGaussian, Turns
-from .verification.loss_trial import LossTrial
 from .verification.proof import Proof, allow_second_backwards
 from .verification.unchanged import Unchanged, check_allowed
 from .verification.uncovered import Uncovered
@@ -146,13 +148,17 @@ def build(
     _warn_of_sizes(data_loader, plan)
     for parameter in trained:
         parameter.grad = None
-    trial = None
-    if plan.packing is not None and privacy.verify_first_batch:
-        trial = LossTrial(trained[0].device)
-        loader.try_losses(trial)
     unchanged = Unchanged(module, trained, privacy.allow_buffers)
+    trial = padding = None
+    if privacy.verify_first_batch:
+        sandbox = Sandbox(module.named_modules(), unchanged.allowed_contents, optimizers)
+        trial = Trial(sandbox, loader.expected_batch_size)
+        if plan.packing is None and privacy.loss_reduction is None:
+            padding = PaddingTrial(sandbox)
+        loader.try_first(trial, padding)
     uncovered = Uncovered(module, trained)
     backward = _backward(module, checked, settings, step, unchanged, uncovered)
+    backward.try_first(trial, padding)
     attach(module, checked.layers, backward)
     step.watch_gradients()
 
@@ -180,6 +186,7 @@ def build(
         backward=backward,
         wrapper=wrapper,
         trial=trial,
+        padding=padding,
         keys=keys,
         spending=spending,
         as_folder=as_folder,

@@ -111,8 +111,8 @@ class PrivacyConfig:
             other than linear and embedding ones), and never changes the mode. True chooses modes
             that are exact for all parameters; False sums in float32 everywhere. Noise is exact in
             all three. `engine.plan()` and `engine.rounded_sums` show the result.
-        verify_first_batch: prove on the first batches that the model keeps its samples apart, see
-            `PrivacyEngine.make_private`. With False, `engine.verified` reports the omission.
+        verify_first_batch: try on the first batches, and at times later, that model and loop keep
+            samples apart, see `PrivacyEngine.verified`, which reports the omission with False.
         foreign_batches: take batches that are not of the private loader too. You guarantee for
             each of them that every row is of one privacy unit and no unit is in two rows (no
             views of a sample, no padding rows, such as those of another private loader), and that

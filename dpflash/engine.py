@@ -44,7 +44,7 @@ from .privacy.keys import RunKeys, Uncopied
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
-from .run import OF_STEPS, Attachment, PrivateRun, attachments_of
+from .run import OF_STEPS, Attachment, LossFunction, PrivateRun, attachments_of
 from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
 from .step import PrivateStep
@@ -303,8 +303,15 @@ class PrivacyEngine(Uncopied, OnlySettable):
             self._spending.set_delta(target_delta)
         return made
 
-    def backward(self, losses: Tensor) -> None:
+    def backward(self, losses: Tensor | LossFunction, batch: Any = None) -> Tensor | None:
         """Add the clipped gradients of a batch to the logical batch's sum.
+
+        `backward(loss_fn, batch)` takes the batch of the loader apart: `loss_fn(model, sample)`
+        gets one row of it at a time, `[1, ...]` of each tensor, and returns its loss, a tensor of
+        one number. What modules keep is set back before each, so model and loss cannot mix
+        samples; trials compare the losses, since the loop may have mixed the batch before, and
+        `engine.verified` is "by construction". It takes the time of so many batches of one row;
+        with physical_batch_size=1 it costs nothing.
 
         Args:
             losses: [B], one number for each row of the batch in the loader's order, computed from
@@ -312,20 +319,26 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 rows (unit_of), the loss of a unit is the mean of its rows'. Of
                 `dpflash.packing.Pairs` one number for each pair, or for each row, whose mean is
                 the pair's. Of packed documents one for each, [max_documents]. A scalar only where
-                make_private got loss_reduction.
+                make_private got loss_reduction. Or a function, see above.
+            batch: of the loader, with a function.
+
+        Returns:
+            None; with a function the losses `[B]` without a graph, private like all losses.
 
         Raises:
             PrivateRefusal: for another shape, a number of losses that is not the batch's, or
-                losses that reached no private layer; or the loss of a packed document changed
-                with the tokens of others.
+                losses that reached no private layer; or a trial has shown that samples depend on
+                each other.
             RuntimeError: for a second call on a batch.
+            ValueError: a function with a batch whose samples are no rows, or that is not of the
+                loader, or with loss_reduction.
 
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
             together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
             batches without public slots this holds up to rounding, see `make_private`.
         """
-        self._running().run_backward(losses)
+        return self._running().run_backward(losses, batch)
 
     @contextmanager
     def public_data(self) -> Iterator[None]:
@@ -435,16 +448,18 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def verified(self) -> bool | str:
-        """Whether real batches have proven that the model keeps its samples apart.
+        """Whether trials have shown that model and loop keep samples apart.
 
-        True; or False with make_private(verify_first_batch=False). "pending" until enough samples
-        were seen, every layer that ran had nonzero gradients, and losses of packed documents
-        stayed as their neighbors changed. "gradients" where only the backward is proven, because
-        no call of the model was seen in which samples could be replaced (its layers are called
-        one by one, it went through your own torch.compile, or an argument that differs between
-        calls is neither a tensor with the samples first nor a list with an element for each
-        sample). "forward" where the model returns a scalar loss. A common factor of all losses
-        is not seen; `check` tries it.
+        True; or False with make_private(verify_first_batch=False). "pending" until 16 samples
+        were compared and every layer that ran had nonzero gradients. "model" where batches of the
+        loader hold nothing with an entry for each sample, so that the model was tested and the
+        loop was not. Of batches that are not of the loader, and of those of BatchMemoryManager,
+        the model alone is tested; there "gradients" means that only its backward is, because no
+        call of the model was seen in which samples could be replaced (its layers are called one
+        by one, it went through your own torch.compile, or an argument that differs between calls
+        is neither a tensor with the samples first nor a list with an element for each sample),
+        and "forward" that the model returns a scalar loss. "by construction" where the loop gives
+        `backward` a function.
         """
         return self._described("verified").verified
 

@@ -22,6 +22,9 @@ from .config import Settings
 from .distributed.validate import release_ranks
 from .grad_rules import PrivateModule
 from .grad_rules.convert import detach as make_plain
+from .isolation.alteration import rows_of
+from .isolation.padding import PaddingTrial
+from .isolation.trial import Trial
 from .opacus_calls import (
     Scheduler,
     refuse_keywords_of,
@@ -39,7 +42,10 @@ from .privacy.spending import Spending
 from .refusal import PrivateRefusal, PrivateWarning
 from .sampling.loader import PrivateDataLoader
 from .step import PrivateStep
-from .verification.loss_trial import LossTrial
+from .verification.attributes import OwnAttributes
+
+# loss_fn(model, sample) -> its loss.
+LossFunction = Callable[[nn.Module, Any], Tensor]
 
 # What callers may set between releases, of the optimizer, and what a checkpoint restores.
 OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
@@ -57,7 +63,7 @@ class PrivateRun:
         optimizers: release it, and step on the release.
         backward: clips, through the gates of the model's layers.
         wrapper: the model's forward.
-        trial: of the losses of packed documents; None where none is made.
+        trial, padding: of the loader's microbatches; None where none are made.
         keys, spending: of the engine, which keeps them after `detach`.
         as_folder: whether checkpoints are folders.
     """
@@ -69,7 +75,8 @@ class PrivateRun:
     optimizers: list[PrivateOptimizer]
     backward: PrivateBackward
     wrapper: ForwardWrapper
-    trial: LossTrial | None
+    trial: Trial | None
+    padding: PaddingTrial | None
     keys: RunKeys
     spending: Spending
     as_folder: bool
@@ -82,8 +89,19 @@ class PrivateRun:
 
     # Losses
 
-    def run_backward(self, losses: Tensor) -> None:
+    def run_backward(self, losses: Tensor | LossFunction, batch: Any = None) -> Tensor | None:
         """See `PrivacyEngine.backward`."""
+        if not isinstance(losses, Tensor) and callable(losses):
+            return self._run_by_sample(losses, batch)
+        if self.trial is not None and self.trial.is_by_sample:
+            raise ValueError(
+                "engine.backward(losses) after engine.backward(loss_fn, batch): the forwards of "
+                "this run are not compared any more; pass the function for each of its batches"
+            )
+        self._run_losses(losses)
+        return None
+
+    def _run_losses(self, losses: Tensor) -> None:
         step = self.step
         with step.noting_refusals():
             losses = self._losses_of_samples(losses)
@@ -93,10 +111,61 @@ class PrivateRun:
                     # With other ranks an empty batch takes part in the exchanges.
                     step.end_backward()
                     return
-            if self._is_tried(losses):
-                return
             with without_autocast(losses.device.type):
-                self.backward.backward(losses)
+                if not self._is_tried(losses):
+                    self.backward.backward(losses)
+
+    def _run_by_sample(self, loss_fn: LossFunction, batch: Any) -> Tensor:
+        """Run forward and backward of each row by itself; returns the losses `[B]`."""
+        tracker, trial = self.step.tracker, self.trial
+        mark = tracker.current
+        if mark is None or mark.units is not None or self.backward.loss_reduction is not None:
+            raise ValueError(
+                "engine.backward(loss_fn, batch): takes batches of the private loader whose "
+                "samples are rows, without loss_reduction; pass losses of samples instead"
+            )
+        if trial is not None:
+            trial.take_by_sample()
+        kept, losses = OwnAttributes(self.model.named_modules()), []
+
+        def loss_of(row: int) -> Tensor:
+            kept.restore_copies()
+            loss = loss_fn(self.model, rows_of(batch, [row], mark.size))
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise PrivateRefusal(
+                    "loss_fn(model, sample) returned something else than the loss of one sample: "
+                    "expected a tensor of one number",
+                    loss=type(loss).__name__,
+                ) from None
+            losses.append(loss.detach().reshape(()))
+            return loss.reshape(1)
+
+        for row in range(mark.size):
+            if mark.is_trial:
+                loss_of(row)
+                continue
+            with tracker.row(row):
+                own = loss_of(row)
+                self._refuse_tried(None if trial is None else trial.refusal_of(row, own))
+                self._run_losses(own)
+        kept.restore()
+        found = torch.stack(losses)
+        if mark.is_trial:
+            self._is_tried(found)
+        elif trial is not None:
+            trial.finish()
+        return found
+
+    def _refuse_tried(self, refusal: str | None) -> None:
+        """Raise where a trial was refused, on all ranks."""
+        try:
+            self.backward.proof.refuse(refusal)
+        except RuntimeError as error:
+            # A loop that catches the error meets it again.
+            if self.trial is not None:
+                self.trial.restart(str(error))
+            self.backward.discard()
+            raise
 
     def _losses_of_samples(self, losses: Tensor) -> Tensor:
         """Losses [B] of samples, or a scalar where loss_reduction is declared."""
@@ -136,21 +205,22 @@ class PrivateRun:
 
     def _is_tried(self, losses: Tensor) -> bool:
         """Whether losses are of a trial, which has no backward; compares those that follow it."""
-        trial, mark = self.trial, self.step.tracker.current
+        trial, padding = self.trial, self.padding
+        if padding is not None:
+            if padding.is_running:
+                self.step.begin_trial()
+            self._refuse_tried(padding.refusal(losses) if padding.is_running else padding.refused)
+            if padding.is_running:
+                return True
         if trial is None:
             return False
-        if mark is not None and mark.is_trial:
-            self.step.options.note()
+        if trial.is_altered:
+            self.step.begin_trial()
             trial.hold(losses)
+            self.backward.record(losses)
             return True
-        if trial.decides:
-            try:
-                self.backward.proof.refuse(trial.refusal(losses))
-            except RuntimeError as error:
-                # A loop that catches the error meets it again.
-                trial.restart(str(error))
-                self.backward.discard()
-                raise
+        if trial.decides and not trial.is_by_sample:
+            self._refuse_tried(trial.refusal(losses))
         return False
 
     # Reports
@@ -209,11 +279,14 @@ class PrivateRun:
     @property
     def verified(self) -> bool | str:
         """See `PrivacyEngine.verified`."""
-        verified = self.backward.proof.verified
+        verified, trial = self.backward.proof.verified, self.trial
+        if trial is not None and trial.is_by_sample:
+            return "by construction" if trial.has_compared else "pending"
         if verified is True and self.backward.is_past_calls:
             return "gradients"
-        is_open = self.trial is not None and not self.trial.has_compared
-        return "pending" if verified is True and is_open else verified
+        if verified is not True or trial is None or trial.has_compared or not trial.has_begun:
+            return verified
+        return "model" if trial.is_impossible else "pending"
 
     def diagnostics(self) -> dict[str, Any]:
         """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.

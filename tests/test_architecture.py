@@ -16,6 +16,7 @@ LAW = [
     ["_json", "_validate", "random_state", "distributed core", "opacus_calls"],
     ["losses", "packing"],
     ["patterns", "privacy", "verification"],
+    ["isolation"],
     ["attn", "checkpoint", "sampling"],
     ["distributed", "step"],
     ["clipping", "optimizer"],

@@ -113,7 +113,7 @@ class _Inputs(ForwardRows):
         super().__init__()
         self.dims: dict[str, set[int]] = {}
 
-    def note(self, name: str, x: Tensor) -> None:
+    def note(self, name: str, x: Tensor, *, is_padded: bool = False) -> None:
         self.dims.setdefault(name or ITSELF, set()).add(x.shape[0])
 
 

@@ -47,6 +47,9 @@ class _Unreleased:
     def begin_backward(self) -> None:
         self.sums.begin(math.inf)
 
+    def begin_trial(self) -> None:
+        """There are no trials here."""
+
     def before_gate(self) -> None:
         """Gates of public data are not told apart."""
 

@@ -17,11 +17,14 @@ from dpflash.kernels import clip_factors
 from ..distributed.collectives import agree, gather_rows, rank_in, world_size
 from ..distributed.layout import Layout
 from ..distributed.mesh import Ranks
+from ..isolation.padding import PaddingTrial
+from ..isolation.trial import Trial
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
 from ..sampling.tracker import STEP_OF_ANOTHER
 from ..verification.declared_reduction import refuse_weights
-from ..verification.proof import OFF, Proof
+from ..verification.forward_rows import ForwardRows
+from ..verification.proof import OFF, Proof, WeightedBackward, differentiate
 from ..verification.two_backwards import (
     BackwardsDiffer,
     FirstBackward,
@@ -55,6 +58,7 @@ class PrivateBackward:
         refusal: returns why nothing may be released, or None.
 
     Attributes:
+        trial, padding: of the loader's microbatches; None where none are made.
         forward: the forward whose gates the backward runs.
         statistics: how many samples were clipped.
         rules: what the gates share.
@@ -97,6 +101,8 @@ class PrivateBackward:
         )
         self.forward = PrivateForward(self.groups, functools.partial(gate_type, self.rules))
         self.attachment: object = None
+        self.trial: Trial | None = None
+        self.padding: PaddingTrial | None = None
         self._refusal = refusal
         self._task = -1
         self._is_called = self._has_warned = self.is_past_calls = False
@@ -110,6 +116,10 @@ class PrivateBackward:
     def attach(self, attachment: object) -> None:
         """Note what make_private put on the model."""
         self.attachment = attachment
+
+    def try_first(self, trial: Trial | None, padding: PaddingTrial | None) -> None:
+        """Take part in the trials of the loader's microbatches."""
+        self.trial, self.padding = trial, padding
 
     @property
     def slots(self) -> dict[int, tuple[int, int]]:
@@ -142,7 +152,48 @@ class PrivateBackward:
 
     def _rest(self) -> None:
         """No backward is under way, or an ordinary one begins."""
-        self._run = BackwardRun(watches=self.proof.resting)
+        trial, watches = self.trial, self.proof.resting
+        if trial is not None and trial.is_altered:
+            if trial.recorded is None:
+                trial.recorded = self._recorder()
+            self._run = BackwardRun("prove", (trial.recorded,))
+            return
+        if trial is not None and trial.recorded is not None and self.is_compared:
+            text = trial.of_gradients(self.loss_reduction)
+            watches = (self.proof.compare_with(trial.recorded, trial.kept, text),)
+        self._run = BackwardRun(watches=watches)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the backward is compared with that of an altered microbatch."""
+        is_alone = self.proof.group is None
+        return self.trial is not None and self.trial.compares_gradients(is_alone=is_alone)
+
+    def _end_trial(self) -> None:
+        if self.trial is not None and not self.trial.is_altered:
+            self.trial.finish()
+
+    def _end_of_loop(self) -> None:
+        """A backward that the loop called has run to its end."""
+        self._end_trial()
+        self.step.end_backward()
+
+    def _recorder(self) -> WeightedBackward:
+        """Sees the backward of an altered microbatch, in which all samples have weight 1."""
+        assert self.trial is not None
+        return WeightedBackward(torch.ones_like(self.trial.real), self.trial.real)
+
+    def record(self, losses: Tensor) -> None:
+        """Run the backward of an altered microbatch, which is only seen."""
+        trial = self.trial
+        assert trial is not None
+        if not trial.sees_rows:
+            return
+        trial.recorded = recorded = self._recorder()
+        seeds = [self._seed(losses)]
+        with self.only_watched(recorded):
+            if not differentiate(self, [losses], seeds, recorded, keeps_graph=False):
+                trial.recorded = None
 
     # Backward
 
@@ -157,11 +208,8 @@ class PrivateBackward:
             gates = list(self.forward.state.gates.values())
             twice = len(self.groups) == 1 and any(g.shapes and g.plan().is_ghost for g in gates)
             twice, proving = self._meet(losses, twice, self._wants_proof(self._expected_size))
-            seed = torch.ones_like(losses)
-            if losses.ndim:  # The gradient of such a loss may be finite in some groups.
-                seed = seed.masked_fill(~losses.detach().isfinite(), 0)
-            if self.loss_reduction == "mean":
-                seed /= max(1, losses.numel())
+            proving &= not self.is_compared
+            seed = self._seed(losses)
             if proving:
                 self._prove([losses], [seed], len(losses))
             if twice:
@@ -180,11 +228,19 @@ class PrivateBackward:
                 refuse_for_memory(error, self.forward.batch_hint)
             raise
         finally:
+            self._end_trial()
             self._rest()
             self._summing = None
             self._in_backward = False
             self._expected_size = None
         self.step.end_backward()
+
+    def _seed(self, losses: Tensor) -> Tensor:
+        """The gradient from which a backward begins."""
+        seed = torch.ones_like(losses)
+        if losses.ndim:  # The gradient of such a loss may be finite in some groups.
+            seed = seed.masked_fill(~losses.detach().isfinite(), 0)
+        return seed / max(1, losses.numel()) if self.loss_reduction == "mean" else seed
 
     @property
     def ranks(self) -> Ranks:
@@ -272,11 +328,27 @@ class PrivateBackward:
             return False
         return self.proof.begin_forward(size, new_pass=self.forward.state.is_over)
 
+    def compare(self, rows: ForwardRows) -> None:
+        """Compare a call of the model in a tried microbatch with that in the altered one."""
+        trial = self.trial
+        assert trial is not None
+        is_altered = trial.is_altered
+        refusal, samples = trial.compare_rows(rows)
+        if is_altered:
+            return
+        try:
+            self.proof.forward_repeated(rows.layers, samples, refusal)
+        except PrivateRefusal as error:
+            trial.restart(str(error))
+            self.discard()
+            raise
+
     def expect_scalar(self, outputs: Any, size: int) -> Any:
         """The model's outputs, wrapped for the proof where the loss may be a scalar."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
-        return self.proof.cross(outputs, size, self)
+        is_altered = self.trial is not None and self.trial.is_altered
+        return self.proof.cross(outputs, size, self, is_altered=is_altered)
 
     def _wants_proof(self, size: int | None) -> bool:
         return self.proof.wants_backward(self.forward.state.used, size)
@@ -292,7 +364,7 @@ class PrivateBackward:
         if self._expected_size is not None:
             return  # Losses [B] are weighted one by one instead.
         with self.step.dropping():
-            wanted = self._wants_proof(size)
+            wanted = self._wants_proof(size) and not self.is_compared
             rows = gather_rows([int(wanted)], self.meeting, "the proof of the first batch")
             if any(row[0] for row in rows):
                 self._prove(outputs, grads, size)
@@ -336,6 +408,8 @@ class PrivateBackward:
     def _begin(self, losses: Tensor | None = None) -> None:
         refuse_anomaly_mode()
         self._warn_uncalled()
+        if self.trial is not None:
+            self.trial.begin_backward()
         self._arrived = set()
         self._arrived_generation = None
         self._task = -1
@@ -373,7 +447,7 @@ class PrivateBackward:
                 self._meet(None)
                 self._task = task
                 self.step.tracker.before_backward(gate.batch_size)
-                torch.autograd.Variable._execution_engine.queue_callback(self.step.end_backward)
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_of_loop)
         elif self._expected_size is None and not self._arrived:
             self.step.tracker.before_backward(gate.batch_size)
         if self._expected_size is not None and gate.batch_size != self._expected_size:

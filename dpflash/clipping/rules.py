@@ -32,6 +32,9 @@ class Step(Protocol):
     def begin_backward(self) -> None:
         """A backward begins."""
 
+    def begin_trial(self) -> None:
+        """A backward begins, of an altered microbatch."""
+
     def before_gate(self) -> None:
         """A backward has reached a use of a private parameter, or a gate."""
 

@@ -94,10 +94,14 @@ class ModuleContext:
             return units
         return None
 
-    def check_batch(self, x: Tensor) -> Tensor:
+    def check_batch(self, x: Tensor, *, is_padded: bool = False) -> Tensor:
         """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample.
 
         Where `units` are the samples, it becomes `[1, n, ...]`, with the entries of all of them.
+
+        Args:
+            x: input of the layer.
+            is_padded: whether the layer padded dimension 1, to a length that others have too.
         """
         if x.ndim == 0:
             raise PrivateRefusal(
@@ -117,16 +121,17 @@ class ModuleContext:
             flat = units.flattened(x, self.name)
             x = x if self.units is None else flat.unsqueeze(0)
         if forward.rows is not None:
-            forward.rows.note(self.name, x if units is None else units.padded(flat))
+            rows = x if units is None else units.padded(flat)
+            forward.rows.note(self.name, rows, is_padded=is_padded)
         return x
 
-    def check_sequences(self, x: Tensor) -> Tensor:
+    def check_sequences(self, x: Tensor, *, is_padded: bool = False) -> Tensor:
         """`check_batch` for a rule that takes one sequence of each sample.
 
         Raises:
             PrivateRefusal: x has several rows of each sample in its first dimension.
         """
-        found = self.check_batch(x)
+        found = self.check_batch(x, is_padded=is_padded)
         if self.units is None and found.ndim > x.ndim:
             raise PrivateRefusal(
                 f"input of module '{self.name}' has several rows of each sample in its first "

@@ -261,7 +261,7 @@ class PrivateRecurrent(PrivateModule):
                 )
             length = context.note_length(len(given.batch_sizes))
             padded, lengths = pad_packed_sequence(given, batch_first=True, total_length=length)
-            return context.check_sequences(padded), lengths
+            return context.check_sequences(padded, is_padded=True), lengths
         if given.is_nested or given.ndim != 3:
             expected = "[B, T, I]" if self.batch_first else "[T, B, I] (batch_first=False)"
             raise PrivateRefusal(

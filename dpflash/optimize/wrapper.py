@@ -25,6 +25,7 @@ from ..grad_rules import PrivateModule
 from ..grad_rules.base import CopiedPlain, plain_class
 from ..grad_rules.convert import plain_layers, refuse_compiled
 from ..grad_rules.experts import refuse_router_losses
+from ..isolation.padding import PaddingTrial
 from ..privacy.seeds import SecretMasks
 from ..random_state import RandomState
 from ..refusal import PrivateRefusal, PrivateWarning
@@ -179,12 +180,48 @@ class ForwardWrapper:
             # Ranks that share a model would have to restart together.
             if self.unchanged is not None and self._backward.proof.group is None:
                 self._restart_proof(self.unchanged.structure())
+            trial, padding = self._backward.trial, self._backward.padding
             with self._noting_leaves(module, tensors):
-                if self._backward.begin_proof(most):
+                if padding is not None and padding.is_running:
+                    outputs = self._padded(padding, module, tensors, args, kwargs)
+                elif trial is not None and trial.sees_rows:
+                    outputs = self._tried(module, tensors, args, kwargs)
+                elif self._backward.begin_proof(most):
                     outputs = self._proven(module, tensors, args, kwargs)
                 else:
                     outputs = self._called(module, tensors, args, kwargs)
             return self._backward.expect_scalar(outputs, self._size_of_call(tensors))
+
+    def _tried(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """A forward of a tried microbatch, which is compared with the same one in the altered."""
+        backward, trial = self._backward, self._backward.trial
+        assert trial is not None
+        backward.proof.begin_tried(new_pass=backward.forward.state.is_over)
+        rows = ForwardRows(compares=trial.is_altered, units=backward.forward.units)
+        backward.forward.record(rows)
+        try:
+            outputs = self._called(module, tensors, args, kwargs)
+        finally:
+            backward.forward.record(None)
+        rows.note_outputs(outputs)
+        rows.set_call(self._size_of_call(tensors), backward.forward.state.used)
+        backward.compare(rows)
+        return outputs
+
+    def _padded(
+        self, padding: PaddingTrial, module: nn.Module, tensors: list[Tensor], *arguments: Any
+    ) -> Any:
+        """A forward that has no backward, of a microbatch with less padding or the same."""
+        rows = ForwardRows(units=self._backward.forward.units)
+        before = RandomState(self._parameter_device)
+        self._backward.forward.record(rows)
+        try:
+            outputs = self._again(module, tensors, *arguments)
+        finally:
+            self._backward.forward.record(None)
+        is_random = not RandomState(self._parameter_device).equals(before)
+        padding.forward(rows.dtypes, is_random=is_random)
+        return outputs
 
     def _noting_leaves(
         self, module: nn.Module, tensors: list[Tensor]
@@ -279,7 +316,7 @@ class ForwardWrapper:
                 rows = self._repeated(module, batch, before, before.attributes)
                 scalars.append(rows.scalars)
             proof.note_scalars(refuse_scalars(scalars, declared))
-        seen = changed and left is None and reached(first, second, replacement)
+        seen = changed and left is None and reached(first, second, ~replacement.unchanged)
         compared = samples if seen and samples > 1 else 0
         if not seen:
             self._warn_unreplaced(samples, changed, left)

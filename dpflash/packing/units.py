@@ -167,10 +167,14 @@ class Units:
         return True
 
     def exchanged(self, x: Tensor, source: Tensor) -> Tensor:
-        """Give units of x `[*shape, ...]` the contents of others.
+        """Give units of x `[*shape, ...]` the contents of others, see `order_of`."""
+        flat = x.flatten(0, len(self.shape) - 1)
+        return flat[self.order_of(source).to(x.device)].view(x.shape)
+
+    def order_of(self, source: Tensor) -> Tensor:
+        """`[N]`, int64: the position whose contents each position gets.
 
         Args:
-            x: a tensor of the batch.
             source: `[U]`, int64: the unit whose contents each unit gets, repeated or cut to its
                 own length.
         """
@@ -179,5 +183,4 @@ class Units:
             (start, end), (first, last) = self.spans[unit], self.spans[other]
             if unit != other and first != last:
                 order[start:end] = first + torch.arange(end - start) % (last - first)
-        flat = x.flatten(0, len(self.shape) - 1)
-        return flat[order.to(x.device)].view(x.shape)
+        return order

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..isolation.padding import PaddingTrial
+from ..isolation.trial import Trial
 from ..packing import PackedBatch, Pairs
 from ..privacy.keys import Uncopied
 from ..privacy.seeds import LoopSeeds, SeededIndices
 from ..refusal import PrivateRefusal
-from ..verification.loss_trial import LossTrial
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .entries import BadShare, Collated, FittingCollate, ReadableEntries
@@ -180,7 +181,8 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self.bad_entries = 0 if groups is None else groups.left_out
         self._bad_share = BadShare(1 if groups is None or groups.are_drawn else groups.limit)
         self._mark: BatchMark | None = None
-        self._trial: LossTrial | None = None
+        self._trial: Trial | None = None
+        self._padding: PaddingTrial | None = None
         source: DrawSampler | ShuffledBatchSampler
         if plan.sampling == "shuffled":
             assert loader.batch_size is not None
@@ -323,10 +325,13 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                 rows, each = Pairs.rows(batch), Pairs.ROWS
             else:
                 rows, each, mark = batch, 1, mark.of_rows
-            self.lengths.observe(rows, mark.size * each)
+            if not mark.is_trial:
+                self.lengths.observe(rows, mark.size * each)
             self.order.observe(rows, mark, each)
             epoch = self.tracker.epochs if self._draws is None else 0
             self._seeds.seed("loop", epoch, mark.draw, mark.microbatch)
+            if self._padding is not None:
+                self._padding.start()
             yield batch
             if mark.last and not self.tracker.may_begin(False):
                 return
@@ -350,16 +355,49 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             mark = self._without(bad, marks.popleft())
             if isinstance(batch, PackedBatch):
                 mark = replace(mark, units=batch.units)
-                if self._trial is not None and self._trial.is_due(mark.microbatch):
-                    changed = self._trial.begin(batch)
-                    trial = replace(mark.of_trial, units=changed.units)
-                    self.tracker.begin_microbatch(trial, own)
-                    yield changed, trial
-                    self._trial.end()
             elif self.has_pairs:
                 mark = replace(mark, units=Pairs.units(mark.size))
-            self.tracker.begin_microbatch(mark, own)
-            yield batch, mark
+            yield from self._tried(batch, mark, own)
+
+    def _tried(self, batch: Any, mark: BatchMark, epoch: int) -> Iterator[tuple[Any, BatchMark]]:
+        """The microbatch; where it is tried, altered ones first."""
+        trial = self._trial
+        is_due = trial is not None and trial.is_due(mark.microbatch)
+        yield from self._tried_without_padding(batch, mark, epoch, is_due=is_due)
+        if trial is not None and is_due:
+            units = None if self.has_pairs else mark.units
+            seed = self._seeds.of("trial", epoch, mark.draw, mark.microbatch)
+            altered = trial.begin(batch, mark.size, mark.real, units, seed=seed)
+            if altered is not None:
+                own = replace(mark.of_trial, units=mark.units)
+                if isinstance(batch, PackedBatch):
+                    own = replace(own, units=altered.units)
+                try:
+                    self.tracker.begin_microbatch(own, epoch)
+                    yield altered.batch, own
+                    trial.end()
+                finally:
+                    trial.abandon(altered)
+        self.tracker.begin_microbatch(mark, epoch)
+        yield batch, mark
+
+    def _tried_without_padding(
+        self, batch: Any, mark: BatchMark, epoch: int, *, is_due: bool
+    ) -> Iterator[tuple[Any, BatchMark]]:
+        """What precedes a microbatch that is tried with less padding, one of a draw."""
+        padding = self._padding
+        if padding is None or mark.units is not None or self.lengths.declared is not None:
+            return
+        begins = mark.microbatch == 0
+        runs = padding.runs(batch, mark.size, mark.real, begins_draw=begins, is_due=is_due)
+        for given in runs:
+            try:
+                self.tracker.begin_microbatch(mark.of_trial, epoch)
+                padding.begin()
+                yield given, mark.of_trial
+                padding.end()
+            finally:
+                padding.end(loop=False)
 
     def _marked_epoch(self) -> Iterator[tuple[Any, BatchMark]]:
         """Batches of the loader's own epoch, with their marks."""
@@ -370,9 +408,9 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             if not number:
                 own = self.tracker.epochs
             mark = self._without(bad, BatchMark(number, size, True))
-            self.tracker.begin_microbatch(mark, own)
-            self.tracker.still_to_come(self.steps_per_epoch - number - 1)
-            yield batch, mark
+            for given, its_mark in self._tried(batch, mark, own):
+                self.tracker.still_to_come(self.steps_per_epoch - number - 1)
+                yield given, its_mark
 
     def _without(self, bad: Sequence[int], mark: BatchMark) -> BatchMark:
         """The mark of a batch in which padding is in place of some entries."""
@@ -382,9 +420,9 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self._bad_share.observe(count, count - left.count, is_last=mark.last)
         return left
 
-    def try_losses(self, trial: LossTrial) -> None:
-        """Yield some packed microbatches twice, first as the trial changes them."""
-        self._trial = trial
+    def try_first(self, trial: Trial, padding: PaddingTrial | None) -> None:
+        """Yield some microbatches several times, first as the trials alter them."""
+        self._trial, self._padding = trial, padding
 
     def state_dict(self) -> dict[str, int]:
         """The position. A draw that was not released yet is still to come."""

@@ -109,6 +109,7 @@ class RowOrder:
         self._left = _LOOKED_AT
         self._batch: list[_Rows] = []
         self._tensors: list[Tensor] = []
+        self._is_trial = False
         self._copies: Tensor | None = None
         self._real: Tensor | None = None
         # By the number of the tensor in a call, see `_gather`.
@@ -151,12 +152,14 @@ class RowOrder:
         """
         for rows in self._batch:
             if rows.is_distinctive:
-                self._past[rows.hash] = None
+                if not self._is_trial:
+                    self._past[rows.hash] = None
                 self._past_rows.update((row, None) for row in rows.hashes)
         for past in (self._past, self._past_rows):
             while len(past) > _REMEMBERED:
                 past.popitem(last=False)
         self._batch, self._copies, self._size = [], None, None
+        self._is_trial = mark.is_trial
         self._real = None if mark.real is None else mark.real.repeat_interleave(each)
         tensors = self._tensors = batch_tensors(batch, mark.size * each)
         self._has_unknown = not tensors

@@ -67,7 +67,7 @@ class BatchMark:
         microbatch: its number among the microbatches of the logical batch.
         real: `[size]`, bool: which rows are samples; None if all rows are.
         units: the samples where they are no rows; size is their number then.
-        is_trial: whether it only precedes the microbatch, see `LossTrial`, and is not trained on.
+        is_trial: whether it only precedes the microbatch, see `Trial`, and is not trained on.
     """
 
     draw: int
@@ -86,6 +86,7 @@ class BatchMark:
             return self
         rows = units.shape[0]
         real = units.index < units.size if units.are_rows else torch.ones(rows, dtype=torch.bool)
+        real &= not self.is_trial
         return replace(self, size=rows, real=real)
 
     @property
@@ -371,6 +372,23 @@ class BatchTracker:
         if self._batch is not None:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
+    @contextmanager
+    def row(self, number: int) -> Iterator[None]:
+        """One row of the current microbatch is trained on, as a microbatch of its own."""
+        whole = self.current
+        assert whole is not None and self._batch is not None
+        real = None if whole.real is None else whole.real[number : number + 1]
+        is_last = whole.last and number + 1 == whole.size
+        own = self.current = replace(whole, size=1, real=real, last=is_last)
+        self.backward_done, self._summed = False, whole.microbatch
+        self._batch.begin_microbatch(1, None, begins_draw=False)
+        try:
+            yield
+        finally:
+            self._charged = whole if self._charged is own else self._charged
+            self._refused = whole if self._refused is own else self._refused
+            self.current = whole if self.current is own else self.current
+
     def end_epoch(self, last: BatchMark | None) -> None:
         """The loader has no more batches behind the one with this mark."""
         if self.current is last:
@@ -397,8 +415,9 @@ class BatchTracker:
     @property
     def is_within_draw(self) -> bool:
         """Whether the sum of the current draw has some of its microbatches, but not all."""
-        is_whole = self.backward_done and self.current is not None and self.current.last
-        return self._summed > 0 and not is_whole
+        mark = self.current
+        is_whole = self.backward_done and mark is not None and mark.last
+        return (self._summed > 0 or (mark is not None and mark.is_trial)) and not is_whole
 
     def before_backward(self, batch_size: int) -> None:
         """Refuse to add the same samples to one release twice."""

@@ -69,6 +69,11 @@ class PrivateStep(OpenBatch):
         self.options.note()
         self._may_charge = True
 
+    def begin_trial(self) -> None:
+        """The backward of an altered microbatch begins, which finds no release before it."""
+        if not self.sums.has_begun:
+            self.gradients.drop()
+
     def before_gate(self) -> None:
         """A backward has reached a use of a private parameter, or a gate."""
         self.public.refuse_gate()

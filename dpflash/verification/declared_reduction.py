@@ -22,7 +22,7 @@ _REPEATED = 4  # classes that other samples have too, which show that a class ha
 # Rounding of a scalar of many terms.
 _SCALAR_ROUNDING = 1e-5
 
-_REMEDY = (
+REMEDY = (
     "Pass losses of single samples, without loss_reduction: engine.backward("
     "dpflash.losses.causal_lm(logits, labels)), or cross_entropy, times a weight of each sample "
     "where classes are weighted. verify_first_batch=False leaves this test out"
@@ -31,14 +31,14 @@ _OVER_TOKENS = (
     "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch (as "
     "of Hugging Face models and torch's cross_entropy), or over some of its rows, whose number "
     "differs between batches, so nothing was released: each sample's gradient depends on the "
-    "others. " + _REMEDY
+    "others. " + REMEDY
 )
 _OF_NO_KNOWN_SCALE = (
     "loss_reduction={declared!r}, but the tokens' weights in the scalar are not those of a "
     "{declared} over samples, so nothing was released: it may be a mean over the valid "
     "tokens of the batch, or over their class weights, times a factor, and then each sample's "
     "gradient depends on the others. Leave out a division for gradient accumulation (loss / 4): "
-    "the loader cuts batches, and a step is divided by optimizer.expected_batch_size. " + _REMEDY
+    "the loader cuts batches, and a step is divided by optimizer.expected_batch_size. " + REMEDY
 )
 _OTHER_REDUCTION = (
     "loss_reduction={declared!r}, but the scalar is the {other} over the samples of the batch, so "
@@ -49,7 +49,7 @@ _NOT_A_SUM = (
     "loss_reduction={declared!r}, but the scalar that the model returns is not the {declared} of "
     "losses of single samples, so nothing was released: exchanging samples of two batches changes "
     "the sum of their scalars. A mean over the batch's valid tokens, the default of Hugging Face "
-    "models, does that. " + _REMEDY
+    "models, does that. " + REMEDY
 )
 
 

@@ -27,8 +27,9 @@ from .nested import leaves_of, map_leaves, map_tensors, parts_within, tensors_of
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
     "released: an operation before it mixes samples (statistics or a scale of the batch, routing "
-    "with a capacity, rows in another order, pad_packed_sequence without total_length=), or draws "
-    "from a generator of its own. Make it per sample; engine.check helps to find it"
+    "with a capacity, rows in another order, mixup, pad_packed_sequence without total_length=), "
+    "or draws random numbers whose count depends on the contents (draw for the whole shape, then "
+    "mask) or from a generator in a closure. Make it per sample; engine.check helps to find it"
 )
 _CHANGED_DOCUMENT = (
     "{where} changed for a document as other documents of the batch were replaced, so nothing "
@@ -71,6 +72,7 @@ class ForwardRows:
     Attributes:
         size: B; 0 until the forward is over.
         layers: names of the modules that ran.
+        padded: lengths to which layers padded their input.
         scalars: outputs of one number with a gradient, such as a loss that the model makes itself.
     """
 
@@ -81,6 +83,7 @@ class ForwardRows:
         self.layers: list[str] = []
         self.where: list[str] = []
         self.shapes: list[torch.Size] = []
+        self.padded: list[int] = []
         self.scalars: list[Tensor] = []
         self.summaries: list[Tensor] = []
         self.dtypes: set[torch.dtype] = set()
@@ -91,9 +94,11 @@ class ForwardRows:
         """Record B and the names of the modules that ran."""
         self.size, self.layers = size, list(layers)
 
-    def note(self, name: str, x: Tensor) -> None:
-        """Record the input `[B, ...]` of a layer."""
+    def note(self, name: str, x: Tensor, *, is_padded: bool = False) -> None:
+        """Record the input `[B, ...]` of a layer; of sequences that it pads also their length."""
         self._note(f"the input of layer '{name}'", x)
+        if is_padded:
+            self.padded.append(x.shape[1])
 
     def note_outputs(self, outputs: Any) -> None:
         """Record the tensors that the model returned."""
@@ -148,12 +153,12 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
     return (_CHANGED_DOCUMENT if is_packed else _CHANGED).format(where=where)
 
 
-def reached(first: ForwardRows, second: ForwardRows, replacement: Replacement) -> bool:
-    """Whether some layer saw the replaced contents, so that the comparison means something.
+def reached(first: ForwardRows, second: ForwardRows, replaced: Tensor) -> bool:
+    """Whether some layer saw the contents of the samples `replaced` `[B]`.
 
     A model may read its samples from where none can be replaced.
     """
-    replaced, tolerated = ~replacement.unchanged, tolerance(first.dtypes)
+    tolerated = tolerance(first.dtypes)
     return any(
         bool((differing(a, b, tolerated).cpu() & replaced).any())
         for a, b in zip(first.summaries, second.summaries, strict=False)
@@ -231,7 +236,7 @@ class Replacement:
         """
         samples = [*range(size)] if real is None else real.nonzero().flatten().tolist()
         # A packed batch has no masks.
-        least = None if first.units is not None else _least_filled(arguments, size)
+        least = None if first.units is not None else least_filled(arguments, size)
         count = len(samples)
         extremes = first.extremes(count // 8)
 
@@ -304,7 +309,7 @@ class Replacement:
             else:
                 values = units.exchanged(t.detach(), self.source)
             changed = changed or not torch.equal(values, t.detach())
-            return _with_layout_of(t, values)
+            return with_layout_of(t, values)
 
         return map_leaves(replaced, arguments, kinds=(Tensor, np.ndarray)), changed
 
@@ -366,10 +371,10 @@ def most_samples(args: Any, kwargs: Any) -> int:
 
 def own_copies(arguments: Any) -> Any:
     """Copies of the arguments, since a model may change its inputs."""
-    return map_tensors(lambda t: _with_layout_of(t, t), arguments)
+    return map_tensors(lambda t: with_layout_of(t, t), arguments)
 
 
-def _with_layout_of(t: Tensor, values: Tensor) -> Tensor:
+def with_layout_of(t: Tensor, values: Tensor) -> Tensor:
     """A copy of values with the strides and alignment of t, since kernels depend on both."""
     values = values.detach()
     if t.layout != torch.strided:
@@ -426,7 +431,7 @@ def _exchanged(value: Any, rows: list[int], lengths: Collection[tuple[int, ...]]
     def change(found: Any) -> Any:
         if hasattr(found, "_fields"):
             return type(found)(*(_exchanged(part, rows, lengths) for part in found))
-        if type(found) not in (list, tuple) or _is_list_of_batches(found, len(rows)):
+        if type(found) not in (list, tuple) or is_list_of_batches(found, len(rows)):
             return found
         # Numbers may be the lengths of samples, but also a setting of the model.
         if _is_list_of_samples(found, len(rows)) or _numbers(found) in lengths:
@@ -454,7 +459,7 @@ def _lists_of_samples(value: Any, size: int) -> Iterator[Sequence[Any]]:
         if type(found) not in (list, tuple) or not _is_list_of_samples(found, size):
             for part in found:
                 yield from _lists_of_samples(part, size)
-        elif not _is_list_of_batches(found, size):
+        elif not is_list_of_batches(found, size):
             yield found
 
 
@@ -466,7 +471,7 @@ def _is_list_of_samples(value: Sequence[Any], size: int) -> bool:
     return not is_number and not isinstance(value[0], _SETTINGS)
 
 
-def _is_list_of_batches(value: Sequence[Any], size: int) -> bool:
+def is_list_of_batches(value: Sequence[Any], size: int) -> bool:
     """Whether a list of B elements may be of batches, such as the keys of the layers."""
     return len(value) == size and all(_is_batch(part, size) for part in value)
 
@@ -484,7 +489,7 @@ def _is_batch(value: Any, size: int) -> bool:
     )
 
 
-def _least_filled(arguments: Any, size: int) -> int | None:
+def least_filled(arguments: Any, size: int) -> int | None:
     """The row with the fewest entries in a mask; None if all masks have equal rows.
 
     This row keeps its contents: without any padding, operators on masked batches run other

@@ -238,6 +238,12 @@ class Proof:
             return False
         return self._mode.layers.take_turn()
 
+    def begin_tried(self, *, new_pass: bool) -> None:
+        """The forward of a tried microbatch begins, which is compared without a repetition."""
+        self._enter_mode()
+        self._calls = 1 if new_pass else self._calls + 1
+        self._mode.layers.take_turn()
+
     def forward_repeated(
         self,
         layers: Collection[str],
@@ -336,15 +342,28 @@ class Proof:
             return None
         largest = _largest_losses(outputs, seeds, real)
         drawn = self.draw(lambda rng: _weights(real.numpy(), rng, largest)).astype(bool)
-        weighted = _WeightedBackward(torch.from_numpy(drawn), real)
+        weighted = WeightedBackward(torch.from_numpy(drawn), real)
         weights = [_masked(seed, weighted.weights) for seed in seeds]
         with owner.only_watched(weighted), random_state_kept(self._device):
-            if not _differentiate(owner, outputs, weights, weighted):
+            if not differentiate(owner, outputs, weights, weighted):
                 return None
         self._mode.uses.woken = False
         self._mode.uses.record(weighted.uses)
         self.refuse(weighted.refusal)
-        return _OrdinaryBackward(self, weighted)
+        return OrdinaryBackward(self, weighted)
+
+    def compare_with(self, recorded: WeightedBackward, kept: Tensor, text: str) -> Watch:
+        """A watch that compares the backward of a microbatch with that of the altered one.
+
+        Args:
+            recorded: the backward of the altered microbatch.
+            kept: `[B]`, bool: samples whose rows must be the same.
+            text: the message where they are not, to be formatted with the layer.
+        """
+        self._mode.uses.woken = False
+        self._mode.uses.record(recorded.uses)
+        recorded.weights = kept
+        return OrdinaryBackward(self, recorded, text)
 
     def refuse(self, refusal: str | None) -> None:
         """Raise if this rank, or another one, refuses the backward."""
@@ -355,8 +374,12 @@ class Proof:
             self._mode.uses.restart()
             raise
 
-    def cross(self, outputs: Any, size: int, owner: CrossedBackward) -> Any:
+    def cross(
+        self, outputs: Any, size: int, owner: CrossedBackward, *, is_altered: bool = False
+    ) -> Any:
         """Wrap the model's outputs, so that the backward of a scalar loss is proven at them.
+
+        Those of an altered microbatch are wrapped alike, so that its backward is the same.
 
         The terms of a scalar cannot be weighted, but the rows of its gradient at the outputs can.
         What `declared_reduction` knows of the reduction to a scalar is tested, the rest is not.
@@ -367,7 +390,8 @@ class Proof:
         crossing = list({id(x): x for _, x in tensors_of(outputs) if x.requires_grad}.values())
         refusal = self._mode.refusal
         if not crossing or not (wanted or refusal):
-            uses.take_turn()
+            if not is_altered:
+                uses.take_turn()
             return outputs
 
         of_proof, of_owner = weakref.ref(self), weakref.ref(owner)
@@ -389,20 +413,22 @@ class Proof:
                 owner.crossed([x for x, _ in rows], seeds, size)
             else:
                 uses.take_turn()
-                proof._note_scalar(reached)
+                proof._note_scalar(reached, is_compared=owner.is_compared)
 
-        behind = dict(zip(map(id, crossing), _Crossing.apply(prove, *crossing), strict=True))
+        used = None if is_altered else prove
+        behind = dict(zip(map(id, crossing), _Crossing.apply(used, *crossing), strict=True))
         wrapped = map_tensors(lambda x: behind.get(id(x), x), outputs)
-        if refusal is not None and any(id(x) in behind for _, x in tensors_of(wrapped)):
+        is_unseen = any(id(x) in behind for _, x in tensors_of(wrapped))
+        if refusal is not None and is_unseen and not is_altered:
             # Of an unknown class: its scalar would go to the backward unseen.
             owner.discard()
             raise PrivateRefusal(refusal) from None
         return wrapped
 
-    def _note_scalar(self, reached: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _note_scalar(self, reached: Sequence[tuple[Tensor, Tensor]], *, is_compared: bool) -> None:
         mode = self._mode
         mode.is_trained = True
-        if mode.makes_scalars or all(x.ndim for x, _ in reached):
+        if is_compared or mode.makes_scalars or all(x.ndim for x, _ in reached):
             return
         mode.makes_scalars = True
         warnings.warn(
@@ -429,6 +455,10 @@ class Proof:
 
 class CrossedBackward(Protocol):
     """The part of the private backward that the model's outputs use with a scalar loss."""
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the backward is compared with that of an altered microbatch."""
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
         """The gradients `[B, ...]` of the model's outputs have arrived."""
@@ -473,7 +503,7 @@ class _Use:
     nonzero: Tensor
 
 
-class _WeightedBackward:
+class WeightedBackward:
     """Watches the backward in which some samples have weight 0.
 
     Attributes:
@@ -497,7 +527,10 @@ class _WeightedBackward:
         self._see((gate.index, position), gate.layer_of(position), gate.by_sample(rows[0]))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """Not called: no gate runs in this backward, see `dense`."""
+        """See the handles' gradients where gates run, as in a backward that the loop calls."""
+        for position, grad in enumerate(grads):
+            if grad is not None and gate.is_dense(position):
+                self._see((gate.index, position), gate.layer_of(position), grad)
 
     def dense(self, slot: _Slot, layer: str, grad: Tensor | None) -> Tensor | None:
         """See the gradient of a handle; returns a stand-in that takes no memory."""
@@ -529,11 +562,12 @@ class _WeightedBackward:
             self.refusal = _MIXED.format(layer=layer)
 
 
-class _OrdinaryBackward:
+class OrdinaryBackward:
     """Watches the ordinary backward, and compares its rows with those of the weighted one."""
 
-    def __init__(self, proof: Proof, weighted: _WeightedBackward) -> None:
+    def __init__(self, proof: Proof, weighted: WeightedBackward, text: str = _OTHERS) -> None:
         self._proof = proof
+        self._text = text
         self._weighted = weighted
         self._counts: dict[_Slot, int] = {}
         self._proven: dict[_Slot, bool] = {}
@@ -563,8 +597,10 @@ class _OrdinaryBackward:
             expected[number].summaries, use.summaries, tolerance(weighted.dtypes)
         ).cpu()
         if bool((live & apart & included).any()):
-            self._refuse(_OTHERS, layer)
-        both = (live & use.nonzero & included).any() & (~live & use.nonzero & included).any()
+            self._refuse(self._text, layer)
+        both = (live & use.nonzero & included).any()
+        if len(live) > 1:
+            both &= (~live & use.nonzero & included).any()
         self._proven[slot] = self._proven.get(slot, True) and bool(both)
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
@@ -582,7 +618,9 @@ class _OrdinaryBackward:
             found.append(0 if slot not in self._proven else 1 + self._proven[slot])
         self._proof.refuse(self._refusal)
         weights, included = self._weighted.weights, self._weighted.real & ~self._weighted.left_out
-        both = bool((weights & included).any()) and bool((~weights & included).any())
+        both = bool((weights & included).any())
+        if len(weights) > 1:
+            both = both and bool((~weights & included).any())
         samples = 0 if self._counted or not both else int(included.sum())
         self._counted = True
         self._proof._record_uses(gate, samples, found)
@@ -597,7 +635,7 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        prove: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None],
+        prove: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None] | None,
         *outputs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.prove = prove
@@ -625,11 +663,13 @@ def allow_second_backwards() -> None:
     config.donated_buffer = False
 
 
-def _differentiate(
+def differentiate(
     owner: ProvableBackward,
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
-    watch: _WeightedBackward,
+    watch: WeightedBackward,
+    *,
+    keeps_graph: bool = True,
 ) -> bool:
     """Run the backward to the handles; the watch sees the gradients of handles too.
 
@@ -647,7 +687,10 @@ def _differentiate(
         # The thread that runs the backward of a GPU has settings of its own.
         hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
     try:
-        grad_before_backward(outputs, handles, grads)
+        if keeps_graph:
+            grad_before_backward(outputs, handles, grads)
+        else:
+            torch.autograd.grad(outputs, handles, grads, allow_unused=True)
     except RuntimeError as error:
         if "donated buffer" not in str(error):
             raise

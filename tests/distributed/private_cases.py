@@ -224,7 +224,8 @@ def train(
                     engine.backward(made(x, y))
             else:
                 engine.backward(made(x, y))
-            sizes.append(int(loader.is_real.sum()))
+            if not loader._mark.is_trial:
+                sizes.append(int(loader.is_real.sum()))
             for optimizer in optimizers:
                 optimizer.step()
             for optimizer in optimizers:

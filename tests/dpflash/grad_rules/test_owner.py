@@ -643,9 +643,8 @@ class Mixed(Owner):
 
 
 def test_an_argument_that_comes_after_the_proof_is_compared_too(private):
-    engine, model, optimizer, _ = private(of_a_model(Later()), inputs(8), one_part=True)
-    for tokens in (5, 6, 7):
-        x = torch.randn(8, tokens, WIDTH, dtype=torch.float64)
+    engine, model, optimizer, loader = private(of_a_model(Later()), inputs(60), batch_size=20)
+    for (x,) in loader:
         engine.backward(squares(model, x))
         optimizer.step()
         optimizer.zero_grad()

@@ -191,8 +191,9 @@ def test_single_steps_agree_with_torch_and_with_single_samples(cell, bias, kind,
 @pytest.mark.parametrize("cell", STEPS)
 def test_the_first_batch_proves_single_steps(cell, private):
     torch.manual_seed(0)
-    engine, model, _, _ = private(Stepwise(cell))
-    engine.backward(loss_of(model, samples(20)))
+    engine, model, optimizer, loader = private(Stepwise(cell), samples(60), batch_size=20)
+    for (x,) in loader:
+        engine.backward(loss_of(model, x)), optimizer.step()
     assert engine.verified is True
 
 
@@ -273,13 +274,14 @@ def test_removing_a_sample_changes_the_sum_by_at_most_c(cell, packed, kind, priv
 def test_the_first_batch_proves_it(cell, packed, private):
     torch.manual_seed(0)
     # One sample is longer than all others; where it is replaced, the rest keep their bits.
-    lengths = torch.tensor([4, 5, 1, 2, 3]).repeat(4)
+    lengths = torch.tensor([4, 5, 1, 2, 3]).repeat(12)
     lengths[7] = T
+    rows = (samples(60), *([lengths] if packed else []))
     for seed in range(3):
-        engine, model, _, _ = private(
-            Net(cell, packed=packed, batch_first=False, bidirectional=True), seed=seed
-        )
-        engine.backward(loss_of(model, samples(20), *([lengths] if packed else [])))
+        net = Net(cell, packed=packed, batch_first=False, bidirectional=True)
+        engine, model, optimizer, loader = private(net, *rows, batch_size=20, seed=seed)
+        for batch in loader:
+            engine.backward(loss_of(model, *batch)), optimizer.step()
         assert engine.verified is True
 
 

@@ -303,12 +303,12 @@ def test_removing_a_sample_changes_the_sum_by_at_most_c(name, kind, private, sum
 @every_order
 def test_the_first_batch_proves_a_transformer(name, batch_first, private):
     torch.manual_seed(0)
-    size = 20
     generator = torch.Generator().manual_seed(4)
-    x = torch.randn(size, T, E, generator=generator)
-    memory = torch.randn(size, S, E, generator=generator)
-    engine, model, _, _ = private(TRANSFORMERS[name](batch_first))
-    engine.backward(loss_of(model, x, memory))
+    data = [torch.randn(60, length, E, generator=generator) for length in (T, S)]
+    made = private(TRANSFORMERS[name](batch_first), *data, batch_size=20)
+    engine, model, optimizer, loader = made
+    for x, memory in loader:
+        engine.backward(loss_of(model, x, memory)), optimizer.step()
     assert engine.verified is True
 
 

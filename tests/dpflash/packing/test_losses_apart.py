@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import dpflash
+from dpflash.isolation.documents import with_changed_documents
 from dpflash.packing import PackTo, pack
-from dpflash.packing.changed import with_changed_documents
 
 LENGTHS = [5, 3, 12, 17, 9]
 OF_TOKENS = ("input_ids", "labels", "position_ids", "sample_index")

@@ -123,9 +123,9 @@ def test_empty_places_do_not_keep_a_model_from_being_proven(run, documents):
 def test_a_backward_is_repeated_where_two_documents_can_be_compared(
     lengths, run, documents, monkeypatch
 ):
-    repeated, differentiate = [], proof._differentiate
+    repeated, differentiate = [], proof.differentiate
     monkeypatch.setattr(
-        proof, "_differentiate", lambda *given: repeated.append(1) or differentiate(*given)
+        proof, "differentiate", lambda *given: repeated.append(1) or differentiate(*given)
     )
     run(Model(), documents(lengths), max_documents=4, tokens=20).sums()
     assert len(repeated) == (10 in lengths)

@@ -397,6 +397,7 @@ def test_a_foreign_batch_within_a_paid_pass_leaves_a_ledger_that_can_be_read(pri
         torch.randn(16, 3),
         noise_multiplier=1.0,
         poisson_sampling=False,
+        verify_first_batch=False,
         ledger=tmp_path / "l",
     )
     engine, model, optimizer, loader = made

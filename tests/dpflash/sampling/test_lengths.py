@@ -56,6 +56,7 @@ def made(collate, **options):
         noise_multiplier=0.0,
         max_grad_norm=1.0,
         grad_sample_mode="instantiate",
+        verify_first_batch=False,
         **options,
     )
 

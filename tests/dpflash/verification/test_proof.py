@@ -222,9 +222,9 @@ def test_a_refused_batch_has_left_nothing_even_where_noise_is_fused_in(kind, pri
         model, data(200), batch_size=BATCH, noise_multiplier=1.0, **kind
     )
     before = copy.deepcopy(model.state_dict())
-    (x,) = next(iter(loader))
     with pytest.raises(RuntimeError, match="layer 'b'"):
-        backward(engine, model, x, kind)
+        for (x,) in loader:
+            backward(engine, model, x, kind)
     assert_nothing_is_left(engine, model)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -479,7 +479,7 @@ def test_accumulated_microbatches_prove_together(private):
             optimizer.zero_grad()
             forwards.append(model.counts()[0])
     assert engine.verified is True
-    assert forwards[-1] == 1 and 3 in forwards[:3]
+    assert set(forwards) == {1}  # the loader repeats microbatches, not the model its forwards
 
 
 def test_a_layer_without_a_gradient_yet_is_proven_when_it_gets_one(private):

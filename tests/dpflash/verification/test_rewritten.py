@@ -52,6 +52,13 @@ def data(seed=1):
     return torch.randn(20, 5, generator=torch.Generator().manual_seed(seed))
 
 
+def steps(engine, model, optimizer, loader):
+    for (x,) in loader:
+        engine.backward(model(x).square().sum(1))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def step(engine, model, optimizer, seed=1):
     engine.backward(model(data(seed)).square().sum(1))
     optimizer.step()
@@ -121,13 +128,14 @@ def test_a_device_that_has_not_compared_yet_is_waited_for_only_before_weights_le
 
 def test_what_a_loop_changes_between_forwards_and_what_only_moves_is_let_be(private):
     """cuDNN's flatten_parameters gives weights another address in each forward."""
-    engine, model, optimizer, _ = private(Rewriting("moved"))
+    made = private(Rewriting("moved"), data(), batch_size=20)
+    engine, model, optimizer, _ = made
     for _ in range(3):
         model(data())
         with torch.no_grad():
             model.b.weight.clamp_(-0.5, 0.5)
             model.a.bias.data = model.a.bias.data * 0.9
-        step(engine, model, optimizer)
+        steps(*made)
     with engine.public_data():
         model.how = "codes"
         model(data(2))
@@ -140,9 +148,10 @@ def test_what_a_loop_changes_between_forwards_and_what_only_moves_is_let_be(priv
 
 
 def test_a_rewrite_that_depends_on_no_data_is_allowed_by_name(private):
-    engine, model, optimizer, _ = private(Rewriting("bounded"), allow_buffers=["a.weight"])
+    options = {"batch_size": 20, "allow_buffers": ["a.weight"]}
+    engine, model, optimizer, loader = private(Rewriting("bounded"), data(), **options)
     for _ in range(2):
-        step(engine, model, optimizer)
+        steps(engine, model, optimizer, loader)
     model(data())
     assert float(model.state_dict()["a.weight"].norm(dim=1).max()) < 2e-3
     assert engine.verified is True

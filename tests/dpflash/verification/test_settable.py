@@ -14,12 +14,11 @@ DATA = torch.randn(16, 3)
 
 def one_step(run):
     engine, model, optimizer, loader = run
-    (x,) = next(iter(loader))
-    engine.backward(model(x).square().mean(1))
-    optimizer.step()
-    released = model.weight.grad.clone()
-    optimizer.zero_grad()
-    return released
+    for (x,) in loader:
+        engine.backward(model(x).square().mean(1))
+        optimizer.step()
+        if loader.is_last:
+            return model.weight.grad
 
 
 @pytest.mark.parametrize(

@@ -279,10 +279,12 @@ def test_the_proof_of_the_first_batch_does_not_hide_a_difference(private):
     engine, model, *_ = private(Random("random backward"), grad_sample_mode="ghost")
     with pytest.raises(twice.BackwardsDiffer):
         engine.backward(losses_of(model, data(20)))
-    engine, model, *_ = private(Random("random backward"), grad_sample_mode="instantiate")
+    options = {"batch_size": 20, "grad_sample_mode": "instantiate"}
+    engine, model, optimizer, loader = private(Random("random backward"), data(60), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine.backward(losses_of(model, data(20)))
+        for (x,) in loader:
+            engine.backward(losses_of(model, x)), optimizer.step()
     assert engine.verified is True
 
 

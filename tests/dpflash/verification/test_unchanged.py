@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from itertools import chain
 from typing import NamedTuple
 
 import pytest
@@ -197,10 +198,12 @@ def test_contents_are_compared_in_the_first_backward_and_then_only_now_and_then(
 
 
 def test_a_change_that_is_allowed_by_name_is_let_be_and_happens_once_a_step(private):
-    """The repeat of the first forward does not count."""
-    engine, model, optimizer, _ = private(Keeping("steps"), allow_buffers=["steps"])
+    """A trial's forward does not count."""
+    options = {"batch_size": 20, "one_part": True, "allow_buffers": ["steps"]}
+    engine, model, optimizer, loader = private(Keeping("steps"), data(), **options)
     for number in range(3):
-        step(engine, model, optimizer)
+        for (x,) in loader:
+            engine.backward(model(x).square().sum(1)), optimizer.step()
         assert int(model.steps) == number + 1
     assert engine.verified is True
     assert int(model.state_dict()["steps"]) == 3
@@ -217,9 +220,10 @@ def test_a_buffer_that_is_allowed_may_be_what_the_forward_reads(private):
             self.mean = self.mean + 1.0
             return y
 
-    engine, model, optimizer, _ = private(Centred(), allow_buffers=("steps", "mean"))
-    for _ in range(2):
-        step(engine, model, optimizer)
+    options = {"batch_size": 20, "one_part": True, "allow_buffers": ("steps", "mean")}
+    engine, model, optimizer, loader = private(Centred(), data(), **options)
+    for (x,) in chain(loader, loader):
+        engine.backward(model(x).square().sum(1)), optimizer.step()
     assert engine.verified is True
     assert torch.equal(model.mean, torch.full((5,), 2.0)) and int(model.steps) == 2
 

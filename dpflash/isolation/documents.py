@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pack import IGNORED, PackedBatch, cu_seqlens_of
-from .units import Units
+from ..packing.pack import IGNORED, PackedBatch, cu_seqlens_of
+from ..packing.units import Units
 
 # What the entries of a batch have where there is no document.
 _PADDING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "sample_index": -1}

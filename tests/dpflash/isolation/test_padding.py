@@ -1,0 +1,135 @@
+"""A loss that changes with the padding of its batch is refused, and masked padding is not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_packed_sequence, pad_sequence
+from torch.utils.data import DataLoader
+
+import dpflash
+
+VOCAB, LONGEST = 20, 24
+
+
+def _documents():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, LONGEST, (200,), generator=generator).tolist()
+    return [
+        (torch.randint(1, VOCAB, (length,), generator=generator), torch.tensor(length % 2))
+        for length in lengths
+    ]
+
+
+def _padded(entries, left=False):
+    tokens, labels = zip(*entries, strict=True)
+    side = "left" if left else "right"
+    ids = pad_sequence(list(tokens), batch_first=True, padding_side=side)
+    return {"ids": ids, "mask": (ids > 0).long(), "labels": torch.stack(labels)}
+
+
+def _on_the_left(entries):
+    return _padded(entries, left=True)
+
+
+def _without_mask(entries):
+    padded = _padded(entries)
+    return {name: padded[name] for name in ("ids", "labels")}
+
+
+class Text(nn.Module):
+    """Means of embeddings, whose layers see each token."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.embedding, self.hidden = nn.Embedding(VOCAB, 8), nn.Linear(8, 8)
+        self.head, self.dropout = nn.Linear(8, 2), nn.Dropout(0.2)
+        if kind == "packed":
+            self.rnn = nn.GRU(8, 8, batch_first=True, bidirectional=True)
+            self.head = nn.Linear(16, 2)
+        self.register_buffer("positions", torch.randn(LONGEST, 8))
+
+    def forward(self, ids, mask=None):
+        mask = ids > 0 if mask is None else mask
+        h = self.embedding(ids)
+        if "positions" in self.kind:
+            h = h + self.positions[: ids.shape[1]]
+        if self.kind == "noise":
+            h = h + torch.randn_like(h)
+        if self.kind == "packed":
+            pack = nn.utils.rnn.pack_padded_sequence
+            packed = pack(h, mask.sum(1).cpu(), batch_first=True, enforce_sorted=False)
+            h, _ = pad_packed_sequence(self.rnn(packed)[0], True, total_length=ids.shape[1])
+        else:
+            h = torch.tanh(self.hidden(self.dropout(h)))
+        if "all" in self.kind:
+            return self.head(h.mean(1))
+        return self.head((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+def _train(kind, collate, losses_of=None, **options):
+    torch.manual_seed(1)
+    model, engine = Text(kind), dpflash.PrivacyEngine(seed=2)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(_documents(), batch_size=20, collate_fn=collate),
+        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options},
+    )
+    for batch in loader:
+        logits = model(batch["ids"], batch.get("mask"))
+        losses = F.cross_entropy(logits, batch["labels"], reduction="none")
+        engine.backward(losses if losses_of is None else losses_of(losses, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loader.releases == len(loader)
+    return engine, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "collate"),
+    [
+        *(("all", _padded), ("all", _on_the_left), ("all", _without_mask)),
+        ("positions", _on_the_left),
+    ],
+)
+def test_a_loss_that_changes_with_padding_is_refused(kind, collate):
+    with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
+        _train(kind, collate)
+
+
+def test_a_loss_that_the_loop_takes_over_padding_is_refused():
+    def over_all(losses, batch):
+        return losses / batch["mask"].shape[1]
+
+    with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
+        _train("masked", _padded, over_all)
+
+
+@pytest.mark.parametrize(
+    ("kind", "collate"),
+    [
+        *(("masked", _padded), ("masked", _on_the_left), ("positions", _padded)),
+        *(("packed", _padded), ("noise", _padded), ("masked", _without_mask)),
+        ("all", dpflash.sampling.PadTo(LONGEST)),
+    ],
+)
+def test_masked_padding_trains_with_the_same_bits_as_without_trials(kind, collate):
+    if kind == "all":  # a public length
+        fields = collate
+        collate = lambda entries: fields(  # noqa: E731
+            [{"ids": x, "mask": (x > 0).long(), "labels": y} for x, y in entries]
+        )
+    engine, tried = _train(kind, collate)
+    _, untried = _train(kind, collate, verify_first_batch=False)
+    assert engine.verified is True
+    assert engine._run.padding.has_compared is (kind in ("masked", "positions", "packed"))
+    assert all(map(torch.equal, tried, untried))
+
+
+def test_random_numbers_of_the_loop_leave_the_comparison_out():
+    def noisy(losses, batch):
+        return losses * (1 + torch.rand(batch["ids"].shape).sum(1))
+
+    assert _train("masked", _padded, noisy)[0].verified is True

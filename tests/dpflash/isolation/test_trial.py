@@ -1,0 +1,501 @@
+"""A microbatch is tried with other contents in some of its samples, loop and model alike."""
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpflash
+from dpflash.packing import Pairs
+
+SAMPLES, WIDTH, CLASSES = 240, 8, 3
+
+
+class Net(nn.Module):
+    """Features and logits of each row."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        h = self.dropout(torch.tanh(self.body(x)))
+        return h, self.head(h)
+
+
+def _data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, WIDTH, generator=generator)
+    return x, (x[:, 0] > 0.7).long() + (x[:, 1] > 1).long()
+
+
+def _of_pairs(entries):
+    x, y = (torch.stack(column) for column in zip(*entries, strict=True))
+    return {"x": torch.cat([x, x.flip(1)]), "y": y}
+
+
+def _rows(batch):
+    """The rows of a batch, and their labels."""
+    if isinstance(batch, dict):
+        return Pairs.rows(batch)["x"], batch["y"].repeat_interleave(2)
+    return batch
+
+
+# How samples lie in the batches of a loader, by the arguments of make_private.
+LAYOUTS = {
+    "rows": {},
+    "few rows": {"physical_batch_size": 4},
+    "shuffled": {"poisson_sampling": False},
+    "per layer": {"clipping": "per_layer", "sampling": "fixed_size"},
+    "ghost": {"grad_sample_mode": "ghost"},
+    "users": {"unit_of": [i // 2 for i in range(SAMPLES)], "examples_per_unit": 2},
+    "pairs": {"collate_fn": Pairs(_of_pairs)},
+    "workers": {"num_workers": 1},
+}
+
+
+def _made(kind=Net, *given, batch_size=24, **options):
+    torch.manual_seed(0)
+    model, engine = kind(*given), dpflash.PrivacyEngine(seed=3)
+    of_loader = {
+        name: options.pop(name) for name in ("collate_fn", "num_workers") & options.keys()
+    }
+    return engine, *engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(*_data()), batch_size, **of_loader),
+        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options},
+    )
+
+
+def _train(made, losses_of, epochs=1):
+    """A loop; a batch of pairs is used as its rows."""
+    engine, model, optimizer, loader = made
+    for _ in range(epochs):
+        for batch in loader:
+            losses = losses_of(model, *_rows(batch))
+            losses.backward() if losses.ndim == 0 else engine.backward(losses)
+            optimizer.step()
+            optimizer.zero_grad()
+    return engine
+
+
+def _entropies(model, x, y):
+    return F.cross_entropy(model(x)[1], y, reduction="none")
+
+
+def _normalized_inputs(model, x, y):
+    return _entropies(model, (x - x.mean(0)) / (x.std(0) + 1e-3), y)
+
+
+def _advantages(model, x, y):
+    rewards = (model(x)[1].argmax(1) == y).float()
+    return _entropies(model, x, y) * (rewards - rewards.mean())
+
+
+def _hard_triplets(model, x, y):
+    h, _ = model(x)
+    apart = torch.cdist(h.detach(), h.detach())
+    hardest = (apart + 1e6 * (y[:, None] == y)).argmin(1)
+    return F.relu(1.0 - (h - h.detach()[hardest]).square().sum(1)) + 0.1 * h.square().sum(1)
+
+
+def _mixup(model, x, y):
+    logits = model(x)[1]
+    losses = [F.cross_entropy(logits, labels, reduction="none") for labels in (y, y.roll(1))]
+    return 0.7 * losses[0] + 0.3 * losses[1]
+
+
+def _other_targets(model, x, y):
+    return F.mse_loss(model(x)[1][:, 0], x.flip(0)[:, 0], reduction="none")
+
+
+def _negatives(model, x, y):
+    h, logits = model(x)
+    scores = h @ h.detach().T
+    return F.cross_entropy(scores, torch.arange(len(h)), reduction="none") + logits.square().sum(1)
+
+
+def _scaled(model, x, y):
+    losses = _entropies(model, x, y)
+    return losses / losses.detach().max()
+
+
+def _scaled_gradient(model, x, y):
+    """The losses keep their values."""
+    losses = _entropies(model, x, y)
+    return losses.detach() + (losses - losses.detach()) * losses.detach().mean()
+
+
+def _queue():
+    queue = deque(maxlen=2)
+
+    def losses(model, x, y):
+        h, logits = model(x)
+        found = F.cross_entropy(logits, y, reduction="none")
+        if queue:
+            found = found + (h * queue[-1]).sum(1)
+        queue.append(h.detach().mean(0))
+        return found
+
+    return losses
+
+
+def _baseline():
+    held = {}
+
+    def losses(model, x, y):
+        found = _entropies(model, x, y)
+        before = held.get("mean", 0.0)
+        held["mean"] = 0.9 * before + 0.1 * found.detach().mean()
+        return found * (found.detach() - before)
+
+    return losses
+
+
+COUPLINGS = {
+    "inputs": lambda: _normalized_inputs,
+    "advantages": lambda: _advantages,
+    "triplets": lambda: _hard_triplets,
+    "mixup": lambda: _mixup,
+    "targets": lambda: _other_targets,
+    "negatives": lambda: _negatives,
+    "scale": lambda: _scaled,
+    "gradient": lambda: _scaled_gradient,
+    "queue": _queue,
+    "baseline": _baseline,
+}
+
+
+@pytest.mark.cases(16)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
+def test_what_a_loop_makes_of_other_samples_is_refused(coupling, layout):
+    made = _made(**layout)
+    before = [p.detach().clone() for p in made[1].parameters()]
+    with pytest.raises(
+        dpflash.PrivateRefusal, match="as other samples|losses of others|of others"
+    ):
+        _train(made, coupling())
+    if made[3].releases == 0:
+        assert made[0].verified == "pending"
+        assert all(map(torch.equal, before, made[1].parameters()))
+
+
+@pytest.mark.parametrize("kept", ["queue", "baseline"])
+def test_what_a_loop_keeps_of_single_samples_is_refused(kept):
+    with pytest.raises(dpflash.PrivateRefusal, match="loss of a sample changed"):
+        _train(_made(physical_batch_size=1), COUPLINGS[kept]())
+
+
+class Memory(Net):
+    """Adds what it has kept of the rows before; `of` says what that is."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of, self.memory, self.calls = of, None, 0
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        memory, self.memory = self.memory, self.of(h.detach())
+        self.calls += 1
+        return h, self.head(h if memory is None else h + memory)
+
+
+@pytest.mark.parametrize("rows", [1, 4, None])
+def test_what_a_model_keeps_of_a_microbatch_is_refused_and_what_holds_no_data_is_let_be(rows):
+    with pytest.raises(dpflash.PrivateRefusal, match="input of layer 'head' changed"):
+        _train(_made(Memory, lambda h: h.mean(0), physical_batch_size=rows), _entropies)
+    made = _made(Memory, lambda h: torch.arange(16.0), physical_batch_size=rows)
+    assert _train(made, _entropies, epochs=2).verified is True
+
+
+@pytest.mark.parametrize("kind", [{}, {"loss_reduction": "mean"}])
+def test_a_loss_weighted_by_the_classes_of_the_batch_is_refused(kind):
+    """`CrossEntropyLoss(weight=)` divides by the weights of the labels."""
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 4.0, 2.0]))
+
+    def losses(model, x, y):
+        loss = criterion(model(x)[1], y)
+        return loss if kind else loss * torch.ones(len(x))
+
+    with pytest.raises(dpflash.PrivateRefusal):
+        _train(_made(**kind), losses)
+
+
+@pytest.mark.parametrize("leaves_out", ["the forward", "the backward"])
+def test_a_loop_that_skips_trials_is_refused(leaves_out):
+    engine, model, optimizer, loader = _made()
+    with pytest.raises(dpflash.PrivateRefusal, match="treat trials as any other microbatch"):
+        for x, y in loader:
+            if loader.is_real.any() or leaves_out == "the backward":
+                losses = _entropies(model, x, y)
+            if loader.is_real.any():
+                engine.backward(losses)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_loop_may_change_its_batches_in_place(rows):
+    engine, model, optimizer, loader = _made(physical_batch_size=rows)
+    for batch in loader:
+        y, x = batch.pop(), batch.pop()
+        engine.backward(_entropies(model, x.add_(1), y))
+        optimizer.step()
+    assert engine.verified is True
+
+
+def test_a_learning_rate_schedule_by_iteration_is_that_without_trials():
+    """Where a draw is one microbatch."""
+    engine, model, optimizer, loader = _made(poisson_sampling=False)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=len(loader))
+    for x, y in loader:
+        engine.backward(_entropies(model, x, y))
+        optimizer.step()
+        schedule.step()
+    assert schedule.last_epoch == len(loader) == loader.releases
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_honest_loops_train_with_the_same_bits_as_without_trials(layout):
+    """Random numbers of the model, of the global generators and of the loop's own repeat."""
+
+    class Held:
+        def __init__(self):
+            self.rng = np.random.RandomState(4)
+
+    def found(**options):
+        torch_rng, numpy_rng = torch.Generator().manual_seed(1), np.random.default_rng(2)
+        python_rng, held = random.Random(3), Held()
+        engine, model, optimizer, loader = _made(Net, 0.3, **layout, **options)
+        for batch in loader:
+            x, y = _rows(batch)
+            x = x + 0.1 * torch.randn(x.shape) + 0.1 * torch.randn(x.shape, generator=torch_rng)
+            x = x * (1 + numpy_rng.random()) + python_rng.random() + held.rng.rand()
+            x = x + random.random() + float(np.random.rand())
+            engine.backward(_entropies(model, x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert loader.releases == len(loader)
+        return [p.detach().clone() for p in model.parameters()], engine.verified
+
+    tried, verified = found()
+    untried, unverified = found(verify_first_batch=False)
+    assert verified is True and unverified is False
+    assert all(map(torch.equal, tried, untried))
+
+
+def test_trials_come_before_the_first_four_draws_and_then_at_powers_of_two():
+    engine, model, optimizer, loader = _made(sampling="fixed_size")
+    tried = []
+    for _ in range(2):
+        for x, y in loader:
+            if not loader.is_real.any():
+                tried.append(1 + loader.releases)
+            engine.backward(_entropies(model, x, y))
+            optimizer.step()
+    assert tried == [1, 2, 3, 4, 8, 16]
+
+
+def test_a_loop_that_leaves_a_trial_finds_the_model_as_it_was():
+    engine, model, optimizer, loader = _made(Memory, lambda h: h.mean(0), foreign_batches=True)
+    for x, _y in loader:
+        model(x)
+        assert model.calls == 1
+        break
+    assert (model.calls, model.memory) == (0, None)
+
+
+def test_a_microbatch_that_cannot_be_altered_is_not_tried_and_verified_says_so():
+    class Graph:
+        def __init__(self, x, y):
+            self.nodes, self.y = x.flatten(0, 1), y
+
+    data = [(torch.randn(5, WIDTH), torch.tensor(i % 2)) for i in range(SAMPLES)]
+
+    def collate(entries):
+        x, y = (torch.stack(column) for column in zip(*entries, strict=True))
+        return [Graph(x, y)]
+
+    class OfNodes(Net):
+        def forward(self, nodes):
+            return super().forward(nodes.view(-1, 5, WIDTH).mean(1))
+
+    torch.manual_seed(0)
+    model, engine = OfNodes(), dpflash.PrivacyEngine(seed=1)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, 24, collate_fn=collate),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for (graph,) in loader:
+        engine.backward(F.cross_entropy(model(graph.nodes)[1], graph.y, reduction="none"))
+        optimizer.step()
+    assert engine.verified in ("model", "gradients")
+
+
+def _loss_of_sample(model, sample):
+    x, y = sample
+    return _entropies(model, (x - x.mean(0)) / (x.std(0, correction=0) + 1) + x, y)
+
+
+@pytest.mark.parametrize("options", [{}, {"poisson_sampling": False}, {"clipping": "per_layer"}])
+def test_samples_one_at_a_time_are_apart_by_construction(options):
+    """A function that would normalize a batch gets one row of it; sums and draws are the same."""
+
+    def trained(function):
+        engine, model, optimizer, loader = _made(noise_multiplier=0.5, **options)
+        rounds = 0
+        for batch in loader:
+            if function:
+                engine.backward(_loss_of_sample, batch)
+            else:
+                engine.backward(_entropies(model, *batch))
+            rounds += 1
+            optimizer.step()
+            optimizer.zero_grad()
+        assert loader.releases == len(loader) == 10
+        return [p.detach() for p in model.parameters()], engine, rounds
+
+    alone, engine, rounds = trained(True)
+    together, other, as_many = trained(False)
+    assert engine.verified == "by construction" and rounds == as_many
+    assert engine.get_epsilon(1e-5) == other.get_epsilon(1e-5)
+    for one, two in zip(alone, together, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+
+
+def _mixed_before(x, y):
+    return x - x.mean(0), y
+
+
+def _shuffled(x, y):
+    order = torch.randperm(len(x))
+    return x[order], y[order]
+
+
+@pytest.mark.parametrize("change", [_mixed_before, _shuffled])
+@pytest.mark.parametrize("rows", [4, None])
+def test_what_a_loop_makes_of_a_batch_before_it_is_taken_apart_is_refused(change, rows):
+    engine, model, optimizer, loader = _made(physical_batch_size=rows)
+    with pytest.raises(dpflash.PrivateRefusal):
+        for batch in loader:
+            engine.backward(_loss_of_sample, change(*batch))
+            optimizer.step()
+    assert loader.releases == 0
+
+
+def test_losses_after_a_function_are_refused():
+    engine, model, optimizer, loader = _made()
+    with pytest.raises(ValueError, match="pass the function for each of its batches"):
+        for number, batch in enumerate(loader):
+            engine.backward(*((_loss_of_sample, batch) if number < 4 else (torch.ones(6),)))
+            optimizer.step()
+
+
+def test_what_a_model_keeps_of_a_sample_never_reaches_the_next_one():
+    engine, model, optimizer, loader = _made(Memory, lambda h: h.mean(0))
+    seen = []
+
+    def loss(model, sample):
+        seen.append(model.memory)
+        return _entropies(model, *sample)
+
+    for batch in loader:
+        engine.backward(loss, batch)
+        optimizer.step()
+    assert len(seen) > 200 and all(memory is None for memory in seen)
+
+
+def test_a_function_needs_rows_of_the_loader():
+    engine, model, _, _ = _made(foreign_batches=True)
+    with pytest.raises(ValueError, match=r"loss_fn, batch\): takes batches of the private loader"):
+        engine.backward(_loss_of_sample, _data())
+
+
+# Batches that hold more than tensors, by an entry (x, y).
+BATCHES = {
+    "list of numbers": lambda xs, ys: {"x": torch.stack(xs), "y": [float(y) for y in ys]},
+    "tuple of numbers": lambda xs, ys: (torch.stack(xs), tuple(float(y) for y in ys)),
+    "array": lambda xs, ys: {"x": torch.stack(xs), "y": np.array(ys, dtype=np.float64)},
+    "lists of dicts": lambda xs, ys: [
+        {"x": x, "y": float(y)} for x, y in zip(xs, ys, strict=True)
+    ],
+}
+
+
+def _fields(batch):
+    if isinstance(batch, list):
+        return torch.stack([e["x"] for e in batch]), torch.tensor([e["y"] for e in batch])
+    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+    return x, torch.as_tensor(y, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("of_users", [False, True])
+@pytest.mark.parametrize("kind", BATCHES.values(), ids=BATCHES)
+def test_batches_of_lists_and_arrays_are_altered_too(kind, of_users):
+    users = {"unit_of": LAYOUTS["users"]["unit_of"], "examples_per_unit": 2} if of_users else {}
+
+    def train(centered):
+        collate = lambda entries: kind(*zip(*entries, strict=True))  # noqa: E731
+        engine, model, optimizer, loader = _made(collate_fn=collate, **users)
+        for batch in loader:
+            x, y = _fields(batch)
+            weights = y - y.mean() if centered else y + 1
+            engine.backward(model(x)[1].square().sum(1) * weights)
+            optimizer.step()
+        return engine.verified
+
+    assert train(centered=False) is True
+    with pytest.raises(dpflash.PrivateRefusal, match="as other samples"):
+        train(centered=True)
+
+
+def test_batches_that_are_fetched_under_no_grad_are_tried_as_soon_as_they_are_trained_on():
+    engine, model, optimizer, loader = _made()
+
+    @torch.no_grad()
+    def centered():
+        for x, y in loader:
+            yield x - x.mean(0), y
+
+    with pytest.raises(dpflash.PrivateRefusal):
+        for batch in centered():
+            with torch.enable_grad():
+                engine.backward(_entropies(model, *batch))
+            optimizer.step()
+    assert loader.releases < 3
+
+
+def test_what_a_loop_has_of_its_variables_stays():
+    engine, model, optimizer, loader = _made()
+    mine = locals()
+    for x, y in loader:
+        engine.backward(_entropies(model, x, y))
+        optimizer.step()
+    assert mine["loader"] is loader
+
+
+def test_a_schedule_of_several_parts_and_generators_in_closures_are_set_back():
+    engine, model, optimizer, loader = _made(poisson_sampling=False)
+    rng = np.random.default_rng(0)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5) for _ in range(2)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[5])
+
+    def noisy(x):
+        return x + rng.random()
+
+    for x, y in loader:
+        engine.backward(_entropies(model, noisy(x), y))
+        optimizer.step()
+        schedule.step()
+    assert (schedule.last_epoch, parts[1].last_epoch) == (10, 5)
+    assert engine.verified is True
