@@ -176,6 +176,12 @@ def test_reductions_over_samples_train(loss, declared, labels, dropout, inside):
     assert engine.get_epsilon(1e-5) < 100
 
 
+def test_a_mean_over_tokens_inside_of_the_model_is_refused_without_trials_too():
+    _, model, _, _ = made(lambda: Head(token_mean), foreign_batches=True)
+    with pytest.raises(RuntimeError, match="exchanging samples of two batches"):
+        model(IDS[:12], LABELS[:12])[0].backward()
+
+
 def test_a_mean_over_tokens_inside_of_the_model_is_refused_under_dropout_too():
     with pytest.raises(RuntimeError, match="as other samples of the batch were replaced"):
         train(token_mean, "mean", inside=True, dropout=0.5)
