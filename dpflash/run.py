@@ -116,7 +116,7 @@ class PrivateRun:
                     self.backward.backward(losses)
 
     def _run_by_sample(self, loss_fn: LossFunction, batch: Any) -> Tensor:
-        """Run forward and backward of each row by itself; returns the losses `[B]`."""
+        """Run forward and backward one row at a time; returns the losses `[B]`."""
         tracker, trial = self.step.tracker, self.trial
         mark = tracker.current
         if mark is None or mark.units is not None or self.backward.loss_reduction is not None:
@@ -140,15 +140,17 @@ class PrivateRun:
             losses.append(loss.detach().reshape(()))
             return loss.reshape(1)
 
-        for row in range(mark.size):
-            if mark.is_trial:
-                loss_of(row)
-                continue
-            with tracker.row(row):
-                own = loss_of(row)
-                self._refuse_tried(None if trial is None else trial.refusal_of(row, own))
-                self._run_losses(own)
-        kept.restore()
+        try:
+            for row in range(mark.size):
+                if mark.is_trial:
+                    loss_of(row)
+                    continue
+                with tracker.row(row):
+                    own = loss_of(row)
+                    self._refuse_tried(None if trial is None else trial.refusal_of(row, own))
+                    self._run_losses(own)
+        finally:
+            kept.restore()
         found = torch.stack(losses)
         if mark.is_trial:
             self._is_tried(found)

@@ -44,11 +44,10 @@ class PaddingTrial:
         is_running: whether one of the two runs is under way.
         refused: why the last microbatch that was tried was refused, or None.
         has_compared: whether samples kept their losses in some microbatch.
-        has_varied: whether the lengths of microbatches differed.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
-        self.is_running = self.has_compared = self.has_varied = False
+        self.is_running = self.has_compared = False
         self.refused: str | None = None
         self._sandbox = sandbox
         self._fields: dict[str, _Field] = {}
@@ -78,14 +77,15 @@ class PaddingTrial:
         self._is_tried &= not begins_draw
         found = [(n, x) for n, x in tensors_of(batch) if x.ndim > 1 and x.shape[0] == size]
         for place, x in found:
-            self._fields.setdefault(place, _Field()).note(x)
+            self._fields.setdefault(place, _Field()).note(x, is_due=is_due)
+        if self._is_tried or not is_due:
+            return []
         varied = {n: field for n, field in self._fields.items() if field.has_varied}
-        self.has_varied = bool(varied)
         # The ones of a mask are at one end, and its zeros at the other.
         ends = [{n for n, f in varied.items() if left in f.padding} for left in (False, True)]
         left = len(ends[True]) > len(ends[False])
         padded = {n: varied[n] for n in ends[left]}
-        if len(ends[False]) == len(ends[True]) or self._is_tried or not is_due:
+        if len(ends[False]) == len(ends[True]):
             return []
         shorter = of_shorter(batch, size, real, padded, left=left)
         if shorter is None:
@@ -166,11 +166,13 @@ class _Field:
         # How many rows end with at least two of a value, on the right and on the left.
         self._ends: Counter[tuple[bool, tuple[float, ...]]] = Counter()
 
-    def note(self, x: Tensor) -> None:
-        """Take the field of another microbatch."""
-        x = x.detach().cpu()
+    def note(self, x: Tensor, *, is_due: bool) -> None:
+        """Take the field of another microbatch; of one that is not tried its length alone."""
         self.has_varied |= self._length not in (None, x.shape[1])
         self._length = x.shape[1]
+        if not is_due:
+            return
+        x = x.detach().cpu()
         self.is_mask &= x.ndim == 2 and bool(((x == 0) | (x == 1)).all())
         self.is_mask = self.is_mask and bool(((x[:, 1:] != x[:, :-1]).sum(1) < 2).all())
         self._rows += len(x)

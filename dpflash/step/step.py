@@ -70,7 +70,7 @@ class PrivateStep(OpenBatch):
         self._may_charge = True
 
     def begin_trial(self) -> None:
-        """The backward of an altered microbatch begins, which finds no release before it."""
+        """The backward of a trial begins; `.grad` no longer holds the release before it."""
         if not self.sums.has_begun:
             self.gradients.drop()
 

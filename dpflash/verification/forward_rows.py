@@ -29,7 +29,7 @@ _CHANGED = (
     "released: an operation before it mixes samples (statistics or a scale of the batch, routing "
     "with a capacity, rows in another order, mixup, pad_packed_sequence without total_length=), "
     "or draws random numbers whose count depends on the contents (draw for the whole shape, then "
-    "mask) or from a generator in a closure. Make it per sample; engine.check helps to find it"
+    "mask) or from a generator of its own. Make it per sample; engine.check helps to find it"
 )
 _CHANGED_DOCUMENT = (
     "{where} changed for a document as other documents of the batch were replaced, so nothing "
@@ -236,7 +236,7 @@ class Replacement:
         """
         samples = [*range(size)] if real is None else real.nonzero().flatten().tolist()
         # A packed batch has no masks.
-        least = None if first.units is not None else least_filled(arguments, size)
+        least = None if first.units is not None else _least_filled(arguments, size)
         count = len(samples)
         extremes = first.extremes(count // 8)
 
@@ -489,7 +489,7 @@ def _is_batch(value: Any, size: int) -> bool:
     )
 
 
-def least_filled(arguments: Any, size: int) -> int | None:
+def _least_filled(arguments: Any, size: int) -> int | None:
     """The row with the fewest entries in a mask; None if all masks have equal rows.
 
     This row keeps its contents: without any padding, operators on masked batches run other
