@@ -44,21 +44,13 @@ _TRIES = 24
 
 @dataclass(frozen=True)
 class Contour:
-    """a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t).
+    """a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t)."""
 
-    Attributes:
-        side: 1 for an apex at 1 + c, -1 for one at -c; c = 2^(k / 16).
-        k: of c.
-        width: scale = c 2^(-width / 2).
-        small: whether e^K - 1 is integrated instead of e^K.
-        cut: as in `log_mgf`; the probability left out is negligible against delta.
-    """
-
-    side: int
-    k: int
-    width: int
-    small: bool
-    cut: float | None
+    side: int  # 1 for an apex at 1 + c, -1 for one at -c; c = 2^(k / 16)
+    k: int  # of c
+    width: int  # scale = c 2^(-width / 2)
+    small: bool  # whether e^K - 1 is integrated instead of e^K
+    cut: float | None  # as in `log_mgf`; the probability left out is negligible against delta
 
     @property
     def bend(self) -> float:

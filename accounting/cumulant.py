@@ -49,18 +49,12 @@ _SERIES = [1 / math.factorial(k) for k in range(2, 11)]
 def log_mgf(
     pair: Pair, orders: _Complex, *, cut: float | None, enough: float
 ) -> tuple[_Complex, _Real]:
-    """The cumulant, log M, at each order, and a bound of its rounding error.
+    """The cumulant, log M up to multiples of 2 pi i, at each order, and its rounding error.
 
-    Args:
-        pair: with noise > 0.
-        orders: a, with Im a >= 0, close orders side by side; Re a >= 1 for a symmetric pair.
-        cut: leave the outputs beyond 1 + cut standard deviations out of M, of several examples
-            those beyond an equally rare output; None for all of M.
-        enough: error of M that permits the real line; 0 for the best accuracy, also if log M is
-            small.
-
-    Returns:
-        (log M(a) up to multiples of 2 pi i, its rounding error), NaN if out of float64's range.
+    Orders a have Im a >= 0, and Re a >= 1 for a symmetric pair; close ones lie side by side. `cut`
+    leaves the outputs beyond 1 + cut standard deviations out of M, of several examples those
+    beyond an equally rare output; None for all of M. `enough` is the error of M that permits the
+    real line; 0 for the best accuracy, also if log M is small. NaN if out of float64's range.
     """
     if pair.rate == 1:
         exact = orders * (orders - 1) / (2 * pair.noise**2)
@@ -121,20 +115,13 @@ def _angle(pair: Pair, orders: _Complex, cut: float | None) -> float:
 
 
 class _Window(NamedTuple):
-    """The range of y in which an integrand is evaluated.
+    """The range of y in which an integrand is evaluated."""
 
-    Attributes:
-        angle: of the ray; 0 for the real line.
-        low, high: ends of y.
-        error: approximate error of M by rounding and the ends; inf if there is no such window.
-        lost: the part that the upper end cuts off.
-    """
-
-    angle: float
-    low: float
+    angle: float  # of the ray; 0 for the real line
+    low: float  # of y
     high: float
-    error: float
-    lost: float
+    error: float  # approximate error of M by rounding and the ends; inf if there is no such window
+    lost: float  # the part that the upper end cuts off
 
 
 def _excess(

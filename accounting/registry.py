@@ -47,11 +47,7 @@ def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> A
 
 
 def as_accountant(accountant: object) -> Accountant:
-    """A new accountant for a name; an accountant object, also one of Opacus, is returned as it is.
-
-    Raises:
-        ValueError: it is neither, or there is no accountant of this name.
-    """
+    """A new accountant for a name; an accountant, also one of Opacus, is returned as it is."""
     if isinstance(accountant, str):
         return create_accountant(accountant)
     has_interface = all(hasattr(accountant, name) for name in ("history", "step", "get_epsilon"))

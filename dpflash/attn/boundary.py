@@ -41,17 +41,11 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 @dataclass
 class NoiseOff:
-    """One block of `without_noise`.
+    """One block of `without_noise`."""
 
-    Attributes:
-        active: whether the block is still running.
-        crossed: whether a boundary was crossed in it.
-        silenced: whether one of them had noise.
-    """
-
-    active: bool = True
-    crossed: bool = False
-    silenced: bool = False
+    active: bool = True  # whether the block is still running
+    crossed: bool = False  # whether a boundary was crossed in it
+    silenced: bool = False  # whether one of them had noise
 
 
 class _Switch(threading.local):

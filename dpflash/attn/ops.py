@@ -206,14 +206,7 @@ def graph_of(
 
 
 def key_range_of(padding: Tensor | None) -> Tensor | None:
-    """`[B, 2]`, int32: the first key attended to, and the one behind the last.
-
-    Args:
-        padding: `[B, S]`, bool, True where a key is not attended to.
-
-    Raises:
-        ValueError: the keys that are left in a sample are not consecutive.
-    """
+    """`[B, 2]`, int32: the first key attended to, and the one behind the last; refuses holes."""
     if padding is None:
         return None
     keys = padding.shape[1]

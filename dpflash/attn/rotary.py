@@ -13,14 +13,9 @@ _BASE = 10_000.0
 
 
 def rotary_angles(positions: Tensor, head_dim: int) -> Tensor:
-    """The angle of each position and coordinate pair.
+    """`[T, D / 2]`, float64: the angle of each of positions `[T]` and coordinate pair.
 
-    Args:
-        positions: `[T]`, integers.
-        head_dim: D, even.
-
-    Returns:
-        `[T, D / 2]`, float64: at position 10^6, float32 would be wrong by up to 0.06 rad.
+    At position 10^6, float32 would be wrong by up to 0.06 rad.
     """
     device = positions.device
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
@@ -35,15 +30,7 @@ def document_positions(cu_seqlens: Sequence[int], device: torch.device) -> Tenso
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns each coordinate pair by its angle, at least in float32.
-
-    Args:
-        x: `[B, H, T, D]`.
-        angles: `[T, D / 2]` from `rotary_angles`.
-
-    Returns:
-        `[B, H, T, D]`, dtype of `x`.
-    """
+    """Turns coordinate pairs of x `[B, H, T, D]` by their angles `[T, D / 2]`, in its dtype."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     first, second = x.to(dtype).chunk(2, dim=3)

@@ -34,20 +34,9 @@ def train_on_documents(
     device: str = "cpu",
     progress: bool = False,
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], Accountant]:
-    """Train through an engine of the audited kind.
+    """Train through an engine of the audited kind, with about half of the documents in the data.
 
-    Args:
-        audited: the engine's kind and settings; steps_per_epoch is the number of releases.
-        canaries: number of documents, of which about half are in the data.
-        seed: of the documents, the coins and the model.
-        device: of the model.
-        progress: whether to show a progress bar.
-
-    Returns:
-        (scores `[canaries]`, which were in `[canaries]`, the engine's accountant).
-
-    Raises:
-        ValueError: there are too few canaries to guess any.
+    Returns (scores `[canaries]`, which were in `[canaries]`, the engine's accountant).
     """
     if canaries < LEAST_CANARIES:
         raise ValueError(

@@ -50,17 +50,11 @@ _LINES, _LEAST_DELTA, _STEEPEST = 129, 1e-8, 500.0
 
 @dataclass(frozen=True)
 class Claim:
-    """The privacy that is claimed for one canary's membership.
+    """The privacy that is claimed for one canary's membership."""
 
-    Attributes:
-        accountant: has composed the claimed mechanism.
-        delta: of epsilon.
-        mechanism: the claimed mechanism in words.
-    """
-
-    accountant: Accountant
-    delta: float
-    mechanism: str
+    accountant: Accountant  # has composed the claimed mechanism
+    delta: float  # of epsilon
+    mechanism: str  # the claimed mechanism in words
 
     @property
     def epsilon(self) -> float:
@@ -90,19 +84,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done with the scores; made before they are seen, or of others than they.
+    """What is done with the scores; made before they are seen, or of others than they."""
 
-    Attributes:
-        cuts: scores at which false positives and false negatives are counted.
-        middle: the cut of the bound that assumes Gaussian.
-        positive: number of canaries, those with the highest scores, that are guessed to be in.
-        negative: number of canaries, those with the lowest scores, that are guessed to be out.
-    """
-
-    cuts: tuple[float, ...]
-    middle: float
-    positive: int
-    negative: int
+    cuts: tuple[float, ...]  # scores at which false positives and false negatives are counted
+    middle: float  # the cut of the bound that assumes Gaussian
+    positive: int  # number of canaries, those with the highest scores, that are guessed to be in
+    negative: int  # number of canaries, those with the lowest scores, that are guessed to be out
 
     @classmethod
     def of_scores(
@@ -114,16 +101,9 @@ class Plan:
         delta: float,
         confidence: float,
     ) -> Plan:
-        """The plan that would be good for these scores, to be used on others.
+        """The plan that would be good for these scores `[N]`, to be used on as many as `canaries`.
 
         With fewer than 40 of these canaries in, or out, none is guessed.
-
-        Args:
-            scores: `[N]`, of a simulation of the claimed mechanism, or of half of the canaries.
-            included: `[N]`, which of these canaries were in.
-            canaries: number of scores that the plan is for.
-            delta: of the bound on epsilon.
-            confidence: of the bound on epsilon.
         """
         inside, outside = np.sort(scores[included]), np.sort(scores[~included])
         if not len(inside) or not len(outside):
@@ -220,18 +200,12 @@ def assess(
     false_alarm_rate: float,
     independent: bool = True,
 ) -> Assessment:
-    """Errors at the plan's cuts, lower bounds on epsilon, and the verdict.
+    """Errors at the plan's cuts, lower bounds on epsilon, and the verdict on scores `[N]`.
 
-    Args:
-        scores: `[N]`.
-        included: `[N]`, which canaries were in, each by a fair coin.
-        plan: fixed beforehand, or made of other scores.
-        claim: what is tested.
-        confidence: of each of the two bounds on epsilon.
-        false_alarm_rate: the most by which a claim that is true is refuted.
-        independent: whether an honest mechanism's scores are independent given `included`. If so
-            the claim is refuted by the rates at the cuts and the claimed trade-off curve, else by
-            the number of right guesses and the claimed (epsilon, delta), which is weaker.
+    Canaries were in by a fair coin each. A true claim is refuted at `false_alarm_rate` at most: by
+    the rates at the cuts and the claimed trade-off curve where an honest mechanism's scores are
+    independent given `included`, else by the number of right guesses and the claimed (epsilon,
+    delta), which is weaker.
     """
     inside, outside = np.sort(scores[included]), np.sort(scores[~included])
     # Two limits at each cut share the rate.
@@ -296,13 +270,7 @@ def _cut(
 
 
 def upper_limit(successes: int, trials: int, level: float) -> float:
-    """Clopper and Pearson's upper confidence limit of a probability.
-
-    Args:
-        successes: in [0, trials].
-        trials: >= 0.
-        level: the most by which the limit is below the probability.
-    """
+    """Clopper and Pearson's limit, below the probability with probability `level` at most."""
     if successes >= trials:
         return 1.0
     return float(betaincinv(successes + 1, trials - successes, 1 - level))

@@ -40,17 +40,11 @@ class Check:
 
 @dataclass(frozen=True)
 class Drawn:
-    """How often N units were in T draws.
+    """How often N units were in T draws."""
 
-    Attributes:
-        counts: `[N]`: draws that each unit was in.
-        sizes: `[T]`: units of each draw.
-        most: how often some unit was in one draw.
-    """
-
-    counts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    most: int
+    counts: NDArray[np.int64]  # `[N]`: draws that each unit was in
+    sizes: NDArray[np.int64]  # `[T]`: units of each draw
+    most: int  # how often some unit was in one draw
 
     @classmethod
     def of(cls, included: NDArray[np.int64]) -> Drawn:
@@ -126,13 +120,9 @@ def check_noise_scale(name: str, vectors: NDArray[np.float64]) -> Check:
 
 
 def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
-    """Is the noise of any two vectors independent: of steps, parameters, ranks?
+    """Is the noise `[M, n]` of any two vectors independent: of steps, parameters, ranks?
 
     Under the claim the cosine r of two of them has (1 + r) / 2 ~ Beta((n - 1) / 2, (n - 1) / 2).
-
-    Args:
-        name: of the check.
-        vectors: `[M, n]`, noise.
     """
     count, width = vectors.shape
     norms = np.linalg.norm(vectors, axis=1)

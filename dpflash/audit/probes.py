@@ -39,71 +39,47 @@ _EMPTY = (4, 1 / 16, 32)
 
 @dataclass(frozen=True)
 class Contributions:
-    """What every unit added to each release, read off with little noise.
+    """What every unit added to each release, read off with little noise."""
 
-    Attributes:
-        units: `[T, N]`, of two tables `[T, 2 N]`: the unit's part of the release over what it
-            contributes when it is drawn once; in the data and drawn 1, otherwise 0, up to noise.
-        background: `[T]`: the sum of a number that all units have in common, likewise; nan
-            without one.
-        drawn: how often the loader drew each unit, of the shape of `units`.
-        std: standard deviation of the noise in `units`.
-        background_std: the same of `background`.
-        rate: the claimed sample rate.
-    """
-
+    # `[T, N]`, of two tables `[T, 2 N]`: the unit's part of the release over what it contributes
+    # when it is drawn once; in the data and drawn 1, otherwise 0, up to noise
     units: NDArray[np.float64]
+    # `[T]`: the sum of a number that all units have in common, likewise; nan without one
     background: NDArray[np.float64]
-    drawn: NDArray[np.int64]
-    std: float
-    background_std: float
-    rate: float
+    drawn: NDArray[np.int64]  # how often the loader drew each unit, of the shape of `units`
+    std: float  # standard deviation of the noise in `units`
+    background_std: float  # the same of `background`
+    rate: float  # the claimed sample rate
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of some releases.
+    """The noise of some releases."""
 
-    Attributes:
-        vectors: `[T x tables, n]`: the noise of each table in each release, over its claimed
-            standard deviation.
-        alone: `[T x tables, m]`: of the elements to which no canary contributes.
-        multiples: `[T x tables, n]`: the released sums over the grid; whole numbers are claimed.
-            None where no exact sums are claimed.
-        std_in_steps: the claimed standard deviation over the grid.
-    """
-
+    # `[T x tables, n]`: the noise of each table in each release, over its claimed standard
+    # deviation
     vectors: NDArray[np.float64]
-    alone: NDArray[np.float64]
+    alone: NDArray[np.float64]  # `[T x tables, m]`: of the elements to which no canary contributes
+    # `[T x tables, n]`: the released sums over the grid; whole numbers are claimed. None where no
+    # exact sums are claimed.
     multiples: NDArray[np.float64] | None
-    std_in_steps: float
+    std_in_steps: float  # the claimed standard deviation over the grid
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What the named checks look at.
+    """What the named checks look at."""
 
-    Attributes:
-        inclusions: at the audited sample rate.
-        sampler: draws of the sampler alone, at the audited sample rate.
-        padding: with few units, so that most rows are padding and some batches are empty.
-        divisor: with a background sum of many units.
-        packed: documents in rows that they share.
-        users: of two entries each.
-        layers: in the weights and biases of a linear layer and a norm.
-        noise: at the audited noise multiplier.
-        empty: `[T x tables, n]`: noise of releases that drew nobody, over its claimed standard
-            deviation.
-    """
-
-    inclusions: Contributions
-    sampler: Drawn
+    inclusions: Contributions  # at the audited sample rate
+    sampler: Drawn  # draws of the sampler alone, at the audited sample rate
+    # with few units, so that most rows are padding and some batches are empty
     padding: Contributions
-    divisor: Contributions
-    packed: Contributions
-    users: Contributions
-    layers: Contributions
-    noise: Noise
+    divisor: Contributions  # with a background sum of many units
+    packed: Contributions  # documents in rows that they share
+    users: Contributions  # of two entries each
+    layers: Contributions  # in the weights and biases of a linear layer and a norm
+    noise: Noise  # at the audited noise multiplier
+    # `[T x tables, n]`: noise of releases that drew nobody, over its claimed standard deviation
     empty: NDArray[np.float64]
 
 

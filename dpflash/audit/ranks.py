@@ -41,17 +41,11 @@ _SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Audited:
-    """What is audited: a kind of engine and its settings. Another process can read it.
+    """What is audited: a kind of engine and its settings. Another process can read it."""
 
-    Attributes:
-        engine_type: class of the engines.
-        arguments: of its constructor.
-        privacy, performance: of `make_private`.
-    """
-
-    engine_type: Callable[..., Any]
-    arguments: dict[str, Any]
-    privacy: PrivacyConfig
+    engine_type: Callable[..., Any]  # class of the engines
+    arguments: dict[str, Any]  # of its constructor
+    privacy: PrivacyConfig  # of `make_private`, as performance is
     performance: PerformanceConfig
 
     def new_engine(self, **more: Any) -> PrivacyEngine:
@@ -65,8 +59,7 @@ def read_rank_noise(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Noise over its claimed standard deviation, of tables sharded and not sharded over ranks.
 
-    Returns:
-        (`[T x tables, n / ranks]` of this rank's rows, `[T x tables, n]` of whole tables).
+    Returns (`[T x tables, n / ranks]` of this rank's rows, `[T x tables, n]` of whole tables).
     """
     asked = replace(audited.privacy, sample_rate=1.0, steps_per_epoch=_NOISE_RELEASES)
     assert asked.noise_multiplier is not None
@@ -101,17 +94,12 @@ def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What all ranks read.
+    """What all ranks read."""
 
-    Attributes:
-        own: `[M, n]`, noise in rows of sharded tables, of all ranks one after another.
-        whole: noise in whole tables, by rank.
-        shards: of the first rank.
-    """
-
+    # `[M, n]`, noise in rows of sharded tables, of all ranks one after another
     own: NDArray[np.float64]
-    whole: tuple[NDArray[np.float64], ...]
-    shards: Contributions
+    whole: tuple[NDArray[np.float64], ...]  # noise in whole tables, by rank
+    shards: Contributions  # of the first rank
 
 
 class RankFailure(RuntimeError):
@@ -147,11 +135,7 @@ class RankProbes:
         self._folder.cleanup()
 
     def read(self) -> RankFindings:
-        """Wait for both processes.
-
-        Raises:
-            RankFailure: one of them failed, with the end of what it printed.
-        """
+        """Wait for both processes; a RankFailure has the end of what one of them printed."""
         for process in self._processes:
             try:
                 printed, _ = process.communicate(timeout=_SECONDS)

@@ -59,11 +59,7 @@ class CanaryModel(nn.Module):
 
 
 class Canaries(Dataset[_Batch]):
-    """Entries (number of the canary, weight of its loss).
-
-    Args:
-        numbers: `[N]`, int64, of the canaries that are in the data.
-    """
+    """Entries (number of the canary, weight of its loss), of the `numbers` `[N]` in the data."""
 
     def __init__(self, numbers: NDArray[np.int64]):
         self.numbers = torch.from_numpy(numbers)
@@ -94,19 +90,13 @@ def collate(entries: Sequence[_Batch]) -> _Batch:
 
 @dataclass(frozen=True)
 class Release:
-    """One release of a run.
+    """One release of a run."""
 
-    Attributes:
-        sums: `[tables, canaries]`, float64 (of a sharded table this rank's rows): the released
-            gradients times the public expected batch size, by which the engine claims to have
-            divided them.
-        background: the sum of the common number; nan without one.
-        drawn: `[canaries]`: how often each canary was among the samples of the batch, by the
-            loader.
-    """
-
+    # `[tables, canaries]`, float64 (of a sharded table this rank's rows): the released gradients
+    # times the public expected batch size, by which the engine claims to have divided them
     sums: NDArray[np.float64]
-    background: float
+    background: float  # the sum of the common number; nan without one
+    # `[canaries]`: how often each canary was among the samples of the batch, by the loader
     drawn: NDArray[np.int64]
 
 
@@ -115,18 +105,11 @@ def as_it_is(model: nn.Module) -> None:
 
 
 class Run:
-    """A run of the canary model with an engine's settings.
+    """A run of the canary model with an engine's settings; the engine is a new one.
 
-    Args:
-        engine: new; it makes the model private.
-        privacy: the settings, noise and sample rate among them.
-        performance: settings that decide how gradients are clipped.
-        canaries: number of canaries that the model knows.
-        numbers: which of them are in the data, of each of its entries; all by default.
-        background: whether canaries also share one parameter, with one table; else there are two
-            tables.
-        device: of the model.
-        prepare: what is done to the model before it is made private, such as sharding it.
+    `canaries` is the number that the model knows, `numbers` has those of the data's entries (all
+    by default). With `background` canaries share one parameter and have one table, else two
+    tables. `prepare` is done to the model before it is made private, such as sharding it.
 
     Attributes:
         bounds: `[parameters]`: what a canary contributes to its number in each.

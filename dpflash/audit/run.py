@@ -47,14 +47,11 @@ _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1
 def auditable(
     privacy: PrivacyConfig, performance: PerformanceConfig, *, sample_rate: float, steps: int
 ) -> tuple[PrivacyConfig, PerformanceConfig]:
-    """The settings as they are for the audit's own models.
+    """The settings as they are for the audit's own models; refuses those without canaries.
 
     Left out is what belongs to the user's model, data or loop: bounds of single groups (their
     joint bound stays), lengths, buffers, a declared reduction, who owns which entry, the size of
     the dataset and the budget; microbatches, the memory budget, autocast and torch.compile.
-
-    Raises:
-        ValueError: naming a setting that the audit has no canaries for.
     """
     positive_int(steps=steps)
     if privacy.sampling != "poisson":
@@ -115,24 +112,11 @@ def run_audit(
 ) -> AuditReport:
     """White-box audit: canaries with orthogonal gradients, and the named checks.
 
-    Args:
-        audited: the engine's kind and settings, see `auditable`.
-        canaries: number of canaries; with sample_rate=1 there are steps x canaries scores, else
-            one for each canary, see `dpflash.audit.scores`.
-        delta: of the claim and the bounds.
-        confidence: of each of the two bounds on epsilon.
-        seed: for reproducible audits; by default coins and keys are secret.
-        ranks: whether to probe two ranks as well, in processes of their own.
-        device: of the models.
-        progress: whether to show a progress bar.
-        privacy_unit: what a canary stands for, as the report says.
-
-    Returns:
-        An `AuditReport`.
-
-    Raises:
-        ValueError: for an argument out of its range.
-        RankFailure: the processes of `ranks` failed.
+    With sample_rate=1 there are steps x canaries scores, else one for each canary, see
+    `dpflash.audit.scores`. `confidence` is that of each of the two bounds on epsilon; without a
+    seed coins and keys are secret; `ranks` probes two ranks as well, in processes of their own,
+    and raises RankFailure where these fail; `privacy_unit` is what a canary stands for in the
+    report.
     """
     positive_int(canaries=canaries)
     probability(delta=delta, confidence=confidence)
@@ -180,27 +164,12 @@ def audit_losses(
 ) -> AuditReport:
     """Black-box audit: what losses of canary documents say about a training run.
 
-    A random half of the canaries chooses the cuts and the number of guesses, and the other half is
+    Scores `[N]` are higher for canaries that look trained on; `included` `[N]` says which were in
+    the data, each by a fair coin of its own; the accountant has counted all releases. A random
+    half of the canaries chooses the cuts and the number of guesses, and the other half is
     assessed. Losses of one model are not independent, so the claim is refuted by the number of
-    right guesses alone.
-
-    Args:
-        scores: `[N]`, higher for canaries that look trained on: minus the loss after training, or
-            better the loss before minus the loss after.
-        included: `[N]`, which canaries were in the data, each by a fair coin of its own.
-        accountant: has counted all releases.
-        steps: number of releases.
-        delta: of the claim and the bounds.
-        confidence: of each of the two bounds on epsilon.
-        seed: of the halves.
-        privacy_unit: what a canary stands for, as the report says.
-
-    Raises:
-        ValueError: scores and included are not of equal length or not finite, or too few canaries
-            are in, or out, for a guess.
-
-    Warns:
-        UserWarning: canaries that were in the data score clearly lower than the others.
+    right guesses alone. Warns where canaries that were in the data score clearly lower than the
+    others.
     """
     scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included)
     if scores.ndim != 1 or scores.shape != included.shape:

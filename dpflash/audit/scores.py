@@ -44,23 +44,14 @@ _SIMULATED, _SIMULATED_RELEASES = 200_000, 8_000_000
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of canaries, and what they are compared with.
+    """Scores of canaries, and what they are compared with."""
 
-    Attributes:
-        scores: `[N]`, log-likelihood ratios.
-        included: `[N]`, which canaries were in.
-        claim: for one of them.
-        charged: epsilon of all releases, as the engine has charged them.
-        due: epsilon of all releases, as the claim composes.
-        epsilon_lower: lower bound on the claim's epsilon, see `dpflash.audit.strength`.
-    """
-
-    scores: NDArray[np.float64]
-    included: NDArray[np.bool_]
-    claim: Claim
-    charged: float
-    due: float
-    epsilon_lower: float
+    scores: NDArray[np.float64]  # `[N]`, log-likelihood ratios
+    included: NDArray[np.bool_]  # `[N]`, which canaries were in
+    claim: Claim  # for one of them
+    charged: float  # epsilon of all releases, as the engine has charged them
+    due: float  # epsilon of all releases, as the claim composes
+    epsilon_lower: float  # lower bound on the claim's epsilon, see `dpflash.audit.strength`
 
 
 def score(
@@ -75,20 +66,10 @@ def score(
     device: str = "cpu",
     progress: Callable[[], object] = lambda: None,
 ) -> Scored:
-    """Run the engine on canaries and score them.
+    """Run the engine on canaries and score them; steps_per_epoch is the number of releases.
 
     Where one run is too short for a tight bound, further runs have all canaries in the data.
-
-    Args:
-        new_engine: makes an engine of the audited kind.
-        privacy: with sample_rate, and steps_per_epoch as the number of releases.
-        performance: see `PerformanceConfig`.
-        canaries: in the model.
-        delta: of the claim.
-        confidence: of the bound on epsilon.
-        rng: for the coins.
-        device: of the model.
-        progress: called after each release.
+    `progress` is called after each release.
     """
     rate, noise, steps = numbers_of(privacy)
     anew = rate == 1

@@ -45,19 +45,10 @@ def save(
     ranks: Ranks,
     as_folder: bool,
 ) -> None:
-    """Write a checkpoint; all ranks call this together.
+    """Write a checkpoint, with the engine's state of the first rank; all ranks call this together.
 
-    Args:
-        path: of the file or the folder.
-        own_state: the engine's own state; that of the first rank is written.
-        model, optimizer: written with it.
-        ranks: the ranks that hold the model.
-        as_folder: whether each rank writes its part into a folder; else this process writes
-            one file.
-
-    Raises:
-        ValueError, OSError: this rank failed. An earlier checkpoint stays as it was.
-        RankError: another rank failed.
+    Each rank writes its part into a folder (`as_folder`), or this process writes one file. After
+    an error, of this rank or a RankError for another one's, an earlier checkpoint is as it was.
     """
     path = Path(path)
     if not as_folder:
@@ -102,19 +93,10 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint of either kind without changing anything; all ranks call this together.
 
-    Args:
-        path: a file or a folder that `save` wrote, on any number of ranks.
-        model, optimizer: those that the checkpoint must fit.
-        ranks: the ranks that hold the model.
-        check: raises ValueError for a checkpoint that does not fit.
-
-    Returns:
-        The engine's state, with "module" for `put` and "optimizer" for load_state_dict. Of a
-        sharded parameter it holds this rank's part.
-
-    Raises:
-        FileNotFoundError, ValueError: for a missing, damaged or mismatched checkpoint.
-        RankError: another rank could not read it.
+    `check` raises ValueError for a state that does not fit. Returned is the engine's state, with
+    "module" for `put` and "optimizer" for load_state_dict; of a sharded parameter this rank's
+    part. A missing, damaged or mismatched checkpoint raises FileNotFoundError or ValueError, and
+    RankError on the other ranks.
     """
     path = Path(path)
     call = f"load_checkpoint(path={str(path)!r})"
@@ -138,11 +120,7 @@ def load(
 
 
 def read_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The engine's state of a checkpoint of either kind, with `extra`, without a model.
-
-    Raises:
-        FileNotFoundError, ValueError: for a missing or damaged checkpoint.
-    """
+    """The engine's state of a checkpoint of either kind, with `extra`, without a model."""
     path = Path(path)
     return _read_engine(path, _find(path).decode())
 

@@ -55,12 +55,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any]:
-    """Read a checkpoint that is one file.
-
-    Raises:
-        FileNotFoundError: when there is none.
-        ValueError: when the file is damaged or not a dpflash checkpoint.
-    """
+    """Read a checkpoint that is one file; refuses one that is missing, damaged or of others."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path={str(path)!r}: no checkpoint there")
@@ -103,11 +98,7 @@ def as_text(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def from_text(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's own part of a checkpoint, from `as_text`.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """The engine's own part of a checkpoint, from `as_text`; refuses anything else."""
     text = state_dict.get(_ENGINE) if isinstance(state_dict, Mapping) else None
     state = json.loads(text) if isinstance(text, str) else None
     if not isinstance(state, dict):
@@ -126,14 +117,8 @@ def check_model(
 ) -> None:
     """Refuse a checkpoint of another model or optimizer.
 
-    Args:
-        where: names the checkpoint in messages.
-        state: the checkpoint; its "module" holds tensors or their shapes.
-        shapes: of the model's tensors, by name.
-        optimizers: must have the checkpoint's parameter groups and options.
-
-    Raises:
-        ValueError: names the difference.
+    `where` names the checkpoint in messages; its "module" holds tensors or their shapes; `shapes`
+    are those of the model's tensors, by name.
     """
     where = f"{where}: the checkpoint does not fit"
     saved = shapes_of(state["module"])
@@ -160,19 +145,11 @@ def check_fits(
     mechanism: str,
     ledger: Ledger | None,
 ) -> None:
-    """Refuse a checkpoint of another run than this one.
+    """Refuse a checkpoint, or an engine's own part of one, of another run than this one.
 
-    Args:
-        where: names the checkpoint in messages.
-        state: the checkpoint, or an engine's own part of it.
-        own: of this run: "sampling", the loader's scheme; "clipping", its kind; and "shares", the
-            clipping groups' names, and their bounds as fractions of max_grad_norm.
-        mechanism: name of the accountant.
-        ledger: the engine's own, or None.
-
-    Raises:
-        ValueError: names the difference.
-        PrivateRefusal: entries belong to other units.
+    `where` names it in messages. `own` is of this run: "sampling", the loader's scheme;
+    "clipping", its kind; and "shares", the clipping groups' names, and their bounds as fractions
+    of max_grad_norm. `mechanism` is the accountant's name.
     """
     where = f"{where}: the checkpoint does not fit"
     if state["sampling"] != own["sampling"]:
@@ -260,10 +237,7 @@ def warn_of_changes(
 ) -> None:
     """Warn where the arguments of make_private differ from those of the checkpoint's run.
 
-    Args:
-        state: the checkpoint.
-        restored: values of this engine that the checkpoint replaces.
-        unchanged: values of this engine that stay.
+    The checkpoint replaces the values `restored`; the values `unchanged` stay as they are now.
     """
     for name, value in restored.items():
         if value != state[name]:

@@ -22,19 +22,10 @@ from ..distributed.collectives import exchanging
 def write(
     folder: Path, tensors: dict[str, Tensor], name: str, group: ProcessGroup | None
 ) -> list[str]:
-    """Write tensors; each rank writes its part, and all ranks call this together.
+    """Write tensors into a folder that all ranks see, each rank its part; all call this together.
 
-    Args:
-        folder: visible to all ranks.
-        tensors: by the same names on all ranks.
-        name: of the exchange, for messages.
-        group: all ranks; None for a process by itself.
-
-    Returns:
-        Names of the files, the same on all ranks.
-
-    Raises:
-        RuntimeError: on all ranks, if one of them failed.
+    Returns the names of the files, the same on all ranks. Where a rank failed, all of them raise a
+    RuntimeError that names the exchange.
     """
     try:
         with exchanging(name, group), _quiet():
@@ -55,9 +46,6 @@ def read_(folder: Path, targets: dict[str, Any], files: frozenset[str]) -> None:
     """Read tensors into those of `targets`; of a sharded one, this rank's part.
 
     Each rank reads by itself, so that none waits for one that failed.
-
-    Raises:
-        ValueError: the folder cannot be read.
     """
     try:
         with _quiet():

@@ -145,14 +145,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_of(args: argparse.Namespace) -> Run:
-    """The run that the arguments describe.
+    """The run that the arguments describe; refuses those that are wrong, unused or missing.
 
     Its `count` or `sample_rate` is None if no argument determines it; callers decide whether that
     is an error.
-
-    Raises:
-        ValueError: an argument is out of range, conflicts with another one, is not used by the
-            sampler, or is missing.
     """
     one_of(sampler=(args.sampler, tuple(_USES)))
     one_of(neighboring_relation=(args.neighboring_relation, (None, *RELATIONS)))

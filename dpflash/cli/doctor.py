@@ -31,14 +31,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_report() -> dict[str, Any]:
-    """The hardware and libraries of this machine, as plain values for JSON.
-
-    Returns:
-        A dict with the keys `dpflash` (its version), `system`, `python`, `cpu`, `memory` (bytes;
-        None if the system does not report it), `torch`, `devices`, `triton`, `cryptography`,
-        `paths` (the kernels that will run), `optional` (version or None per package) and
-        `warnings`.
-    """
+    """The hardware and libraries of this machine, and its kernels, as plain values for JSON."""
     report: dict[str, Any] = {
         "dpflash": __version__,
         "system": platform.platform(),

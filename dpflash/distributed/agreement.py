@@ -33,19 +33,12 @@ MODES = ("ring", "all_gather", "ulysses")
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """A sharded sequence, as all ranks of a call agreed on it.
+    """A sharded sequence, as all ranks of a call agreed on it."""
 
-    Attributes:
-        group: the ranks that share the sequence; None for a single process.
-        layout: which tokens each rank holds.
-        mode: "ring", "all_gather", "ulysses" or "auto".
-        length: positions from this one on are padding.
-    """
-
-    group: ProcessGroup | None
-    layout: Layout
-    mode: str
-    length: int
+    group: ProcessGroup | None  # the ranks that share the sequence; None for a single process
+    layout: Layout  # which tokens each rank holds
+    mode: str  # "ring", "all_gather", "ulysses" or "auto"
+    length: int  # positions from this one on are padding
 
     @property
     def rank(self) -> int:
@@ -68,11 +61,7 @@ class Context:
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Resolve None to the default group, or to None in a single process.
-
-    Raises:
-        ValueError: `group` is not a process group, or this process is not in it.
-    """
+    """Resolve None to the default group, or to None in a single process."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return None
@@ -107,22 +96,11 @@ def agree_on_lengths(
     group: ProcessGroup | None,
     error: ValueError | None = None,
 ) -> list[int]:
-    """Gather the number of tokens of every rank and check that other values are equal.
+    """The number of tokens of every rank, after a check that `values` are equal on all of them.
 
-    Takes one small exchange if all is well.
-
-    Args:
-        operation: name of the call in messages.
-        values: values that must be equal on all ranks, see `collectives.agree`.
-        length: number of tokens of this rank.
-        group: all of its ranks call this together.
-        error: why this rank cannot continue.
-
-    Returns:
-        The number of tokens of each rank.
-
-    Raises:
-        ValueError: on all ranks, for the first error, or the first value that differs.
+    Takes one small exchange if all is well; all ranks of the group call this together. Raises a
+    ValueError on all ranks for the first `error`, which says why a rank cannot continue, or for
+    the first value that differs, see `collectives.agree`.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]
@@ -135,11 +113,7 @@ def agree_on_lengths(
 
 
 def layout_of(operation: str, lengths: list[int], sharding: str, rows: int = 1) -> Layout:
-    """The layout in which the ranks hold these numbers of tokens, of each row.
-
-    Raises:
-        ValueError: there is none, because a shard is too long or too short.
-    """
+    """The layout in which the ranks hold these numbers of tokens, of each row; refuses others."""
     layout = Layout(sum(lengths), len(lengths), sharding)
     expected = [layout.local_length(rank) for rank in range(len(lengths))]
     if lengths != expected:

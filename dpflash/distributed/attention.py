@@ -198,21 +198,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """`ring_attention` without the comparison of arguments between ranks.
 
-    Args:
-        q: `[B, H, T_p, D]`, checked by `require_fitting`, as k and v.
-        k: `[B, G, T_p, D]`.
-        v: `[B, G, T_p, D]`.
-        pattern: over the whole sequence.
-        scale: softmax scale.
-        context: the sharded sequence that all ranks agreed on; T_p is that of its layout.
-        sinks: `[B, H]`.
-        slopes: `[B, H]`.
-
-    Returns:
-        ``(o, lse)``, see `ring_attention`.
-
-    Raises:
-        ValueError: on all ranks, for a mode, T or H that is not supported.
+    q, k and v, checked by `require_fitting`, have the T_p tokens of the layout on which all ranks
+    agreed; sinks and slopes are `[B, H]`. Raises on all ranks for an unsupported mode, T or H.
     """
     own, padding = context.local_length, q.shape[2] - context.local_length
     if padding:

@@ -36,15 +36,10 @@ from .exchange_plan import Piece, ShardedPattern
 
 
 class BlockChoice(NamedTuple):
-    """The key blocks that each query block attends to; None for static patterns.
+    """The key blocks that each query block attends to; None for static patterns."""
 
-    Attributes:
-        blocks: `[B, H, n, K]`, int32, over the whole sequence.
-        gates: `[B, H, n, K]`, differentiable.
-    """
-
-    blocks: Tensor | None
-    gates: Tensor | None
+    blocks: Tensor | None  # `[B, H, n, K]`, int32, over the whole sequence
+    gates: Tensor | None  # `[B, H, n, K]`, differentiable
 
     @classmethod
     def of(
@@ -52,12 +47,7 @@ class BlockChoice(NamedTuple):
     ) -> BlockChoice:
         """The choice of an `Adaptive` pattern, the same on all ranks: from means over all tokens.
 
-        Args:
-            q: `[B, H, T_p, D]` of this rank.
-            k: `[B, G, T_p, D]` of this rank.
-            sharded: the pattern over the sharded sequence.
-            group: the ranks that share the sequence.
-            scale: softmax scale.
+        q `[B, H, T_p, D]` and k `[B, G, T_p, D]` are of this rank, scale is that of the softmax.
         """
         pattern = sharded.pattern
         if not isinstance(pattern, Adaptive):
@@ -81,19 +71,12 @@ class BlockChoice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ShardedCall:
-    """One call of attention on this rank, and how it gets the keys and values of other ranks.
+    """One call of attention on this rank, and how it gets the keys and values of other ranks."""
 
-    Attributes:
-        sharded: the pattern over the sharded sequence.
-        group: the ranks that share the sequence.
-        scale: softmax scale.
-        by_chunk: compute each pair of chunks separately, because distances matter (ALiBi).
-    """
-
-    sharded: ShardedPattern
-    group: ProcessGroup
-    scale: float
-    by_chunk: bool
+    sharded: ShardedPattern  # the pattern over the sharded sequence
+    group: ProcessGroup  # the ranks that share the sequence
+    scale: float  # softmax scale
+    by_chunk: bool  # compute each pair of chunks separately, because distances matter (ALiBi)
 
     @property
     def rank(self) -> int:
@@ -135,11 +118,7 @@ def _block_sums(x: Tensor, size: int, sharded: ShardedPattern, group: ProcessGro
 class BlockwiseForward:
     """Forward over key/value shards, added one at a time; accumulates in float32 or float64.
 
-    Args:
-        q: `[B, H, T, D]`.
-        sinks: `[B, H]` or None.
-        slopes: `[B, H]` or None.
-        scale: softmax scale.
+    q is `[B, H, T, D]`, sinks and slopes `[B, H]` or None.
     """
 
     def __init__(
@@ -190,11 +169,8 @@ class BlockwiseForward:
 class BlockwiseBackward:
     """Backward over key/value shards, added one at a time, given o and lse over all of them.
 
-    Args:
-        saved: q, k, v, `BlockwiseForward.o_to_save`, lse, sinks, slopes, blocks and gates.
-        do: gradient of o; None for 0.
-        dlse: gradient of lse; None for 0.
-        scale: softmax scale.
+    `saved` has q, k, v, `BlockwiseForward.o_to_save`, lse, sinks, slopes, blocks and gates. A
+    gradient do or dlse that is None is 0.
     """
 
     def __init__(
@@ -214,11 +190,7 @@ class BlockwiseBackward:
         self._druns = lse.new_zeros(0 if self._gates is None else self._gates.numel())
 
     def add(self, pieces: Iterable[Piece], k: Tensor, v: Tensor) -> list[Tensor]:
-        """Accumulate the queries' gradient over the pieces of a shard.
-
-        Returns:
-            Gradients of the shard's k and v: `[B, G, S, D]`, contiguous, accumulation dtype.
-        """
+        """Add dq over the pieces of a shard, and return its dk and dv, in the wide dtype."""
         dkv: list[Tensor] | None = None
         for piece in pieces:
             rows, columns = piece.queries, piece.keys

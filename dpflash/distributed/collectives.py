@@ -90,18 +90,9 @@ def agree(
 ) -> list[list[int]]:
     """Check that values are equal on all ranks of a group, which call this together.
 
-    Args:
-        operation: name of the call that the values belong to, for the message.
-        values: values by name, compared by their repr; the same names on all ranks.
-        group: the ranks whose values must be equal.
-        extra: integers to gather, which may differ; the same number on all ranks.
-
-    Returns:
-        `extra` of each rank, by rank.
-
-    Raises:
-        ValueError: on all ranks, with the name of the first value that differs and its value on
-            each rank.
+    Values are compared by their repr, under the same names on all ranks. Returns `extra`, integers
+    that may differ, of each rank. Raises a ValueError on all ranks with the name of the first
+    value that differs and its value on each rank.
     """
     if group is None or world_size(group) == 1:
         return [list(extra)]

@@ -176,9 +176,6 @@ class ContextParallel:
             mesh: its dimension "context" holds the ranks that share sequences.
             mode: "ring", "all_gather", "ulysses" or "auto".
             sharding: "contiguous", which None means, or "zigzag".
-
-        Raises:
-            ValueError: the mesh has no such dimension, or the mode or sharding is unknown.
         """
         sharding = "contiguous" if sharding is None else sharding
         _validate.one_of(mode=(mode, (*MODES, "auto")), sharding=(sharding, SHARDINGS))
@@ -193,7 +190,7 @@ class ContextParallel:
         error: ValueError | None = None,
         **values: object,
     ) -> Context:
-        """Check that all ranks make the same call and return its sharded sequence.
+        """The sharded sequence of a call, after a check that all ranks make the same one.
 
         Args:
             tokens: T_p, number of tokens of this rank.
@@ -201,10 +198,6 @@ class ContextParallel:
             length: positions from this one on are padding.
             error: why this rank cannot continue; all ranks then raise it.
             values: values that must be equal on all ranks; compared by their repr.
-
-        Raises:
-            ValueError: on all ranks: `error`, a value that differs, a shard with a wrong number of
-                tokens, or a length that exceeds the sequence.
         """
         everything = {**values, "rows": rows, "length": length}
         everything |= {"mode": self.mode, "sharding": self.sharding}
@@ -214,12 +207,7 @@ class ContextParallel:
         return Context(self.group, layout, self.mode, unpadded_length(length, layout.num_tokens))
 
     def warn_of_copies(self, context: Context, x: Tensor) -> None:
-        """Warn if all ranks have the same tokens, which means the sequence was not sharded.
-
-        Args:
-            context: of the call.
-            x: `[B, T_p]`, integers.
-        """
+        """Warn if all ranks have the same integers x `[B, T_p]`: the sequence was not sharded."""
         layout, size = context.layout, context.layout.world_size
         # This condition is the same on all ranks, because an exchange follows.
         if (

@@ -25,12 +25,9 @@ _connected: WeakSet[ProcessGroup] = WeakSet()
 
 @dataclass
 class TrafficCount:
-    """The bytes that this rank sent while `count_traffic` was active.
+    """The bytes that this rank sent while `count_traffic` was active."""
 
-    Attributes:
-        sends: (phase, name, bytes) of each exchange, in order; phase is "forward" or "backward".
-    """
-
+    # (phase, name, bytes) of each exchange, in order; phase is "forward" or "backward"
     sends: list[tuple[str, str, int]] = field(default_factory=list)
 
     @property
@@ -103,17 +100,9 @@ def send_and_receive(
     operation: str,
     phase: str,
 ) -> PendingExchange:
-    """Start sending to one rank and receiving from another.
+    """Start sending contiguous tensors to one rank and receiving into buffers from another.
 
-    Args:
-        send: contiguous tensors; None or empty tensors send nothing, and then the receiver must
-            expect nothing.
-        to: receiving rank in the group.
-        received: contiguous buffers to fill; None or empty tensors receive nothing.
-        source: sending rank in the group.
-        group: process group of both.
-        operation: name of the exchange in messages.
-        phase: "forward" or "backward".
+    None or empty tensors send nothing, and then the receiver must expect nothing.
     """
     operations = []
     for x in send or ():

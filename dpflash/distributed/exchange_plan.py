@@ -23,21 +23,13 @@ ALL_RANKS = -1  # as `keys_of` of `pieces`: the keys of all ranks, in the order 
 
 @dataclass(frozen=True)
 class ShardedPattern:
-    """An attention pattern over a sequence that is sharded over ranks.
+    """An attention pattern over a sequence that is sharded over ranks."""
 
-    Attributes:
-        pattern: which keys each query attends to.
-        length: number of tokens without padding.
-        num_heads: H.
-        num_kv_heads: G.
-        layout: which tokens each rank holds.
-    """
-
-    pattern: Pattern
-    length: int
-    num_heads: int
-    num_kv_heads: int
-    layout: Layout
+    pattern: Pattern  # which keys each query attends to
+    length: int  # number of tokens without padding
+    num_heads: int  # H
+    num_kv_heads: int  # G
+    layout: Layout  # which tokens each rank holds
 
     @property
     def static(self) -> Pattern:
@@ -61,34 +53,22 @@ class ShardedPattern:
 
 
 class Piece(NamedTuple):
-    """A slice of queries, a slice of keys, and the tile graph between them.
+    """A slice of queries, a slice of keys, and the tile graph between them."""
 
-    Attributes:
-        queries: slice of one shard.
-        keys: slice of the other shard.
-        graph: in coordinates relative to the begins of these slices.
-        chunks: numbers of chunks of queries and of keys in the graph.
-    """
-
-    queries: slice
-    keys: slice
-    graph: TileGraph
-    chunks: tuple[int, int]
+    queries: slice  # of one shard
+    keys: slice  # of the other shard
+    graph: TileGraph  # in coordinates relative to the begins of these slices
+    chunks: tuple[int, int]  # numbers of chunks of queries and of keys in the graph
 
 
 @dataclass(frozen=True, eq=False)
 class NeededRows:
-    """The rows (key head, token) of a shard that queries of another rank attend to.
+    """The rows (key head, token) of a shard that queries of another rank attend to."""
 
-    Attributes:
-        count: number of rows.
-        tokens: the slice of tokens, if the rows are one slice in all heads; else None.
-        index: `[count]`, int64: indices in a shard flattened over heads and tokens, if they are
-            not one slice; else None.
-    """
-
-    count: int
-    tokens: slice | None
+    count: int  # number of rows
+    tokens: slice | None  # the slice of tokens, if the rows are one slice in all heads; else None
+    # `[count]`, int64: indices in a shard flattened over heads and tokens, if they are not one
+    # slice; else None
     index: Tensor | None
 
 
@@ -110,15 +90,10 @@ def pieces(
     by_chunk: bool,
     runtime: TileGraph | None = None,
 ) -> tuple[Piece, ...]:
-    """The pieces to compute between the queries of one rank and the keys of another.
+    """The pieces to compute between the queries of one rank and the keys of another, or ALL_RANKS.
 
-    Args:
-        sharded: the pattern over the sharded sequence.
-        queries_of: rank of the queries.
-        keys_of: rank of the keys, or `ALL_RANKS`.
-        device: device of the graphs.
-        by_chunk: return one piece per pair of chunks, so that distances between tokens are known.
-        runtime: the tile graph of an `Adaptive` pattern over the whole sequence.
+    With `by_chunk` there is one for each pair of chunks, so that distances between tokens are
+    known. `runtime` is the tile graph of an `Adaptive` pattern over the whole sequence.
     """
     if runtime is None:
         return _static_pieces(sharded, queries_of, keys_of, device, by_chunk)

@@ -20,25 +20,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The process groups of this rank.
+    """The process groups of this rank."""
 
-    Attributes:
-        everyone: all ranks; None for a single process.
-        data: ranks that hold the same tokens of other samples; None if there are none.
-        context: ranks that hold other tokens of the same samples; None if there are none.
-    """
-
-    everyone: ProcessGroup | None = None
-    data: ProcessGroup | None = None
-    context: ProcessGroup | None = None
+    everyone: ProcessGroup | None = None  # all ranks; None for a single process
+    data: ProcessGroup | None = None  # those with the same tokens of other samples; None for none
+    context: ProcessGroup | None = None  # those with other tokens of the same samples, likewise
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Ranks:
-        """The groups of a mesh with dimensions named "data" and "context", or one of them.
-
-        Raises:
-            ValueError: the mesh has other dimensions, or does not hold all ranks.
-        """
+        """The groups of a mesh of all ranks, with dimensions "data", "context" or both."""
         if mesh is None:
             return cls()
         if not isinstance(mesh, DeviceMesh):
@@ -94,9 +84,7 @@ class Ranks:
     def run_on_first(self, operation: str, action: Callable[[], bytes]) -> bytes:
         """Run an action on rank 0 and return its result, or raise its error, on all ranks.
 
-        Raises:
-            RankError: on the other ranks, if the action raised (PrivateRefusal, if it raised one);
-                rank 0 raises the original error.
+        The other ranks raise RankError, or PrivateRefusal if the action raised one.
         """
         if self.everyone is None:
             return action()
@@ -115,15 +103,9 @@ class Ranks:
         return outcome[1:]
 
     def run_on_all(self, operation: str, action: Callable[[], _T]) -> _T:
-        """Run an action on every rank; if it raises on one rank, raise on all of them.
+        """Run an action without collectives on every rank; raise on all if it raises on one.
 
-        Args:
-            operation: name of the action in messages.
-            action: called on each rank; must not call collectives.
-
-        Raises:
-            RankError: on the ranks where the action succeeded (PrivateRefusal, if it raised one
-                elsewhere); the others raise their own error.
+        Ranks where it succeeded raise RankError, or PrivateRefusal if it raised one elsewhere.
         """
         failure: Exception | None = None
         try:

@@ -24,12 +24,7 @@ from .layout import Layout
 
 
 class Traffic(NamedTuple):
-    """Bytes that a rank sends in one call.
-
-    Attributes:
-        forward: bytes sent in the forward.
-        backward: bytes sent in the backward.
-    """
+    """Bytes that a rank sends in one call."""
 
     forward: int
     backward: int

@@ -30,17 +30,11 @@ from .traffic import heads_per_rank
 
 @dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """All-to-all between a sharded sequence and sharded heads.
+    """All-to-all between a sharded sequence and sharded heads."""
 
-    Attributes:
-        sharded: the pattern over the sharded sequence.
-        group: the ranks that share the sequence.
-        heads: the heads of each rank.
-    """
-
-    sharded: ShardedPattern
-    group: ProcessGroup
-    heads: Sequence[slice]
+    sharded: ShardedPattern  # the pattern over the sharded sequence
+    group: ProcessGroup  # the ranks that share the sequence
+    heads: Sequence[slice]  # of each rank
 
     @property
     def rank(self) -> int:
@@ -165,18 +159,7 @@ def ulysses_attention(
     group: ProcessGroup,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``(o, lse)`` of this rank's tokens; each rank computes some heads over all tokens.
-
-    Args:
-        q: `[B, H, T_p, D]`.
-        k: `[B, G, T_p, D]`.
-        v: `[B, G, T_p, D]`.
-        sinks: `[B, H]`.
-        slopes: `[B, H]`.
-        sharded: the pattern over the sharded sequence.
-        group: the ranks that share the sequence.
-        scale: softmax scale.
-    """
+    """``(o, lse)`` of this rank's tokens; each rank computes some heads over all tokens."""
     heads, kv_heads = heads_per_rank(sharded)
     if kv_heads[-1].stop != k.shape[1]:
         k, v = (x.repeat_interleave(sharded.num_heads // k.shape[1], dim=1) for x in (k, v))

@@ -38,11 +38,7 @@ def open_ledger(path: str | os.PathLike[str] | None, ranks: Ranks) -> Ledger | N
 
 
 def check_module(module: nn.Module, ranks: Ranks) -> None:
-    """Check that a model's wrappers and shards match the engine's ranks.
-
-    Raises:
-        ValueError: with the name of the module or parameter, and the way out.
-    """
+    """Refuse a model whose wrappers or shards do not match the engine's ranks."""
     unsupported: tuple[type, ...] = (DataParallel,)
     supported: tuple[type, ...] = (DistributedDataParallel,)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; only its users have done so
@@ -152,11 +148,7 @@ def digests_of(dataset: Any, key: bytes) -> list[str]:
 
 
 def require_same_data(digests: list[str], ranks: Ranks) -> None:
-    """Check that the compared entries of the data sets are the same on all ranks.
-
-    Raises:
-        ValueError: on all ranks, if an entry differs.
-    """
+    """Raise on all ranks where a compared entry of the data sets differs between ranks."""
     for entry in zip(*ranks.gather(digests, "make_private"), strict=True):
         if "" not in entry and len(set(entry)) > 1:
             raise ValueError(

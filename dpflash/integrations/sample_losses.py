@@ -51,11 +51,7 @@ _PASS_YOUR_OWN = (
 
 
 def sample_loss(model: nn.Module) -> SampleLoss:
-    """The per-sample loss of a model with a head for a task, by the name of its class.
-
-    Raises:
-        ValueError: the model is of no known task.
-    """
+    """The per-sample loss of a model with a head for a known task, by the name of its class."""
     from transformers.models.auto import modeling_auto as auto
 
     base = plain_model(model)
@@ -87,14 +83,7 @@ def plain_model(model: nn.Module) -> Any:
 
 
 def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> tuple[Tensor, Any]:
-    """Run a model on inputs with labels.
-
-    Returns:
-        (losses `[B]`, outputs).
-
-    Raises:
-        ValueError: there are no labels.
-    """
+    """(losses `[B]`, outputs) of a model on inputs, which must have labels."""
     if isinstance(inputs, PackedBatch):
         return packed_losses(model, inputs)
     require_labels(inputs)
@@ -111,11 +100,7 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
 
 
 def packed_losses(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Any]:
-    """Run a causal language model on packed documents.
-
-    Returns:
-        (losses `[max_documents]`, outputs).
-    """
+    """(losses `[max_documents]`, outputs) of a causal language model on packed documents."""
     # With a cache, transformers' models do not look for documents in position_ids.
     has_cache = hasattr(plain_model(model).config, "use_cache")
     outputs = model(
@@ -140,11 +125,7 @@ def of_documents(found: Tensor, batch: Any) -> Tensor:
 
 
 def require_labels(inputs: Mapping[str, Any]) -> None:
-    """Refuse inputs without labels.
-
-    Raises:
-        ValueError: naming what there is.
-    """
+    """Refuse inputs without labels, naming what there is."""
     if inputs.get("labels") is None:
         raise ValueError(
             f"the entries of train_dataset have no 'labels', only {', '.join(map(repr, inputs))}: "
@@ -215,19 +196,11 @@ def require_equal_in_company(
     rounding: float,
     refusal: str | None = None,
 ) -> None:
-    """Compare the losses of samples in batches of their own with those in one batch.
+    """Refuse losses that differ between a sample's own batch and one batch of all samples.
 
-    Args:
-        losses_of_batch: from a batch to `[B]`.
-        alone: batches of one sample.
-        together: one batch of the same samples in this order, so the shorter ones are padded.
-        again: the same batch once more. Where its losses are others, they are random, and nothing
-            is compared.
-        rounding: relative and absolute.
-        refusal: the message; None for one about padded batches.
-
-    Raises:
-        PrivateRefusal: a loss depends on the other samples, or on how far its sample is padded.
+    `alone` are batches of one sample, `together` is one of the same in this order, so the shorter
+    ones are padded. Where `again`, the same once more, has other losses, these are random, and
+    nothing is compared. `rounding` is relative and absolute.
     """
     in_company = losses_of_batch(together).float()
     repeated = losses_of_batch(again).float()
@@ -240,16 +213,9 @@ def require_equal_in_company(
 
 
 def require_same_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> bool:
-    """Compare the per-sample loss with the model's own, on one sample.
+    """Refuse a model whose own loss of one sample, with labels, is not the per-sample loss.
 
-    Args:
-        inputs: a batch of one sample, with labels.
-
-    Returns:
-        Whether they could be compared: the model's own loss is finite.
-
-    Raises:
-        PrivateRefusal: they differ, so the model's own loss has further terms or other labels.
+    Returns whether they could be compared: both are finite.
     """
     require_labels(inputs)
     ours = losses_of(model, inputs, loss)[0]

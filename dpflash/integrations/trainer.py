@@ -459,8 +459,7 @@ class DPTrainer(Trainer):
     ) -> Tensor:
         """Add the clipped gradients of a logical batch.
 
-        Returns:
-            0, or the mean loss of its samples with log_private_metrics.
+        Returns 0, or the mean loss of its samples with log_private_metrics.
         """
         if self._private_loader is None:
             raise ValueError(
@@ -741,11 +740,7 @@ def _packed_loader(dataset: Any, pack: PackTo) -> DataLoader:
 
 
 def _require_known_trainer() -> None:
-    """Refuse a Trainer that would not call what keeps numbers private and epsilon right.
-
-    Raises:
-        ImportError: naming the version of transformers.
-    """
+    """Refuse a Trainer that would not call what keeps numbers private and epsilon right."""
     missing = [name for name in _REPLACED if not hasattr(Trainer, name)]
     if missing:
         raise ImportError(

@@ -243,12 +243,11 @@ def _mask(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask argument of `_attention`: None, padding or documents.
+    """The mask argument of `_attention`; None if no key is masked.
 
-    Returns:
-        None if no key is masked; `[B, S]`, bool, True where a key is attended to, or fewer than S
-        where the last keys of a preallocated cache are not known yet; for one query
-        `[B, 1, 1, S]`; or `[n + 1]`, int32, the borders of n packed documents.
+    Padding is `[B, S]`, bool, True where a key is attended to, or fewer than S where the last keys
+    of a preallocated cache are not known yet; for one query `[B, 1, 1, S]`. The borders of n
+    packed documents are `[n + 1]`, int32.
     """
     if q_length == 1:
         from transformers.masking_utils import sdpa_mask

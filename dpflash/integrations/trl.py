@@ -260,10 +260,8 @@ def _with_scores(model: nn.Module) -> Callable[..., SimpleNamespace]:
 def _scores(logits: Tensor, labels: Tensor) -> SimpleNamespace:
     """The fields of TRL's fused head, `[R, T - 1]`: numbers of each next token.
 
-    Args:
-        logits: `[R, T, V]`, or more tokens, of which the last ones count: the virtual tokens of a
-            prompt's adapter come first.
-        labels: `[R, T]`, -100 where a token does not count.
+    Of logits `[R, T, V]` the last T count, as the virtual tokens of a prompt's adapter come first;
+    of labels `[R, T]` those that are not -100.
     """
     logits = logits[:, -labels.shape[1] : -1]
     is_label, following = labels[:, 1:] != _NO_LABEL, labels[:, 1:].clamp(min=0)
@@ -280,11 +278,7 @@ def _scores(logits: Tensor, labels: Tensor) -> SimpleNamespace:
 
 
 def _require_known_dpo() -> None:
-    """Refuse a version of TRL whose DPOTrainer computes losses in another way.
-
-    Raises:
-        ImportError: naming the version.
-    """
+    """Refuse a version of TRL whose DPOTrainer computes losses in another way."""
     missing = [name for name in _OF_DPO if not hasattr(DPOTrainer, name)]
     if missing or not hasattr(dpo_trainer, "add_fused_lm_head"):
         raise ImportError(

@@ -37,23 +37,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Optimization:
-    """What an optimization level does to a private model.
+    """What an optimization level does to a private model."""
 
-    Attributes:
-        level: "none", "conservative", "balanced" or "aggressive".
-        clipping: "flat" or "per_layer".
-        autocast: whether the model's forward runs under bfloat16 autocast.
-        compiled: whether the model's forward goes through torch.compile where it trains.
-        changes: sentences, each with its subject first: privacy, clipping, numerics, memory, or
-            what was left out and why.
-        stored_bytes: size of the per-sample gradients of all layers, for a microbatch as planned.
-    """
-
-    level: str
-    clipping: str
-    autocast: bool
-    compiled: bool
+    level: str  # "none", "conservative", "balanced" or "aggressive"
+    clipping: str  # "flat" or "per_layer"
+    autocast: bool  # whether the model's forward runs under bfloat16 autocast
+    compiled: bool  # whether the model's forward goes through torch.compile where it trains
+    # sentences, each with its subject first: privacy, clipping, numerics, memory, or what was left
+    # out and why
     changes: tuple[str, ...]
+    # size of the per-sample gradients of all layers, for a microbatch as planned
     stored_bytes: int
 
     def __str__(self) -> str:
@@ -80,11 +73,7 @@ PLAIN = Optimization("none", "flat", autocast=False, compiled=False, changes=(),
 def choose(
     asked: Asked, module: nn.Module, layers: Sequence[Layer], trained: Sequence[nn.Parameter]
 ) -> Optimization:
-    """What a level changes for a model, which is not private yet.
-
-    Raises:
-        ValueError: for a device that cannot do what the level is about.
-    """
+    """What a level changes for a model, which is not private yet; refuses an unable device."""
     level, device = asked.level, trained[0].device
     clipping = clipping_for(level, asked.clipping, asked.mode)
     autocast = False
@@ -153,11 +142,7 @@ def _clipping(asked: Asked, clipping: str) -> str:
 
 
 def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[str, ...]]:
-    """Whether autocast is used, and the sentences about it.
-
-    Raises:
-        ValueError: where the device cannot multiply in bfloat16.
-    """
+    """Whether autocast is used, and the sentences about it; refuses a device without bfloat16."""
     device = trained[0].device
     others = sorted({str(p.dtype) for p in trained} - {"torch.float32"})
     if others:

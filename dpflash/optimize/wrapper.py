@@ -126,9 +126,6 @@ class ForwardWrapper:
 
         Its layers have no gates, and a forward is neither proven nor seeded. The level's autocast
         and the checks of buffers and `state_dict` stay.
-
-        Raises:
-            PrivateRefusal: a buffer or a frozen parameter changed.
         """
         # Their own classes again, not equal ones: torch.compile guards on them.
         held = [(module, type(module)) for module, *_ in self._classes]
@@ -254,12 +251,8 @@ class ForwardWrapper:
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Run forwards of which the rows are compared, and then the forward itself.
 
-        It comes last, from the state that the call began with, so that what hooks and objects
-        keep of a forward is of this one.
-
-        Raises:
-            PrivateRefusal: results of some samples changed as others were replaced, or with what
-                an earlier forward has kept, or a buffer of the model changed.
+        It comes last, from the state that the call began with, so that what hooks and objects keep
+        of a forward is of this one.
         """
         # What a forward may change; a repeated one must find and leave it as it was.
         contents = Contents(()) if self.unchanged is None else self.unchanged.allowed_contents()

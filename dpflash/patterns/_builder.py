@@ -20,19 +20,12 @@ Ints = NDArray[np.int64]
 
 
 class Tables(NamedTuple):
-    """One side of a graph before its runs are clipped.
+    """One side of a graph before its runs are clipped."""
 
-    Attributes:
-        groups: `[N, 4]`: start, stride and length of the rows, number of runs.
-        runs: `[R, 5]`: start, stride and length of the columns, lo and hi of the band.
-        multiplicity: `[R]`: how often each column of a run counts.
-        per_variant: `[V]`: number of groups of each variant.
-    """
-
-    groups: Ints
-    runs: Ints
-    multiplicity: NDArray[np.float64]
-    per_variant: Ints
+    groups: Ints  # `[N, 4]`: start, stride and length of the rows, number of runs
+    runs: Ints  # `[R, 5]`: start, stride and length of the columns, lo and hi of the band
+    multiplicity: NDArray[np.float64]  # `[R]`: how often each column of a run counts
+    per_variant: Ints  # `[V]`: number of groups of each variant
 
 
 def tables(groups: ArrayLike, runs: ArrayLike) -> Tables:
@@ -100,16 +93,10 @@ def _int32(table: Ints) -> Tensor:
 
 
 def block_tables(num_tokens: int, block_size: int, variants: Sequence[Ints]) -> Tables:
-    """The tables of rows and columns that are cut into blocks.
+    """The tables of rows and columns cut into blocks, rows that see the same in one group.
 
-    Args:
-        num_tokens: T.
-        block_size: tokens in a block; the last may have fewer.
-        variants: for each, `[K, 3]`: row ``[k, 0]`` sees the column blocks from ``[k, 1]`` up to,
-            not including, ``[k, 2]``; in any order, overlapping or beyond the ends.
-
-    Returns:
-        The tables, neighboring block rows that see the same columns in one group.
+    Each variant is `[K, 3]`: row ``[k, 0]`` sees the column blocks from ``[k, 1]`` up to, not
+    including, ``[k, 2]``; in any order, overlapping or beyond the ends.
     """
     num_blocks = -(-num_tokens // block_size)
     groups, runs = [], []

@@ -154,14 +154,10 @@ def block_counts(num_tokens: int, block_size: int, device: torch.device) -> Tens
 
 
 def runtime_graph(blocks: Tensor, gates: Tensor, pattern: Adaptive, num_tokens: int) -> TileGraph:
-    """The tile graph of chosen blocks, built on their device without synchronizing with it.
+    """The tile graph of a choice, built on its device without synchronizing with it.
 
-    Args:
-        blocks: `[B, H, n, K]` from `Adaptive.choose`.
-        gates: `[B, H, n, K]` from `Adaptive.choose`; run r of `rows` has the gate
-            ``gates.flatten()[r]``.
-        pattern: the pattern that chose.
-        num_tokens: T.
+    Blocks and gates are `[B, H, n, K]`, from `Adaptive.choose`; run r of `rows` has the gate
+    ``gates.flatten()[r]``.
     """
     batch, heads, n, kept = blocks.shape
     device, size = blocks.device, pattern.block_size

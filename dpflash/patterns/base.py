@@ -162,8 +162,7 @@ class Pattern(ABC):
     def _fix_key(self, **as_json: object) -> None:
         """Sets `key`, at the end of every constructor: a compiler cannot trace it.
 
-        Args:
-            **as_json: fields that JSON does not know, as it does.
+        `as_json` has fields that JSON does not know, as it does.
         """
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         named |= as_json

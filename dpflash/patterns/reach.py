@@ -11,15 +11,10 @@ from .sliding_window import SlidingWindow
 
 
 def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
-    """Whether the last position depends on the whole sequence, given enough layers.
+    """Whether the last of T >= 1 positions depends on the whole sequence, given enough layers.
 
     Each step goes to what a position sees, over all heads of one layer. Blocks that see only
     themselves do not reach all, nor do segments that no branch joins.
-
-    Args:
-        pattern: of the attention.
-        tokens: T, at least 1.
-        heads: H.
     """
     if isinstance(pattern, Adaptive):
         return True  # any block may be chosen

@@ -138,15 +138,8 @@ def coverage(
 ) -> NDArray[np.float64]:
     """The mean over the pairs of each cell of their multiplicity, or of whether they are seen.
 
-    Args:
-        graph: of T tokens, T at least 1.
-        variant: of its rows.
-        cells: most cells in each direction.
-        multiplicity: else each pair that is seen counts once.
-
-    Returns:
-        `[C, C]`, C the smaller of cells and T, queries first; exact where a cell has so few rows
-        that all are looked at.
+    `[C, C]`, C the smaller of cells and T, queries first; exact where a cell has so few rows that
+    all are looked at.
     """
     cells = min(cells, graph.num_queries)
     borders = np.arange(cells + 1) * graph.num_queries // cells

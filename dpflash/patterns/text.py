@@ -14,11 +14,7 @@ _FULL_LENGTH = 4096
 def parse(
     text: str, kinds: Mapping[str, type[Pattern]], tokens: int
 ) -> tuple[type[Pattern], dict[str, Any]]:
-    """The class of ``name`` or ``Name(argument=value, ...)``, and its arguments.
-
-    Raises:
-        ValueError: for other text, an unknown name or argument, or a value that is no literal.
-    """
+    """The class of ``name`` or ``Name(argument=value, ...)`` and its arguments; refuses others."""
     known = {_snake_case(name): kind for name, kind in kinds.items()}
     try:
         call = ast.parse(text.strip(), mode="eval").body

@@ -91,22 +91,16 @@ class WithinDocuments(OfDocuments):
 
 
 class _Sides:
-    """Sides of documents that become one.
-
-    Args:
-        documents: for each, where it begins and its side, in positions of the document.
-    """
+    """Sides of documents that become one: where each begins, and its side, in its positions."""
 
     def __init__(self, documents: Sequence[tuple[int, Side]]) -> None:
         self._begins = [begin for begin, _ in documents]
         self._sides = [_Tables(side) for _, side in documents]
 
     def joined(self, variants: Sequence[Sequence[int]], num_heads: int) -> tuple[Side, Tensor]:
-        """The side of the sequence and the variant of each head.
+        """The side of the sequence, and the variant of each head.
 
-        Args:
-            variants: for each document, the variant of its side that each head uses.
-            num_heads: H.
+        For each document `variants` has the variant of its side that each head uses.
         """
         of_heads = [tuple(of[head] for of in variants) for head in range(num_heads)]
         distinct = list(dict.fromkeys(of_heads))

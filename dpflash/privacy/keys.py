@@ -62,13 +62,9 @@ def uniform_words(key: bytes, *, index: int, count: int) -> np.ndarray:
 
 
 class Uncopied:
-    """Base of objects that hold a key: copies and pickles, which would use it again, are refused.
+    """Base of objects that hold a key: refuses copies and pickles, which would use it again."""
 
-    Attributes:
-        no_copy: why there is no copy, and what to do instead.
-    """
-
-    no_copy: ClassVar[str]
+    no_copy: ClassVar[str]  # why there is no copy, and what to do instead
 
     # copy.copy, copy.deepcopy and pickle all call it.
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -143,11 +139,8 @@ class RunKeys(Uncopied):
     def claim(self, step: int) -> None:
         """Record a release before it is made, for an engine without a ledger.
 
-        Warns if the engine that wrote a checkpoint and one restored from it both continue.
-
-        Raises:
-            RuntimeError: another engine of this process, restored from the same checkpoint, has
-                made this release.
+        Warns if the engine that wrote a checkpoint and one restored from it both continue; raises
+        a RuntimeError if another engine of this process, restored from the same one, has made it.
         """
         claims = _claims.setdefault((self.run, self.incarnation), {})
         is_restored = self._loaded is not None
@@ -183,12 +176,7 @@ class RunKeys(Uncopied):
         return state if self.seed is None else {**state, "key": self._master.hex()}
 
     def knows_all(self, state: Mapping[str, Any], releases: int) -> bool:
-        """Whether a checkpoint has all releases that were made with these keys.
-
-        Args:
-            state: of the checkpoint.
-            releases: the number of releases so far.
-        """
+        """Whether a checkpoint has all of the releases that were made with these keys so far."""
         own = place_of({**self.state_dict(), "releases": releases})
         return place_of(state) in (own, self._loaded) and state["releases"] == releases
 
@@ -196,11 +184,7 @@ class RunKeys(Uncopied):
         """Continue the run of a checkpoint as a new branch; all ranks call this together.
 
         Without a seed the keys are new. With one they are those of the checkpoint, as long as the
-        ledger has no release that the checkpoint does not know.
-
-        Args:
-            state: of the checkpoint.
-            ledger_releases: number of releases in the ledger; None without one.
+        ledger (None without one) has no release that the checkpoint does not know.
         """
         if self.seed is None and state["seed"] is not None:
             warnings.warn(

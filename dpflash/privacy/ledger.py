@@ -31,33 +31,24 @@ _Maker = tuple[str, str]
 
 @dataclass(frozen=True)
 class LedgerLine:
-    """One line: the steps it covers and their privacy event.
+    """One line: the steps it covers and their privacy event."""
 
-    Attributes:
-        first, last: numbers of the steps, counted through the whole ledger from 1.
-        run: the run that made them.
-        event: privacy event of each step; None if an earlier line already covers its cost.
-        epsilon: upper end, over all steps up to the last; None if it was not computed.
-        delta: of that epsilon.
-        accountant: name of the accountant that computed epsilon.
-        digest: of all lines before it and of its other values.
-        unit: the privacy unit, of which neighbors differ in one.
-        branch: which continuation of the run made them; "" before a checkpoint was loaded. Two
-            continuations of one ledger have other noise and draws, and other digests.
-        note: what happened between two steps; such a line covers none, so that its last step is
-            the one before its first.
-    """
-
+    # numbers of the steps, counted through the whole ledger from 1
     first: int
     last: int
-    run: str
+    run: str  # the run that made them
+    # privacy event of each step; None if an earlier line already covers its cost
     event: Event | None
-    epsilon: float | None
-    delta: float | None
-    accountant: str
-    digest: str
-    unit: str
+    epsilon: float | None  # upper end, over all steps up to the last; None if it was not computed
+    delta: float | None  # of that epsilon
+    accountant: str  # name of the accountant that computed epsilon
+    digest: str  # of all lines before it and of its other values
+    unit: str  # the privacy unit, of which neighbors differ in one
+    # which continuation of the run made them; "" before a checkpoint was loaded. Two continuations
+    # of one ledger have other noise and draws, and other digests.
     branch: str = ""
+    # what happened between two steps; such a line covers none, so that its last step is the one
+    # before its first
     note: str | None = None
 
     @property
@@ -120,10 +111,8 @@ class Ledger:
     ) -> None:
         """Write the next `count` steps, and return when they are on the disk.
 
-        Raises:
-            ValueError: the line would not be readable.
-            RuntimeError: another process has added to the file or changed it.
-            OSError: the line could not be written; the file is unchanged.
+        Raises a RuntimeError if another process has added to the file or changed it, and an
+        OSError if the line could not be written; the file is unchanged then.
         """
         self._write(
             count,
@@ -175,11 +164,7 @@ class Ledger:
         return _hash(b"".join(raw[:taken])).hexdigest()
 
     def content(self) -> bytes:
-        """The bytes of the lines that this object has read or written.
-
-        Raises:
-            RuntimeError: the file differs from them.
-        """
+        """The bytes of the lines that were read or written here; refuses a file that differs."""
         content = self._file.read()[0][: self._tail.size]
         if _hash(content).digest() != self._running.digest():
             self._file.refuse_changed()
@@ -332,15 +317,7 @@ def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
 
 
 def _covered_after(covered: _Maker | None, line: LedgerLine) -> _Maker | None:
-    """Which run's current shuffled epoch is paid for after this line.
-
-    Args:
-        covered: whose epoch was paid for before the line.
-        line: the next line.
-
-    Raises:
-        ValueError: the line has no event, and no earlier line covers an epoch of its run.
-    """
+    """Which run's current shuffled epoch is paid for after this line, and before it `covered`."""
     if line.note is not None:
         return covered
     maker = (line.run, line.branch)

@@ -22,19 +22,12 @@ except ImportError:  # Windows
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of a file when it was last read or written.
+    """The end of a file when it was last read or written."""
 
-    Attributes:
-        size: bytes of its complete lines.
-        last: the last complete line; b"" if there is none.
-        unfinished: bytes after that.
-        head: content of the head; None if there is none.
-    """
-
-    size: int
-    last: bytes
-    unfinished: bytes
-    head: bytes | None
+    size: int  # bytes of its complete lines
+    last: bytes  # the last complete line; b"" if there is none
+    unfinished: bytes  # bytes after that
+    head: bytes | None  # content of the head; None if there is none
 
 
 class LedgerFile:
@@ -66,11 +59,7 @@ class LedgerFile:
             )
 
     def read(self) -> tuple[bytes, Tail]:
-        """Read all complete lines and the end of the file. A missing file counts as empty.
-
-        Raises:
-            ValueError: the file or its head cannot be read, or is not a regular file.
-        """
+        """All complete lines and the end of the file; a missing file counts as empty."""
         try:
             # The head is read first: where it exists and the file does not, the file was lost.
             head = self._read_head()
@@ -90,18 +79,11 @@ class LedgerFile:
         return whole, Tail(size, last, unfinished, head)
 
     def append(self, line: bytes, tail: Tail) -> Tail:
-        """Write one line, and return when it and the head are on the disk.
+        """Write one line, with its newline, and return when it and the head are on the disk.
 
-        Args:
-            line: ends with a newline.
-            tail: the end of the file when this process last read or wrote it.
-
-        Returns:
-            The new end of the file.
-
-        Raises:
-            RuntimeError: the file or its head was changed since.
-            OSError: they could not be written; the file is unchanged.
+        `tail` is the end of the file when this process last read or wrote it; the new one is
+        returned. Raises a RuntimeError if the file or its head was changed since, and an OSError
+        if they could not be written; the file is unchanged then.
         """
         # Only an empty ledger may be created: a missing one had lines.
         new = tail.size == 0 and not self._file.exists()

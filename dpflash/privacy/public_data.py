@@ -23,12 +23,7 @@ from ..distributed.mesh import Ranks
 
 
 class PublicGradients:
-    """Gradients of public data that wait for the next step.
-
-    Args:
-        trained: the parameters with private gradients.
-        names: dotted name of each parameter.
-    """
+    """Gradients of public data, of the parameters that are trained privately, by their names."""
 
     def __init__(self, trained: Sequence[nn.Parameter], names: dict[nn.Parameter, str]):
         self._trained = tuple(trained)
@@ -79,11 +74,7 @@ class PublicGradients:
         )
 
     def refuse_ranks(self, ranks: Ranks) -> None:
-        """Refuse shards of which the ranks' mean is not known.
-
-        Raises:
-            ValueError: a parameter is sharded over other ranks than those of the data dimension.
-        """
+        """Refuse parameters sharded over other ranks than those of the data dimension."""
         for parameter, name in self._names.items():
             if not is_sharded(parameter):
                 continue
@@ -101,10 +92,7 @@ class PublicGradients:
     def collected(self) -> Iterator[None]:
         """Take what the block adds to `.grad` for public; `.grad` is None at first, then restored.
 
-        After an exception the block's gradients are dropped.
-
-        Raises:
-            RuntimeError: the block is inside another one, or a clipping gate ran in it.
+        After an exception the block's gradients are dropped. A clipping gate in it is refused.
         """
         self.refuse_inside("engine.public_data()")
         held = {parameter: parameter.grad for parameter in self._trained}

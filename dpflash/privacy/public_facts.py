@@ -11,29 +11,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PublicFacts:
-    """Properties of a run's batches that do not depend on who is in the dataset.
+    """Properties of a run's batches that do not depend on who is in the dataset."""
 
-    Attributes:
-        slots: rows of each microbatch of each rank; None if batches have the sizes of the
-            loader's own epochs, which are public as the dataset's size is.
-        others: whether some batches, without slots, did not come from the private loader's own
-            iteration.
-        lengths: of the samples, in words.
-        dataset_size: determines sample rate, steps and divisor.
-        is_declared: whether the user declared it; else the number of entries counts as public.
-        unit: the privacy unit, in words.
-        packing: how documents are packed; None where they are not.
-        is_exact: whether the engine has `exact=True`.
-    """
-
+    # rows of each microbatch of each rank; None if batches have the sizes of the loader's own
+    # epochs, which are public as the dataset's size is
     slots: int | None
+    # whether some batches, without slots, did not come from the private loader's own iteration
     others: bool
-    lengths: str
-    dataset_size: int
-    is_declared: bool
-    unit: str = "one entry of the dataset"
-    packing: PackTo | None = None
-    is_exact: bool = False
+    lengths: str  # of the samples, in words
+    dataset_size: int  # determines sample rate, steps and divisor
+    is_declared: bool  # whether the user declared it; else the number of entries counts as public
+    unit: str = "one entry of the dataset"  # the privacy unit, in words
+    packing: PackTo | None = None  # how documents are packed; None where they are not
+    is_exact: bool = False  # whether the engine has `exact=True`
 
     def __str__(self) -> str:
         if self.slots is None:

@@ -27,13 +27,9 @@ def seed_of(key: bytes, purpose: str) -> int:
 class SecretMasks:
     """Seeds torch's, Python's and numpy's generators for the private forwards of one model.
 
-    A forward that starts from the same state of the user's generator as an earlier one of the
-    same batch gets the same seed. So activation checkpointing recomputes the same masks.
-
-    Args:
-        devices: the model's devices other than the CPU.
-        key: returns the current 32-byte key.
-        place: returns an identifier of the current batch; no two batches have the same one.
+    A forward that starts from the same state of the user's generator as an earlier one of the same
+    batch gets the same seed. So activation checkpointing recomputes the same masks. `key` returns
+    the current 32-byte key, `place` an identifier of the current batch, like no other's.
     """
 
     def __init__(
@@ -53,10 +49,8 @@ class SecretMasks:
     def seeded(self, *, recomputing: bool) -> Iterator[None]:
         """Seed the generators during an outermost forward, and restore the user's states after it.
 
-        Torch's generator continues as if the forward had drawn one number.
-
-        Args:
-            recomputing: whether this forward runs inside a backward.
+        Torch's generator continues as if the forward had drawn one number. `recomputing` says
+        whether this forward runs inside a backward.
         """
         if self._active:
             yield
@@ -88,12 +82,8 @@ class LoopSeeds:
     """Seeds what dataset, collate function and loop draw during a logical batch.
 
     At its end the user's generators continue as if it had drawn nothing: what is drawn after a
-    release, such as a public batch, must not tell how many microbatches there were.
-
-    Args:
-        key: returns the current 32-byte key.
-        rank: number of this rank; ranks with other samples have other numbers.
-        devices: the model's devices other than the CPU.
+    release, such as a public batch, must not tell how many microbatches there were. `key` returns
+    the current 32-byte key; ranks with other samples have other numbers.
     """
 
     def __init__(

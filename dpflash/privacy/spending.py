@@ -116,11 +116,7 @@ class Spending:
         return self._epsilon_of(self.accountant, delta)
 
     def include(self, lines: Iterable[LedgerLine]) -> None:
-        """Count the releases of a ledger's lines.
-
-        Raises:
-            ValueError: its privacy unit is not that of the releases so far.
-        """
+        """Count the releases of a ledger's lines; refuses another privacy unit."""
         for line in lines:
             self._check_unit(line.unit)
             self.unit = line.unit
@@ -138,9 +134,7 @@ class Spending:
     def adopt(self, event: Event) -> Event:
         """Convert the event and the history to a common relation, and return the event.
 
-        Raises:
-            ValueError: the accountant does not support such events, or there is no guarantee
-                under the requested relation. Nothing is changed then.
+        Without a guarantee under it, or in this accountant, raises and changes nothing.
         """
         event = self.check(event)
         if event.relation != self.relation:
@@ -157,9 +151,7 @@ class Spending:
     def admit(self, event: Event | None) -> None:
         """Refuse an event that must not happen, without changing anything.
 
-        Raises:
-            BudgetSpent: it does not fit the budget.
-            ValueError: it cannot be accounted for.
+        BudgetSpent if it does not fit the budget, ValueError if it cannot be accounted for.
         """
         if event is None:
             return
@@ -197,12 +189,7 @@ class Spending:
             left.state = self._state()
 
     def note_refusal(self, run: str, *, may_be: bool) -> None:
-        """Write into the ledger that the run ended by a private refusal, whatever was refused.
-
-        Args:
-            run: that ended.
-            may_be: whether it ended with another rank, which is lost.
-        """
+        """Write into the ledger that a run ended by a private refusal, or with a lost rank."""
         if self.ledger is not None:
             unit = self.unit or SAMPLE
             note = LOST if may_be else REFUSED
@@ -273,18 +260,10 @@ class Spending:
         unit: str = SAMPLE,
         grouping: str | None = None,
     ) -> None:
-        """Prepare for a run of such events.
+        """Prepare for a run of such events; raises, and changes nothing, if none is possible.
 
-        Args:
-            event: of each step.
-            budget: the limit; None for none.
-            unit: the privacy unit.
-            grouping: digest of which entries are of one unit. It stays in memory: who knew all
-                other entries could read from it whose the last one is.
-
-        Raises:
-            ValueError: they cannot be accounted for, or the budget does not allow even one.
-                Nothing is changed then.
+        `grouping` is a digest of which entries are of one unit. It stays in memory: who knew all
+        other entries could read from it whose the last one is.
         """
         self.check(event)
         if self.ledger is not None and is_unnamed(unit):
@@ -509,11 +488,7 @@ def common_relation(relations: Iterable[str]) -> str:
 
 
 def convert_event(event: Event, relation: str) -> Event:
-    """Convert an event to another neighboring relation.
-
-    Raises:
-        ValueError: the event has no guarantee under that relation.
-    """
+    """Convert an event to another neighboring relation, for which it must have a guarantee."""
     if event.relation == relation:
         return event
     if type(event) is Gaussian and relation == ADD_REMOVE:

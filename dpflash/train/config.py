@@ -39,10 +39,6 @@ class TrainingConfig:
     row is cut into windows, of which the gradients are added before they are clipped; of one that
     is longer than a microbatch, each step trains on a window of a microbatch's tokens.
 
-    Attributes:
-        target_epsilon: epsilon after all steps; None if noise_multiplier is given.
-        clipping: None means the default of the optimize level.
-
     Raises:
         ValueError: for an invalid value; the message names the argument and the way out.
     """
@@ -67,13 +63,14 @@ class TrainingConfig:
     steps: int | None = None
     epochs: float | None = None
     dataset_size: int | None = None
+    # epsilon after all steps; None if noise_multiplier is given
     target_epsilon: float | None = 8.0
     noise_multiplier: float | None = None
     delta: float = 1e-5
     allow_large_delta: bool = False
     max_epsilon: float | None = None
     accountant: str = DEFAULT_ACCOUNTANT
-    clipping: str | None = None
+    clipping: str | None = None  # None means the default of the optimize level
     grad_sample_mode: str = "auto"
     max_grad_norm: float = 1.0
     optimize: str = DEFAULT_LEVEL
@@ -295,12 +292,7 @@ class Parallelism:
         _validate.finite(rank_timeout=self.rank_timeout)
 
     def check(self, config: TrainingConfig) -> None:
-        """Check that a job can be shared in this way.
-
-        Raises:
-            ValueError: there are more ranks than tokens of a window, or than heads for "ulysses",
-                or a pretrained model is to be sharded.
-        """
+        """Refuse a job that cannot be shared in this way, such as by more ranks than tokens."""
         context = self.context_parallel
         sharded = {"context_parallel": context > 1, "shard_parameters": self.shard_parameters}
         for name, is_asked in sharded.items():
@@ -359,28 +351,17 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The training documents and the held-out documents of a job.
-
-    Attributes:
-        train: training documents.
-        held_out: documents for evaluation, never trained on; epsilon does not cover them.
-        left_out: `ByteDocuments.left_out` of the training data.
-        digest: digest of all names and contents, compared when the job is resumed.
-    """
+    """The training documents and the held-out documents of a job."""
 
     train: ByteDocuments
+    # documents for evaluation, never trained on; epsilon does not cover them
     held_out: ByteDocuments
-    left_out: str
-    digest: str
+    left_out: str  # `ByteDocuments.left_out` of the training data
+    digest: str  # digest of all names and contents, compared when the job is resumed
 
     @classmethod
     def read(cls, config: TrainingConfig) -> Corpus:
-        """Read the corpus of a config.
-
-        Raises:
-            FileNotFoundError, ValueError: the folder cannot be used, or has fewer training
-                documents than a batch.
-        """
+        """Read the corpus of a config; refuses one with fewer training documents than a batch."""
         assert config.data is not None and config.eval_fraction is not None
         if config.unit in ("file", "folder") and Path(config.data).is_file():
             raise ValueError(
@@ -427,11 +408,7 @@ def _read(path: str, config: TrainingConfig, suffixes: Collection[str] | None) -
 
 
 def noise_for(config: TrainingConfig, num_units: int) -> float:
-    """The noise multiplier of a job: the configured one, or the one that meets target_epsilon.
-
-    Raises:
-        ValueError: delta is not below 1 / number of units, or no noise meets the target.
-    """
+    """The noise multiplier of a job: the configured one, or the one that meets target_epsilon."""
     size, noun = config.dataset_size or num_units, config.noun
     problem = _validate.large_delta(config.delta, size, noun)
     if problem is not None and not config.allow_large_delta and config.noise_multiplier != 0:

@@ -68,27 +68,23 @@ def default_data_dir() -> Path:
 class ByteDocuments(Sequence[bytes]):
     """Documents, in the order of their paths, and the privacy unit of each.
 
-    Attributes:
-        paths: path of each document relative to the folder, with forward slashes; that of a record
-            ends in a colon and the number of its line.
-        contents: its bytes, never empty and no two of one unit equal.
-        skipped: numbers of files, records or folders left out: "binary" (with a NUL byte),
-            "unreadable", "empty", "malformed" (lines of JSONL files that are no object with a
-            text, or name no unit) and "duplicate" (an earlier one, with units of several documents
-            of the same unit, has the same bytes).
-        unit: "file", "record", "folder" or "field:NAME".
-        owners: the unit of each document; None where each document is a unit.
-
     Guarantees:
         Where each document is a unit, none occurs twice. Documents that differ in one byte (such
         as in a licence header) are different units, however similar they are. Where units have
         several documents, which of them there are does not depend on other units.
     """
 
+    # path of each document relative to the folder, with forward slashes; that of a record ends in
+    # a colon and the number of its line
     paths: tuple[str, ...]
-    contents: tuple[bytes, ...]
+    contents: tuple[bytes, ...]  # its bytes, never empty and no two of one unit equal
+    # numbers of files, records or folders left out: "binary" (with a NUL byte), "unreadable",
+    # "empty", "malformed" (lines of JSONL files that are no object with a text, or name no unit)
+    # and "duplicate" (an earlier one, with units of several documents of the same unit, has the
+    # same bytes)
     skipped: Mapping[str, int] = field(default_factory=dict)
-    unit: str = "file"
+    unit: str = "file"  # "file", "record", "folder" or "field:NAME"
+    # the unit of each document; None where each document is a unit
     owners: tuple[str, ...] | None = None
 
     @classmethod
@@ -193,17 +189,7 @@ class ByteDocuments(Sequence[bytes]):
         return ", ".join(f"{number} {kind}" for kind, number in self.skipped.items() if number)
 
     def split(self, held_out: float = HELD_OUT) -> tuple["ByteDocuments", "ByteDocuments"]:
-        """Split into training documents and held-out documents.
-
-        Args:
-            held_out: expected fraction of held-out units, from 0 to below 1; 0 for none.
-
-        Returns:
-            The pair (train, held_out), without the numbers of files left out.
-
-        Raises:
-            ValueError: the training documents would be empty, or the held-out ones though a
-                fraction is given.
+        """The pair (train, held_out), by an expected fraction of held-out units; 0 for none.
 
         Guarantees:
             The split of a file depends on its path alone, that of a record on its text alone, that
@@ -380,20 +366,12 @@ class _Reader:
 
 
 class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
-    """One window of each document, with a random start that changes with every step.
+    """One window of seq_len tokens of each document; its random start changes with every step.
 
     A window's start is a pure function of (key, step, index), so a resumed run sees the same
     windows as an uninterrupted one. DataLoader worker processes hold copies that `set_step` does
-    not reach; load in the main process (``num_workers=0``), or use `window`.
-
-    Args:
-        documents: each is one privacy unit, bytes or token ids, see `Tokens`.
-        seq_len: tokens per window, at least 1.
-        key: 16 to 64 bytes, from `secrets.token_bytes`, or fixed for a repeatable run.
-        padding: the token that fills windows of shorter documents.
-
-    Raises:
-        ValueError: there are no documents, seq_len is below 1, or the key has another length.
+    not reach; load in the main process (``num_workers=0``), or use `window`. Each document, see
+    `Tokens`, is one privacy unit; the key has 16 to 64 bytes.
 
     Guarantees:
         Item i comes from document i alone.
@@ -436,18 +414,10 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         return self.window(index, self.step)
 
     def window(self, index: int, step: int) -> tuple[Tensor, Tensor]:
-        """A window of one document.
+        """Inputs and targets `[seq_len]`, int64, of a window of one document.
 
-        Args:
-            index: index of the document, from 0.
-            step: step, on which the start depends.
-
-        Returns:
-            inputs: `[seq_len]`, int64, padded with `padding`.
-            targets: `[seq_len]`, int64, the token after each input, padded with -100.
-
-        Raises:
-            IndexError: the index is outside of 0..len-1.
+        Targets are the tokens after each input. Short documents are padded with `padding`, and
+        their targets with -100.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index={index}: expected 0..{len(self) - 1}")
@@ -478,24 +448,11 @@ def held_out_batches(
     batch_size: int = 8,
     padding: int = DOCUMENT_START,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Fixed windows for evaluation, the same in every call.
+    """Inputs and targets `[windows, seq_len]` for evaluation, the same in every call.
 
-    Each document is split into windows of seq_len without overlap. The first windows of all
-    documents come first, then their second windows, and so on, so that a small max_windows still
-    covers many documents.
-
-    Args:
-        documents: the documents to evaluate on.
-        seq_len: tokens per window.
-        max_windows: maximum number of windows; None for all.
-        batch_size: windows per batch; the last batch may be smaller.
-        padding: the token that fills the last windows of documents.
-
-    Yields:
-        inputs and targets `[windows, seq_len]`, int64, padded as by `TrainWindows.window`.
-
-    Raises:
-        ValueError: a number is below 1.
+    Each document is split into windows of seq_len without overlap, padded as by
+    `TrainWindows.window`. The first windows of all documents come first, then their second
+    windows, and so on, so that a small max_windows (None for all) still covers many documents.
     """
     _validate.positive_int(seq_len=seq_len, batch_size=batch_size)
     _validate.optional(_validate.positive_int, max_windows=max_windows)

@@ -106,11 +106,7 @@ class ByteModel:
 
 
 class PretrainedModel:
-    """As `ByteModel`, a causal language model of transformers, all of it or LoRA adapters.
-
-    Raises:
-        ValueError: a folder or a library is missing.
-    """
+    """As `ByteModel`, a causal language model of transformers, all of it or LoRA adapters."""
 
     token = "token"
     released = PRETRAINED
@@ -187,11 +183,7 @@ class PretrainedModel:
 
 
 def encode_texts(tokenizer: Any, contents: Sequence[bytes], model: Any) -> list[Tokens]:
-    """The tokens of each text, between a start and an end token if the tokenizer has such.
-
-    Raises:
-        ValueError: the tokenizer has tokens that the model does not know.
-    """
+    """The tokens of each text, between a start and an end token if the tokenizer has such."""
     start, end = start_token(tokenizer), tokenizer.eos_token_id
     texts = [content.decode(errors="replace") for content in contents]
     # `verbose` would warn of texts that are longer than the model takes, which windows cut.

@@ -25,30 +25,18 @@ _REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launch:
-    """This process as a rank of its job. A context manager that destroys the process group.
+    """This process as a rank of its job. A context manager that destroys the process group."""
 
-    Attributes:
-        parallel: how the ranks share the job.
-        rank: global rank, from 0.
-        local_rank: rank on this machine, from 0.
-        world_size: number of ranks.
-    """
-
-    parallel: Parallelism = Parallelism()
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
+    parallel: Parallelism = Parallelism()  # how the ranks share the job
+    rank: int = 0  # global rank, from 0
+    local_rank: int = 0  # rank on this machine, from 0
+    world_size: int = 1  # number of ranks
 
     @classmethod
     def from_environment(
         cls, parallel: Parallelism, environment: Mapping[str, str] = os.environ
     ) -> Launch:
-        """Read the variables that torchrun sets; a single process without them.
-
-        Raises:
-            ValueError: a variable is missing or wrong, or `parallel` does not fit the number of
-                ranks.
-        """
+        """Read the variables that torchrun sets; a single process without them."""
         world_size = _number({"WORLD_SIZE": "1", **environment}, "WORLD_SIZE", least=1)
         if world_size == 1:
             launch = cls(parallel)
@@ -81,9 +69,7 @@ class Launch:
     def connect(self, config: TrainingConfig) -> Team:
         """Initialize the process group; all ranks call this together.
 
-        Raises:
-            ValueError: the job cannot be shared in this way, or this machine lacks the device.
-            RankError: another rank did not connect within the timeout.
+        Raises RankError where another rank did not connect within the timeout.
         """
         self.parallel.check(config)
         if config.device == "cuda" and not torch.cuda.is_available():

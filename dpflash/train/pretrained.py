@@ -17,11 +17,7 @@ _BASE = "base_model_name_or_path"
 
 
 def require_transformers(folder: str | Path) -> Any:
-    """The library transformers.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """The library transformers; refuses to go on without it."""
     try:
         import transformers
     except ImportError as error:
@@ -32,11 +28,7 @@ def require_transformers(folder: str | Path) -> Any:
 
 
 def require_peft(cause: str) -> Any:
-    """The library peft.
-
-    Raises:
-        ValueError: it is missing; the message begins with the cause.
-    """
+    """The library peft; without it a ValueError begins with the cause."""
     try:
         import peft
     except ImportError as error:
@@ -47,13 +39,8 @@ def require_peft(cause: str) -> Any:
 def load_model(folder: str | Path, *, merge: bool = False) -> nn.Module:
     """The causal language model of a folder, in float32 and eval mode.
 
-    Args:
-        folder: a model as `save_pretrained` writes it, or LoRA adapters, whose base model is where
-            it was when they were trained.
-        merge: whether adapters are added to the weights of the base model.
-
-    Raises:
-        ValueError: the folder has no such model, or a library is missing.
+    The folder has a model as `save_pretrained` writes it, or LoRA adapters, whose base model is
+    where it was when they were trained, and to whose weights `merge` adds them.
     """
     folder = _require_folder(folder, "model")
     is_adapter = (folder / ADAPTER).is_file()
@@ -93,11 +80,7 @@ def _require_causal(model: Any, folder: Path) -> None:
 
 
 def adapted_folder(folder: Path) -> Path:
-    """The folder of the model that the adapters in a folder belong to.
-
-    Raises:
-        ValueError: it is not there any more.
-    """
+    """The folder of the model that the adapters in a folder belong to; it must be there still."""
     peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
     base = Path(peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
     if not base.is_dir():
@@ -109,11 +92,7 @@ def adapted_folder(folder: Path) -> Path:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a folder.
-
-    Raises:
-        ValueError: the folder has none.
-    """
+    """The tokenizer of a folder."""
     folder = _require_folder(folder, "tokenizer")
     return _from_pretrained(require_transformers(folder).AutoTokenizer, folder, "tokenizer")
 

@@ -21,12 +21,7 @@ from .config import Parallelism
 
 
 class Team:
-    """This rank and the others of its job; a single process without a mesh.
-
-    Attributes:
-        ranks: the process groups.
-        is_first: whether this is rank 0, which writes files and prints.
-    """
+    """This rank, which writes files and prints if it `is_first`, and the others of its job."""
 
     def __init__(self, parallel: Parallelism, mesh: DeviceMesh | None = None) -> None:
         self.parallel = parallel

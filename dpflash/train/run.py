@@ -168,16 +168,9 @@ class TrainingRun:
         folder: str | os.PathLike[str],
         launch: Launch | None = None,
     ) -> TrainingRun:
-        """Create a new job. Nothing is written before `run`.
+        """Create a new job, in a folder that all ranks share. Nothing is written before `run`.
 
-        Args:
-            config: the configuration.
-            folder: folder of its files, on a file system that all ranks share.
-            launch: this process as a rank of the job; None for a single process.
-
-        Raises:
-            FileNotFoundError, ValueError: the data, the folder or a value cannot be used.
-            RankError: another rank is lost.
+        `launch` is this process as a rank of the job; None for a single process.
         """
         folder = Path(folder)
         launch = launch or Launch()
@@ -214,19 +207,10 @@ class TrainingRun:
         given: Mapping[str, Any] | None = None,
         launch: Launch | None = None,
     ) -> TrainingRun:
-        """Continue the job of a folder from its last checkpoint.
+        """Continue a folder's job from its last checkpoint, with any number of ranks.
 
-        Args:
-            folder: folder of a job that was started with any number of ranks.
-            given: config values to compare with those of the job; `data` and `eval_data` may
-                differ, because folders may have moved.
-            launch: this process as a rank of the resumed job; None for a single process.
-
-        Raises:
-            FileNotFoundError: the folder has no checkpoint.
-            ValueError: the checkpoint is damaged, the data differ, or a given value is not that of
-                the job.
-            RankError: another rank is lost.
+        `given` values of the config must be those of the job; only `data` and `eval_data` may
+        differ, because folders may have moved.
         """
         folder = Path(folder)
         launch = launch or Launch()
