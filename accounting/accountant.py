@@ -223,7 +223,6 @@ class Accountant(ABC):
         return Interval(lower, min(1.0, found.upper + cost))
 
     def _epsilon_without_failure(self, delta: float) -> Interval:
-        """Epsilon without the failure probability of events."""
         pairs = self._pairs()
         return self._epsilon(pairs, delta) if pairs else Interval(0.0, 0.0)
 
@@ -364,7 +363,6 @@ class Accountant(ABC):
 
     @staticmethod
     def _checked(history: list[Phase] | tuple[Phase, ...]) -> list[Phase]:
-        """The history as tuples; refuses malformed entries."""
         for entry in history:
             _validate.phase(entry)
         return [(entry[0], entry[1], entry[2]) for entry in history]
@@ -455,5 +453,4 @@ def _least_upper(
 
 
 def _cost(epsilon: float, failure: float) -> float:
-    """(1 + e^epsilon) failure; inf beyond float64's range."""
     return math.inf if epsilon > 700 else (1 + math.exp(epsilon)) * failure

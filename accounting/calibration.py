@@ -279,7 +279,6 @@ def remaining_steps(
 def _step(
     noise_multiplier: float, sample_rate: float, examples_per_unit: int, relation: str
 ) -> PoissonGaussian:
-    """The event of one step with Poisson sampling."""
     _validate.whole(1, examples_per_unit=examples_per_unit)
     if examples_per_unit == 1:
         return PoissonGaussian(
@@ -304,7 +303,6 @@ def _replace_history(trial: Accountant, step: Event, count: int) -> None:
 
 
 def _relation_of(accountant: object) -> str:
-    """The relation that its epsilon is for; accountants of Opacus know one only."""
     return accountant.neighboring_relation if isinstance(accountant, Accountant) else ADD_REMOVE
 
 

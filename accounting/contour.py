@@ -51,8 +51,6 @@ _EXACT = 1e-9  # relative error of a closed form, which never is below the exact
 
 
 class _Bounds(NamedTuple):
-    """An `Interval` whose lower end is known."""
-
     lower: float
     upper: float
 
@@ -118,7 +116,6 @@ def _is_one_example(pairs: Pairs) -> bool:
 
 
 def _epsilon_of_both(pairs: Pairs, delta: float) -> _Bounds:
-    """The greater of the two directions."""
     found = _epsilon_of(pairs, REMOVE, delta)
     if all(pair.symmetric for pair, _ in pairs):
         return found
@@ -129,7 +126,6 @@ def _epsilon_of_both(pairs: Pairs, delta: float) -> _Bounds:
 
 
 def _delta_of_both(pairs: Pairs, epsilon: float) -> _Bounds:
-    """The greater of the two directions."""
     found = _delta_of(pairs, REMOVE, epsilon)
     if all(pair.symmetric for pair, _ in pairs):
         return found
@@ -138,13 +134,11 @@ def _delta_of_both(pairs: Pairs, epsilon: float) -> _Bounds:
 
 
 def _axes(pairs: Pairs, error: float) -> list[RealAxis]:
-    """For Chernoff bounds in both directions."""
     few = representatives(pairs)
     return [RealAxis(few, side, error) for side in (REMOVE, ADD)]
 
 
 def _intersection(mine: _Bounds, other: Interval) -> _Bounds:
-    """The intersection of two intervals; if it is empty, their outer ends."""
     other_lower = other.lower or 0.0
     if max(mine.lower, other_lower) > min(mine.upper, other.upper):
         return _Bounds(min(mine.lower, other_lower), max(mine.upper, other.upper))
@@ -152,7 +146,6 @@ def _intersection(mine: _Bounds, other: Interval) -> _Bounds:
 
 
 def _has_moderate_noise(pairs: Pairs) -> bool:
-    """Whether all noises are in the range that contours are computed for."""
     return all(_LEAST_NOISE <= pair.noise <= _MOST_NOISE for pair, _ in pairs)
 
 
@@ -165,7 +158,6 @@ def _is_lattice(pairs: Pairs) -> bool:
 
 
 def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
-    """Certified epsilon of one direction at delta."""
     axis = RealAxis(representatives(pairs), side, delta)
     start = axis.chernoff(delta)[0]
     if not 0 < start < math.inf:

@@ -254,7 +254,6 @@ class ContourIntegral:
 def _composed(
     pairs: Pairs, cumulant: Callable[..., tuple[_Complex, _Real]], *at: Any
 ) -> tuple[_Complex, _Real]:
-    """The pairs' cumulants, added up, and the error of the sum."""
     total: _Complex | float = 0.0
     error: _Real | float = 0.0
     with np.errstate(invalid="ignore"):
@@ -265,7 +264,6 @@ def _composed(
 
 
 def _count_significant(size: _Real, noise: _Real) -> int:
-    """The number of terms before the first one that is all rounding error."""
     unknown = ~(np.isfinite(size) & np.isfinite(noise) & (size > 2 * noise))
     return int(np.argmax(unknown)) if unknown.any() else len(size)
 
@@ -430,12 +428,10 @@ def _entropy(c: float) -> float:
 
 
 def _presence(pair: Pair) -> float:
-    """The probability that an example is drawn."""
     return -math.expm1(pair.log_absence) if pair.rate < 1 else 1.0
 
 
 def _variance(pair: Pair) -> float:
-    """Approximate variance of the loss."""
     if pair.examples > 1:
         return mixture_of(pair).loss_variance()
     precision = pair.noise**-2

@@ -115,8 +115,6 @@ def _angle(pair: Pair, orders: _Complex, cut: float | None) -> float:
 
 
 class _Window(NamedTuple):
-    """The range of y in which an integrand is evaluated."""
-
     angle: float  # of the ray; 0 for the real line
     low: float  # of y
     high: float
@@ -162,7 +160,6 @@ def _real_line_excess(pair: Pair, orders: _Complex, window: _Window) -> tuple[_C
 
 
 def _real_path(pair: Pair, y: _Real) -> tuple[_Real, _Real]:
-    """The loss at y, and the logarithm of the density of y."""
     s = pair.noise
     log_scale = math.log(s / math.sqrt(2 * math.pi))
     if pair.examples > 1:
@@ -223,7 +220,6 @@ def _tail_exponent(pair: Pair, order: complex, angle: float = 0.0) -> float:
 
 @lru_cache(maxsize=2048)
 def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _Complex, _Complex]:
-    """Values of y, and `_path` on them."""
     s = pair.noise
     # From x = -60 s to 1 + 60 s, or to the cut
     low = -_FARTHEST - 0.5 / s
@@ -278,7 +274,6 @@ def _mixture_step(pair: Pair, orders: _Complex, high: float, digits: float) -> f
 
 
 def _output(pair: Pair, y: _Real) -> _Real:
-    """The output x at y."""
     return pair.noise**2 * y + 0.5
 
 
@@ -330,13 +325,11 @@ def _total(terms: _Complex, exponents: _Real) -> tuple[_Complex, _Real]:
 
 
 def _loss(q: float, y: _Real) -> _Real:
-    """log(1 - q + q e^y), accurate near 0."""
     small = np.log1p(q * np.expm1(np.minimum(y, 1.0)))
     return np.where(y < 1.0, small, np.logaddexp(math.log1p(-q), math.log(q) + y))
 
 
 def _g(w: _Complex, log_weight: _Complex) -> _Complex:
-    """The weight times e^w - 1 - w; finite also where a factor alone would overflow."""
     weight = np.exp(log_weight)
     value = np.exp(w + log_weight)
     value -= (1 + w) * weight
@@ -354,7 +347,6 @@ def _g(w: _Complex, log_weight: _Complex) -> _Complex:
 
 
 def _real_g(w: _Real, log_weight: _Real) -> _Real:
-    """`_g` of real numbers, to a few digits."""
     weight = np.exp(log_weight)
     small = weight * w * w * (0.5 + w / 6)
     return np.where(np.abs(w) < 1e-3, small, np.exp(w + log_weight) - weight * (1 + w))

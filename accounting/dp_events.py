@@ -240,7 +240,6 @@ class _Reader:
 
 
 def _binomial(rate: float, count: int) -> list[float]:
-    """The probabilities of 0, ..., count of so many draws."""
     return [math.comb(count, j) * rate**j * (1 - rate) ** (count - j) for j in range(count + 1)]
 
 

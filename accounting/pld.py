@@ -83,7 +83,6 @@ def _variation(pair: Pair) -> float:
 
 
 def _both_directions(pairs: Pairs, query: Query, closed: float) -> Interval:
-    """The greater of both directions; `closed` is an upper end in closed form."""
     noises = [pair.noise for pair, _ in pairs]
     if min(noises) < _SMALLEST_NOISE or max(noises) > _LARGEST_NOISE:
         return Interval(0.0, closed)
@@ -97,7 +96,6 @@ def _both_directions(pairs: Pairs, query: Query, closed: float) -> Interval:
 
 
 def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) -> Interval:
-    """One direction. `enough`, an end of the other one, limits the accuracy that is needed."""
     lower, upper, gap = 0.0, math.inf, math.inf
     if sign == -1 and all(pair.rate < 1 and not pair.symmetric for pair, _ in pairs):
         # No loss of an addition exceeds -log of the probability that nothing is drawn.
@@ -144,7 +142,6 @@ def _answer(composition: Composition, query: Query) -> float:
 
 
 def _epsilon_at(composition: Composition, delta: float) -> float:
-    """The epsilon for this delta, rounded to the safe side."""
     is_upper = composition.is_upper
 
     def excess(epsilon: float) -> float:
@@ -297,7 +294,6 @@ def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool)
 
 
 def _log_means(masses: Array, losses: Array, taus: Array) -> Array:
-    """Log E exp(tau L) for each tau."""
     known = masses > 0
     masses, losses = masses[known], losses[known]
     result = np.empty(len(taus))

@@ -69,7 +69,6 @@ _Sampled = Sequence[tuple[Array, Array, int]]  # losses, log masses, count
 
 
 def _cumulant(sampled: _Sampled, thetas: Array) -> Array:
-    """K of the sum at each theta."""
     total = np.zeros(len(thetas))
     for losses, log_masses, count in sampled:
         for i, theta in enumerate(thetas):
@@ -86,7 +85,6 @@ def log_kernel(theta: Array | float) -> Array:
 
 
 def _chernoff(sampled: _Sampled, query: Query, deviation: float) -> tuple[float, float]:
-    """The theta of the best Chernoff bound, and that bound on epsilon or on log delta."""
 
     def bound(thetas: Array) -> Array:
         values = _cumulant(sampled, thetas) + log_kernel(thetas)
@@ -107,7 +105,6 @@ def _chernoff(sampled: _Sampled, query: Query, deviation: float) -> tuple[float,
 
 
 def _deviation(sampled: _Sampled, theta: float = 0.0) -> float:
-    """The standard deviation of the tilted sum."""
     total = 0.0
     for losses, log_masses, count in sampled:
         exponents = log_masses + theta * losses

@@ -55,7 +55,6 @@ class PRVAccountant(Accountant):
 
 
 def _composed(pairs: Pairs, delta_error: float, name: str) -> Any:
-    """Opacus' discrete privacy loss of the whole composition."""
     if any(pair.symmetric for pair, _ in pairs):
         raise ValueError(
             "accountant='prv' supports Poisson sampling under add_remove or zero_out only, but "

@@ -69,7 +69,6 @@ class RDPAccountant(Accountant):
 
 
 def _composed(pairs: Pairs) -> _Array:
-    """RDP of a composition at the default orders."""
     rdp = np.zeros(len(_ORDERS))
     for pair, count in pairs:
         rdp += count * _default_rdp(pair)
@@ -113,7 +112,6 @@ def compute_rdp(
 
 @lru_cache(maxsize=4096)
 def _default_rdp(pair: Pair) -> _Array:
-    """RDP of one step at the default orders."""
     orders = np.array(_ORDERS)
     if pair.symmetric or pair.examples > 1:
         rdp = _quadrature_rdp(pair, orders)

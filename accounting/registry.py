@@ -5,14 +5,7 @@ from typing import cast
 
 from .accountant import Accountant
 from .contour import ContourAccountant
-from .events import (
-    ADD_REMOVE,
-    REPLACE_ONE,
-    Event,
-    Gaussian,
-    PoissonGaussian,
-    UnitPoissonGaussian,
-)
+from .events import ADD_REMOVE, REPLACE_ONE, Event, Gaussian, PoissonGaussian, UnitPoissonGaussian
 from .gaussian import GaussianAccountant
 from .gdp import GDPAccountant
 from .pld import PLDAccountant

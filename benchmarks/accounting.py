@@ -51,7 +51,6 @@ def build(provider: str, noise: float, steps: int) -> Any:
 
 
 def _accountant(provider: str) -> Callable[[], Any]:
-    """The class of a provider's accountant."""
     if provider in OWN:
         return functools.partial(create_accountant, provider)
     package = "opacus" if provider.startswith("opacus") else "dp-accounting"

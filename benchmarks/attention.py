@@ -18,12 +18,7 @@ from torch import Tensor
 from dpflash import _validate, patterns
 from dpflash.patterns import BlockSparse, Dense, Dilated
 
-from .attention_cases import (
-    TOLERANCES,
-    Case,
-    check,
-    document_borders,
-)
+from .attention_cases import TOLERANCES, Case, check, document_borders
 from .document import FIGURES, ROOFS, SPEEDUP, chart, columns, page
 from .peers import PEERS, build_run
 from .suite import Comparison, Request, Subject, Suite, Unsupported, compared, worst
@@ -120,9 +115,6 @@ def sparse_pattern(
     """The densest block pattern that leaves out at least `percent` of dense attention's pairs.
 
     It has random blocks and the diagonal if `drawn`, else a window and one global block.
-
-    Raises:
-        Unsupported: T is too short for a single block beside the diagonal.
     """
 
     def blocks(width: int) -> BlockSparse:

@@ -156,7 +156,6 @@ def _hierarchical(pattern: Hierarchical) -> Multiplicity:
 
 
 def _block_sparse(pattern: BlockSparse, case: Case) -> Multiplicity:
-    """From a table: the same pattern over blocks of one token."""
     size, blocks = pattern.block_size, dataclasses.replace(pattern, block_size=1)
     table = blocks.mask(-(-case.tokens // size), case.heads).bool().to(case.device)
     return lambda h, i, j: table[h, i // size, j // size]

@@ -111,16 +111,13 @@ def _cells(line: Line) -> tuple[Any, ...]:
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> Report:
     """Compare two results, as `suite.run_suite` writes them.
 
-    Of trials that took turns a row is slower where the estimate of its ratio is beyond
-    1 + threshold and the ratio is significantly above 1 (one-sided, at 5% over all rows together,
+    Of trials that took turns a row is slower where the estimate of its ratio is beyond 1 +
+    threshold and the ratio is significantly above 1 (one-sided, at 5% over all rows together,
     Holm). Of separate runs it is slower where the intervals of both medians are apart by more than
     the threshold; fewer than 8 trials, and load averages that differ by more than 1 and a factor
     of 2, decide nothing on times. Peers' rows, and rows that only follow from others, such as
-    exponents, are left out.
-
-    Raises:
-        Unusable: they were measured in different ways, one was broken off, or no row can be
-            compared.
+    exponents, are left out. Results that were measured in different ways or broken off, or have no
+    row in common, are Unusable.
     """
     _validate.positive(threshold=threshold)
     environments = (old["environment"], new["environment"])
@@ -219,7 +216,6 @@ def _verdict(old: Row | None, new: Row | None) -> tuple[str, str]:
 
 
 def _is_measured(row: Row) -> bool:
-    """Whether all figures can be measurements: finite, and times above 0."""
     times = () if row["median_ms"] is None else (row["median_ms"], *(row.get("samples_ms") or ()))
     peak = row["peak_memory_mb"] or 0.0
     return 0 <= peak < math.inf and all(0 < ms < math.inf for ms in times)
@@ -236,7 +232,6 @@ def _launches(name: str, old: int, new: int, turns: Mapping[str, Any]) -> int:
 
 
 def _judge(line: Line, test: Test, p: Mapping[str, float], threshold: float) -> Line:
-    """The verdict on times; `p` is adjusted."""
     edge = math.log1p(threshold)
     low, high = test.interval
     way = "slower" if test.estimate > 0 else "faster"
@@ -273,10 +268,8 @@ def run_compare(
 ) -> int:
     """Compare two files that `dpflash bench` wrote, and print the table or why that cannot be.
 
-    The verdicts are written to `json_path` too.
-
-    Returns:
-        1 for a regression, 2 where they cannot be compared, else 0.
+    Returns 1 for a regression, 2 where they cannot be compared, else 0. The verdicts are written
+    to `json_path` too.
     """
     problem = ""
     try:

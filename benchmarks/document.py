@@ -53,12 +53,9 @@ class Chart:
 def page(
     name: str, tables: Mapping[str, Sequence[Column]], values: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The fields title, about and tables of a suite.
+    """The fields title, about and tables of a suite: the columns of each table by its section.
 
-    Args:
-        name: of the suite.
-        tables: the columns of each table, by its section.
-        values: for the words in braces.
+    `values` are for the words in braces.
     """
 
     def filled(key: str) -> tuple[str, str]:

@@ -65,7 +65,6 @@ def _private(
     providers: Sequence[str],
     request: Request,
 ) -> Iterator[Comparison]:
-    """Private steps of attention: curves of (B, T, H, D)."""
     dtype = "bfloat16" if request.where.type == "cuda" else "float32"
     for curve, shapes in curves.items():
         for batch, tokens, heads, head_dim in shapes:
@@ -129,7 +128,6 @@ def _heads(request: Request) -> Iterator[Comparison]:
 
 
 def _exponents(rows: Iterable[Row], section: str, size: str) -> Iterator[Row]:
-    """The exponent of time over a size in each direction."""
     for direction, own in _directions(rows, section).items():
         name, curve = f"exponents/{section}/{direction}", f"{section}, {direction}"
         yield fitted_row(name, own, size, section="exponents", curve=curve)
@@ -175,7 +173,6 @@ def _derive_batches(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _curves(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
-    """The private rows of each curve."""
     own = [row for row in of_section(rows, section) if row["config"]["provider"] == AUTO]
     return grouped(own, lambda row: row["curve"])
 
@@ -205,7 +202,6 @@ def _not_measured(row: Mapping[str, Any]) -> str:
 
 
 def _bytes_per_token(direction: str, rows: Sequence[Row]) -> Row:
-    """Bytes for each further token."""
     tokens = [row["config"]["batch"] * row["config"]["tokens"] for row in rows]
     peaks = [_MIB * row["peak_memory_mb"] for row in rows]
     return output.row(

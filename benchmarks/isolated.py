@@ -67,13 +67,9 @@ def run_isolated(
 ) -> Any:
     """Returns ``function(**arguments)`` of a fresh process, to which they travel by pickle.
 
-    The limits are bytes of private memory (Linux) and seconds; torch has the threads of this
-    process.
-
-    Raises:
-        OutOfMemory, OutOfTime: it needed more than a limit.
-        Failed: its process died, or raised what does not travel by pickle.
-        Exception: whatever else the function raised.
+    The limits, bytes of private memory (Linux) and seconds, raise OutOfMemory and OutOfTime; torch
+    has the threads of this process. What the function raises is raised here, and Failed where its
+    process died, or raised what does not travel by pickle.
     """
     threads = torch.get_num_threads()
     for _, result in _results([(function, arguments)], threads, timeout, memory_limit):
@@ -93,11 +89,8 @@ def run_ranks(
     """Returns what ``function(place, **arguments)`` returned on each rank, a fresh process.
 
     On "cpu" ranks have a thread each and gloo, on "cuda" a GPU each and nccl. The timeout is in
-    seconds, beside two minutes to start.
-
-    Raises:
-        OutOfMemory: a rank needed more memory than there is.
-        Failed: a rank raised or died, or the time is up; all processes have ended then.
+    seconds, beside two minutes to start. Where a rank failed all processes end, with OutOfMemory
+    or Failed.
     """
     found: dict[int, Any] = {}
     limit = _SECONDS_TO_START + timeout
@@ -167,7 +160,6 @@ def _end(pipe: Connection, process: Any) -> None:
 
 
 def _received(pipe: Connection, process: Any) -> Any:
-    """What a process sent, or why it sent nothing."""
     try:
         return pipe.recv()
     except EOFError:

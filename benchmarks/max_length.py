@@ -166,7 +166,6 @@ def _search_row(variant: str, direction: str, request: Request) -> dict[str, Any
 
 
 def _range(request: Request) -> tuple[int, int]:
-    """The first T and the ceiling of a search."""
     if request.where.type == "cuda":
         return (2**14, 2**17) if request.quick else (2**17, 2**21)
     return (2**11, 2**13) if request.quick else (2**12, 2**18)

@@ -39,11 +39,7 @@ _SIZES = {"quick": (12, 128, 64, 1), "cpu": (24, 2048, 128, 2), "cuda": (128, 40
 
 
 def corpus(documents: int, longest: int, seed: int) -> list[Tensor]:
-    """Some of the library's files, of `longest` / 100 to `longest` bytes.
-
-    Raises:
-        Unsupported: there are too few.
-    """
+    """Some of the library's files, of `longest` / 100 to `longest` bytes, if it has enough."""
     files = ByteDocuments.read(default_data_dir(), suffixes={".py"})
     fitting = [content for content in files if longest // _SPREAD <= len(content) <= longest]
     if len(fitting) < documents:
@@ -180,7 +176,6 @@ def _plan(request: Request) -> Iterator[Comparison]:
 
 
 def _gains(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Tokens/s of packed over padded private steps."""
     speeds = {r["config"].get("provider"): r.get("speedup") for r in rows}
     packed, padded = speeds.get(PACKED), speeds.get(PADDED)
     if packed is not None and padded is not None:

@@ -23,11 +23,7 @@ _NEEDS_CUDA = {
 
 
 def build_run(operator: str, case: Case) -> Run:
-    """Attention by one of OPERATORS, as a function of q, k and v.
-
-    Raises:
-        Unsupported: the operator cannot compute this case here.
-    """
+    """Attention by one of OPERATORS, as a function of q, k and v; Unsupported where it is not."""
     if case.device == "cpu" and operator in _NEEDS_CUDA:
         raise Unsupported(_NEEDS_CUDA[operator])
     if operator == "dpflash":

@@ -91,7 +91,6 @@ def _reach(row: Row, value: float) -> tuple[float, float]:
 
 
 def _shape(drawn: Sequence[Row], across: str) -> str:
-    """The sizes of the rows, but for those along the axis."""
     parts = []
     for key, letter in _SHAPE.items():
         found = sorted({row["config"][key] for row in drawn if key in row["config"]})

@@ -62,9 +62,6 @@ def private_subject(*, provider: str, **given: Any) -> Subject:
     """A training step of one of PROVIDERS; `given` goes to `private_tasks.make_task`.
 
     Its error is that of the sum of clipped gradients, without noise.
-
-    Raises:
-        Unsupported: Opacus or opake is not installed.
     """
     return private_step(provider=provider, **given)[0]
 
@@ -99,10 +96,7 @@ def make_training(
 ) -> Training:
     """The training of a task by one of PROVIDERS, or by `make_private(optimize=LEVEL)`.
 
-    The name of the latter is "optimize-LEVEL".
-
-    Raises:
-        Unsupported: Opacus or opake is not installed.
+    The name of the latter is "optimize-LEVEL". Unsupported without Opacus or opake.
     """
     if provider == OPAKE:
         return Training(_opake_step(task, noise_multiplier, optimize))
@@ -244,7 +238,6 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _backward(losses: Any) -> None:
-    """The backward of the mean of losses, or of a loss that Opacus wrapped."""
     (losses.mean() if isinstance(losses, Tensor) else losses).backward()
 
 

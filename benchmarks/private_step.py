@@ -14,17 +14,7 @@ from typing import Any
 
 from dpflash.clipping.planner import LEVELS
 
-from .document import (
-    FIGURES,
-    OVER_NONPRIVATE,
-    ROOFS,
-    SPEEDUP,
-    Row,
-    chart,
-    columns,
-    overhead,
-    page,
-)
+from .document import FIGURES, OVER_NONPRIVATE, ROOFS, SPEEDUP, Row, chart, columns, overhead, page
 from .output import row
 from .private import AUTO, DPFLASH, NONPRIVATE, OPAKE, PEERS, private_step, private_subject
 from .suite import Comparison, Request, Subject, Suite, compared
@@ -131,7 +121,6 @@ def _plan_levels(request: Request) -> Iterator[Comparison]:
 
 
 def _gains(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """The range of each level's gains over the workloads."""
     gains: dict[str, list[float]] = {}
     for one in rows:
         if one.get("speedup") is not None and one.get("fell_back") is None:

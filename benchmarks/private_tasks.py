@@ -68,11 +68,7 @@ def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given
 
 
 def adapted_llama(width: int, heads: int, layers: int) -> nn.Module:
-    """LoRA of rank 16 on all linear layers of a Llama over bytes, which returns logits.
-
-    Raises:
-        Unsupported: PEFT or transformers is not installed.
-    """
+    """LoRA of rank 16 on all linear layers of a Llama over bytes, which returns logits."""
     try:
         import peft
         import transformers

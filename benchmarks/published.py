@@ -7,7 +7,7 @@ not compute what it says, or was never run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,11 +57,7 @@ class Answer:
         return all(key in values and values[key] == value for key, value in wanted.items())
 
     def rows(self, files: Files) -> list[Row]:
-        """The rows of a device's results; none where there was only a quick look.
-
-        Raises:
-            ValueError: a full run has none.
-        """
+        """The rows of a device's results, which a full run must have; none of a quick look."""
         file = files.get(self.suite)
         if file is None or file.is_quick:
             return []
@@ -117,14 +113,6 @@ class Report:
     file: str = ""  # the document's path in it
     commit: str = ""
     note: str = ""
-
-
-def reported_rows(reports: Iterable[Report]) -> Iterator[tuple[ReportTable, Reported]]:
-    """Every row with its table."""
-    for report in reports:
-        for table in report.tables:
-            for row in table.rows:
-                yield table, row
 
 
 def read_reports() -> tuple[Report, ...]:

@@ -132,7 +132,6 @@ def _trained(
 
 
 def _figures(found: np.ndarray, baseline: np.ndarray | None) -> dict[str, Any]:
-    """The columns of a model that learnt, from its loss on each held-out window."""
     figures: dict[str, Any] = {
         "held_out_windows": len(found),
         "held_out_loss": float(found.mean()),
@@ -149,7 +148,6 @@ def _figures(found: np.ndarray, baseline: np.ndarray | None) -> dict[str, Any]:
 
 
 def _paired(own: np.ndarray, other: np.ndarray) -> tuple[float, list[float]]:
-    """The mean difference on the same windows, and its 95% interval by Student's t."""
     mean, error = float((own - other).mean()), float(scipy.stats.sem(own - other))
     reach = float(scipy.stats.t.ppf(0.975, len(own) - 1)) * error
     return mean, [mean - reach, mean + reach]

@@ -36,11 +36,7 @@ Ends = tuple[float, float, float]  # a figure and the ends of its interval
 
 
 def render(results: Path, reports: Sequence[Report], page: Path) -> str:
-    """The page.
-
-    Raises:
-        ValueError: a full run of a suite has no row for what a report's row asks.
-    """
+    """The page; refuses a full run that lacks a row for what a report's row asks."""
     devices = {name: load(results, name) for name in device_names(results)}
     title, about = texts()["results"]
     parts = [f"# {title}"]
@@ -61,7 +57,6 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
 
 
 def _sentences(steps: ResultFile, losses: ResultFile) -> Iterator[str]:
-    """Time at two shapes, and loss, beside Opacus."""
     for shape, named in _SHAPES.items():
         found = {name: ends[0] for name, ends in _ratios(steps, shape).items()}
         peer = min((name for name in found if "opacus" in name), key=lambda name: found[name])
@@ -80,7 +75,6 @@ def _sentences(steps: ResultFile, losses: ResultFile) -> Iterator[str]:
 
 
 def _summary(files: Files, page: Path) -> str:
-    """The files of a device, each with its date, machine, picture and page."""
     keys = ("device", "threads", "date", "torch", "dpflash", "commit")
     lines = []
     for file in files.values():
@@ -142,7 +136,6 @@ def draw_headline(steps: ResultFile, losses: ResultFile) -> Any:
 
 
 def _bars(axis: Any, found: Mapping[str, Ends], labels: Mapping[str, str], form: str) -> None:
-    """Horizontal bars with error bars, Opacus' in another color."""
     colors = {NONPRIVATE: "#999999"} | {name: "#d1601a" for name in found if "opacus" in name}
     lengths = [value for value, _, _ in found.values()]
     bars = axis.barh(

@@ -69,8 +69,6 @@ def _is_possible(case: AttentionCase, ranks: int) -> bool:
 
 @dataclass(frozen=True)
 class _Sections:
-    """The sections of the suite "scaling"."""
-
     ranks: Sequence[int]
     sizes: Sizes | None
 
@@ -102,7 +100,6 @@ class _Sections:
                 yield from on_ranks(rows, measure_attention, request, cases=own, **given)
 
     def attention(self, request: Request) -> Iterator[Row]:
-        """Attention, strong and weak scaling."""
         sizes = self._sizes(request)
         for scaling in SCALINGS:
             for pattern, sharding in SPREADS:
@@ -112,7 +109,6 @@ class _Sections:
                 yield from self._attention("attention", cases, request, scaling)
 
     def memory(self, request: Request) -> Iterator[Row]:
-        """Memory of attention on each rank."""
         sizes = self._sizes(request)
         for pattern, sharding, modes in (
             ("dense causal", "zigzag", MODES),
@@ -130,7 +126,6 @@ class _Sections:
             yield from self._attention("reported", [case], request)
 
     def training(self, request: Request) -> Iterator[Row]:
-        """Private training steps, strong and weak scaling."""
         sizes = self._sizes(request)
         for ranks in self.ranks:
             for scheme in SCHEMES:
@@ -189,7 +184,6 @@ _TABLES = {
 def _scaled(
     section: str, title: str, scaling: str, y: Column, series: Callable[[Mapping[str, Any]], str]
 ) -> Chart:
-    """A panel over ranks for one kind of scaling."""
 
     def value(row: Mapping[str, Any]) -> Any:
         return y[1](row) if row["config"]["scaling"] == scaling else None

@@ -98,12 +98,10 @@ def measure_attention(
 ) -> list[dict[str, Any]]:
     """Checks and times calls of unlike modes, which take turns with rank 0 by itself.
 
-    Rank 0 alone has `tokens_alone`, while the others wait. Without effort nothing is timed.
-
-    Returns:
-        For each case "error" (of the check, relative) and "correct"; where it is correct also
-        "peak_memory_mb" of a call, "tokens", "tokens_alone", the pairs "edges" and "edges_alone",
-        and of timed calls "seconds" of each trial and "alone_seconds" (rank 0 of several).
+    Rank 0 alone has `tokens_alone`, while the others wait. Without effort nothing is timed. Each
+    case has "error" (of the check, relative) and "correct"; where it is correct also
+    "peak_memory_mb" of a call, "tokens", "tokens_alone", the pairs "edges" and "edges_alone", and
+    of timed calls "seconds" of each trial and "alone_seconds" (rank 0 of several).
     """
     found = [_checked(place, _attention_error(place, case)) for case in cases]
     steps: dict[str, Step] = {}
@@ -205,9 +203,8 @@ def measure_training(
 ) -> list[dict[str, Any]]:
     """Checks and times private steps, which take turns with `alone` on rank 0 by itself.
 
-    Returns:
-        One item, as of `measure_attention` without pairs; "error" is that of a noiseless step
-        against a loop over single samples.
+    The one item is as of `measure_attention` without pairs; "error" is that of a noiseless step
+    against a loop over single samples.
     """
     with warnings.catch_warnings():
         # One is that of the rank that trains by itself while others exist.
@@ -229,8 +226,6 @@ def measure_training(
 
 
 class _Training:
-    """A private model, its engine, and this rank's part of a batch."""
-
     def __init__(
         self,
         place: Place,
@@ -265,7 +260,6 @@ class _Training:
         )
 
     def step(self) -> None:
-        """An epoch, which is one step."""
         for x, y in self.loader:
             parallel = getattr(self.model, "context_parallel", None)
             if parallel is not None:
@@ -276,7 +270,6 @@ class _Training:
 
 
 def _task(case: TrainingCase, device: torch.device) -> Task:
-    """The same model and batch on all ranks."""
     shape = (case.vocab, case.width, case.layers, case.heads)
     return bytes_task(
         lambda: LongContextLM(*shape, max_seq_len=case.tokens),

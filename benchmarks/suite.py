@@ -28,13 +28,7 @@ from dpflash.clipping.device_speed import Ceilings
 from . import output
 from .document import Chart, Table, markdown
 from .environment import environment
-from .isolated import (
-    OutOfMemory,
-    OutOfTime,
-    brief,
-    is_out_of_memory,
-    run_isolated,
-)
+from .isolated import OutOfMemory, OutOfTime, brief, is_out_of_memory, run_isolated
 from .memory import device_memory, peak_growth
 from .picture import draw
 from .timing import (
@@ -197,10 +191,8 @@ class Suite:
 def run_suite(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
     """Measures, and writes NAME.json, NAME.md and NAME.png into an existing folder.
 
-    After Ctrl-C they hold what was measured until then, and "complete" is False.
-
-    Returns:
-        What the JSON holds: "environment", "complete" and "rows".
+    Returns what the JSON holds: "environment", "complete" and "rows". After Ctrl-C they hold what
+    was measured until then, and "complete" is False.
     """
     output.require_drawing()
     before = torch.get_num_threads()
@@ -386,7 +378,6 @@ class Bench:
         rows: Mapping[str, Row],
         baseline: str | None,
     ) -> None:
-        """Times calls that take turns, and writes the figures into their rows."""
         if not checked:
             return
         self.progress.set_postfix_str(f"{next(iter(checked))}: timing {len(checked)} in turns")
@@ -413,7 +404,6 @@ class Bench:
     def _figures(
         self, name: str, subject: Subject, seconds: Sequence[float], row: Row, effort: Effort
     ) -> Row:
-        """The columns of what was timed."""
         found = columns(seconds, is_short=effort != self.request.calls)
         median = found["median_ms"] / 1e3
         if subject.tokens is not None:
@@ -438,8 +428,6 @@ def too_slow(reason: str, limit: float) -> str:
 
 
 class _Probed(NamedTuple):
-    """Growth of memory and duration of the second call."""
-
     peak_mb: float | None
     seconds: float
 

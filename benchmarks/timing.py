@@ -39,8 +39,7 @@ class Effort:
     def within(self, seconds: float, limit: float) -> Effort | None:
         """This effort where calls of so many seconds fit into the limit, else fewer calls.
 
-        Returns:
-            1 warm-up and 3 to 23 trials where that is all that fits; None where it does not.
+        Those are 1 warm-up and 3 to 23 trials; None where these do not fit.
         """
         if seconds * self.calls <= limit:
             return self
@@ -117,11 +116,8 @@ class Stopwatch:
     """Seconds of a call, by the clock that suits the device.
 
     On a GPU these are CUDA events, with the L2 cache overwritten before; on one CPU thread its
-    process time, which other jobs of the machine disturb less; else the wall clock.
-
-    Args:
-        device: on which the call runs.
-        wall: take the wall clock on a CPU in any case, as where processes wait for each other.
+    process time, which other jobs of the machine disturb less; else, and with `wall`, as where
+    processes wait for each other, the wall clock.
     """
 
     def __init__(self, device: torch.device, *, wall: bool = False):
@@ -134,7 +130,6 @@ class Stopwatch:
             self._flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device=device)
 
     def __call__(self, step: Step) -> float:
-        """Seconds of one call."""
         if not self.is_cuda:
             begin = self._clock()
             step()
@@ -203,11 +198,7 @@ def time_call(
 
 
 def usable_device(device: str) -> torch.device:
-    """The device of a name, "cpu", "cuda" or "cuda:1".
-
-    Raises:
-        ValueError: there is no such device, or torch does not find it here.
-    """
+    """The device of a name, "cpu", "cuda" or "cuda:1"; refuses one that torch does not find."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):

@@ -23,14 +23,7 @@ from .attention import (
 )
 from .document import FIGURES, ROOFS, SPEEDUP, Row, chart, columns, page, ratio
 from .quality import QUALITY, quality_rows
-from .suite import (
-    Comparison,
-    Part,
-    Request,
-    Subject,
-    Suite,
-    compared,
-)
+from .suite import Comparison, Part, Request, Subject, Suite, compared
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,6 @@ def _reports(request: Request) -> Iterator[Comparison]:
 
 
 def _pairs_left_out(row: Row) -> str | None:
-    """Of dense causal attention's pairs."""
     if row.get("density") is None:
         return None
     tokens = row["config"]["tokens"]

@@ -64,16 +64,10 @@ def run_versus(
     """Measure two checkouts in turns, write OLD.json and NEW.json, and compare them.
 
     What is measured are `versus_worker.JOBS` of the dpflash that runs this, whatever the checkouts
-    have in `dpflash.bench`. A row is wrong where the new checkout's result is not the old one's.
-    A launch is a pair of fresh processes, in which every job has its turn in both in each round;
-    the comparison, also in comparison.json, is by launches where there are 3 or more.
-
-    Returns:
-        What `compare.run_compare` returns: 1 for a regression, 0 for none.
-
-    Raises:
-        ValueError: a folder is no checkout of dpflash.
-        WorkerError: a checkout's process died.
+    have in `dpflash.bench`. A row is wrong where the new checkout's result is not the old one's. A
+    launch is a pair of fresh processes, in which every job has its turn in both in each round; the
+    comparison, also in comparison.json, is by launches where there are 3 or more. Returns what
+    `compare.run_compare` returns: 1 for a regression, 0 for none.
     """
     _validate.positive_int(launches=launches, rounds=rounds)
     if launches * rounds < 2:
@@ -115,7 +109,6 @@ def run_versus(
 
 
 def _copy_harness(folder: Path) -> Path:
-    """The workers' code as a package of its own, apart from either dpflash."""
     package = folder / "versus_harness"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -147,7 +140,6 @@ def _launch(
     rows: dict[str, dict[str, Row]],
     scratch: Path,
 ) -> None:
-    """Adds the trials of a launch to the rows; what fails in one launch has no more turns."""
     cpu = _cpu(launch)
     for worker in workers.values():
         worker.ask(do="launch", cpu=cpu)
@@ -216,8 +208,6 @@ def _finished(row: Row) -> Row:
 
 
 class _Worker:
-    """The process of a checkout."""
-
     def __init__(self, tree: Path, harness: Path, log: Path, checkout: Path) -> None:
         self._tree, self._log, self._checkout = tree, log, checkout
         with log.open("w") as errors:
@@ -236,7 +226,6 @@ class _Worker:
         self.version = hello["version"]
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        """The answer to a command."""
         assert self.process.stdin is not None
         try:
             print(json.dumps(command), file=self.process.stdin, flush=True)

@@ -142,21 +142,12 @@ def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
 def place_under_roofs(
     work: Work, seconds: float, roofs: Ceilings, dtype: str, memory_fraction: float | None = None
 ) -> dict[str, Any]:
-    """The roofline columns of a row (Williams et al., CACM 52(4), 2009).
+    """The roofline columns of a row (Williams et al., CACM 52(4), 2009), of one call's work.
 
-    Args:
-        work: of one call.
-        seconds: that it takes.
-        roofs: of the machine.
-        dtype: of the products, as in `Ceilings.flops`.
-        memory_fraction: peak memory over the device's, where it is known.
-
-    Returns:
-        "gflop_per_s", "gbyte_per_s", "intensity" (FLOPs a byte), "roof" (the lower one, "compute"
-        or "memory"), "roof_fraction" (achieved FLOP/s over what it allows) and "bound":
-        "memory_capacity" (four fifths of the memory is taken), else "overhead" (less than half
-        of the roof is reached), "balanced" (the roofs are within a quarter of each other), or by
-        the lower roof "compute_bound" or "memory_bandwidth".
+    "roof" is the lower one, "compute" or "memory", "roof_fraction" the achieved FLOP/s over what
+    it allows, and "bound" is "memory_capacity" (four fifths of the device's memory are taken),
+    else "overhead" (less than half of the roof is reached), "balanced" (the roofs are within a
+    quarter of each other), or by the lower roof "compute_bound" or "memory_bandwidth".
     """
     compute = work.flops / roofs.rate(dtype)
     memory = work.moved_bytes / roofs.bandwidth

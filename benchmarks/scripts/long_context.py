@@ -109,14 +109,10 @@ def attention_of(pattern: str, tokens: int) -> Pattern:
 
 
 class Recall(Dataset[tuple[Tensor, Tensor]]):
-    """Documents of random tokens, of which one is a value; the answer is its code.
+    """Documents of random tokens, of which one is a value; the answer to each value is its code.
 
-    Args:
-        key: below 2^11; documents of one key and index are the same, whatever T is.
-        size: number of documents, at most 2^21.
-        length: tokens of a document.
-        tokens: T, the last tokens of a document that a sample has.
-        code: `[VALUES]`, int64: the answer to each value.
+    Documents of one key (below 2^11) and index (below 2^21) are the same, whatever T is: the last
+    `tokens` of the `length` of a document.
     """
 
     def __init__(self, key: int, size: int, length: int, tokens: int, code: Tensor) -> None:

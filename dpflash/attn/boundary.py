@@ -190,7 +190,6 @@ class _Boundary(torch.autograd.Function):
 def _release(
     boundary: Boundary, off: NoiseOff | None, grads: Sequence[Tensor], squares: Tensor
 ) -> tuple[Tensor, ...]:
-    """Clip the gradients `[B, ...]` by their joint squared norms `[B]`, and add noise."""
     bound = float(boundary.max_grad_norm)
     factors = clip_factors(squares, bound)
     std = float(boundary.noise_multiplier) * bound

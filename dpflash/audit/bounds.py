@@ -75,7 +75,6 @@ class Claim:
 
     @cached_property
     def _lines(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Epsilons, and 1 - delta at each."""
         most = min(float(self.accountant.get_epsilon(_LEAST_DELTA)), _STEEPEST)
         epsilons = np.linspace(0.0, most, _LINES)
         deltas = [self.accountant.get_delta(float(epsilon)) for epsilon in epsilons]
@@ -137,7 +136,6 @@ class Plan:
 
 
 def _above(ordered: NDArray[np.float64], cut: Any) -> Any:
-    """The part of ordered scores that are at least `cut`."""
     return 1 - np.searchsorted(ordered, cut) / len(ordered)
 
 

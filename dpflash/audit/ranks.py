@@ -158,7 +158,6 @@ class RankProbes:
 
 
 def _main(folder: Path, rank: int) -> None:
-    """Probe as one of two ranks, and write what was found into the folder."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

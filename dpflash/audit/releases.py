@@ -109,10 +109,8 @@ class Run:
 
     `canaries` is the number that the model knows, `numbers` has those of the data's entries (all
     by default). With `background` canaries share one parameter and have one table, else two
-    tables. `prepare` is done to the model before it is made private, such as sharding it.
-
-    Attributes:
-        bounds: `[parameters]`: what a canary contributes to its number in each.
+    tables. `prepare` is done to the model before it is made private, such as sharding it. `bounds`
+    `[parameters]` is what a canary contributes to its number in each.
     """
 
     _model_type: type[nn.Module] = CanaryModel

@@ -150,5 +150,4 @@ class AuditReport:
 
 
 def _upwards(length: float) -> list[list[float]]:
-    """An error bar upwards alone."""
     return [[0.0], [length]]

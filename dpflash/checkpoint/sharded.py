@@ -139,7 +139,6 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 
 def _begin(path: Path, releases: int) -> bytes:
-    """Make a new sub-folder and return its name."""
     if path.exists() and not path.is_dir():
         raise ValueError(
             f"path={str(path)!r} is a file, and an engine with a mesh writes its checkpoint as a "
@@ -189,7 +188,6 @@ def _fill(
 
 
 def _point_to(path: Path, name: str) -> bytes:
-    """Make a complete sub-folder the current checkpoint."""
     # The sub-folder's entries must be on the disk before the pointer.
     flush_folder(path)
     with checkpoint.replaced(path / POINTER) as file:
@@ -199,7 +197,6 @@ def _point_to(path: Path, name: str) -> bytes:
 
 
 def _remove_others(path: Path, name: str | None) -> None:
-    """Remove older checkpoints and remains of unfinished ones."""
     for child in path.iterdir():
         if _STATE_FOLDER.fullmatch(child.name) and child.name != name:
             shutil.rmtree(child, ignore_errors=True)
@@ -210,7 +207,6 @@ def _remove_others(path: Path, name: str | None) -> None:
 def _split(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors for torch.distributed.checkpoint, and the structure that holds them."""
     tensors: dict[str, Tensor] = {}
     module: dict[str, Any] = {}
     for name, value in _inner(model).state_dict().items():
@@ -249,7 +245,6 @@ def _split(
 
 
 def _find(path: Path) -> bytes:
-    """Name of the sub-folder that holds the checkpoint; empty for a file."""
     if not path.is_dir():
         return b""
     try:
@@ -376,7 +371,6 @@ def _whole(value: Any) -> Any:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The model without wrappers that would add a prefix to its names."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -387,7 +381,6 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the optimizer's parameters, in the optimizer's order."""
     names = {p: n for n, p in _inner(model).named_parameters()}
     return [names[p] for group in optimizer.param_groups for p in group["params"]]
 

@@ -40,8 +40,6 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class _Audit:
-    """What is audited; the fields are those of a run's report."""
-
     noise_multiplier: float
     sample_rate: float
     steps: int

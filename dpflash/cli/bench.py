@@ -163,7 +163,6 @@ def _run_versus(args: argparse.Namespace) -> int:
 
 
 def _scaling_suite(args: argparse.Namespace) -> Suite:
-    """The suite "scaling" on the numbers of ranks that --ranks names."""
     from dpflash.bench.scaling import scaling_suite
 
     try:

@@ -95,7 +95,6 @@ def _run_budget(args: argparse.Namespace) -> int:
 def _report(
     spending: Spending, lines: list[LedgerLine], budget: PrivacyBudget | None, delta: float
 ) -> dict[str, Any]:
-    """The total guarantee of all lines, with its assumptions."""
     epsilon = spending.epsilon(delta)
     runs = _runs(lines)
     events = [line.event for line in lines if line.event is not None]
@@ -145,7 +144,6 @@ def _sample_rate(event: Event | None) -> float | None:
 
 
 def _tables(report: dict[str, Any], accountant: Accountant) -> str:
-    """A table with a row per run and kind of step, and a table of the total."""
     runs = [[_cell(run[key]) for key in _COLUMNS] for run in report["runs"]]
     samplers = ", ".join(sorted({run["sampler"] for run in report["runs"]})) or "none"
     lower, remaining = report["epsilon_lower"], report["remaining_steps"]
@@ -177,7 +175,6 @@ def _cell(value: Any) -> str:
 
 
 def _figure(spending: Spending, lines: list[LedgerLine], args: argparse.Namespace) -> Any:
-    """Plot of epsilon over steps, under the common relation, and of the trade-off curve."""
     label = described(spending.accountant)
     steps, epsilons = _points(spending, lines, args.accountant, args.delta)
     tradeoff = Tradeoff(label, [0.0, 1.0], [0.0, 0.0])

@@ -71,7 +71,6 @@ def _function(target: str) -> Callable[[], Any]:
 
 
 def _module(where: str) -> ModuleType:
-    """Import a module by its dotted name, relative to the working directory, or by its file."""
     if not where.endswith(".py"):
         sys.path.insert(0, "")
         return importlib.import_module(where)

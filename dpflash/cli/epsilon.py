@@ -9,12 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dpflash._validate import finite, non_negative, optional, positive
-from dpflash.accounting import (
-    Accountant,
-    get_sample_rate,
-    noise_multiplier_for,
-    remaining_steps,
-)
+from dpflash.accounting import Accountant, get_sample_rate, noise_multiplier_for, remaining_steps
 
 from ._figures import check_plot, draw, epsilon_curve, save, tradeoff_of
 from ._parser import add_options
@@ -103,7 +98,6 @@ def _run_calibrate(args: argparse.Namespace) -> int:
 
 
 def _check_one_unknown(args: argparse.Namespace, run: Run) -> None:
-    """Raise a ValueError unless exactly one of noise, count and sample rate is unknown."""
     known = {"noise_multiplier": args.noise_multiplier, _count_name(run): run.count}
     if not run.is_shuffled:
         known["sample_rate"] = run.sample_rate
@@ -201,7 +195,6 @@ def _print(
 def _report(
     args: argparse.Namespace, run: Run, noise_multiplier: float, accountant: Accountant
 ) -> dict[str, Any]:
-    """The guarantee of the run, with its assumptions."""
     interval = accountant.get_epsilon(args.delta, interval=True)
     # The advantage takes half a minute with Opacus' accountant.
     is_slow = accountant.mechanism() == "prv"
@@ -222,7 +215,6 @@ def _report(
 
 
 def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str]]:
-    """The rows of the table; unknown values have no row."""
     rows: list[tuple[str, Any]] = [
         ("mechanism", f"Gaussian, noise multiplier {report['noise_multiplier']}"),
         *(

@@ -193,7 +193,6 @@ def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:
 
 
 def _resume_command(job: Any, launch: Any) -> str:
-    """The command that resumes a job on the same number of ranks."""
     if launch.world_size == 1:
         return f"dpflash train --resume {job.folder}"
     context = launch.parallel.context_parallel
@@ -211,13 +210,11 @@ def _rank() -> int:
 
 
 def _print_error(rank: int, error: object) -> None:
-    """Print an error of one of several ranks in one line."""
     text = " ".join(str(error).split())
     print(f"dpflash: error: rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
-    """Create or resume the job."""
     from dpflash.train.run import TrainingRun, holds_a_run
 
     resumed = getattr(args, "resume", None)
@@ -278,7 +275,6 @@ def _announcement(job: Any) -> list[str]:
 
 
 def _documents(job: Any) -> str:
-    """The numbers of documents for training and evaluation."""
     config = job.config
     if config.dataset_size is not None:
         return f"a declared size of {counted(config.dataset_size, _noun(config))}"
@@ -300,7 +296,6 @@ def _noun(config: TrainingConfig) -> str:
 
 
 def _unit(config: TrainingConfig) -> str:
-    """The privacy unit, such as "one file"."""
     text = f"one {config.noun}"
     if config.examples_per_unit is not None:
         text += f" (at most {counted(config.examples_per_unit, config.document)} of it in a step)"
@@ -308,7 +303,6 @@ def _unit(config: TrainingConfig) -> str:
 
 
 def _schedule(job: Any) -> str:
-    """The number of steps, and the length of windows with the reason if it is shortened."""
     config = job.config
     text = f"{job.total_steps} of about {counted(config.batch_size, _noun(config))}, "
     text += f"{'rows' if config.pack else 'windows'} of {counted(job.window_len, job.token)}"
@@ -318,7 +312,6 @@ def _schedule(job: Any) -> str:
 
 
 def _summary(report: dict[str, Any], job: Any) -> list[str]:
-    """The lines of the table that is printed at the end."""
     from dpflash.privacy.spending import rounded_up
     from dpflash.train import run as training
     from dpflash.train.metrics import METRICS

@@ -20,12 +20,7 @@ from torch.distributed import ProcessGroup
 
 from dpflash.distributed.collectives import rank_in
 from dpflash.kernels.attention import attention_backward, attention_forward, merge_
-from dpflash.kernels.attention_reference import (
-    AttentionInputs,
-    delta_of,
-    needs_wide_o,
-    sinks_grad,
-)
+from dpflash.kernels.attention_reference import AttentionInputs, delta_of, needs_wide_o, sinks_grad
 from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import block_counts, runtime_graph
@@ -141,7 +136,6 @@ class BlockwiseForward:
                 merge_(o[:, :, rows], lse[:, :, rows], *partial)
 
     def _results(self) -> tuple[Tensor, Tensor]:
-        """(o, lse) merged so far, in the accumulation dtype."""
         if self._merged is None:
             dtype = torch.promote_types(self._q.dtype, torch.float32)
             lse = self._q.new_full(self._q.shape[:3], -math.inf, dtype=dtype)
@@ -260,5 +254,4 @@ def _inputs_of(
 
 
 def _is_all(tokens: slice, x: Tensor) -> bool:
-    """Whether the slice covers all tokens of x `[B, H, T, D]`."""
     return (tokens.start, tokens.stop) == (0, x.shape[2])

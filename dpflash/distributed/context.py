@@ -371,7 +371,6 @@ def loss_weights(
 
 
 def _group_of(mesh: object) -> ProcessGroup | None:
-    """The process group of a mesh's dimension "context"."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh={type(mesh).__name__}: expected a DeviceMesh; make one with "
@@ -424,7 +423,6 @@ def _longest(layout: Layout) -> int:
 
 
 def _dimension(x: object, dim: int) -> int:
-    """`dim` as a non-negative index."""
     if not isinstance(x, Tensor):
         raise ValueError(f"x is a {type(x).__name__}: expected a tensor; use torch.as_tensor")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:

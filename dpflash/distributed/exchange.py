@@ -62,7 +62,6 @@ def count_traffic() -> Iterator[TrafficCount]:
 
 
 def _record(phase: str, operation: str, size: int) -> None:
-    """Add a send to every active `TrafficCount`."""
     if size:
         for count in _active:
             count.sends.append((phase, operation, size))

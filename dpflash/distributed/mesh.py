@@ -147,7 +147,6 @@ def _described(error: Exception) -> str:
 
 
 def _raise_of_other(operation: str, rank: int, described: str) -> NoReturn:
-    """Raise the error of another rank."""
     if described[0] == "!":
         raise PrivateRefusal(described[1:]) from None
     raise collectives.RankError(f"{operation} failed on rank {rank}: {described[1:]}")

@@ -69,8 +69,6 @@ class HeadExchange:
 
 
 class _ToHeads(torch.autograd.Function):
-    """`HeadExchange.to_heads` as an autograd function."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: HeadExchange, name: str) -> Tensor:
         ctx.exchange, ctx.name = exchange, name
@@ -105,8 +103,6 @@ class _ToTokens(torch.autograd.Function):
 
 
 class _OwnHeads(torch.autograd.Function):
-    """Attention of this rank's heads over all tokens."""
-
     @staticmethod
     def forward(
         ctx: Any,

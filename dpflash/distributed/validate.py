@@ -84,7 +84,6 @@ def check_module(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _check_context(module: nn.Module, ranks: Ranks) -> None:
-    """Check that the model is context parallel if and only if the mesh has a context dimension."""
     is_context_parallel = False
     for name, child in module.named_modules():
         context = getattr(child, "context_parallel", None)

@@ -284,7 +284,6 @@ class DPTrainer(Trainer):
             )
 
     def _known_loss(self) -> SampleLoss | None:
-        """The loss of a sample by the model's task; None where `_losses_of` has another one."""
         return None if self.compute_loss_func else sample_loss(self._module())
 
     def _checked_engine(self, engine: PrivacyEngine | None) -> PrivacyEngine:
@@ -379,11 +378,9 @@ class DPTrainer(Trainer):
         )
 
     def _training_collate(self, collate: Any) -> Any:
-        """The collate function of training, from that of the trainer."""
         return collate
 
     def _steps(self, loader: DataLoader) -> int:
-        """The number of releases that `args` asks for."""
         if self.args.max_steps > 0:
             return self.args.max_steps
         plan = sampling_plan(loader, self._privacy)
@@ -427,7 +424,6 @@ class DPTrainer(Trainer):
             )
 
     def _fails(self, inputs: Any) -> bool:
-        """Whether a batch of one entry raises."""
         model, loss = self._module(), self._sample_loss
         try:
             self._losses_of(model, inputs)
@@ -583,7 +579,6 @@ class DPTrainer(Trainer):
             self._write_card(os.path.join(output_dir, "README.md"))
 
     def _write_card(self, path: str) -> None:
-        """Add the section on privacy to a card, or replace it."""
         if self._private_loader is not None and self._private_optimizer is not None:
             made = self._private_loader, self._private_optimizer
             write_privacy_section(path, privacy_lines(self.engine, *made, self._privacy))
@@ -734,7 +729,6 @@ class DPTrainer(Trainer):
 
 
 def _packed_loader(dataset: Any, pack: PackTo) -> DataLoader:
-    """All entries of a dataset, packed."""
     lengths = [pack.length_of(dataset[i]) for i in range(len(dataset))]
     return DataLoader(dataset, batch_sampler=pack.microbatches(lengths), collate_fn=pack)
 
@@ -801,6 +795,5 @@ def _refuse_training_data(evaluated: Any, train_dataset: Any) -> None:
 
 
 def _secret_file(checkpoint: str) -> str:
-    """The file of the engine that belongs to a folder checkpoint-N."""
     output_dir, name = os.path.split(os.path.realpath(checkpoint))
     return os.path.join(output_dir, SECRET, f"{name}.pt")

@@ -39,7 +39,6 @@ def _stored(dataset: Any) -> Iterator[tuple[int, _Places]]:
 
 
 def _places(dataset: Any, chosen: _Places) -> Iterator[tuple[int, _Places]]:
-    """The same of some entries."""
     yield id(dataset), chosen
     table = getattr(dataset, "data", None)
     if isinstance(dataset, Subset):

@@ -304,7 +304,6 @@ def _mask(
 
 
 def _names(mask_function: Callable[..., Any]) -> Iterator[str]:
-    """Names of the mask functions that are combined by `and`."""
     name = getattr(mask_function, "__qualname__", repr(mask_function))
     if name == "and_masks.<locals>.and_mask":
         for part in _closure(mask_function)["mask_functions"]:

@@ -51,8 +51,6 @@ _NO_LABEL = -100
 
 
 class _TRLTrainer(DPTrainer):
-    """What TRL's trainers have in common."""
-
     _loads_models = True
 
     def _check_model(self) -> None:
@@ -196,7 +194,6 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
             return self._compute_loss(_with_scores(model), inputs, return_outputs)
 
     def _losses_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """(losses `[B]`, outputs) of a batch of `Pairs`."""
         rows = Pairs.rows(inputs)
         given = {name: x for name, x in rows.items() if name not in _NOT_OF_MODEL}
         outputs = model(**given, use_cache=False)

@@ -340,7 +340,6 @@ class MultiheadAttention(nn.Module):
         )
 
     def _require_packable(self, *masks: Tensor | None) -> None:
-        """Refuses what does not go with packed documents."""
         reason = None
         has_numbers = self.sinks is not None or self.alibi_slopes is not None
         if not self.self_attention:
@@ -368,7 +367,6 @@ class MultiheadAttention(nn.Module):
         return out
 
     def _rotated(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys turned by their positions `[T]`."""
         angles = rotary_angles(positions, self.head_dim)
         return rotate(q, angles), rotate(k, angles)
 
@@ -419,7 +417,6 @@ class MultiheadAttention(nn.Module):
         return None
 
     def _require_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuses inputs that do not fit the module or each other."""
         if self.self_attention and (key is not query or value is not query):
             raise ValueError(
                 "key or value is another tensor than query, but this module was built for "

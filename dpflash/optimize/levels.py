@@ -124,7 +124,6 @@ def _of_none(clipping: str) -> tuple[str, ...]:
 
 
 def _clipping(asked: Asked, clipping: str) -> str:
-    """The sentence about clipping."""
     text = f"clipping: {clipping}"
     if asked.clipping is not None or asked.mode != "auto":
         text += " as asked for"
@@ -186,7 +185,6 @@ def _of_compiler(size: int) -> tuple[str, ...]:
 def _obstacle(
     asked: Asked, module: nn.Module, layers: Sequence[Layer], device: torch.device, size: int
 ) -> str | None:
-    """Why the model cannot be compiled; None where it can."""
     compiled = (
         isinstance(m, torch._dynamo.OptimizedModule) or m._compiled_call_impl is not None
         for m in module.modules()

@@ -68,10 +68,6 @@ class ForwardWrapper:
 
     The model changes its class, as private layers do: it is the same object with the same
     `state_dict()`, and copies and pickles are of the plain model.
-
-    Attributes:
-        optimization: what the level does; updated where the compiler fails.
-        unchanged: checks the model's buffers and frozen parameters; None for no check.
     """
 
     def __init__(
@@ -150,7 +146,6 @@ class ForwardWrapper:
         self.optimization = self.optimization.without_compiler(why)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run the wrapped forward."""
         if self._is_plain:
             return self._plainly(module, args, kwargs)
         if torch.is_grad_enabled():
@@ -208,7 +203,6 @@ class ForwardWrapper:
     def _padded(
         self, padding: PaddingTrial, module: nn.Module, tensors: list[Tensor], *arguments: Any
     ) -> Any:
-        """A forward that has no backward, of a microbatch with less padding or the same."""
         rows = ForwardRows(units=self._backward.forward.units)
         before = RandomState(self._parameter_device)
         self._backward.forward.record(rows)
@@ -223,7 +217,6 @@ class ForwardWrapper:
     def _noting_leaves(
         self, module: nn.Module, tensors: list[Tensor]
     ) -> AbstractContextManager[None]:
-        """Note the tensors that may ask for gradients in a call of the model."""
         if self._uncovered is None:
             return nullcontext()
         own, is_foreign = tensors, self._backward.step.tracker.current is None
@@ -357,7 +350,6 @@ class ForwardWrapper:
         return OwnAttributes(self._module.named_modules())
 
     def _again(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run a forward that has no backward."""
         if self._compiles(module):
             return self._called(module, tensors, args, kwargs)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: None, _dropped):
@@ -390,7 +382,6 @@ class ForwardWrapper:
         return drawn if drawn in first else next(iter(first), 0)
 
     def _size_of_call(self, tensors: list[Tensor]) -> int:
-        """B of a call that has returned."""
         if self._backward.forward.units is not None:
             return self._backward.forward.units.size
         size = self._backward.forward.known_batch_size()
@@ -421,7 +412,6 @@ class ForwardWrapper:
         return _widened(outputs) if self.optimization.autocast else outputs
 
     def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A forward on public data."""
         if self._order is not None and not torch.compiler.is_compiling():
             with self._backward.step.noting_refusals():
                 self._order.refuse_private(_tensors((args, kwargs)))
@@ -496,8 +486,6 @@ class ForwardWrapper:
 
 
 class _State(NamedTuple):
-    """Several states that are restored together."""
-
     random: RandomState
     contents: Contents
     attributes: OwnAttributes
@@ -528,7 +516,6 @@ def _is_low(output: Any) -> bool:
 
 
 def _widened(outputs: Any) -> Any:
-    """The outputs with 16-bit tensors as float32."""
     return map_tensors(lambda x: x.float() if _is_low(x) else x, outputs)
 
 

@@ -60,7 +60,6 @@ class Pattern(ABC):
         """
 
     def _check_size(self, num_tokens: int, num_heads: int) -> None:
-        """Raises for a T or H that the pattern does not support."""
         _arguments.integer("num_heads", num_heads, 1)
         if _arguments.integer("num_tokens", num_tokens, 0) > MAX_TOKENS:
             expected = f"at most {MAX_TOKENS}"

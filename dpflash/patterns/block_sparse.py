@@ -98,7 +98,6 @@ class BlockSparse(Pattern):
             )
 
     def _lists(self) -> tuple[_Lists, ...]:
-        """`block_lists`, always with a level of heads."""
         assert self.block_lists is not None
         return tuple(self.block_lists) if self._is_per_head() else (tuple(self.block_lists),)
 

@@ -123,8 +123,6 @@ class _Sides:
 
 
 class _Tables:
-    """A side's tables as arrays."""
-
     def __init__(self, side: Side) -> None:
         self.groups = side.groups.numpy().astype(np.int64)
         self.runs = side.runs.numpy().astype(np.int64)

@@ -74,17 +74,9 @@ class Uncopied:
 class RunKeys(Uncopied):
     """The secret keys of one run, under which no two releases get the same noise or draw.
 
-    Args:
-        seed: derives the keys from this number; None for keys from the operating system.
-        ranks: the ranks that share the keys.
-        ledger_releases: number of releases in the ledger; 0 without one.
-
-    Attributes:
-        seed: the seed passed, or that of the loaded checkpoint.
-        run: the unique name of the run in the ledger.
-        branch: the unique name of this continuation of the run; "" before a checkpoint is loaded.
-        incarnation: a number in the noise and sampling keys. With a seed it is that of the
-            ledger's releases where a run begins on a ledger, or an older checkpoint is loaded.
+    They are derived from the seed, or come from the operating system. `run` is the unique name of
+    the run in the ledger, `branch` that of this continuation of it ("" before a checkpoint is
+    loaded).
 
     Guarantees:
         Without a seed no two continuations of a run share a key. With a seed they do where
@@ -95,9 +87,11 @@ class RunKeys(Uncopied):
 
     def __init__(self, seed: int | None, ranks: Ranks, *, ledger_releases: int = 0):
         self.seed = seed
+        # Part of the keys of noise and draws. With a seed it is the number of the ledger's
+        # releases where the run begins on a ledger, or an older checkpoint is loaded.
         self.incarnation = ledger_releases
         self._ranks = ranks
-        self._master = self._new_master()
+        self.master = self._new_master()
         self.branch = ""
         self.run = self._new_token()
         self._engine = next(_numbers)
@@ -106,19 +100,14 @@ class RunKeys(Uncopied):
         self._has_warned = False
 
     @property
-    def master(self) -> bytes:
-        """The key that the other keys are derived from."""
-        return self._master
-
-    @property
     def noise(self) -> bytes:
         """The key of the noise."""
-        return derive_key(self._master, f"noise-{self.incarnation}")
+        return derive_key(self.master, f"noise-{self.incarnation}")
 
     @property
     def sampling(self) -> bytes:
         """The key of the draws."""
-        return derive_key(self._master, f"sampling-{self.incarnation}")
+        return derive_key(self.master, f"sampling-{self.incarnation}")
 
     def begin_model(self) -> None:
         """Change the keys for another model, whose releases are counted from 0 again.
@@ -126,7 +115,7 @@ class RunKeys(Uncopied):
         Calls no collectives: the new name of the run is derived from run and branch, which no
         other engine has.
         """
-        self._master = derive_key(self._master, "next model")
+        self.master = derive_key(self.master, "next model")
         name = f"{self.run} {self.branch}".encode()
         self.run = hashlib.blake2b(name, digest_size=32, person=b"dpflash-run").hexdigest()
         self.branch, self._loaded = "", None
@@ -134,7 +123,7 @@ class RunKeys(Uncopied):
     def leave_ranks(self) -> None:
         """Continue in a forked process, which is none of the ranks, under keys of its own."""
         self._ranks = Ranks()
-        self._master, self.branch = master_key(), self._new_token()
+        self.master, self.branch = master_key(), self._new_token()
 
     def claim(self, step: int) -> None:
         """Record a release before it is made, for an engine without a ledger.
@@ -173,7 +162,7 @@ class RunKeys(Uncopied):
             "branch": self.branch,
             "seed": self.seed,
         }
-        return state if self.seed is None else {**state, "key": self._master.hex()}
+        return state if self.seed is None else {**state, "key": self.master.hex()}
 
     def knows_all(self, state: Mapping[str, Any], releases: int) -> bool:
         """Whether a checkpoint has all of the releases that were made with these keys so far."""
@@ -199,10 +188,10 @@ class RunKeys(Uncopied):
             # The ledger only grows, so no other continuation of this run has used this number.
             self.incarnation = ledger_releases
         self.branch = self._new_token()
-        self._master = self._new_master()
+        self.master = self._new_master()
         if self.seed is not None:
             key = state["key"]
-            self._master = bytes.fromhex(key) if isinstance(key, str) else key
+            self.master = bytes.fromhex(key) if isinstance(key, str) else key
 
     def _new_master(self) -> bytes:
         return self._ranks.broadcast_from_first(master_key(self.seed), "the engine's key")

@@ -61,20 +61,13 @@ class Ledger:
     """An append-only file of JSON lines, read when it is opened.
 
     Each line holds a digest of everything before it, and the file's head a copy of the last line
-    (see `LedgerFile`).
-
-    Attributes:
-        lines: the lines of the file when it was opened.
-        releases: the number of steps in the file now.
+    (see `LedgerFile`). `lines` are those of the file when it was opened.
 
     Guarantees:
         A line is flushed to the disk before `append` returns, so a crash after it can only
-        over-count. A file is refused if its lines cannot be read, or if it does not end with the
-        line of its head because it was changed, truncated or emptied. Only an unfinished last
-        line, whose release was not made, is ever removed.
-
-    Raises:
-        ValueError: names the file and the damaged line, or the head.
+        over-count. A file is refused (ValueError) if its lines cannot be read, or if it does not
+        end with the line of its head because it was changed, truncated or emptied. Only an
+        unfinished last line, whose release was not made, is ever removed.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -195,7 +188,6 @@ class Ledger:
         return lines
 
     def _check_head(self, content: bytes) -> None:
-        """Refuse a file that does not contain the line of its head."""
         head, where = self._tail.head, self._file.head_path
         command = f"tail -n 1 {quote(str(self.path))} > {quote(str(where))}"
         repair = f"Only if you know that the ledger is complete, make a new head: {command}"
@@ -304,7 +296,6 @@ def _parse(raw: bytes) -> LedgerLine:
 
 
 def _with_digest(record: bytes, before: hashlib.blake2b) -> bytes:
-    """A record as a line, with the digest of all lines before it and of the record."""
     covered = before.copy()
     covered.update(record)
     return record[:-1] + _DIGEST % covered.hexdigest().encode()

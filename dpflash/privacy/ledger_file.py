@@ -108,7 +108,6 @@ class LedgerFile:
 
     @contextmanager
     def _locked(self, flags: int, kind: int) -> Iterator[int]:
-        """A locked descriptor of the file that is at the path."""
         handle = _open_regular(self._file, flags)
         try:
             try:

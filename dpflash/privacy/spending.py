@@ -46,17 +46,9 @@ class _Remaining:
 class Spending:
     """The releases of an engine and of its ledger, their epsilon, and the remaining budget.
 
-    Args:
-        accountant: a name, or an object; its history counts.
-        relation: the requested neighboring relation; None for the events' own.
-        ledger: the ledger, whose lines count; None for no ledger.
-
-    Attributes:
-        budget: the limit, or None.
-        delta: the delta of epsilon in ledger lines; None for lines without epsilon.
-        noiseless: whether there was a release without noise.
-        has_foreign_batches: whether some releases were of batches that no private loader drew.
-        unit: the privacy unit of all releases; None before the first one.
+    `relation` is the requested one, None for the events' own. `delta` is that of epsilon in ledger
+    lines, None for lines without. `unit` is the privacy unit of all releases, None before the
+    first.
     """
 
     def __init__(
@@ -426,7 +418,6 @@ class Spending:
         return Interval(None, float(accountant.get_epsilon(delta)))
 
     def _after(self, event: Event, delta: float) -> float:
-        """Epsilon after one more event."""
         if _is_noiseless(event) or self.noiseless:
             return math.inf
         trial = copied(self.accountant)
@@ -436,7 +427,6 @@ class Spending:
         return self._epsilon_of(trial, delta).upper
 
     def _epsilon_with(self, event: Event | None) -> float | None:
-        """The epsilon of the next ledger line."""
         if self.delta is None:
             return None
         delta = self.delta
@@ -465,7 +455,6 @@ class Spending:
 
 
 def _convert_all(accountant: Accountant, relation: str) -> None:
-    """Convert an accountant of dpflash to another relation."""
     if accountant.neighboring_relation != relation:
         for event, _ in accountant.events:
             convert_event(event, relation)  # raises before anything is changed

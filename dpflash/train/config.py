@@ -142,12 +142,10 @@ class TrainingConfig:
             )
 
     def _set(self, **values: Any) -> None:
-        """Replace fields while the configuration is created."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def _resolve_data(self) -> None:
-        """Fill in the defaults of the data's fields, as absolute paths."""
         check_unit(self.unit)
         if has_several_documents(self.unit):
             if self.examples_per_unit is None:
@@ -191,7 +189,6 @@ class TrainingConfig:
         self._set(eval_fraction=fraction)
 
     def _resolve_model(self) -> None:
-        """Check the model's fields, and fill in those that depend on the kind of model."""
         if self.model is None:
             for name in ("tokenizer", "lora_rank"):
                 if getattr(self, name) is not None:
@@ -268,13 +265,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How ranks share a job, as `dpflash train --help` explains.
-
-    Results do not depend on it, so a resumed run may change it.
-
-    Raises:
-        ValueError: for an invalid value; the message names the argument and the way out.
-    """
+    """How ranks share a job, as `dpflash train --help` explains. Results do not depend on it."""
 
     context_parallel: int = 1
     context_mode: str = "auto"

@@ -226,14 +226,12 @@ class ByteDocuments(Sequence[bytes]):
         )
 
     def _key(self, index: int) -> bytes:
-        """What decides about the split of a document."""
         if self.unit == "record":
             return self.contents[index]
         name = self.paths[index] if self.owners is None else self.owners[index]
         return name.encode(errors="surrogatepass")
 
     def _part(self, indices: list[int]) -> "ByteDocuments":
-        """The documents of these indices."""
         return ByteDocuments(
             tuple(self.paths[i] for i in indices),
             tuple(self.contents[i] for i in indices),
@@ -243,7 +241,6 @@ class ByteDocuments(Sequence[bytes]):
 
 
 def _are_records(unit: str) -> bool:
-    """Whether each line of a JSONL file is a document."""
     return unit == "record" or unit.startswith(_FIELD)
 
 
@@ -285,7 +282,6 @@ class _Reader:
         self.skipped = dict.fromkeys(_REASONS, 0)
 
     def read(self, name: str) -> None:
-        """Read one file; keep its documents, or count the reasons why they are left out."""
         path = self.root / name
         if _are_records(self.unit) or name.endswith(_JSONL):
             self._read_records(name)
@@ -312,7 +308,6 @@ class _Reader:
         return name.split("/")[0] if self.unit == "folder" else ""
 
     def _read_records(self, name: str) -> None:
-        """Read a JSONL file: each record is a document, or the file is one of all its texts."""
         texts = []
         try:
             with (self.root / name).open("rb") as file:
@@ -349,7 +344,6 @@ class _Reader:
         return text.encode(errors="replace"), str(owner)
 
     def _add(self, name: str, content: bytes, owner: str) -> None:
-        """Keep a document, or count why it is left out; raise if all exceed the limit."""
         if not content:
             self.skipped["empty"] += 1
         elif (owner, content) in self.documents:
@@ -474,7 +468,6 @@ def _windows_in_rounds(
 
 
 def _window(document: Tokens, start: int, seq_len: int, padding: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a document's tokens from `start` on."""
     tokens = _tokens(document, start, start + seq_len + 1)
     targets = torch.full((seq_len,), IGNORE_INDEX)
     inputs = torch.full((seq_len,), padding)

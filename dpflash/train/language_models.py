@@ -49,14 +49,7 @@ def language_model(config: TrainingConfig) -> LanguageModel:
 
 
 class ByteModel:
-    """How a job reads documents, and builds, calls and writes a new `LongContextLM` on bytes.
-
-    Attributes:
-        token: "byte" or "token": what losses are per.
-        padding: the token that fills windows.
-        max_tokens: the greatest T; None for any.
-        released: name of what `save` writes, in the job's folder.
-    """
+    """How a job reads documents, and builds, calls and writes a new `LongContextLM` on bytes."""
 
     token = "byte"
     padding = DOCUMENT_START

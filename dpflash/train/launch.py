@@ -137,7 +137,6 @@ def _mesh(launch: Launch, device: str, timeout: timedelta) -> DeviceMesh:
 def _number(
     environment: Mapping[str, str], name: str, *, least: int = 0, below: int | None = None
 ) -> int:
-    """A whole number from an environment variable."""
     text = environment[name]
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise ValueError(

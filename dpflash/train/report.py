@@ -128,7 +128,6 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
 
 
 def _notes(job: TrainingRun) -> list[str]:
-    """What a reader of the figures must know."""
     config, state = job.config, job.state
     notes = [_SEEDED] if config.seed is not None else []
     if state.stopped is not None:
@@ -179,7 +178,6 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
 
 
 def _draw(figure: Any, report: dict[str, Any]) -> None:
-    """Draw loss (top) and epsilon (bottom) over the steps."""
     loss_axes, epsilon_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     blue, orange, grey = "#1f5fa8", "#d9822b", "#666666"
     history = [entry for entry in report["history"] if entry["loss"] is not None]

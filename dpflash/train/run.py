@@ -67,24 +67,10 @@ class Interrupted(Exception):
 class TrainingRun:
     """One job in one folder. Create it with `start` or `resume`, then call `run`.
 
-    Attributes:
-        config: the configuration.
-        folder: folder of its files.
-        state: the progress; the same on all ranks.
-        lost_steps: releases of a process that died before its next checkpoint. Epsilon counts
-            them, but they are not in the model.
-        left_out: numbers of data files left out, by reason; empty if none.
-        window_len: tokens of each window.
-        shortened: why that is less than seq_len, if it is.
-        token: "byte" or "token": what losses are per.
-        pack: packs the documents; None where they are not packed.
-        is_first: whether this is rank 0, which writes files and shows progress bars.
-        ranks: how the ranks share the job, as in the report.
-        checkpoint: path of this job's checkpoint: a file, or a folder if there are several ranks.
-        released: path of the trained model, a file or a folder.
-        num_documents, num_held_out, num_units: training documents, those held out, which epsilon
-            does not cover, and privacy units.
-        total_steps: number of noisy steps that the job is to have.
+    `lost_steps` are releases of a process that died before its next checkpoint: epsilon counts
+    them, but they are not in the model. `left_out` has the numbers of data files left out, by
+    reason, and `shortened` says why windows have fewer tokens than seq_len. `total_steps` is the
+    number of noisy steps that the job is to have.
     """
 
     def __init__(
@@ -329,18 +315,10 @@ class TrainingRun:
     def run(
         self, *, should_stop: Callable[[], bool] = lambda: False, progress: bool = False
     ) -> dict[str, Any]:
-        """Run the rest of the job.
+        """Run the rest of the job, and return the report, as in report.json.
 
-        Args:
-            should_stop: called after each step; True on one rank stops the job on all ranks.
-            progress: whether rank 0 shows progress bars on stderr.
-
-        Returns:
-            The report, as in report.json.
-
-        Raises:
-            Interrupted: should_stop returned True.
-            RankError: another rank is lost.
+        `should_stop` is called after each step; True on one rank stops the job on all. Raises
+        `Interrupted` then, and RankError if another rank is lost.
 
         Guarantees:
             A stopped and resumed job has the same epsilon as an uninterrupted one, and with a seed
@@ -373,7 +351,6 @@ class TrainingRun:
         return report
 
     def _train(self, should_stop: Callable[[], bool], progress: bool) -> None:
-        """Run the remaining private steps; they may span several epochs of the loader."""
         state, total = self.state, self.total_steps
         with _bar("private", self.step, total, progress) as bar:
             while self.step < total:
@@ -411,7 +388,6 @@ class TrainingRun:
         self._save()
 
     def _losses(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """(the loss of each document of a batch, its targets)."""
         if isinstance(batch, PackedBatch):
             batch = self._team.own_packed(batch).to(self.config.device)
             return self._lm.packed_losses(model, batch), batch.targets
@@ -525,7 +501,6 @@ class TrainingRun:
             yield [torch.stack(column) for column in zip(*pairs, strict=True)]
 
     def _evaluate(self, model: nn.Module) -> float | None:
-        """Bits per token on fixed windows of the held-out documents; None without documents."""
         config, team = self.config, self._team
         if not self._held_out:
             return None
@@ -592,8 +567,6 @@ class TrainingRun:
 
 @dataclass
 class _Figures:
-    """Figures of one step on one rank; `seconds` is the duration of the step."""
-
     bits: float = 0.0
     documents: int = 0
     tokens: int = 0
@@ -656,5 +629,4 @@ def _bar(name: str, done: int, total: int, progress: bool) -> Any:
 
 
 def _postfix(entry: Mapping[str, Any]) -> dict[str, str]:
-    """The figures that a progress bar shows for a step."""
     return {k: f"{entry[k]:.3f}" for k in ("loss", "epsilon") if entry.get(k) is not None}

@@ -14,7 +14,7 @@ import pytest
 from dpflash.bench import output
 from dpflash.bench.attention import DIRECTIONS
 from dpflash.bench.max_length import SEARCHED
-from dpflash.bench.published import Answer, read_reports, reported_rows
+from dpflash.bench.published import Answer, read_reports
 from dpflash.bench.quality import contestants
 from dpflash.bench.ranks import (
     CONTEXT,
@@ -31,8 +31,8 @@ from dpflash.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORTS = read_reports()
-ROWS = [(table.id, row) for table, row in reported_rows(REPORTS)]
 TABLES = [table for report in REPORTS for table in report.tables]
+ROWS = [(table.id, row) for table in TABLES for row in table.rows]
 ANSWERS = [
     pytest.param(answer, id=f"{table}-{number}.{part}")
     for number, (table, row) in enumerate(ROWS)
