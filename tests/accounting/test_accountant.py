@@ -4,15 +4,10 @@ import json
 import math
 from types import SimpleNamespace
 
-import opacus
 import pytest
-import torch
 from opacus.accountants import RDPAccountant as OpacusRDPAccountant
-from opacus.accountants import registry
-from opacus.accountants.utils import get_noise_multiplier as opacus_get_noise_multiplier
 
 from dpflash.accounting import (
-    Accountant,
     ContourAccountant,
     GDPAccountant,
     Interval,
@@ -30,14 +25,6 @@ def test_equal_steps_are_one_phase():
         accountant.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
     assert accountant.history == [(1.0, 0.1, 3), (2.0, 0.1, 2), (1.0, 0.1, 1)]
     assert len(accountant) == 3
-
-
-def test_steps_give_the_epsilon_of_the_history_that_they_write():
-    stepped, assigned = RDPAccountant(), RDPAccountant()
-    for _ in range(100):
-        stepped.step(noise_multiplier=1.0, sample_rate=0.1)
-    assigned.history = [(1.0, 0.1, 100)]
-    assert stepped.get_epsilon(1e-5) == assigned.get_epsilon(1e-5) > 0
 
 
 class LastOnly(list):
@@ -166,54 +153,3 @@ def test_a_state_belongs_to_the_mechanism_that_wrote_it(kind):
         else:
             with pytest.raises(ValueError, match=f"mechanism '{kind.mechanism()}'"):
                 other().load_state_dict(accountant.state_dict())
-
-
-def test_the_base_class_is_abstract():
-    with pytest.raises(TypeError):
-        Accountant()  # type: ignore[abstract]
-
-
-@pytest.fixture
-def registered_with_opacus(monkeypatch):
-    monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
-    registry.register_accountant("rdp", RDPAccountant, force=True)
-
-
-@pytest.mark.usefixtures("registered_with_opacus")
-@pytest.mark.filterwarnings("ignore")
-def test_the_accountant_runs_in_the_engine_of_opacus():
-    torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randint(0, 2, (40,)))
-    model = torch.nn.Linear(3, 2)
-    engine = opacus.PrivacyEngine(accountant="rdp")
-    assert type(engine.accountant) is RDPAccountant
-    model, optimizer, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=torch.utils.data.DataLoader(data, batch_size=8),
-        target_epsilon=3.0,
-        target_delta=1e-3,
-        epochs=2,
-        max_grad_norm=1.0,
-    )
-    for _ in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    assert engine.accountant.history == [(optimizer.noise_multiplier, 1 / 5, 10)]
-    assert 2.9 < engine.get_epsilon(1e-3) <= 3.0
-
-    resumed = opacus.PrivacyEngine(accountant="rdp").accountant
-    resumed.load_state_dict(engine.accountant.state_dict())
-    assert resumed.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
-
-
-@pytest.mark.usefixtures("registered_with_opacus")
-def test_the_calibration_of_opacus_accepts_the_accountant():
-    noise_multiplier = opacus_get_noise_multiplier(
-        target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, steps=1000, accountant="rdp"
-    )
-    accountant = RDPAccountant()
-    accountant.history = [(noise_multiplier, 0.01, 1000)]
-    assert 0.98 < accountant.get_epsilon(1e-5) <= 1.0

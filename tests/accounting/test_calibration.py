@@ -300,16 +300,6 @@ def test_remaining_steps_count_the_history_so_far(noise, other_noise, rate, step
             assert (whole.get_epsilon(1e-6) <= target_epsilon) is fits
 
 
-def test_remaining_steps_and_the_steps_taken_are_the_whole():
-    target = {"target_epsilon": 3.0, "target_delta": 1e-5}
-    event = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.01)
-    whole = get_steps(**target, noise_multiplier=1.0, sample_rate=0.01)
-    for taken in (0, 1, whole // 2, whole, whole + 1, 10 * whole):
-        accountant = ContourAccountant()
-        accountant.history = [(1.0, 0.01, taken)]
-        assert remaining_steps(accountant, event, **target) == max(0, whole - taken)
-
-
 def test_remaining_steps_of_every_kind_of_event():
     target = {"target_epsilon": 5.0, "target_delta": 1e-5}
     accountant = ContourAccountant(neighboring_relation="replace_one")

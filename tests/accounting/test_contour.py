@@ -146,16 +146,6 @@ def test_contour_and_pld_agree(history, delta, replaced):
     assert ours.upper - ours.lower <= (1e-3 if replaced else 1e-6) * ours.upper
 
 
-@given(phases, powers(-2, 1), st.booleans())
-@few(12)
-def test_deltas_of_contour_and_pld_agree(phase, epsilon, replaced):
-    relation = "replace_one" if replaced else "add_remove"
-    ours = of(phase, relation=relation).get_delta(epsilon, interval=True)
-    theirs = of(phase, kind=PLDAccountant, relation=relation).get_delta(epsilon, interval=True)
-    assert (theirs.lower or 0) <= ours.upper * (1 + 1e-9) + 1e-300
-    assert ours.lower <= theirs.upper * (1 + 1e-9) + 1e-300
-
-
 @pytest.mark.parametrize(
     ("history", "noise"),
     [
@@ -305,22 +295,6 @@ def test_fixed_batches_agree_with_pld_and_cost_at_least_poissons_at_half_the_noi
     # Poisson batches of which a sample is replaced have the same pair.
     replaced = of((2.4, rate, 200), relation="replace_one")
     assert replaced.get_epsilon(1e-6, interval=True) == ours
-
-
-def test_unlike_phases_cost_between_their_parts_and_the_sum():
-    first, second = (1.0, 0.01, 500), (3.0, 0.1, 300)
-    both = of(first, second)
-    lower, upper = both.get_epsilon(1e-6, interval=True)
-    parts = [of(phase).get_epsilon(1e-6) for phase in (first, second)]
-    assert max(parts) < lower
-    halves = [of(phase).get_epsilon(0.5e-6) for phase in (first, second)]
-    assert upper < sum(halves)
-    # More noise later than a constant run, less than at the start
-    assert (
-        of((1.0, 0.01, 1000)).get_epsilon(1e-6)
-        > of((1.0, 0.01, 500), (1.5, 0.01, 500)).get_epsilon(1e-6)
-        > of((1.5, 0.01, 1000)).get_epsilon(1e-6)
-    )
 
 
 def test_many_distinct_phases_are_as_good_as_one_that_bounds_them():

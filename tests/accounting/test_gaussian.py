@@ -35,11 +35,6 @@ def test_epsilon_equals_dp_accounting(noise_multiplier, delta):
     assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9)
 
 
-def test_epsilon_of_a_hundred_steps():
-    epsilon = gaussian_epsilon(delta=1e-5, noise_multiplier=10.0, steps=100)
-    assert epsilon == pytest.approx(4.3771781, abs=5e-8)
-
-
 @given(st.floats(0.05, 100), st.integers(1, 10_000), st.floats(1e-15, 0.5))
 @settings(max_examples=60)
 def test_epsilon_is_the_least_that_meets_delta(noise_multiplier, steps, delta):

@@ -71,58 +71,9 @@ def test_two_steps_by_contour_are_the_quadrature_over_x(rate, noise, epsilon, di
     assert precise(value) == pytest.approx(fine, rel=1e-13)
 
 
-@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.01), (0.3, 1e-3), (5.0, 0.5)])
-def test_moments_of_whole_order_are_the_binomial_sum(noise, rate):
-    step = oracle.Step(noise, rate)
-    orders = range(2, 12)
-    logs, errors = step.log_moment(np.array([order + 0j for order in orders]))
-    s, q = mpf(noise), mpf(rate)
-    for order, log, error in zip(orders, logs, errors, strict=True):
-        terms = [
-            mpmath.binomial(order, k) * (1 - q) ** (order - k) * q**k
-            * mpmath.exp(k * (k - 1) / (2 * s**2))
-            for k in range(order + 1)
-        ]  # fmt: skip
-        truth = mpmath.log(mpmath.fsum(terms))
-        assert precise(log.real) == pytest.approx(truth, rel=1e-16)
-        assert abs(precise(log.real) - truth) <= 2 * error + 1e-19 * truth
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("v", [2 + 3j, -4 + 30j, 4 + 40j])
-def test_complex_moments_are_those_of_mpmath(v):
-    log, error = oracle.Step(1.0, 0.01).log_moment(np.array([v]))
-
-    def integrand(x):
-        u = mpf(0.01) * mpmath.expm1(x - mpf(1) / 2)
-        return mpmath.npdf(x) * mpmath.exp(mpmath.mpc(v) * mpmath.log1p(u))
-
-    truth = mpmath.quad(integrand, mpmath.linspace(-14, 30, 45))
-    value = mpmath.exp(mpmath.mpc(precise(log[0].real), precise(log[0].imag)))
-    assert abs(value / truth - 1) < 1e-15
-    assert error[0] < 1e-14
-
-
 def test_full_batches_by_contour_are_the_gaussian():
     value, _ = Contour([(10.0, 1.0, 60), (5.0, 1.0, 10)], REMOVE, lines=LINE).at(4.0)
     assert precise(value) == pytest.approx(oracle.gaussian_delta(4, 1), rel=1e-13)
-
-
-def test_two_lines_agree_where_the_profile_spans_magnitudes():
-    for epsilon in (0.5, 6.0):
-        first, _ = Contour([(2.0, 0.02, 1000)], REMOVE, lines=((74.0, 1 / 60),)).at(epsilon)
-        second, _ = Contour([(2.0, 0.02, 1000)], REMOVE, lines=((83.0, 1 / 120),)).at(epsilon)
-        assert first == pytest.approx(second, rel=1e-15)
-
-
-def test_the_table_spans_what_it_is_for():
-    rows = oracle.read()
-    assert len(rows) >= 60
-    assert sum(float(row["epsilon"]) == 0 for row in rows) <= 2
-    positive = [float(row["epsilon"]) for row in rows if float(row["epsilon"]) > 0]
-    assert min(positive) < 1e-4 and max(positive) > 1e4
-    assert all(row["digits"] >= 10 for row in rows)
-    assert sum("phases" in row for row in rows) >= 5
 
 
 @pytest.mark.parametrize("key", KNOWN, ids=str)

@@ -2,7 +2,6 @@
 
 import math
 
-import dp_accounting
 import mpmath
 import numpy as np
 import pytest
@@ -15,20 +14,6 @@ from dpflash.accounting import RDPAccountant, compute_rdp, gaussian_epsilon
 
 OPACUS_ORDERS = OpacusRDPAccountant.DEFAULT_ALPHAS
 
-# sample_rate, noise_multiplier, steps, delta, true epsilon (contour inversion, 6 digits).
-SETTINGS = [
-    (0.01, 1.0, 1, 1e-5, 0.19945),
-    (256 / 60000, 1.1, 14062, 1e-5, 2.38160),
-    (0.01, 1.0, 1000, 1e-5, 1.82824),
-    (0.01, 1.0, 10000, 1e-5, 6.18771),
-    (1024 / 42061, 0.8, 410, 1e-5, 5.20625),
-    (1e-3, 0.6, 100_000, 1.1e-10, 10.12240),
-    (1.0, 10.0, 100, 1e-5, 4.37718),
-    (0.5, 5.0, 500, 1e-5, 11.64395),
-    (1e-4, 5.0, 1000, 1e-6, 0.001663),
-    (1e-3, 0.3, 1000, 1e-6, 21.67795),
-    (0.01, 1.0, 1000, 1e-15, 4.85454),
-]
 
 noise_multipliers = st.floats(0.3, 50)
 sample_rates = st.floats(1e-6, 1)
@@ -118,54 +103,10 @@ def test_rdp_rises_with_the_order(noise_multiplier, sample_rate):
     assert np.all(np.diff(rdp) >= -1e-10 * rdp[1:])
 
 
-def test_rdp_of_the_whole_data_set_is_the_gaussian_closed_form():
-    rdp = compute_rdp(noise_multiplier=2.0, sample_rate=1.0, orders=[1.5, 2.0, 100.0])
-    np.testing.assert_allclose(rdp, [1.5 / 8, 2 / 8, 100 / 8], rtol=1e-15)
-
-
 def test_rdp_without_sampling_is_zero_and_without_noise_is_infinite():
     assert compute_rdp(noise_multiplier=0.0, sample_rate=0.0, orders=[2.0, 2.5]).tolist() == [0, 0]
     assert np.all(np.isinf(compute_rdp(noise_multiplier=0.0, sample_rate=0.5, orders=[2.0, 2.5])))
     assert compute_rdp(noise_multiplier=math.inf, sample_rate=0.5, orders=[2.5]).tolist() == [0]
-
-
-@pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps", "delta", "truth"), SETTINGS)
-def test_epsilon_lies_between_the_truth_and_opacus(
-    sample_rate, noise_multiplier, steps, delta, truth
-):
-    history = [(noise_multiplier, sample_rate, steps)]
-    opacus = OpacusRDPAccountant()
-    opacus.history = history
-    ours = epsilon_of(history, delta)
-    assert truth <= ours <= opacus.get_epsilon(delta) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps", "delta", "truth"), SETTINGS)
-def test_epsilon_equals_opacus_at_the_orders_of_opacus(
-    sample_rate, noise_multiplier, steps, delta, truth, monkeypatch
-):
-    import dpflash.accounting.rdp as rdp
-
-    monkeypatch.setattr(rdp, "_ORDERS", tuple(map(float, OPACUS_ORDERS)))
-    rdp._default_rdp.cache_clear()
-    history = [(noise_multiplier, sample_rate, steps)]
-    opacus = OpacusRDPAccountant()
-    opacus.history = history
-    try:
-        assert epsilon_of(history, delta) == pytest.approx(opacus.get_epsilon(delta), rel=1e-8)
-    finally:
-        rdp._default_rdp.cache_clear()
-
-
-@pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps", "delta", "truth"), SETTINGS)
-def test_epsilon_is_at_most_that_of_dp_accounting(
-    sample_rate, noise_multiplier, steps, delta, truth
-):
-    event = dp_accounting.PoissonSampledDpEvent(
-        sample_rate, dp_accounting.GaussianDpEvent(noise_multiplier)
-    )
-    theirs = dp_accounting.rdp.RdpAccountant().compose(event, steps).get_epsilon(delta)
-    assert epsilon_of([(noise_multiplier, sample_rate, steps)], delta) <= theirs * (1 + 1e-9)
 
 
 @given(noise_multipliers, step_counts, deltas)
@@ -248,11 +189,6 @@ def test_no_history_gives_nan_or_a_negative_value(
     accountant.history = [(noise_multiplier, sample_rate, steps)]
     assert accountant.get_epsilon(delta) >= 0
     assert 0 <= accountant.get_delta(epsilon) <= 1
-
-
-def test_an_empty_history_costs_nothing():
-    assert RDPAccountant().get_epsilon(1e-300) == 0.0
-    assert RDPAccountant().get_delta(0.0) == 0.0
 
 
 def test_tiny_epsilons_are_reached():

@@ -12,7 +12,7 @@ profile delta(epsilon) is found in two unrelated ways:
   delta = (1 / 2 pi i) int M(a)^T e^(-epsilon (a - 1)) / (a (a - 1)) da upwards, right of 1. The
   digits of a row are those in which two such lines agree.
 
-    python tests/accounting/unit_oracle.py    # unit_truth.json anew, some minutes
+    python tests/accounting/unit_oracle.py    # rows of unit_truth.json without epsilon get theirs
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import mpmath
 from mpmath import mp, mpf
+from oracle import ADD, REMOVE, gaussian_delta, solve, write
 
 TRUTH = Path(__file__).with_name("unit_truth.json")
-REMOVE, ADD = "remove", "add"
 DIGITS = 14  # of epsilon, at least, in the table
 MOST_NODES = 20_000
 
@@ -74,12 +74,6 @@ def one_step_delta(epsilon, k, q, s, direction):
         return above - mpmath.exp(epsilon) * mpmath.ncdf(-x / s)
     below = mpmath.fsum(pj * mpmath.ncdf((x - j) / s) for j, pj in enumerate(p))
     return mpmath.ncdf(x / s) - mpmath.exp(epsilon) * below
-
-
-def gaussian_delta(epsilon, mu):
-    """Profile of N(mu, 1) against N(0, 1)."""
-    here = mpmath.ncdf(mu / 2 - epsilon / mu)
-    return here - mpmath.exp(epsilon) * mpmath.ncdf(-mu / 2 - epsilon / mu)
 
 
 def two_steps_delta(epsilon, k, q, s, direction, degree=4):
@@ -227,54 +221,6 @@ class Inversion:
         raise ArithmeticError("the search does not end")
 
 
-# (examples_per_unit, sample_rate, noise_multiplier, steps, delta)
-SETTINGS = [
-    (2, 1e-4, 0.5, 1, 1e-6),
-    (2, 0.02, 1.0, 1, 1e-8),
-    (4, 0.3, 2.0, 1, 1e-12),
-    (8, 1e-3, 0.7, 1, 1e-5),
-    (16, 0.05, 5.0, 1, 1e-9),
-    (64, 1e-4, 1.0, 1, 1e-10),
-    (64, 0.5, 10.0, 1, 1e-5),
-    (3, 0.9, 0.8, 1, 1e-7),
-    (2, 1e-4, 0.6, 2, 1e-6),
-    (4, 0.01, 1.0, 2, 1e-9),
-    (8, 0.2, 3.0, 2, 1e-12),
-    (2, 0.37, 1.6, 1000, 1e-7),
-    (2, 0.13, 2.4, 100, 1e-9),
-    (2, 0.01, 1.5, 20_000, 1e-8),
-    (2, 0.5, 10.0, 10, 1e-5),
-    (2, 0.05, 0.5, 300, 1e-6),
-    (3, 0.1, 8.0, 40_000, 1e-10),
-    (3, 0.02, 1.0, 1000, 1e-5),
-    (3, 0.002, 3.0, 100_000, 1e-9),
-    (4, 0.11, 3.0, 10_000, 1e-12),
-    (4, 0.65, 2.8, 200, 1e-10),
-    (4, 0.02, 8.0, 200, 1e-6),
-    (4, 3e-4, 2.8, 30_000, 1e-8),
-    (8, 0.05, 2.0, 1000, 1e-6),
-    (8, 0.24, 2.3, 1000, 1e-12),
-    (8, 0.01, 1.5, 100, 1e-8),
-    (8, 0.06, 9.0, 4000, 1e-9),
-    (8, 0.01, 7.5, 20, 1e-10),
-    (16, 0.03, 4.5, 80, 1e-6),
-    (16, 0.5, 0.7, 1000, 1e-7),
-    (16, 0.016, 2.7, 50_000, 1e-10),
-    (32, 0.13, 4.5, 3, 1e-8),
-    (32, 0.0015, 4.1, 300, 1e-11),
-    (32, 5e-4, 3.0, 20_000, 1e-7),
-    (64, 0.006, 3.5, 10_000, 1e-12),
-    (64, 0.8, 4.0, 300, 1e-9),
-    (64, 0.002, 10.0, 10_000, 1e-9),
-    (64, 0.05, 2.0, 100_000, 1e-11),
-    (4, 0.05, 1.5, 3000, 1e-6),
-    (16, 0.1, 6.0, 500, 1e-8),
-    (32, 0.05, 10.0, 1000, 1e-9),
-    (64, 0.01, 8.0, 3000, 1e-7),
-    (10, 1.0, 5.0, 100, 1e-7),
-]
-
-
 def closed_form(k, q, s, steps, direction):
     """The profile of one step, or of any number of whole batches; None of others."""
     if q == 1:
@@ -284,27 +230,11 @@ def closed_form(k, q, s, steps, direction):
     return None
 
 
-def solved(profile, delta):
-    low, high = mpf(0), mpf(1)
-    while profile(high) > delta:
-        low, high = high, 2 * high
-    while profile(high / 16) <= delta:
-        high /= 16
-
-    def distance(log):
-        return mpmath.log(profile(mpmath.exp(log)) / mpf(delta))
-
-    ends = (mpmath.log(max(low, high / 16)), mpmath.log(high))
-    tolerance = mpf(10) ** (-2 * mp.dps)
-    root = mpmath.findroot(distance, ends, solver="anderson", tol=tolerance, verify=False)
-    return mpmath.exp(root)
-
-
 def truth(k, q, s, steps, delta):
     """(epsilon, digits) of the greater direction."""
     if steps == 2:
         with mp.workdps(20):
-            epsilon = solved(lambda e: two_steps_delta(e, k, q, s, REMOVE, 3), delta)
+            epsilon = solve(lambda e: two_steps_delta(e, k, q, s, REMOVE, 3), delta)
             assert two_steps_delta(epsilon, k, q, s, ADD, 3) <= delta
             fine = two_steps_delta(epsilon, k, q, s, REMOVE, 4)
             below = two_steps_delta(epsilon * mpf("0.999"), k, q, s, REMOVE, 3)
@@ -315,7 +245,7 @@ def truth(k, q, s, steps, delta):
     profile = closed_form(k, q, s, steps, REMOVE)
     if profile:
         with mp.workdps(40):
-            epsilon = solved(profile, delta)
+            epsilon = solve(profile, delta)
             assert closed_form(k, q, s, steps, ADD)(epsilon) <= delta
             return epsilon, 20
     with mp.workdps(40):
@@ -332,22 +262,17 @@ def truth(k, q, s, steps, delta):
         return epsilon, int(-mpmath.log(error + mpf(10) ** -20, 10))
 
 
-def write():
-    rows = []
-    for setting in SETTINGS:
-        try:
-            epsilon, digits = truth(*setting)
-        except (ArithmeticError, AssertionError) as error:
-            print("left out", setting, repr(error), flush=True)
-            continue
-        print(setting, mpmath.nstr(epsilon, 20), digits, flush=True)
-        names = ("examples_per_unit", "sample_rate", "noise_multiplier", "steps", "delta")
-        row = dict(zip(names, setting, strict=True))
-        if digits >= DIGITS:
-            rows.append({**row, "epsilon": mpmath.nstr(epsilon, 20), "digits": digits})
-        lines = ",\n ".join(json.dumps(row) for row in rows)
-        TRUTH.write_text(f"[\n {lines}\n]\n")
+def main():
+    """Compute the rows of the table that have no epsilon."""
+    table = json.loads(TRUTH.read_text())
+    for row in table:
+        if "epsilon" not in row:
+            names = ("examples_per_unit", "sample_rate", "noise_multiplier", "steps", "delta")
+            epsilon, digits = truth(*(row[name] for name in names))
+            assert digits >= DIGITS, row
+            row |= {"epsilon": mpmath.nstr(epsilon, 20), "digits": digits}
+            write(TRUTH, table)
 
 
 if __name__ == "__main__":
-    write()
+    main()

@@ -72,14 +72,6 @@ def test_less_than_the_threshold_is_no_regression_however_certain():
     assert compare(*files, threshold=0.03).exit_code == 1
 
 
-def test_more_than_the_threshold_is_no_regression_if_it_may_be_chance():
-    old = [20.0] * 6
-    report = compare(*turns(old, [16.0, 30.0, 17.0, 31.0, 16.0, 30.0]))
-    assert verdict(report).ratio > 1.05 and report.exit_code == 0
-    assert verdict(report).verdict == "undecided"
-    assert verdict(report).note == "it may be chance"
-
-
 def test_significance_is_corrected_for_the_number_of_rows():
     old, new = drawn(0, trials=16, noise=0.2), drawn(1, median=24.0, trials=16, noise=0.2)
     turns = {"versus": {"run": "r", "launches": 8, "rounds": 2}}
@@ -168,17 +160,6 @@ def test_files_of_two_versus_runs_are_separate_runs():
     assert not compare(old, new).paired
 
 
-def test_full_separate_runs_tell_ten_percent_from_what_another_state_of_the_machine_makes():
-    # Medians differ by 2% of noise x 1.25 / sqrt(20) x sqrt(2) = 0.8%: 5% is 6 of these from 10%.
-    for seed in range(20):
-        old = file(timed("a", drawn(seed)))
-        slower = compare(old, file(timed("a", drawn(100 + seed, median=22.4))))
-        assert slower.exit_code == 1 and verdict(slower).verdict == "slower"
-        assert verdict(slower).interval[0] > 1.05
-        shifted = compare(old, file(timed("a", drawn(200 + seed, median=21.0))))
-        assert shifted.exit_code == 0
-
-
 def test_quick_runs_decide_on_no_time_in_either_direction():
     # Runs of one code under unlike loads were apart by 46% of the median, and in all trials.
     for old, new in ((20.0, 20.0), (20.0, 40.0), (40.0, 20.0)):
@@ -187,17 +168,6 @@ def test_quick_runs_decide_on_no_time_in_either_direction():
         assert report.exit_code == 0 and verdict(report).p is None
         assert (verdict(report).verdict, verdict(report).note) == ("undecided", "too few trials")
         assert "1 compared" in report.summary
-
-
-def test_separate_runs_are_slower_only_where_all_of_the_interval_is():
-    # Two thirds of the trials are beyond the threshold, and the median's interval reaches below.
-    old = [20.0 + 0.01 * k for k in range(20)]
-    new = [20.5 + 0.01 * k for k in range(7)] + [22.5 + 0.01 * k for k in range(13)]
-    for pair in ((old, new), (new, old)):
-        report = compare(*(file(timed("a", ms)) for ms in pair))
-        assert abs(math.log(verdict(report).ratio)) > 0.1 and report.exit_code == 0
-        assert verdict(report).verdict == "undecided"
-        assert verdict(report).note == "it may be chance"
 
 
 @pytest.mark.parametrize(

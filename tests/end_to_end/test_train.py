@@ -182,11 +182,12 @@ def test_a_stopped_and_resumed_run_equals_one_that_was_not_stopped(data, tmp_pat
         assert report["bits_per_byte_nonprivate"] == whole["bits_per_byte_nonprivate"]
 
 
+@pytest.mark.cases(0)
 def test_a_stopped_and_resumed_packed_run_equals_one_that_was_not_stopped(data, tmp_path):
     # Longer than a microbatch of 96 bytes, and, as most documents, than a row.
     (data / "long.txt").write_text("long " * 40)
     whole = TrainingRun.start(config(data, pack=True), tmp_path / "whole").run()
-    for calls in (3, STEPS + 4) if FULL else (3,):
+    for calls in (3, STEPS + 4):
         out = tmp_path / f"stopped-{calls}"
         with pytest.raises(Interrupted):
             TrainingRun.start(config(data, pack=True), out).run(should_stop=stop_after(calls))
@@ -267,6 +268,7 @@ def limited(data, steps, **changes):
     return TrainingConfig(**{**plain.as_dict(), **changes})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("steps", [3, 9])
 def test_training_ends_cleanly_where_max_epsilon_is_spent(steps, data, tmp_path, capsys):
     out = tmp_path / "out"

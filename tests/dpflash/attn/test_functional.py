@@ -30,26 +30,6 @@ def make_qkv(batch=2, heads=4, groups=2, queries=7, keys=7, head_dim=5, dtype=to
     return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
 
 
-@pytest.mark.parametrize("return_lse", [False, True], ids=["o", "o+lse"])
-@pytest.mark.parametrize(
-    ("groups", "keys", "causal", "scale"),
-    [(4, 7, False, None), (2, 7, True, None), (1, 9, False, 0.3), (2, 1, False, -1.0)],
-    ids=["dense", "gqa-causal", "mqa-cross-scaled", "one-key"],
-)
-def test_attention_and_its_gradients_match_explicit_softmax(
-    groups, keys, causal, scale, return_lse
-):
-    qkv = make_qkv(groups=groups, keys=keys)
-    weights = torch.randn(qkv[0].shape, dtype=torch.float64)
-    expected, _ = explicit_attention(*qkv, causal=causal, softmax_scale=scale)
-    result = attention(*qkv, causal=causal, softmax_scale=scale, return_lse=return_lse)
-    o = result[0] if return_lse else result
-    torch.testing.assert_close(o, expected, rtol=1e-10, atol=1e-12)
-    gradients = torch.autograd.grad((o * weights).sum(), qkv)
-    expected_gradients = torch.autograd.grad((expected * weights).sum(), qkv)
-    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_lse_and_its_gradient_match_explicit_softmax(causal):
     qkv = make_qkv()
@@ -81,46 +61,6 @@ def test_lse_stays_finite_where_the_exponential_overflows():
     o, lse = attention(q * 1000, k, v, return_lse=True)
     (o.sum() + lse.sum()).backward()
     assert lse.isfinite().all() and o.isfinite().all() and q.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"queries": 0, "keys": 0}], ids=str)
-def test_empty_inputs_give_empty_outputs_and_gradients(sizes, return_lse):
-    q, k, v = make_qkv(**sizes)
-    result = attention(q, k, v, causal=True, return_lse=return_lse)
-    outputs = result if return_lse else (result,)
-    assert outputs[0].shape == q.shape and outputs[-1].shape[:3] == q.shape[:3]
-    sum(output.sum() for output in outputs).backward()
-    assert q.grad.shape == q.shape
-
-
-def test_a_query_without_keys_gives_zero_and_minus_infinity():
-    q, k, v = make_qkv(keys=0)
-    o, lse = attention(q, k, v, return_lse=True)
-    assert torch.equal(o, torch.zeros_like(o)) and torch.equal(
-        lse, torch.full_like(lse, -math.inf)
-    )
-    assert torch.equal(attention(q, k, v), o)
-    (gradient,) = torch.autograd.grad(o.sum(), q)
-    assert torch.equal(gradient, torch.zeros_like(q))
-
-
-@pytest.mark.parametrize("return_lse", [False, True])
-def test_strided_views_give_what_contiguous_tensors_give(return_lse):
-    packed = torch.randn(2, 7, 3, 4, 6, dtype=torch.float64)
-    views = [packed[:, :, i].transpose(1, 2) for i in range(3)]
-    assert not any(view.is_contiguous() for view in views)
-    result = attention(*views, causal=True, return_lse=return_lse)
-    expected = attention(*[x.contiguous() for x in views], causal=True, return_lse=return_lse)
-    torch.testing.assert_close(result, expected)
-
-
-def test_a_samples_output_ignores_its_batch_mates():
-    q, k, v = [x.detach() for x in make_qkv(batch=3)]
-    together = attention(q, k, v, causal=True, return_lse=True)
-    for i in range(3):
-        alone = attention(*(x[i : i + 1] for x in (q, k, v)), causal=True, return_lse=True)
-        torch.testing.assert_close(alone, tuple(x[i : i + 1] for x in together))
 
 
 @pytest.mark.parametrize(

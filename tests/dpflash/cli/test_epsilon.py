@@ -173,26 +173,6 @@ def test_a_cap_that_cuts_too_often_leaves_no_finite_epsilon_and_is_named(capsys)
     assert captured.err.count("\n") == 1 and "raise --max-batch-size" in captured.err
 
 
-def test_the_table_has_what_a_paper_tells_and_no_more(capsys):
-    rows = rows_of(capsys, *NOISY, *RUN)
-    assert list(rows) == [
-        "mechanism",
-        "sampler",
-        "sample rate",
-        "steps",
-        "neighboring relation",
-        "accountant",
-        "delta",
-        "epsilon (upper bound)",
-        "epsilon (lower bound)",
-        "membership inference advantage (upper bound)",
-    ]
-    assert rows["mechanism"] == "Gaussian, noise multiplier 1.1"
-    assert (rows["sampler"], rows["neighboring relation"]) == ("poisson", "add_remove")
-    assert (rows["sample rate"], rows["steps"]) == ("0.01", "1000")
-    assert (rows["accountant"], rows["delta"]) == ("contour", "1e-05")
-
-
 @pytest.mark.parametrize("noise_multiplier", ["0.4", "0.7", "1.1", "3", "40", "1e5"])
 @pytest.mark.parametrize("accountant", ["contour", "pld", "rdp"])
 def test_rounding_in_the_table_is_to_the_safe_side(accountant, noise_multiplier, capsys):
@@ -334,25 +314,15 @@ def test_one_more_epoch_is_a_whole_number_of_steps_rounded_up(capsys):
     assert report["epsilon_one_more_epoch"] == spent(event, 14).get_epsilon(1e-5)
 
 
-def test_a_target_that_any_run_meets_finds_rate_one_and_keeps_it(capsys):
-    report = report_of(capsys, *TARGET, "--noise-multiplier", "100", "--steps", "10")
-    assert report["sample_rate"] == 1.0 and report["epsilon"] <= 3.0
-
-
 # refusals
 
 WORDS = {"NOISY": NOISY, "RUN": RUN, "PART": [*NOISY, "--delta", "1e-5"], "TARGET": TARGET}
 WORDS |= {"FIXED": FIXED, "SHUFFLED": SHUFFLED, "CAPPED": TRUNCATED[:4]}
 REFUSED = {
     "epsilon --noise-multiplier -1 RUN": "noise_multiplier=-1.0: expected",
-    "epsilon --noise-multiplier nan RUN": "noise_multiplier=nan: expected",
-    "epsilon --noise-multiplier inf RUN": "noise_multiplier=inf: expected",
     "NOISY RUN --delta 0": "delta=0.0: expected",
-    "NOISY RUN --delta 1": "delta=1.0: expected",
     "NOISY RUN --steps -5": "steps=-5: expected",
-    "NOISY RUN --steps 0": "steps=0: expected",
     "NOISY RUN --sample-rate 7": "sample_rate=7.0: expected",
-    "NOISY RUN --sample-rate nan": "sample_rate=nan: expected",
     "NOISY RUN --accountant none": "accountant='none': expected",
     "NOISY RUN --sampler none": "sampler='none': expected",
     "NOISY RUN --neighboring-relation x": "neighboring_relation='x': expected",
@@ -380,8 +350,6 @@ REFUSED = {
     "NOISY RUN CAPPED": "max_batch_size=None: the truncated_poisson sampler",
     "NOISY RUN --sampler truncated_poisson --max-batch-size 200": "num_samples=None: the",
     "calibrate --target-epsilon 0 RUN": "target_epsilon=0.0: expected",
-    "calibrate --target-epsilon nan RUN": "target_epsilon=nan: expected",
-    "calibrate --target-epsilon inf RUN": "target_epsilon=inf: expected",
     "TARGET RUN --steps 0": "steps=0: expected",
     "TARGET RUN --sample-rate 0": "sample_rate=0.0: expected",
     "TARGET --sample-rate 0.1 --noise-multiplier 0": "noise_multiplier=0.0: expected",
@@ -447,12 +415,6 @@ def test_only_one_curve_is_drawn_for_rdp_and_passes_are_called_so(figures, tmp_p
     assert lines_of(left)["rdp"].get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_plot_of_gdp_calls_it_no_bound(figures, tmp_path):
-    assert main([*NOISY, *RUN, "--accountant", "gdp", "--plot", str(tmp_path / "p.png")]) == 0
-    for axes in figures[0].axes:
-        assert "gdp, no bound (approximation)" in lines_of(axes)
-
-
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "event",
@@ -474,16 +436,6 @@ def test_the_drawn_tradeoff_is_that_of_get_beta_and_never_above_it(event, accoun
     for i in (0, 1, 20, 100, 200, 380, 400):
         beta = meter.get_beta(float(alphas[i]))
         assert beta - 5e-3 < betas[i] <= beta + 1e-4
-
-
-def test_the_drawn_tradeoff_of_one_gaussian_is_its_closed_form():
-    from scipy.stats import norm
-
-    event = ShuffledGaussian(noise_multiplier=1.0)
-    tradeoff = _figures.tradeoff_of(spent(event, 1))
-    alphas, betas = np.array(tradeoff.alphas), np.array(tradeoff.betas)
-    exact = norm.cdf(norm.ppf(1 - alphas) - 1)
-    assert (betas <= exact + 1e-12).all() and (betas >= exact - 2e-3).all()
 
 
 @pytest.mark.parametrize("count", [1, 2, 59, 60, 61, 10**12])

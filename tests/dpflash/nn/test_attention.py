@@ -152,14 +152,6 @@ def test_a_sample_whose_keys_are_all_masked_gets_the_bias_and_no_nan(as_dtype, d
     assert x.grad.isfinite().all()
 
 
-def test_a_samples_output_ignores_its_batch_mates():
-    ours, _ = make_pair()
-    x = torch.randn(3, T, E, dtype=torch.float64)
-    together, _ = ours(x, is_causal=True)
-    for i in range(3):
-        torch.testing.assert_close(ours(x[i : i + 1], is_causal=True)[0], together[i : i + 1])
-
-
 def test_dropout_acts_while_training_and_never_in_evaluation():
     module = MultiheadAttention(E, H, dropout=0.5)
     x = torch.randn(B, T, E)

@@ -61,14 +61,6 @@ def test_the_order_of_earlier_tokens_matters(positions):
     assert not torch.allclose(model(tokens)[:, 2], model(swapped)[:, 2], rtol=1e-9, atol=1e-12)
 
 
-def test_a_samples_logits_ignore_its_batch_mates():
-    model = make_model().double()
-    tokens = make_tokens()
-    logits = model(tokens)
-    for i in range(3):
-        torch.testing.assert_close(model(tokens[i : i + 1]), logits[i : i + 1])
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_activation_checkpointing_gives_equal_gradients(dropout):
     plain = make_model(dropout=dropout)

@@ -128,13 +128,6 @@ def test_hierarchical_is_the_union_of_its_levels():
         assert mask[t, s] == seen
 
 
-def test_hierarchical_sparsity_is_that_of_the_system_it_replaces():
-    levels = [(64, 256), (256, 1024), (1024, -1)]
-    for num_tokens, sparsity in [(2048, 0.734), (4096, 0.833), (8192, 0.884), (16384, 0.911)]:
-        density = Hierarchical(levels=levels).density(num_tokens)
-        assert 1 - density == pytest.approx(sparsity, abs=5e-4)
-
-
 BAD = [
     (Dense, "causal", {"causal": None}),
     (SlidingWindow, "window", {"window": -1}),
@@ -210,8 +203,3 @@ def test_sizes_that_a_pattern_does_not_take_are_refused(name, pattern, num_token
     for call in (pattern.graph, pattern.mask, pattern.edges, pattern.describe):
         with pytest.raises(ValueError, match=f"^{name}=.*expected.*; "):
             call(num_tokens, num_heads)
-
-
-def test_documents_say_which_length_they_have():
-    with pytest.raises(ValueError, match="the last border of cu_seqlens"):
-        Documents(cu_seqlens=(0, 3, 7)).graph(8)

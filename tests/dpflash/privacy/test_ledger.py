@@ -91,6 +91,14 @@ def train(engine, model, optimizer, loader, steps):
                 break
 
 
+@pytest.fixture
+def made_of(private):
+    """made_of(ledger=..., ...): a private run of four steps a pass on 16 samples."""
+    return lambda **options: private(
+        nn.Linear(3, 2), torch.ones(16, 3), **{"noise_multiplier": 1.0, **options}
+    )
+
+
 def epsilon_of(*events, relation="add_remove"):
     accountant = RDPAccountant(neighboring_relation=relation)
     for event, count in events:
@@ -226,14 +234,12 @@ def test_a_range_of_a_billion_steps_is_counted_at_once(tmp_path):
     assert PrivacyEngine(ledger=tmp_path / "l").accountant.history == [(1.0, 0.25, 10**9)]
 
 
-def test_a_line_tells_the_step_its_event_and_epsilon_at_the_targets_delta(private, tmp_path):
+def test_a_line_tells_the_step_its_event_and_epsilon_at_the_targets_delta(made_of, tmp_path):
     path = tmp_path / "l"
-    made = private(nn.Linear(3, 2), torch.randn(16, 3), noise_multiplier=1.0, ledger=path)
+    made = made_of(ledger=path)
     train(*made, 1)
     budget = dpflash.PrivacyBudget(50.0, DELTA)
-    again = private(
-        nn.Linear(3, 2), torch.randn(16, 3), noise_multiplier=1.0, ledger=path, budget=budget
-    )
+    again = made_of(ledger=path, budget=budget)
     train(*again, 2)
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert [entry["steps"] for entry in lines] == [[1, 1], [2, 2], [3, 3]]
@@ -320,38 +326,6 @@ def test_a_relation_for_which_a_ledger_has_no_guarantee_is_refused_by_name(priva
 # Writing
 
 
-def test_a_ledger_that_was_removed_is_not_begun_anew(private, tmp_path):
-    path = tmp_path / "l"
-    made = private(nn.Linear(3, 2), torch.randn(16, 3), noise_multiplier=1.0, ledger=path)
-    train(*made, 2)
-    path.unlink()
-    with pytest.raises(RuntimeError, match="changed or removed"):
-        train(*made, 1)
-    assert not path.exists()
-
-
-def test_a_line_of_another_process_written_meanwhile_is_never_cut_off(tmp_path, monkeypatch):
-    ledger = Ledger(tmp_path / "l")
-    ledger.append(run="a", event=STEP, accountant="rdp")
-    plain = os.fsync
-
-    def other_process(handle):
-        with (tmp_path / "l").open("ab") as file:
-            file.write(line(2, run="b").encode())
-        plain(handle)
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", other_process)
-    with pytest.raises(OSError, match="full"):
-        ledger.append(run="a", event=STEP, accountant="rdp")
-    monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="another process or engine has added to it"):
-        ledger.append(run="a", event=STEP, accountant="rdp")
-    assert b'"b"' in (tmp_path / "l").read_bytes()
-    with pytest.raises(ValueError, match="line 3"):
-        Ledger(tmp_path / "l")
-
-
 def test_the_line_is_flushed_before_append_returns_and_the_folder_with_a_new_file(
     tmp_path, monkeypatch
 ):
@@ -391,11 +365,8 @@ def test_a_line_that_the_next_opening_would_refuse_is_not_written(tmp_path):
 
 
 @pytest.mark.usefixtures("one_batch_a_draw")
-def test_a_foreign_batch_within_a_paid_pass_leaves_a_ledger_that_can_be_read(private, tmp_path):
-    made = private(
-        nn.Linear(3, 2),
-        torch.randn(16, 3),
-        noise_multiplier=1.0,
+def test_a_foreign_batch_within_a_paid_pass_leaves_a_ledger_that_can_be_read(made_of, tmp_path):
+    made = made_of(
         poisson_sampling=False,
         verify_first_batch=False,
         ledger=tmp_path / "l",
@@ -446,16 +417,13 @@ def test_a_digit_that_makes_the_events_cheaper_is_found(
         PrivacyEngine(accountant="rdp", ledger=path)
 
 
-def test_a_history_that_is_not_in_the_ledger_is_asked_for(private, tmp_path):
+def test_a_history_that_is_not_in_the_ledger_is_asked_for(made_of, tmp_path):
     def accountant():
         found = create_accountant("rdp")
         found.step(noise_multiplier=1.0, sample_rate=0.5)
         return found
 
-    made = private(
-        nn.Linear(3, 2),
-        torch.randn(16, 3),
-        noise_multiplier=1.0,
+    made = made_of(
         accountant=accountant(),
         ledger=tmp_path / "l",
         budget=dpflash.PrivacyBudget(500.0, DELTA),
@@ -467,12 +435,9 @@ def test_a_history_that_is_not_in_the_ledger_is_asked_for(private, tmp_path):
     assert again.get_epsilon(DELTA) == made[0].get_epsilon(DELTA)
 
 
-def test_a_ledger_of_an_accountant_of_opacus_is_not_taken_for_one_of_ours(private, tmp_path):
+def test_a_ledger_of_an_accountant_of_opacus_is_not_taken_for_one_of_ours(made_of, tmp_path):
     accountants = pytest.importorskip("opacus.accountants")
-    made = private(
-        nn.Linear(3, 2),
-        torch.randn(16, 3),
-        noise_multiplier=1.0,
+    made = made_of(
         accountant=accountants.RDPAccountant(),
         ledger=tmp_path / "l",
     )
@@ -481,11 +446,9 @@ def test_a_ledger_of_an_accountant_of_opacus_is_not_taken_for_one_of_ours(privat
     assert PrivacyEngine(accountant="rdp", ledger=tmp_path / "l").get_epsilon(DELTA) > 0
 
 
-def test_a_checkpoint_goes_on_with_a_ledger_or_without_as_it_was_written(private, tmp_path):
+def test_a_checkpoint_goes_on_with_a_ledger_or_without_as_it_was_written(made_of, tmp_path):
     def build(ledger):
-        return private(
-            nn.Linear(3, 2), torch.ones(16, 3), noise_multiplier=1.0, ledger=ledger, seed=None
-        )
+        return made_of(ledger=ledger, seed=None)
 
     with_ledger, without = build(tmp_path / "l"), build(None)
     train(*with_ledger, 1)
@@ -582,7 +545,7 @@ POINTS = {
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("point", POINTS)
-def test_kill_9_at_any_point_of_a_release_loses_no_step(point, private, tmp_path):
+def test_kill_9_at_any_point_of_a_release_loses_no_step(point, made_of, tmp_path):
     budget = epsilon_of((STEP, 6))
     code = textwrap.dedent(CHILD).replace("BUDGET", repr(budget))
     died = subprocess.run(
@@ -599,10 +562,7 @@ def test_kill_9_at_any_point_of_a_release_loses_no_step(point, private, tmp_path
     assert path.read_bytes().endswith(b"\n") == (point != "within_the_line")
 
     # The step in flight may be counted too, and never one less than was released.
-    made = private(
-        nn.Linear(3, 2),
-        torch.ones(16, 3),
-        noise_multiplier=1.0,
+    made = made_of(
         ledger=path,
         seed=None,
         budget=dpflash.PrivacyBudget(budget, DELTA),

@@ -1,6 +1,5 @@
 import os
 import pickle
-import warnings
 from collections import Counter
 
 import numpy as np
@@ -254,13 +253,6 @@ def test_held_out_windows_are_fixed_capped_and_from_many_documents():
     assert list(held_out_batches([], 7, 13)) == []
     with pytest.raises(ValueError, match="max_windows=0"):
         list(held_out_batches(documents, 7, 0))
-
-
-def test_making_windows_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        TrainWindows([b"abc"], 2, key=KEY)[0]
-        list(held_out_batches([b"abc"], 2, 5))
 
 
 def test_each_record_of_a_jsonl_file_is_a_document(write):
