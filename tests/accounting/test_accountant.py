@@ -5,7 +5,6 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from opacus.accountants import RDPAccountant as OpacusRDPAccountant
 
 from dpflash.accounting import (
     ContourAccountant,
@@ -109,16 +108,6 @@ def test_a_state_survives_json_and_shares_nothing_with_its_accountant():
     assert state["history"] == loaded.history == [(1.0, 0.1, 10), (1.5, 0.1, 5)]
     loaded.step(noise_multiplier=1.5, sample_rate=0.1)
     assert loaded.history == accountant.history
-
-
-def test_states_are_interchanged_with_opacus():
-    ours, theirs = RDPAccountant(), OpacusRDPAccountant()
-    theirs.history = [(1.0, 0.1, 10), (1.5, 0.1, 5)]
-    ours.load_state_dict(theirs.state_dict())
-    back = OpacusRDPAccountant()
-    back.load_state_dict(ours.state_dict())
-    assert back.history == theirs.history == ours.history
-    assert back.get_epsilon(1e-5) == pytest.approx(ours.get_epsilon(1e-5), rel=1e-2)
 
 
 def test_the_optimizer_hook_writes_accumulated_batches_as_one_step():

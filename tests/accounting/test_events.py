@@ -16,7 +16,6 @@ from dpflash.accounting import (
     Event,
     FixedSizeGaussian,
     Gaussian,
-    PLDAccountant,
     PoissonGaussian,
     RDPAccountant,
     SelfComposed,
@@ -225,25 +224,6 @@ def test_composed_events_are_their_expansion(event):
     assert samplers <= set(event.sampler.split(", "))
 
 
-@pytest.mark.parametrize("kind", [ContourAccountant, PLDAccountant, RDPAccountant])
-def test_composed_events_cost_what_their_expansion_costs(kind):
-    poisson = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.05)
-    gaussian = Gaussian(noise_multiplier=8.0)
-    epoch = Composed(events=(SelfComposed(event=poisson, count=20), gaussian))
-    packed = of(kind, SelfComposed(event=epoch, count=3))
-    flat = kind()
-    flat.compose(gaussian, 3)
-    flat.compose(poisson, 25)
-    flat.compose(poisson, 35)
-    stepped = kind()
-    stepped.history = [(8.0, 1.0, 3), (1.0, 0.05, 60)]
-    for delta in (1e-3, 1e-9):
-        first = packed.get_epsilon(delta, interval=True)
-        assert first == flat.get_epsilon(delta, interval=True)
-        assert first == stepped.get_epsilon(delta, interval=True)
-    assert packed.get_delta(1.0) == flat.get_delta(1.0) == stepped.get_delta(1.0)
-
-
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_a_history_under_a_relation_is_its_events_under_it(relation):
     stepped = ContourAccountant(neighboring_relation=relation)
@@ -388,15 +368,6 @@ def test_joint_noise_at_the_edges():
         joint_noise_multiplier([1.0, -1.0])
     with pytest.raises(ValueError, match="^noise_multiplier=nan"):
         joint_noise_multiplier([math.nan])
-
-
-def test_groups_of_one_batch_cost_what_the_joint_noise_costs():
-    joint = joint_noise_multiplier([3.0, 4.0])
-    groups = ContourAccountant()
-    groups.compose(Gaussian(noise_multiplier=3.0))
-    groups.compose(Gaussian(noise_multiplier=4.0))
-    whole = of(ContourAccountant, Gaussian(noise_multiplier=joint))
-    assert groups.get_epsilon(1e-5) == pytest.approx(whole.get_epsilon(1e-5), rel=1e-11)
 
 
 @pytest.mark.parametrize("relation", RELATIONS)

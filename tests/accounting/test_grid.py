@@ -69,7 +69,7 @@ def test_contour_holds_the_truth_to_a_millionth(row):
     assert accountant.get_delta(upper) <= row["delta"] * (1 + 1e-6)
 
 
-@pytest.mark.cases(40)
+@pytest.mark.cases(20)
 @rows
 def test_contour_has_the_tables_delta_at_the_truth(row):
     truth, _ = truth_of(row)

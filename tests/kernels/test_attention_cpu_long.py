@@ -107,7 +107,7 @@ HEADS = {
 }
 
 
-@pytest.mark.cases(20)
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("clipped", [False, True], ids=["whole", "key-range"])
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", HEADS)

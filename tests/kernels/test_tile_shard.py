@@ -248,7 +248,7 @@ def random_side(generator, rows, columns):
     )
 
 
-@pytest.mark.cases(14)
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_any_stride_and_band_is_restricted_exactly(seed):
     generator = random.Random(seed)
@@ -453,7 +453,7 @@ def assert_close(found, expected, tolerance):
 RINGS = {"contiguous-3": (contiguous, 3), "zigzag-2": (zigzag, 2), "scattered-2": (scattered, 2)}
 
 
-@pytest.mark.cases(16)
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("ranks", RINGS)
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -466,7 +466,7 @@ def test_shards_merge_to_the_whole(backend, name, ranks):
     assert_close(found, whole(graph, tensors), 1e-12)
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("ranks", RINGS)
 @pytest.mark.parametrize("name", ["causal", "window-globals", "dilated-odd", "block-lists"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 
 import pytest
 
@@ -197,24 +196,6 @@ def test_a_release_without_noise_is_drawn_as_no_privacy(tmp_path, figures):
     left, right = figures[0].axes
     assert [text.get_text() for text in left.texts] == ["no finite epsilon"]
     assert set(lines_of(right)["rdp"].get_ydata()) == {0.0}
-
-
-def test_an_empty_ledger_is_drawn_as_chance(tmp_path, figures):
-    (tmp_path / "l").touch()
-    assert main(["budget", str(tmp_path / "l"), *RDP, "--plot", str(tmp_path / "p.png")]) == 0
-    left, right = figures[0].axes
-    assert lines_of(left)["rdp"].get_xydata().tolist() == [[0, 0]]
-    alphas, betas = lines_of(right)["rdp"].get_data()
-    assert list(betas) == [1 - alpha for alpha in alphas]
-
-
-def test_gdp_is_called_no_bound(ledger, capsys):
-    words = ["budget", str(ledger), "--delta", "1e-5", "--accountant", "gdp"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "gdp, no bound (approximation)" in shown and "upper bound" not in shown
 
 
 @pytest.mark.parametrize(

@@ -135,13 +135,6 @@ def test_doctor_asks_for_the_torch_that_the_project_requires():
     assert required[1] == ".".join(map(str, doctor._OLDEST_TORCH))
 
 
-@pytest.mark.parametrize("argv", [[], ["cure"], ["doctor", "--jsn2"]], ids=" ".join)
-def test_unknown_words_are_refused(argv):
-    with pytest.raises(SystemExit) as stop:
-        main(argv)
-    assert stop.value.code == 2
-
-
 def test_value_error_becomes_one_line_and_exit_status_2(monkeypatch, capsys):
     _make_every_run_raise(monkeypatch, ValueError("delta must lie in (0, 1),\n  got 2"))
     assert main(["doctor"]) == 2
@@ -170,14 +163,3 @@ def test_a_fault_of_dpflash_itself_is_not_hidden(monkeypatch):
     _make_every_run_raise(monkeypatch, RuntimeError("broken"))
     with pytest.raises(RuntimeError, match="broken"):
         main(["doctor"])
-
-
-def test_python_dash_m_runs_the_same_program(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "dpflash", "--version"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, f"dpflash {dpflash.__version__}\n")

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -108,6 +107,7 @@ def test_as_many_steps_as_samples_are_not_taken_for_samples(cell, batch_first, a
     agree(scrambled(Net(cell, batch_first=batch_first)), (samples(T),), KINDS[1])
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("shape", [(1, T), (B, 1), (1, 1)], ids=["B1", "T1", "B1-T1"])
 @every_cell
 def test_one_sample_and_one_step_agree(cell, shape, agree):
@@ -269,6 +269,7 @@ def test_removing_a_sample_changes_the_sum_by_at_most_c(cell, packed, kind, priv
     assert min(moves) >= 0.3 * bound
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("packed", [None, "unsorted"], ids=["padded", "packed"])
 @every_cell
 def test_the_first_batch_proves_it(cell, packed, private):
@@ -309,27 +310,6 @@ def test_samples_that_the_model_sorts_by_length_are_refused(private):
     for lengths in (LENGTHS.repeat(4), torch.full((20,), 3)):
         with pytest.raises(ValueError, match="packed with enforce_sorted=True"):
             loss_of(model, samples(20), lengths)
-
-
-@every_order
-@every_cell
-def test_engine_check_accepts_it(cell, batch_first):
-    torch.manual_seed(0)
-    report = dpflash.PrivacyEngine().check(
-        Net(cell, batch_first=batch_first, given=True), samples(), loss_of
-    )
-    assert report.ok and not report.problems, str(report)
-
-
-def test_the_module_keeps_its_class_keys_and_copies(private):
-    plain = Net("lstm")
-    keys, types = list(plain.state_dict()), [type(m) for m in plain.modules()]
-    engine, model, _, _ = private(plain)
-    assert model is plain and list(model.state_dict()) == keys
-    assert isinstance(model.net, nn.LSTM)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), engine.detach(model)):
-        assert [type(m) for m in copied.modules()] == types
-        copied(samples())
 
 
 def test_an_empty_batch_gives_zeros(private, sums):

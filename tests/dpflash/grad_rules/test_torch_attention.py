@@ -299,6 +299,7 @@ def test_removing_a_sample_changes_the_sum_by_at_most_c(name, kind, private, sum
     assert min(moves) >= 0.3 * bound
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @every_order
 def test_the_first_batch_proves_a_transformer(name, batch_first, private):
@@ -312,6 +313,7 @@ def test_the_first_batch_proves_a_transformer(name, batch_first, private):
     assert engine.verified is True
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @every_order
 def test_engine_check_accepts_a_transformer(name, batch_first):

@@ -107,7 +107,7 @@ def test_dora_with_frozen_magnitudes_trains(as_the_loop):
     as_the_loop(model)
 
 
-@pytest.mark.cases(16)
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @every_kind
 def test_gradients_are_those_of_a_loop_over_samples(name, kind, as_the_loop):

@@ -174,7 +174,7 @@ def distances():
     return of
 
 
-@pytest.mark.cases(20)
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("side", ["none", "right", "left", "all_kept"])
 @pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
 def test_logits_and_gradients_are_those_of_eager_attention(build, side, distances):
@@ -228,6 +228,7 @@ def test_cross_attention_sees_all_of_the_other_sequence(length):
     torch.testing.assert_close(logits[1], logits[0], rtol=CLOSE, atol=CLOSE)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("build", DECODERS, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("cache", [None, "static"])

@@ -134,6 +134,7 @@ def test_a_loss_of_another_documents_tokens_is_refused(
     assert own.optimizer.releases == 0
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS * 2, [5, 4]], ids=["five", "ten", "two"])
 def test_a_loss_divided_by_a_number_of_the_batch_is_refused_in_the_first_draws(
