@@ -39,8 +39,9 @@ test-all: $(STAMP) $(FRAMEWORKS) $(NEWEST)/.installed ## run all cases of all te
 	$(TEST_ENV) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
 	tests/install_afresh.sh $(PYTHON)
 
-soak: $(STAMP) ## long campaigns, whose results are committed: how tight the audit is, and what it catches (2 hours)
+soak: $(STAMP) $(FRAMEWORKS) ## long campaigns, whose results are committed: how tight the audit is, what it and trials catch (3 hours)
 	$(BIN)/python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
+	$(BIN)/python benchmarks/scripts/isolation_figures.py --out benchmarks/results/isolation.json
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
