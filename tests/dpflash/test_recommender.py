@@ -158,13 +158,6 @@ def test_a_pattern_that_does_not_reach_all_is_left_out_and_named(tmp_path):
         _recommend(tmp_path, 2048)
 
 
-def test_a_pattern_without_a_variant_is_named_by_its_arguments(tmp_path):
-    row = _row(BlockSparse(block_size=64, global_blocks=1, causal=True), 1024, 1.0, 1.0)
-    del row["config"]["variant"]
-    _file(tmp_path, [row])
-    assert _recommend(tmp_path, 1024).variant == "BlockSparse(block_size=64, global_blocks=1)"
-
-
 def test_the_loss_of_the_same_pattern_scaled_with_t_is_shown(tmp_path):
     losses = [_quality(DENSE, -0.03), _quality(_wide(17), 0.5), _quality(_wide(16), -0.2)]
     _file(tmp_path, [*_rows(1024, 4096, 16384), *losses])

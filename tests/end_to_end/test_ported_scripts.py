@@ -85,18 +85,6 @@ class Sentences(nn.Module):
         return self.layers((self.embedding(tokens) * real).sum(1) / real.sum(1).clamp(min=1))
 
 
-class Names(nn.Module):
-    """The character example: torch's LSTM in place of DPLSTM."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 6)
-        self.lstm, self.head = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, tokens):
-        return self.head(self.lstm(self.embedding(tokens))[0][:, -1])
-
-
 def bert():
     """The text classification tutorial: the last layers of an encoder are trained."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16}
@@ -209,7 +197,6 @@ SCRIPTS = {
     "mnist-mean": Script(convolutions, images, epoch=declared, options={"loss_reduction": "mean"}),
     "cifar10-memory-manager": Script(residual, images, epoch=managed),
     "imdb": Script(Sentences, ragged, collate=PadTo(TOKENS)),
-    "char-lstm": Script(Names, texts),
     "bert": Script(bert, texts, options={"physical_batch_size": 4}),
     "lora": Script(lora, notes, of_tokens),
     "ghost": Script(Sentences, texts, options={"grad_sample_mode": "ghost"}),
@@ -310,38 +297,3 @@ def test_a_ported_script_spends_dp_accountings_epsilon_and_releases_a_loops_grad
     assert any(float(e.norm()) > 1e-3 for e in expected)
     for old, new, wanted in zip(before, after, expected, strict=True):
         torch.testing.assert_close(old - new, wanted, rtol=1e-3, atol=2e-6)
-
-
-@pytest.mark.cases(0)
-def test_a_flower_client_with_an_engine_for_each_round_composes_in_a_ledger(tmp_path):
-    """Each round starts a new client process, with the server's parameters."""
-    script, rounds, state = SCRIPTS["nvflare-one-engine"], 3, None
-    for number in range(rounds):
-        _, engine, model, optimizer, loader = prepared(
-            script, noise=SIGMA, ledger=tmp_path / "ledger"
-        )
-        if state is not None:
-            model.load_state_dict(state)
-        loop(engine, model, optimizer, loader, script.losses)
-        state = engine.detach(model).state_dict()
-        spent = dp_epsilon((number + 1) * ENTRIES // BATCH)
-        assert engine.get_epsilon(DELTA) == pytest.approx(spent, rel=0.02)
-
-
-@pytest.mark.cases(0)
-def test_a_script_of_dp_transformers_trains_with_dptrainer(tmp_path):
-    from dpflash.integrations.transformers import DPTrainer
-
-    trainer = DPTrainer(
-        model=llama(),
-        args=transformers.TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=BATCH, max_steps=8,
-            report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
-        ),
-        train_dataset=notes(),
-        privacy=dpflash.PrivacyConfig(
-            noise_multiplier=SIGMA, target_delta=DELTA, max_grad_norm=BOUND
-        ),
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.get_epsilon() == pytest.approx(dp_epsilon(8), rel=0.02)

@@ -109,28 +109,6 @@ def test_a_sum_of_the_largest_steps_and_its_noise_round_once():
     assert same_bits(found, expected_of(grads, factors, noise))
 
 
-MUTANTS = {
-    "grid": lambda words: (words[0] + (1 << 52), *words[1:]),
-    "scale": lambda words: (words[0], words[1] + (1 << 52), *words[2:]),
-    "key-word-lost": lambda words: (*words[:3], 0, *words[4:]),
-    "step-reused": lambda words: (*words[:10], 0, 0, *words[12:]),
-    "parameter-reused": lambda words: (*words[:12], 0, words[13]),
-    "shifted": lambda words: (*words[:13], words[13] + 1),
-    "group-shifted": lambda words: (*words[:13], words[13] + 8),
-    "first-twice": lambda words: (*words[:13], 0),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_noise_at_another_address_is_noticed(mutant, monkeypatch):
-    grads, factors = stored(0, 51)
-    expected = expected_of(grads, factors, stream(offset=13))
-    address = launch.address_of
-    monkeypatch.setattr(launch, "address_of", lambda noise: MUTANTS[mutant](address(noise)))
-    found = launch.clip_reduce(grads, factors, grid=GRID, noise=stream(offset=13))
-    assert not (found.cpu() == expected).any()
-
-
 def test_the_kernel_takes_numbers_of_numpy():
     np = pytest.importorskip("numpy")
     noise = stream(

@@ -110,17 +110,6 @@ def test_the_tile_form_bounds_the_norm_of_the_product_itself(shape, dtype):
     assert_bounds(squares, exact_squares(made), made[0].numel() * 2.0**-51)
 
 
-def test_the_cheaper_form_of_the_norm_is_taken(monkeypatch):
-    taken = []
-    monkeypatch.setattr(launch, "_gram_squares", lambda *a: taken.append("gram"))
-    monkeypatch.setattr(
-        launch, "_launch_per_sample", lambda *a: taken.append("tile") or torch.zeros(1)
-    )
-    for tokens in (1, 9, 10, 50):
-        launch.grad_norm(*uses((1, tokens, 10, 10)))
-    assert taken == ["gram", "gram", "tile", "tile"]
-
-
 @every_shape
 @every_dtype
 def test_the_clipped_gradient_matches_float64(shape, dtype):

@@ -134,51 +134,6 @@ def same_bits(found, expected):
     return torch.equal(found[there].view(integers), expected[there].view(integers))
 
 
-def test_the_kernel_makes_the_block_of_rfc_8439_section_2_3_2():
-    key = kernels.key_words(KEY, "chacha20")
-    found = words_of(key, (1, 0x09000000, 0x4A000000, 0), 2, "chacha20")[0]
-    expected = """
-        e4e7f110 15593bd1 1fdd0f50 c47120a3 c7f4d1c7 0368c033 9aaa2204 4e6cd4c3
-        466482d2 09aa9f07 05d7c214 a2028bd9 d19c12b5 b94e16de e883d0cb 4e3c50a2
-    """
-    assert [f"{word:08x}" for word in found.tolist()] == expected.split()
-
-
-def test_the_kernel_makes_the_keystream_of_rfc_8439_section_2_4_2():
-    plaintext = (
-        b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the "
-        b"future, sunscreen would be it."
-    )
-    ciphertext = bytes.fromhex(
-        "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0b"
-        "f91b65c5524733ab8f593dabcd62b3571639d624e65152ab8f530c359f0861d8"
-        "07ca0dbf500d6a6156a38e088a22b65e52bc514d16ccf806818ce91ab7793736"
-        "5af90bbf74a35be6b40b8eedf2785e42874d"
-    )
-    key = kernels.key_words(KEY, "chacha20")
-    words = words_of(key, (1, 0, 0x4A000000, 0), 2, "chacha20")
-    found = words.to(torch.uint32).contiguous().numpy().tobytes()
-    assert bytes(a ^ b for a, b in zip(plaintext, found, strict=False)) == ciphertext
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            "d16cfe09 94fdcceb 5001e420 24126ea1",
-        ),
-    ],
-    ids=["0", "1", "pi"],
-)
-def test_the_kernels_philox_is_that_of_random123(counter, key, expected):
-    found = words_of([*key, 0, 0, 0, 0, 0, 0], counter, 1, "philox")[0]
-    assert " ".join(f"{word:08x}" for word in found.tolist()) == expected
-
-
 @pytest.mark.parametrize("generator", GENERATORS)
 @pytest.mark.parametrize(
     ("block", "step", "parameter_id"),
@@ -278,17 +233,6 @@ def test_the_kernels_noise_depends_on_neither_block_nor_offset(count, offset):
     whole = on_the_cpu(zeros, stream(generator="philox"))
     part = added(zeros[:count], stream(offset=offset, generator="philox"), groups=8)
     assert same_bits(part, whole[offset : offset + count])
-
-
-def test_shards_of_a_parameter_get_the_kernels_noise_of_the_whole_bit_for_bit():
-    out = sums(512)
-    whole = added(out, stream(), groups=64)
-    borders = [0, 3, 301, 512]
-    shards = [
-        added(out[begin:end], stream(offset=begin), groups=64)
-        for begin, end in zip(borders, borders[1:], strict=False)
-    ]
-    assert same_bits(torch.cat(shards), whole)
 
 
 def test_the_kernel_writes_nothing_beside_its_tensor():

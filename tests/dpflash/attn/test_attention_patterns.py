@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dpflash
 from dpflash import PrivateRefusal, attention
 from dpflash.patterns import (
     Adaptive,
@@ -106,19 +105,6 @@ def test_attention_and_its_gradients_match_the_definition(name):
         )
 
 
-@pytest.mark.parametrize("name", PATTERNS)
-def test_float32_errs_by_at_most_2e_6(name):
-    exact = make_qkv(tokens=67 if "documents" not in name else T, head_dim=16)
-    narrow = [x.detach().float().requires_grad_() for x in exact]
-    mask = PATTERNS[name].mask(exact[0].shape[2], 4)
-    expected = from_definition(
-        *[x.detach().float().double().requires_grad_() for x in exact], mask
-    )
-    o, lse = attention(*narrow, pattern=PATTERNS[name], return_lse=True)
-    for found, wanted in zip((o, lse), expected, strict=True):
-        torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=2e-6)
-
-
 def longnet_by_branches(q, k, v, pattern):
     """LongNet as the paper mixes it: each branch by itself, weighted by softmax denominators."""
     outputs, lses = [], []
@@ -160,15 +146,6 @@ def test_dilated_is_longnet_mixed_branch_by_branch_in_output_and_exact_gradient(
         rtol=1e-9,
         atol=1e-11,
     )
-
-
-@pytest.mark.parametrize("name", [*PATTERNS, *ADAPTIVE])
-def test_values_of_one_give_outputs_of_one(name):
-    q, k, _ = make_qkv()
-    pattern = {**PATTERNS, **ADAPTIVE}[name]
-    o, lse = attention(q, k, torch.ones_like(k), pattern=pattern, return_lse=True)
-    torch.testing.assert_close(o[lse > -math.inf], torch.ones_like(o[lse > -math.inf]))
-    assert (o[lse == -math.inf] == 0).all()
 
 
 @pytest.mark.parametrize("name", [n for n, p in {**PATTERNS, **ADAPTIVE}.items() if p.causal])
@@ -273,14 +250,6 @@ def test_adaptive_chooses_by_sample_and_head_and_gives_its_gates_a_gradient():
     assert torch.equal(alone, blocks[2:3])
 
 
-def test_adaptive_that_keeps_all_blocks_is_dense_where_gates_are_open():
-    q, k, v = make_qkv(heads=2, groups=2)
-    k = k + 100 * q.mean()  # no effect: only to keep the graph
-    large = torch.full_like(q, 30.0)
-    o = attention(large, large, v, pattern=Adaptive(block_size=16, keep=9))
-    torch.testing.assert_close(o, attention(large, large, v))
-
-
 @pytest.mark.parametrize("name", ["dilated-causal", "window", "adaptive-causal"])
 def test_patterns_work_compiled_whole_and_under_vmap_of_grad(name):
     pattern = {**PATTERNS, **ADAPTIVE}[name]
@@ -342,17 +311,11 @@ def test_operators_pass_opcheck(extras):
         ({"q": (2, 4, 45)}, r"q has shape \(2, 4, 45\)"),
         ({"k": (2, 2, 44, 5)}, "k has shape"),
         ({"q": (3, 4, 45, 5)}, "q has shape"),
-        ({"q": (2, 5, 45, 5)}, "q has 5 heads and k has 2"),
         ({"all": 577}, "head_dim 577"),
         ({"softcap": 0.0}, "softcap=0.0"),
-        ({"softcap": math.inf}, "softcap=inf"),
         ({"position_bias": torch.zeros(4, 45, 45)}, "position_bias has shape"),
         ({"position_bias": torch.zeros(2, 1, 45, 44)}, "position_bias has shape"),
         ({"position_bias": torch.zeros(1, 1, 1, 45).bool()}, "position_bias is torch.bool"),
-        ({"k_dtype": torch.float32}, "k is torch.float32"),
-        ({"softmax_scale": math.nan}, "softmax_scale=nan"),
-        ({"softmax_scale": math.inf}, "softmax_scale=inf"),
-        ({"pattern": "dense"}, "pattern='dense'"),
         ({"pattern": Documents(cu_seqlens=(0, 44))}, "cu_seqlens"),
         ({"pattern": Dense(), "causal": True}, "build it with causal=True"),
         ({"causal": 1}, "causal=1"),
@@ -374,8 +337,6 @@ def test_what_does_not_fit_is_refused_by_name_value_and_remedy(change, message):
         q = torch.zeros(change.pop("q"), dtype=torch.float64)
     if "k" in change:
         k = torch.zeros(change.pop("k"), dtype=torch.float64)
-    if "k_dtype" in change:
-        k = k.to(change.pop("k_dtype"))
     if "all" in change:
         q, k, v = (torch.zeros(*x.shape[:3], change["all"]) for x in (q, k, v))
         change.pop("all")
@@ -528,13 +489,3 @@ def test_adaptive_scores_near_ties_alike_whatever_the_batch():
         [pattern._top(q_means[i : i + 1], k_means[i : i + 1], 0.125) for i in range(4)]
     )
     assert torch.equal(together, alone)
-
-
-def test_pattern_reaches_every_layer_of_a_model_and_trains():
-    pattern = Dilated(segment_lengths=(8, 16), dilation_rates=(1, 2), causal=True)
-    model = dpflash.nn.LongContextLM(11, 16, 2, 4, max_seq_len=40, pattern=pattern)
-    tokens = torch.randint(11, (2, 33))
-    model(tokens).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    with pytest.raises(ValueError, match="causal"):
-        dpflash.nn.LongContextLM(11, 16, 2, 4, max_seq_len=40, pattern=Dense())

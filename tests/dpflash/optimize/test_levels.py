@@ -2,11 +2,9 @@
 
 import copy
 import inspect
-import logging
 import os
 import pickle
 import warnings
-from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.cli import main
-from dpflash.clipping import planner
 from dpflash.clipping.planner import LEVELS
 from dpflash.distributed.mesh import Ranks
 from dpflash.grad_rules import PrivateModule
@@ -337,24 +334,6 @@ def test_a_model_of_another_dtype_is_left_without_autocast(dtype, private, tiny_
     assert not engine.optimization.autocast
     assert f"left out: autocast, since parameters are {dtype}" in str(engine.optimization)
     assert model(tokens()).dtype == dtype
-
-
-@pytest.mark.parametrize(
-    ("level", "dtype", "told"),
-    [
-        ("none", torch.float32, False),
-        ("conservative", torch.float32, False),
-        ("balanced", torch.float32, True),
-        ("balanced", torch.float64, False),
-        *((level, torch.bfloat16, True) for level in planner.LEVELS),
-    ],
-    ids=str,
-)
-def test_that_16_bit_may_exceed_the_bound_is_told_where_a_model_is_in_16_bit(
-    level, dtype, told, private, tiny_lm
-):
-    engine, *_ = private(tiny_lm().to(dtype), optimize=level)
-    assert ("1.0083 where that was searched for" in str(engine.optimization)) == told
 
 
 def test_a_device_without_bfloat16_is_refused_by_the_argument(private, tiny_lm, monkeypatch):
@@ -781,24 +760,6 @@ def test_the_noise_of_a_compiled_model_never_repeats(private, quick):
     assert len(released) == 4 and engine.optimization.compiled and quick.frame_count
     table = torch.stack(released)
     assert table.flatten().unique().numel() == table.numel()
-
-
-@every_level
-def test_a_level_can_be_read(level, private, tiny_lm, caplog, quick):
-    with caplog.at_level(logging.INFO, logger="dpflash"):
-        engine, *_ = private(tiny_lm(), optimize=level)
-    found = engine.optimization
-    assert found.level == level and found.changes
-    text = str(found)
-    assert text.startswith(f"optimize={level!r}\n") and text.count("\n") == len(found.changes)
-    topics = {change.partition(":")[0] for change in found.changes} - {"left out"}
-    assert topics == {"privacy", "clipping", "numerics", "memory"}
-    (record,) = caplog.records
-    assert record.getMessage() == found.summary and f"optimize={level!r}" in found.summary
-    with pytest.raises(FrozenInstanceError):
-        found.level = "none"
-    assert ("bfloat16" in text) == (level in ("balanced", "aggressive"))
-    assert ("CUDA graphs" in text) == (level == "aggressive")
 
 
 @pytest.mark.usefixtures("one_batch_a_draw")

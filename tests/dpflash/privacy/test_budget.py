@@ -490,11 +490,8 @@ def test_without_a_budget_nothing_remains_to_be_told(run):
     ("arguments", "words"),
     [
         ((0.0, DELTA), "epsilon=0.0"),
-        ((-1, DELTA), "epsilon=-1"),
         ((math.inf, DELTA), "epsilon=inf"),
-        ((math.nan, DELTA), "epsilon=nan"),
         ((True, DELTA), "epsilon=True"),
-        (("3", DELTA), "epsilon='3'"),
         ((1.0, 0.0), "delta=0.0"),
         ((1.0, 1), "delta=1"),
         ((1.0, DELTA, "warn"), "when_spent='warn'"),
