@@ -114,7 +114,10 @@ def main():
     part = args.out.with_suffix(".part")  # what an interrupted campaign has made
     rows = dict(map(json.loads, part.read_text().splitlines())) if part.exists() else {}
     left = [job for job in jobs if json.dumps(job) not in rows]
-    random.Random(0).shuffle(left)  # so that any part of them is a fair one
+    random.Random(0).shuffle(left)
+    left.sort(
+        key=lambda job: isinstance(job, int) or job[1] < CLAIMED - 1
+    )  # the strong ones first
     with multiprocessing.get_context("spawn").Pool(2) as pool, part.open("a") as file:
         for key, row in tqdm(pool.imap_unordered(_work, left), total=len(left)):
             rows[key] = row
