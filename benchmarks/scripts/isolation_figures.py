@@ -134,7 +134,6 @@ def main():
     passed = [row for row in table if row["refused"] < row["runs"]]
     moving = [r for r in passed if max(r["total"] or 0, 1 + (r["others"] or 0)) > CLAIMED]
     found |= {"unseen": moving, "power": table}
-    # A line for each row.
     text = json.dumps(found).replace("[{", "[\n{").replace("}, ", "},\n").replace("}]", "}\n]")
     args.out.write_text(text + "\n")
 
