@@ -247,7 +247,6 @@ def clipped_sums(
     clipping: str = "flat",
     grad_sample_mode: str = "auto",
     drop: int | None = None,
-    broken: bool = False,
     bound: float = 1.0,
     scale: float = 1.0,
 ) -> np.ndarray:
@@ -255,7 +254,6 @@ def clipped_sums(
 
     Args:
         drop: leaves one sample out.
-        broken: adds the squares of the parts' norms, as if they were norms of the sum.
         scale: of the losses, so that gradients are far above the bound.
     """
     model, mesh = parallel(build(), context, mode="ring")
@@ -267,8 +265,7 @@ def clipped_sums(
         kept = [i for i in range(4) if i != drop]
         x, y = x[kept], y[kept]
     x, y = sharded(mesh, x, y)
-    with broken_norms() if broken else nullcontext():
-        engine.backward(model(x, y) * scale)
+    engine.backward(model(x, y) * scale)
     return flat_sums(engine, model).numpy()
 
 
@@ -294,7 +291,7 @@ def packed_sums(
 
     Args:
         drop: this document has no tokens.
-        broken: see `clipped_sums`.
+        broken: adds the squares of the parts' norms, as if they were norms of the sum.
     """
     made, mesh = parallel(build(**dict(model or {})).double(), context, mode=mode)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)

@@ -171,9 +171,9 @@ def misfits(arch, lines, spilled=SPILLED, *, registers=None, shared=None):
 
 
 def attention(*kernels):
-    """Entries in 16 bit; without DPFLASH_FULL of head dims 64 and 128."""
+    """Entries in 16 bit; without DPFLASH_FULL of head dim 128."""
     names = [name for name in ATTENTION if name.endswith("/16") and name.startswith(kernels)]
-    return names if FULL else [n for n in names if n.endswith(("/64/16", "/128/16"))]
+    return names if FULL else [n for n in names if n.endswith("/128/16")]
 
 
 @pytest.mark.parametrize(

@@ -186,24 +186,6 @@ def test_a_window_is_as_wide_as_in_transformers(window, distances):
     assert max(distances(lambda: mistral(sliding_window=window), padding("left"))) <= CLOSE
 
 
-@pytest.mark.parametrize("build", [mistral, modernbert], ids=["causal", "both_sides"])
-def test_a_window_one_token_wider_would_be_noticed(build, distances, monkeypatch):
-    right = huggingface._sliding_window
-    monkeypatch.setattr(
-        huggingface, "_sliding_window", lambda tokens, causal: right(tokens + 1, causal)
-    )
-    assert max(distances(build)) > 100 * CLOSE
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_a_dropped_padding_mask_would_be_noticed(side, distances, monkeypatch):
-    # Keys behind a causal model's tokens are not seen anyway.
-    build = bert if side == "right" else llama
-    monkeypatch.setattr(huggingface, "_padding", lambda *_: None)
-    monkeypatch.setattr(huggingface, "_borders_of_positions", lambda *_: None)
-    assert max(distances(build, padding(side))) > 100 * CLOSE
-
-
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_a_decoder_may_attend_to_both_sides(side, distances):
     assert max(distances(llama, padding(side), is_causal=False)) <= CLOSE
@@ -258,12 +240,6 @@ def test_nothing_is_nan_where_a_whole_sample_is_padding(build, side):
 LENGTHS = [4, 3, 4]
 PACKED = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 BORDERS = torch.tensor([0, 4, 7, 11], dtype=torch.int32)
-
-
-@pytest.mark.parametrize("build", [gpt2, llama, mistral, narrow], ids=lambda build: build.__name__)
-def test_packed_documents_are_those_of_eager_attention(build, distances):
-    row = tokens(1)
-    assert max(distances(build, ids=row, position_ids=PACKED, use_cache=False)) <= CLOSE
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
