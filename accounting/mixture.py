@@ -33,23 +33,19 @@ _NEAR = 0.5  # loss below which its digits are kept
 
 
 class Mixture:
-    """sum over j of p_j N(j, s^2) against N(0, s^2).
-
-    Attributes:
-        noise, rate, examples: s, q, k.
-        log_p: log p_j for j = 0, ..., k.
-        most: the greatest j whose p_j is a number in float64.
-    """
+    """sum over j of p_j N(j, s^2) against N(0, s^2)."""
 
     def __init__(self, noise: float, rate: float, examples: int) -> None:
         self.noise, self.rate, self.examples = noise, rate, examples
         drawn, absent = math.log(rate), math.log1p(-rate)
+        # Of j = 0, ..., k.
         self.log_p = np.array(
             [
                 math.log(math.comb(examples, j)) + j * drawn + (examples - j) * absent
                 for j in range(examples + 1)
             ]
         )
+        # The greatest j whose p_j is a number in float64.
         self.most = int(np.flatnonzero(self.log_p > _LEAST_LOG).max())
         # Those that count in 1 - p_0.
         some = self.log_p[1:]

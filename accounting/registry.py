@@ -63,11 +63,7 @@ def copied(accountant: Accountant) -> Accountant:
 
 
 def as_phase(accountant: object, event: Event) -> tuple[float, float]:
-    """(noise_multiplier, sample_rate) of an event, for an accountant of Opacus.
-
-    Raises:
-        ValueError: the event is neither a Poisson nor a Gaussian step.
-    """
+    """(noise_multiplier, sample_rate) of a Poisson or Gaussian step, for Opacus' accountants."""
     if type(event) is PoissonGaussian and event.relation != REPLACE_ONE:
         return event.noise_multiplier, event.sample_rate
     if isinstance(event, Gaussian) and event.relation != REPLACE_ONE:

@@ -109,15 +109,13 @@ def _cells(line: Line) -> tuple[Any, ...]:
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> Report:
-    """Compare two results, as `suite.run_suite` writes them.
+    """Compare two results, as `suite.run_suite` writes them; peers' and derived rows are left out.
 
     Of trials that took turns a row is slower where the estimate of its ratio is beyond 1 +
     threshold and the ratio is significantly above 1 (one-sided, at 5% over all rows together,
     Holm). Of separate runs it is slower where the intervals of both medians are apart by more than
-    the threshold; fewer than 8 trials, and load averages that differ by more than 1 and a factor
-    of 2, decide nothing on times. Peers' rows, and rows that only follow from others, such as
-    exponents, are left out. Results that were measured in different ways or broken off, or have no
-    row in common, are Unusable.
+    the threshold; fewer than 8 trials, and unlike load averages, decide nothing on times. Results
+    that were measured in different ways or broken off, or have no row in common, are Unusable.
     """
     _validate.positive(threshold=threshold)
     environments = (old["environment"], new["environment"])

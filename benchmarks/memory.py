@@ -18,11 +18,9 @@ _PROCESS = Path("/proc/self")
 class PeakMemory:
     """How far memory grows in a block: ``with PeakMemory() as peak: ...``.
 
-    Attributes, after the block, in MiB of 2^20 bytes:
-        cpu_mb: largest growth of this process's resident memory; None where the system does not
-            report it (Linux does).
-        gpu_mb: largest growth of what torch's allocator gave out on the current GPU; None without
-            a GPU.
+    After it, `cpu_mb` and `gpu_mb` are MiB: of this process's resident memory (None where the
+    system does not report it; Linux does), and of what torch's allocator gave out on the current
+    GPU.
     """
 
     cpu_mb: float | None = None

@@ -64,10 +64,8 @@ def run_versus(
     """Measure two checkouts in turns, write OLD.json and NEW.json, and compare them.
 
     What is measured are `versus_worker.JOBS` of the dpflash that runs this, whatever the checkouts
-    have in `dpflash.bench`. A row is wrong where the new checkout's result is not the old one's. A
-    launch is a pair of fresh processes, in which every job has its turn in both in each round; the
-    comparison, also in comparison.json, is by launches where there are 3 or more. Returns what
-    `compare.run_compare` returns: 1 for a regression, 0 for none.
+    have in `dpflash.bench`. A row is wrong where the new checkout's result is not the old one's.
+    Returns what `compare.run_compare` returns, which is by launches where there are 3 or more.
     """
     _validate.positive_int(launches=launches, rounds=rounds)
     if launches * rounds < 2:

@@ -1,9 +1,4 @@
-"""Probes of two ranks, in processes of their own: noise across ranks, and context shards.
-
-with RankProbes(make) as ranks:      # starts `python -m dpflash.audit.ranks` twice
-...                              # the audit goes on
-noise, shards = ranks.read()
-"""
+"""Probes of two ranks, in processes of their own: noise across ranks, and context shards."""
 
 from __future__ import annotations
 

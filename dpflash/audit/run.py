@@ -1,8 +1,4 @@
-"""Runs an audit: scores and named checks, through an engine of the audited kind.
-
-audited = Audited(PrivacyEngine, {}, privacy, performance)
-report = run_audit(audited, canaries=1000)
-"""
+"""Runs an audit: scores and named checks, through an engine of the audited kind."""
 
 from __future__ import annotations
 

@@ -46,14 +46,10 @@ def _build_parser(command: str | None) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
+    """Run one subcommand and return the exit status.
 
-    Args:
-        argv: arguments without the program's name; None means `sys.argv[1:]`.
-
-    Returns:
-        The exit status: that of the subcommand, 2 for an invalid argument or file, 130 after
-        Ctrl-C, 141 where the reader of a pipe has ended.
+    That is 2 for an invalid argument or file, 130 after Ctrl-C, 141 where the reader of a pipe has
+    ended, else the subcommand's.
     """
     argv = sys.argv[1:] if argv is None else argv
     args = _build_parser(argv[0] if argv else None).parse_args(argv)

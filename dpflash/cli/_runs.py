@@ -81,21 +81,16 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run. None stands for a value that is unknown or does not apply to the sampler.
-
-    Attributes:
-        count: number of steps, or of epochs of a shuffled loader.
-        examples_per_unit: the most samples of one unit; None if each sample is a unit.
-    """
+    """A run. None stands for a value that is unknown or does not apply to the sampler."""
 
     sampler: str
     neighboring_relation: str
-    count: int | None
+    count: int | None  # number of steps, or of epochs of a shuffled loader
     sample_rate: float | None
     batch_size: int | None
     num_samples: int | None
     max_batch_size: int | None
-    examples_per_unit: int | None
+    examples_per_unit: int | None  # the most samples of one unit; None if each sample is a unit
 
     @property
     def is_shuffled(self) -> bool:

@@ -229,19 +229,19 @@ class BlockwiseBackward:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of q, k, v, sinks, slopes, blocks and gates, in the inputs' dtypes."""
         sinks, slopes, gates = self._sinks, self._slopes, self._gates
+        dsinks = None
+        if sinks is not None:
+            delta = delta_of(self._do, self._o, self._lse, self._dlse)
+            dsinks = sinks_grad(sinks, self._lse, delta).sum(2).to(sinks.dtype)
         return (
             self._sum_of_dq().to(self._q.dtype),
             None if dkv is None else dkv[0].to(k.dtype),
             None if dkv is None else dkv[1].to(v.dtype),
-            None if sinks is None else self._sinks_grad(sinks),
+            dsinks,
             None if slopes is None else self._dslopes.sum(2).to(slopes.dtype),
             None,
             None if gates is None else self._druns.view(gates.shape).to(gates.dtype),
         )
-
-    def _sinks_grad(self, sinks: Tensor) -> Tensor:
-        grad = sinks_grad(sinks, self._lse, delta_of(self._do, self._o, self._lse, self._dlse))
-        return grad.sum(2).to(sinks.dtype)
 
 
 def _inputs_of(

@@ -31,8 +31,8 @@ from .agreement import (
 )
 from .exchange import all_gather, all_reduce, reduce_scatter
 from .layout import SHARDINGS, Layout
+from .mesh import CONTEXT
 
-CONTEXT = "context"
 _ENOUGH = 32  # tokens per rank that are not equal by chance
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -172,10 +172,7 @@ class ContextParallel:
     ) -> ContextParallel:
         """For the dimension "context" of a mesh, or for a one-dimensional mesh without names.
 
-        Args:
-            mesh: its dimension "context" holds the ranks that share sequences.
-            mode: "ring", "all_gather", "ulysses" or "auto".
-            sharding: "contiguous", which None means, or "zigzag".
+        A sharding of None means "contiguous".
         """
         sharding = "contiguous" if sharding is None else sharding
         _validate.one_of(mode=(mode, (*MODES, "auto")), sharding=(sharding, SHARDINGS))
@@ -192,12 +189,9 @@ class ContextParallel:
     ) -> Context:
         """The sharded sequence of a call, after a check that all ranks make the same one.
 
-        Args:
-            tokens: T_p, number of tokens of this rank.
-            rows: of which the sequence consists, each with T_p tokens on this rank.
-            length: positions from this one on are padding.
-            error: why this rank cannot continue; all ranks then raise it.
-            values: values that must be equal on all ranks; compared by their repr.
+        The sequence consists of `rows`, each with `tokens` (T_p) on this rank; positions from
+        `length` on are padding. Where this rank cannot continue, `error` says why, and all ranks
+        raise it. `values` must be equal on all ranks; they are compared by their repr.
         """
         everything = {**values, "rows": rows, "length": length}
         everything |= {"mode": self.mode, "sharding": self.sharding}

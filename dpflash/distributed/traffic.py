@@ -51,13 +51,9 @@ def sent_bytes(
 
     Args:
         pattern: one of `dpflash.patterns`.
-        num_tokens: T.
-        num_heads: H.
+        num_tokens, num_heads, head_dim, batch, world_size: T, H, D, B and P.
         num_kv_heads: G; None means H.
-        head_dim: D.
         dtype: of q, k and v.
-        batch: B.
-        world_size: P.
         sharding: "contiguous" or "zigzag".
         mode: "ring", "all_gather", "ulysses", or "auto", see `ring_attention`.
         rank: index of the rank.
@@ -90,9 +86,7 @@ def edges_per_rank(
     Args:
         pattern: one of `dpflash.patterns`; an `Adaptive` one counts as the dense pattern that it
             chooses from.
-        num_tokens: T.
-        num_heads: H.
-        world_size: P.
+        num_tokens, num_heads, world_size: T, H and P.
         sharding: "contiguous" or "zigzag".
 
     Raises:

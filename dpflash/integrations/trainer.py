@@ -284,6 +284,7 @@ class DPTrainer(Trainer):
             )
 
     def _known_loss(self) -> SampleLoss | None:
+        """The loss of a sample by the model's task; None where `_losses_of` has another one."""
         return None if self.compute_loss_func else sample_loss(self._module())
 
     def _checked_engine(self, engine: PrivacyEngine | None) -> PrivacyEngine:
@@ -378,6 +379,7 @@ class DPTrainer(Trainer):
         )
 
     def _training_collate(self, collate: Any) -> Any:
+        """The collate function of training, from that of the trainer."""
         return collate
 
     def _steps(self, loader: DataLoader) -> int:

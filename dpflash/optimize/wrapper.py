@@ -402,7 +402,7 @@ class ForwardWrapper:
         *,
         inner: bool = False,
     ) -> Any:
-        with self._autocast(dtype):
+        with nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype):
             if inner and self._inner is not None:
                 # DistributedDataParallel prepares for the backward of its last forward.
                 outputs = self._inner(*args, **kwargs)
@@ -418,9 +418,6 @@ class ForwardWrapper:
         # Of the inner model: the step averages gradients over the ranks.
         inner = module is self._module
         return self._eagerly(module, self._autocast_dtype(), args, kwargs, inner=inner)
-
-    def _autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-        return nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype)
 
     def _compiles(self, module: nn.Module) -> bool:
         """Whether this call runs compiled: with gradients on, and outside of a backward."""

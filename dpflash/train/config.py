@@ -35,12 +35,9 @@ _EXAMPLES_PER_UNIT = 4
 class TrainingConfig:
     """The configuration of a training job: the options that `dpflash train --help` explains.
 
-    None takes the default that the help names. With `pack` a document that is longer than a
-    row is cut into windows, of which the gradients are added before they are clipped; of one that
-    is longer than a microbatch, each step trains on a window of a microbatch's tokens.
-
-    Raises:
-        ValueError: for an invalid value; the message names the argument and the way out.
+    None takes the default that the help names. With `pack` a document that is longer than a row is
+    cut into windows, of which the gradients are added before they are clipped; of one that is
+    longer than a microbatch, each step trains on a window of a microbatch's tokens.
     """
 
     data: str | None = None
@@ -334,10 +331,6 @@ class TrainingState:
     verified: bool | str = "pending"
     rounded_sums: list[str] = field(default_factory=list)
     finished: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name; tensors are not copied."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)

@@ -99,25 +99,13 @@ class ByteDocuments(Sequence[bytes]):
     ) -> "ByteDocuments":
         """Read a file, or the files of a folder and its subfolders.
 
-        Of a folder, skips hidden files and folders, `__pycache__`, `site-packages` and
-        `dist-packages`, and does not follow links to folders.
-
-        Args:
-            path: the file or folder.
-            unit: "file": each file is a document (of a .jsonl file, the texts of its records, one
-                a line). "record": each line of a JSONL file is a document; of a folder only files
-                that end in .jsonl are read, unless suffixes says otherwise. "folder": as "file",
-                and all files below one folder in `path` are a unit; a file outside of folders is
-                one itself. "field:NAME": as "record", and records with one value of the field NAME
-                are a unit.
-            field: the key of a record's text.
-            suffixes: file name suffixes to read, such as ``(".py", ".md")``; None for all.
-            max_total_bytes: maximum size of all documents, which are held in memory.
-
-        Raises:
-            FileNotFoundError: the path does not exist.
-            ValueError: the folder cannot be listed.
-            PrivateRefusal: nothing is usable, or the documents exceed max_total_bytes.
+        `field` is the key of a record's text. Of a folder, skips hidden files and folders,
+        `__pycache__`, `site-packages` and `dist-packages`, and does not follow links to folders.
+        With unit "file" or "folder" a file is a document (of a .jsonl file, the texts of its
+        records); with "record" or "field:NAME" each line of a JSONL file is one, and of a folder
+        only .jsonl files are read unless `suffixes` says otherwise. A file outside of folders is a
+        unit itself. Raises PrivateRefusal where nothing is usable, or the documents exceed
+        max_total_bytes.
         """
         root = Path(path)
         _validate.positive_int(max_total_bytes=max_total_bytes)
@@ -444,9 +432,8 @@ def held_out_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets `[windows, seq_len]` for evaluation, the same in every call.
 
-    Each document is split into windows of seq_len without overlap, padded as by
-    `TrainWindows.window`. The first windows of all documents come first, then their second
-    windows, and so on, so that a small max_windows (None for all) still covers many documents.
+    The first windows of all documents come first, then their second windows, and so on, so that a
+    small max_windows (None for all) still covers many documents.
     """
     _validate.positive_int(seq_len=seq_len, batch_size=batch_size)
     _validate.optional(_validate.positive_int, max_windows=max_windows)

@@ -554,7 +554,7 @@ class TrainingRun:
             self._lm.save(self.model, weights, self.folder)
 
     def _save(self) -> None:
-        self._engine.save_checkpoint(self.checkpoint, extra=self.state.as_dict())
+        self._engine.save_checkpoint(self.checkpoint, extra=dict(vars(self.state)))
         if self.is_first:
             _remove_others(self.folder, self.checkpoint.name)
 

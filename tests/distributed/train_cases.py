@@ -43,7 +43,7 @@ def train(group, out, parallel, config=None, stop_at=None, stopped_rank=0):
     return {
         "step": job.step,
         "epsilon": job.epsilon,
-        "state": {k: v for k, v in job.state.as_dict().items() if k != "baseline"},
+        "state": {k: v for k, v in vars(job.state).items() if k != "baseline"},
         "report": report,
         "lost_steps": job.lost_steps,
         "warnings": [str(w.message) for w in caught],

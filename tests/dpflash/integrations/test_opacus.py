@@ -407,7 +407,7 @@ def test_a_missing_or_old_opacus_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
     with pytest.raises(ImportError, match="pip install --upgrade opacus"):
         integration.register()
-    with pytest.raises(ImportError, match="pip install opacus"):
+    with pytest.raises(ImportError, match="pip install --upgrade opacus"):
         integration.use_secure_noise(torch.optim.SGD([torch.zeros(1)], lr=0.1))
 
 
