@@ -25,8 +25,12 @@ from .config import PerformanceConfig, PrivacyConfig, Settings
 from .distributed.mesh import Ranks
 from .distributed.validate import check_module, digests_of, require_same_data, synchronize_ranks
 from .grad_rules.convert import Layer, attach, check_model, make_groups
+from .isolation.backward_rows import allow_second_backwards
+from .isolation.example import ExampleTrial, samples_in
 from .isolation.padding import PaddingTrial
+from .isolation.proof import Proof
 from .isolation.sandbox import Sandbox
+from .isolation.schedule import Schedule
 from .isolation.trial import Trial
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import ForwardWrapper
@@ -46,7 +50,6 @@ from .sampling.plan import ENTRIES_OF_UNITS, SamplingPlan
 from .sampling.slots import check_slots
 from .sampling.unit_groups import UnitGroups
 from .step import Charge, ClippedSums, PrivateStep, ReleaseOptions, RoundedGaussian, Turns
-from .verification.proof import Proof, allow_second_backwards
 from .verification.unchanged import Unchanged, check_allowed
 from .verification.uncovered import Uncovered
 
@@ -149,16 +152,23 @@ def build(
     for parameter in trained:
         parameter.grad = None
     unchanged = Unchanged(module, trained, privacy.allow_buffers)
-    trial = padding = None
+    uncovered = Uncovered(module, trained)
+    trial = padding = example = None
     if privacy.verify_first_batch:
         sandbox = Sandbox(module.named_modules(), unchanged.allowed_contents, optimizers)
-        trial = Trial(sandbox, loader.expected_batch_size)
+        schedule = Schedule(
+            loader.expected_batch_size,
+            shares=step.sums.is_sharded or ranks.context is not None,
+            path=lambda: uncovered.path,
+        )
+        trial = Trial(sandbox, schedule)
         if plan.packing is None and privacy.loss_reduction is None:
             padding = PaddingTrial(sandbox)
-        loader.try_first(trial, padding)
-    uncovered = Uncovered(module, trained)
+        if privacy.example is not None:
+            example = ExampleTrial(privacy.example, sandbox)
+        loader.try_first(trial, padding, example)
     backward = _backward(module, checked, settings, step, unchanged, uncovered)
-    backward.try_first(trial, padding)
+    backward.try_first(trial, padding, example)
     attach(module, checked.layers, backward)
     step.watch_gradients()
 
@@ -231,6 +241,8 @@ def _check(
         refuse_mixing(data_loader, may_sort=loader.slots is None)
     if plan.has_pairs:
         _check_pairs(privacy, ranks)
+    if privacy.example is not None:
+        samples_in(privacy.example)
     trained = trained_parameters(module, listed(optimizer))
     entries = []
     if ranks.everyone is not None:
@@ -333,6 +345,7 @@ def _agree(
         {
             **{name: given[name] for name in _EQUAL},
             "allow_buffers": sorted(settings.privacy.allow_buffers),
+            "example": settings.privacy.example is not None,
             "sampling": scheme,
             "parameters": parameters,
             "the engine's run": keys.run,  # detach changes it, without the other ranks

@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, cast
 
 from ._validate import (
@@ -113,6 +113,11 @@ class PrivacyConfig:
             all three. `engine.plan()` and `engine.rounded_sums` show the result.
         verify_first_batch: try on the first batches, and at times later, that model and loop keep
             samples apart, see `PrivacyEngine.verified`, which reports the omission with False.
+        example: a public batch of two or more samples (made up, or of another dataset), as the
+            loop gets one. Before the first draw the loader yields it with other contents in half
+            of its samples, in the other half, and as it is. Where losses or gradients of samples
+            change that kept their contents, a ValueError says which, where and by how much;
+            nothing of it is trained on.
         foreign_batches: take batches that are not of the private loader too. You guarantee for
             each of them that every row is of one privacy unit and no unit is in two rows (no
             views of a sample, no padding rows, such as those of another private loader), and that
@@ -147,6 +152,7 @@ class PrivacyConfig:
     budget: PrivacyBudget | None = None
     exact: bool | str = "auto"
     verify_first_batch: bool = True
+    example: Any = field(default=None, compare=False, repr=False)
     foreign_batches: bool = False
     allow_buffers: tuple[str, ...] = ()
     target_epsilon: float | None = None
@@ -204,6 +210,11 @@ class PrivacyConfig:
         one_of(loss_reduction=(self.loss_reduction, (None, "mean", "sum")))
         one_of(verify_first_batch=(self.verify_first_batch, (True, False)))
         one_of(foreign_batches=(self.foreign_batches, (True, False)))
+        if self.example is not None and not self.verify_first_batch:
+            raise ValueError(
+                "example with verify_first_batch=False, which leaves its trial out; pass one of "
+                "them"
+            )
         if self.exact not in ("auto", True, False) or not isinstance(self.exact, bool | str):
             raise ValueError(f"exact={self.exact!r}: expected 'auto', True or False")
         if self.exact is True and math.isinf(self.bound):

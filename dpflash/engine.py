@@ -313,14 +313,18 @@ class PrivacyEngine(Uncopied, OnlySettable):
         `engine.verified` is "by construction". It takes the time of so many batches of one row;
         with physical_batch_size=1 it costs nothing.
 
+        `backward(criterion, (outputs, targets))` takes a criterion object of torch, such as
+        CrossEntropyLoss(weight=...), and computes the loss of each sample with it, see
+        `dpflash.losses.of_criterion`.
+
         Args:
             losses: [B], one number for each row of the batch in the loader's order, computed from
                 that row alone; those of padding rows count for nothing. Where units have several
                 rows (unit_of), the loss of a unit is the mean of its rows'. Of
                 `dpflash.packing.Pairs` one number for each pair, or for each row, whose mean is
                 the pair's. Of packed documents one for each, [max_documents]. A scalar only where
-                make_private got loss_reduction. Or a function, see above.
-            batch: of the loader, with a function.
+                make_private got loss_reduction. Or a function or a criterion, see above.
+            batch: of the loader, with a function; (outputs, targets) with a criterion.
 
         Returns:
             None; with a function the losses `[B]` without a graph, private like all losses.
@@ -462,6 +466,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
         `backward` a function.
         """
         return self._described("verified").verified
+
+    @property
+    def trials(self) -> str:
+        """What trials have compared so far, how closely, and what was not tried; as sentences."""
+        return self._described("trials").trials
 
     @property
     def public(self) -> PublicFacts:

@@ -11,11 +11,13 @@ since an error would depend on one private entry.
 Letters: B samples, V classes.
 """
 
+import copy
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._validate import positive_int
 
@@ -77,10 +79,7 @@ def cross_entropy(
             raise ValueError(
                 f"num_samples={num_samples!r} without sample_index: pass both, of a packed batch"
             )
-        rows = _rows(targets.shape)
-        valid_counts = valid.reshape(rows).sum(1)
-        losses = position_losses.reshape(rows).sum(1) / valid_counts.clamp(min=1)
-        return losses.masked_fill(outside.reshape(rows).any(1), math.nan)
+        return _mean_of_valid(position_losses.view(targets.shape), valid, outside)
     index, num_samples = _checked_index(sample_index, num_samples, targets)
     zeros = position_losses.new_zeros(num_samples + 1)
     sums = zeros.index_add(0, index, position_losses)
@@ -199,6 +198,57 @@ def binary_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.masked_fill(outside.reshape(_rows(targets.shape)).any(1), math.nan)
 
 
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_OF_ELEMENTS = (
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss),
+    *(nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss),
+)
+
+
+def of_criterion(criterion: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each sample by a criterion object of torch, whatever its reduction is.
+
+    Args:
+        criterion: CrossEntropyLoss, NLLLoss, MSELoss, L1Loss, SmoothL1Loss, HuberLoss,
+            BCEWithLogitsLoss, KLDivLoss, PoissonNLLLoss or SoftMarginLoss. Class weights multiply
+            the losses; they are not divided by those of the batch. They must be public: counts of
+            private labels are not.
+        outputs: `[B, ...]`, as the criterion takes them (classes in dimension 1); computed in
+            float32 where narrower.
+        targets: as the criterion takes them. A sample with a class out of range has the loss NaN
+            and a zero gradient.
+
+    Returns:
+        `[B]`: the mean over a sample's own elements, or over its valid classes.
+
+    Raises:
+        ValueError: for another criterion, and for shapes that would broadcast.
+
+    Guarantees:
+        Entry i depends on `outputs[i]` and `targets[i]` alone.
+    """
+    kind = type(criterion)
+    if kind not in (*_OF_CLASSES, *_OF_ELEMENTS):
+        raise ValueError(
+            f"criterion={kind.__name__}: its losses of single samples are not known; compute one "
+            "loss for each sample, [B], with dpflash.losses or reduction='none'"
+        )
+    each: Any = copy.copy(criterion)
+    vars(each).update(reduction="none")
+    outputs = _at_least_float32(outputs)
+    if kind in _OF_ELEMENTS or targets.is_floating_point():
+        _require_alike(outputs, targets, "outputs")
+        return _mean_of_each_sample(each(outputs, targets))
+    if outputs.ndim < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
+        raise ValueError(
+            f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape "
+            f"{tuple(targets.shape)}: expected [B, classes, ...] and [B, ...]"
+        )
+    valid, outside = kinds_of_targets(targets, outputs.shape[1], each.ignore_index)
+    found = each(outputs, targets.masked_fill(outside, each.ignore_index))
+    return _mean_of_valid(found, valid, outside)
+
+
 def _checked_index(
     sample_index: Tensor, num_samples: int | None, targets: Tensor
 ) -> tuple[Tensor, int]:
@@ -231,6 +281,13 @@ def _mean_of_each_sample(element_losses: Tensor) -> Tensor:
     """`[B, ...]` -> `[B]`; a sample without elements has the loss 0."""
     rows = _rows(element_losses.shape)
     return element_losses.reshape(rows).sum(1) / max(rows[1], 1)
+
+
+def _mean_of_valid(position_losses: Tensor, valid: Tensor, outside: Tensor) -> Tensor:
+    """`[B, ...]` -> `[B]` over the valid positions; NaN where a target is out of range."""
+    rows = _rows(valid.shape)
+    losses = position_losses.reshape(rows).sum(1) / valid.reshape(rows).sum(1).clamp(min=1)
+    return losses.masked_fill(outside.reshape(rows).any(1), math.nan)
 
 
 def _require_floating(**tensors: Tensor) -> None:

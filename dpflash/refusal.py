@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+UNTESTED = (
+    "make_private(verify_first_batch=False) leaves this test out; where it is right, a sample "
+    "then changes a release by more than epsilon says"
+)
+
 
 class PrivateRefusal(RuntimeError):
     """Training stops because of what the private data is.

@@ -22,9 +22,10 @@ from .config import Settings
 from .distributed.validate import release_ranks
 from .grad_rules import PrivateModule
 from .grad_rules.convert import detach as make_plain
-from .isolation.alteration import rows_of
+from .isolation.alteration import entries_of, rows_of
 from .isolation.padding import PaddingTrial
 from .isolation.trial import Trial
+from .losses import of_criterion
 from .opacus_calls import (
     Scheduler,
     refuse_keywords_of,
@@ -41,8 +42,11 @@ from .privacy.public_facts import PublicFacts
 from .privacy.spending import Spending
 from .refusal import PrivateRefusal, PrivateWarning
 from .sampling.loader import PrivateDataLoader
+from .sampling.tracker import SECOND
 from .step import PrivateStep
 from .verification.attributes import OwnAttributes
+from .verification.digests import is_deterministic, row_digests
+from .verification.nested import tensors_of
 
 # loss_fn(model, sample) -> its loss.
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -91,7 +95,15 @@ class PrivateRun:
 
     def run_backward(self, losses: Tensor | LossFunction, batch: Any = None) -> Tensor | None:
         """See `PrivacyEngine.backward`."""
-        if not isinstance(losses, Tensor) and callable(losses):
+        if isinstance(losses, nn.modules.loss._Loss):
+            is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+            if not is_pair or not all(isinstance(x, Tensor) for x in batch):
+                raise ValueError(
+                    "engine.backward(criterion, batch): expected the pair (outputs, targets) of "
+                    "the criterion; pass (model(x), y)"
+                )
+            losses = of_criterion(losses, *batch)
+        elif not isinstance(losses, Tensor) and callable(losses):
             return self._run_by_sample(losses, batch)
         if self.trial is not None and self.trial.is_by_sample:
             raise ValueError(
@@ -119,17 +131,37 @@ class PrivateRun:
         """Run forward and backward one row at a time; returns the losses `[B]`."""
         tracker, trial = self.step.tracker, self.trial
         mark = tracker.current
+        if batch is None or any(x.requires_grad for _, x in tensors_of(batch)):
+            raise ValueError(
+                "engine.backward(loss_fn, batch): expected the loader's batch, of which "
+                "loss_fn(model, sample) gets one row at a time. Pass losses of samples where the "
+                "model has run already"
+            )
         if mark is None or mark.units is not None or self.backward.loss_reduction is not None:
             raise ValueError(
                 "engine.backward(loss_fn, batch): takes batches of the private loader whose "
                 "samples are rows, without loss_reduction; pass losses of samples instead"
             )
+        recording = self.backward.recording
+        with self.step.noting_refusals():
+            tracker.before_rows()
+            given = [x for _, x in tensors_of(batch) if x.ndim]
+            self.loader.order.check(given, is_released=False)
+        digests = [row_digests(x) for _, x in entries_of(batch, mark.size)]
         if trial is not None:
             trial.take_by_sample()
+            self._refuse_tried(trial.refusal_of_batch(digests))
+        if recording is not None:
+            if recording.had_backward:
+                raise RuntimeError(SECOND)
+            recording.take_losses_alone(digests)
         kept, losses = OwnAttributes(self.model.named_modules()), []
+        assert self.wrapper.unchanged is not None
+        contents = self.wrapper.unchanged.allowed_contents()
 
         def loss_of(row: int) -> Tensor:
             kept.restore_copies()
+            contents.restore()
             loss = loss_fn(self.model, rows_of(batch, [row], mark.size))
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise PrivateRefusal(
@@ -143,14 +175,19 @@ class PrivateRun:
         try:
             for row in range(mark.size):
                 if mark.is_trial:
+                    self.step.begin_row()
                     loss_of(row)
                     continue
                 with tracker.row(row):
                     own = loss_of(row)
                     self._refuse_tried(None if trial is None else trial.refusal_of(row, own))
                     self._run_losses(own)
+        except BaseException:
+            self.backward.discard()
+            raise
         finally:
             kept.restore()
+            contents.restore()
         found = torch.stack(losses)
         if mark.is_trial:
             self._is_tried(found)
@@ -214,14 +251,9 @@ class PrivateRun:
             self._refuse_tried(padding.refusal(losses) if padding.is_running else padding.refused)
             if padding.is_running:
                 return True
-        if trial is None:
-            return False
-        if trial.is_altered:
-            self.step.begin_trial()
-            trial.hold(losses)
-            self.backward.record(losses)
+        if self.backward.record(losses):
             return True
-        if trial.decides and not trial.is_by_sample:
+        if trial is not None and trial.decides and not trial.is_by_sample:
             self._refuse_tried(trial.refusal(losses))
         return False
 
@@ -289,6 +321,37 @@ class PrivateRun:
         if verified is not True or trial is None or trial.has_compared or not trial.has_begun:
             return verified
         return "model" if trial.is_impossible else "pending"
+
+    @property
+    def trials(self) -> str:
+        """See `PrivacyEngine.trials`."""
+        trial, padding, facts = self.trial, self.padding, self.public
+        if trial is None:
+            return "Nothing was tried: make_private(verify_first_batch=False)."
+        what = "losses" if trial.is_by_sample else "losses, layers' inputs and gradients"
+        if self.loader.plan.packing is not None:
+            what = "losses"
+        how = (
+            "bit for bit"
+            if is_deterministic(next(self.model.parameters()).device)
+            else "up to rounding"
+        )
+        said = [
+            f"In trials the {what} of half of the samples were compared, {how}, with those that "
+            "they have among other samples."
+            if trial.has_compared
+            else "No trial has compared samples so far."
+        ]
+        if padding is None or not padding.has_compared:
+            said.append("No batch was tried with less padding.")
+        else:
+            said.append("Their losses with less padding were compared, to sqrt(eps).")
+        if facts.others or trial.is_impossible:
+            said.append(
+                "Batches that are not of the loader, of BatchMemoryManager, or without an entry "
+                "for each sample had no trials: there the model was tried by itself."
+            )
+        return " ".join(said)
 
     def diagnostics(self) -> dict[str, Any]:
         """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.

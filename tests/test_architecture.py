@@ -313,7 +313,7 @@ def test_accounting_commands_start_without_torch_and_slow_parts_of_scipy(tmp_pat
 PRIVATE = {"PrivateRefusal", "PrivateWarning", "BackwardsDiffer", "PrivateRankError"}
 # What runs between the draws. Its messages name layers, arguments, shapes and types.
 IN_TRAINING = {"clipping", "grad_rules", "losses", "optimizer", "packing", "sampling", "step"}
-IN_TRAINING |= {"verification"}
+IN_TRAINING |= {"isolation", "verification"}
 OF_TRANSFORMERS = Path("integrations", "transformers.py")
 # Functions that read values or count, so what is assigned from them may be of the data.
 READING = {"all", "any", "argmax", "argmin", "bool", "count", "float", "int", "item", "len", "max"}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..grad_rules.embedding import PrivateEmbedding
-from ..verification.forward_rows import ForwardRows
+from ..isolation.forward_rows import ForwardRows
 from .batch import pick
 from .private import made_private, named_in
 from .report import ITSELF, LOSS_FN, Findings, error_text, message_and_remedy
@@ -113,7 +113,7 @@ class _Inputs(ForwardRows):
         super().__init__()
         self.dims: dict[str, set[int]] = {}
 
-    def note(self, name: str, x: Tensor, *, is_padded: bool = False) -> None:
+    def note(self, name: str, x: Tensor, *, padded_to: int | None = None) -> None:
         self.dims.setdefault(name or ITSELF, set()).add(x.shape[0])
 
 

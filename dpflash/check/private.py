@@ -41,6 +41,9 @@ class _Unreleased:
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         self._clipper.begin_microbatch(samples, units)
 
+    def begin_row(self) -> None:
+        """No batch is taken apart here."""
+
     def may_begin(self, new_epoch: bool) -> bool:
         return True
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attn.boundary import NoiseOff
-from ..verification.dropout import WithoutDropout
+from ..isolation.dropout import WithoutDropout
 from ..verification.nested import tensors_of
 from ..verification.unchanged import Unchanged
 from .batch import mapped, pick

@@ -17,14 +17,17 @@ from dpflash.kernels import clip_factors
 from ..distributed.collectives import agree, gather_rows, rank_in, world_size
 from ..distributed.layout import Layout
 from ..distributed.mesh import Ranks
+from ..isolation.backward_rows import differentiate
+from ..isolation.declared_reduction import refuse_weights
+from ..isolation.example import ExampleTrial
+from ..isolation.forward_rows import ForwardRows
 from ..isolation.padding import PaddingTrial
+from ..isolation.proof import OFF, Proof
+from ..isolation.recording import Recording
 from ..isolation.trial import Trial
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
 from ..sampling.tracker import STEP_OF_ANOTHER
-from ..verification.declared_reduction import refuse_weights
-from ..verification.forward_rows import ForwardRows
-from ..verification.proof import OFF, Proof, WeightedBackward, differentiate
 from ..verification.two_backwards import (
     BackwardsDiffer,
     FirstBackward,
@@ -58,7 +61,7 @@ class PrivateBackward:
         refusal: returns why nothing may be released, or None.
 
     Attributes:
-        trial, padding: of the loader's microbatches; None where none are made.
+        trial, padding, example: of batches that precede others; None where none do.
         forward: the forward whose gates the backward runs.
         statistics: how many samples were clipped.
         rules: what the gates share.
@@ -103,6 +106,7 @@ class PrivateBackward:
         self.attachment: object = None
         self.trial: Trial | None = None
         self.padding: PaddingTrial | None = None
+        self.example: ExampleTrial | None = None
         self._refusal = refusal
         self._task = -1
         self._is_called = self._has_warned = self.is_past_calls = False
@@ -117,9 +121,17 @@ class PrivateBackward:
         """Note what make_private put on the model."""
         self.attachment = attachment
 
-    def try_first(self, trial: Trial | None, padding: PaddingTrial | None) -> None:
-        """Take part in the trials of the loader's microbatches."""
-        self.trial, self.padding = trial, padding
+    def try_first(
+        self, trial: Trial | None, padding: PaddingTrial | None, example: ExampleTrial | None
+    ) -> None:
+        """Take part in the trials of the loader's microbatches, and of a public batch."""
+        self.trial, self.padding, self.example = trial, padding, example
+
+    @property
+    def recording(self) -> Recording | None:
+        """Of the batch under way, if it is only run for a trial."""
+        found = None if self.example is None else self.example.recording
+        return found or (None if self.trial is None else self.trial.recording)
 
     @property
     def slots(self) -> dict[int, tuple[int, int]]:
@@ -152,15 +164,14 @@ class PrivateBackward:
 
     def _rest(self) -> None:
         """No backward is under way, or an ordinary one begins."""
-        trial, watches = self.trial, self.proof.resting
-        if trial is not None and trial.is_altered:
-            if trial.recorded is None:
-                trial.recorded = self._recorder()
-            self._run = BackwardRun("prove", (trial.recorded,))
+        trial, recording, watches = self.trial, self.recording, self.proof.resting
+        if recording is not None:
+            self._run = BackwardRun("prove", (recording.backward or recording.watch(),))
             return
-        if trial is not None and trial.recorded is not None and self.is_compared:
+        altered = None if trial is None or trial.altered is None else trial.altered.backward
+        if trial is not None and altered is not None and self.is_compared:
             text = trial.of_gradients(self.loss_reduction)
-            watches = (self.proof.compare_with(trial.recorded, trial.kept, text),)
+            watches = (self.proof.compare_with(altered, trial.kept, text, trial.restart),)
         self._run = BackwardRun(watches=watches)
 
     @property
@@ -170,7 +181,8 @@ class PrivateBackward:
         return self.trial is not None and self.trial.compares_gradients(is_alone=is_alone)
 
     def _end_trial(self) -> None:
-        if self.trial is not None and not self.trial.is_altered:
+        # A batch that is taken apart has a backward for each row.
+        if self.trial is not None and not (self.trial.is_altered or self.trial.is_by_sample):
             self.trial.finish()
 
     def _end_of_loop(self) -> None:
@@ -178,22 +190,20 @@ class PrivateBackward:
         self._end_trial()
         self.step.end_backward()
 
-    def _recorder(self) -> WeightedBackward:
-        """Sees the backward of an altered microbatch, in which all samples have weight 1."""
-        assert self.trial is not None
-        return WeightedBackward(torch.ones_like(self.trial.real), self.trial.real)
-
-    def record(self, losses: Tensor) -> None:
-        """Run the backward of an altered microbatch, which is only seen."""
-        trial = self.trial
-        assert trial is not None
-        if not trial.sees_rows:
-            return
-        trial.recorded = recorded = self._recorder()
-        seeds = [self._seed(losses)]
-        with self.only_watched(recorded):
-            if not differentiate(self, [losses], seeds, recorded, keeps_graph=False):
-                trial.recorded = None
+    def record(self, losses: Tensor) -> bool:
+        """Whether losses are of a batch that only precedes others; its backward is only seen."""
+        recording = self.recording
+        if recording is None:
+            return False
+        self.step.begin_trial()
+        recording.hold(losses)
+        if recording.has_rows:
+            watch = recording.watch()
+            with self.only_watched(watch):
+                seeds = [self._seed(losses)]
+                if not differentiate(self, [losses], seeds, watch, keeps_graph=False):
+                    recording.drop_backward()
+        return True
 
     # Backward
 
@@ -275,7 +285,9 @@ class PrivateBackward:
             leading = (self.forward.state.batch_size,) if units is None else units.shape
             refusal = self._refusal(losses, batch or self.forward.number, leading)
             refuse_together(refusal, group, "engine.backward")
+        is_new = self.trial is not None and self.trial.has_new_path()
         if group is None:
+            self._try_next(is_new)
             return twice, proving
         operation = "engine.backward"
         # With other modules, or another order, gradients of different parameters would be added.
@@ -287,10 +299,15 @@ class PrivateBackward:
         samples = {"number of samples": self.forward.state.batch_size}
         if group is ranks.context:
             same |= samples
-        rows = agree(operation, same, group, extra=[int(twice), int(proving)])
+        rows = agree(operation, same, group, extra=[int(twice), int(proving), int(is_new)])
+        self._try_next(any(row[2] for row in rows))
         if group is not ranks.context:
             agree(operation, samples, ranks.context)
         return any(row[0] for row in rows), any(row[1] for row in rows)
+
+    def _try_next(self, is_new: bool) -> None:
+        if is_new and self.trial is not None:
+            self.trial.schedule.try_next()
 
     def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
         # Both backwards are the same computation, and the gate applies the factors in the second.
@@ -332,10 +349,7 @@ class PrivateBackward:
         """Compare a call of the model in a tried microbatch with that in the altered one."""
         trial = self.trial
         assert trial is not None
-        is_altered = trial.is_altered
         refusal, samples = trial.compare_rows(rows)
-        if is_altered:
-            return
         try:
             self.proof.forward_repeated(rows.layers, samples, refusal)
         except PrivateRefusal as error:
@@ -347,8 +361,7 @@ class PrivateBackward:
         """The model's outputs, wrapped for the proof where the loss may be a scalar."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
-        is_altered = self.trial is not None and self.trial.is_altered
-        return self.proof.cross(outputs, size, self, is_altered=is_altered)
+        return self.proof.cross(outputs, size, self, is_altered=self.recording is not None)
 
     def _wants_proof(self, size: int | None) -> bool:
         return self.proof.wants_backward(self.forward.state.used, size)
@@ -381,11 +394,11 @@ class PrivateBackward:
 
     @property
     def is_compiled(self) -> bool:
-        """See `dpflash.verification.proof.ProvableBackward`."""
+        """See `dpflash.isolation.backward_rows.ProvableBackward`."""
         return self.forward.is_compiled
 
     def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
-        """See `dpflash.verification.proof.ProvableBackward`."""
+        """See `dpflash.isolation.backward_rows.ProvableBackward`."""
         for index, gate in self.forward.state.gates.items():
             for position, handle in enumerate(self.forward.state.handles[index]):
                 yield (index, position), gate.layer_of(position), gate.is_dense(position), handle
@@ -396,7 +409,7 @@ class PrivateBackward:
 
     @contextmanager
     def only_watched(self, watch: Watch) -> Iterator[None]:
-        """See `dpflash.verification.proof.ProvableBackward`."""
+        """See `dpflash.isolation.backward_rows.ProvableBackward`."""
         held, self._run = self._run, BackwardRun("prove", (watch,))
         try:
             yield

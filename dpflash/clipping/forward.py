@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..isolation.forward_rows import ForwardRows
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
-from ..verification.forward_rows import ForwardRows
 from .compiling import compiles
 from .groups import Group
 from .planner import LinearShape

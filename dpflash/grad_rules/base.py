@@ -117,12 +117,13 @@ class ModuleContext:
                 x = x.unflatten(0, (size, -1))
             if x.shape[0] == 1 and size != 1:
                 x = x.expand(size, *x.shape[1:])
+        length = x.shape[1] if is_padded else None
         if units is not None:
             flat = units.flattened(x, self.name)
             x = x if self.units is None else flat.unsqueeze(0)
         if forward.rows is not None:
             rows = x if units is None else units.padded(flat)
-            forward.rows.note(self.name, rows, is_padded=is_padded)
+            forward.rows.note(self.name, rows, padded_to=length)
         return x
 
     def check_sequences(self, x: Tensor, *, is_padded: bool = False) -> Tensor:

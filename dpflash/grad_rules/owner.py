@@ -25,12 +25,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from ..clipping.forward import ALL_ROWS, is_recomputing
 from ..distributed.fsdp import is_sharded
+from ..isolation.dropout import WithoutDropout
+from ..isolation.replacement import own_copies
 from ..random_state import RandomState, random_state_kept
 from ..refusal import PrivateRefusal
 from ..verification.attributes import OF_TORCH, OwnAttributes, copied, identity
 from ..verification.digests import tolerance
-from ..verification.dropout import WithoutDropout
-from ..verification.forward_rows import own_copies
 from .base import (
     PrivateModule,
     described,

@@ -704,8 +704,9 @@ class DPTrainer(Trainer):
         if self._has_met_drawn and is_chosen_by and not self._log_private_metrics:
             raise PrivateRefusal(
                 "eval_dataset has rows that training has drawn, so its metrics are private, and "
-                "args.metric_for_best_model would choose by them: evaluate on other data, or "
-                "leave metric_for_best_model and load_best_model_at_end out"
+                "args.metric_for_best_model would choose by them: leave the rows of eval_dataset "
+                "out of train_dataset, or leave metric_for_best_model and load_best_model_at_end "
+                "out"
             ) from None
         return metrics
 

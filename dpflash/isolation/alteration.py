@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..packing import PackedBatch, Units
-from ..verification.forward_rows import is_list_of_batches, with_layout_of
 from ..verification.nested import leaves_of, map_leaves, tensors_of
 from .documents import with_changed_documents
+from .replacement import is_list_of_batches, with_layout_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,12 @@ def rows_of(batch: Any, rows: list[int], size: int) -> Any:
     """
 
     def own(x: Any) -> Any:
-        if isinstance(x, Tensor) and x.ndim and x.shape[0] == size:
-            chosen = x.detach()[torch.tensor(rows, dtype=torch.int64).to(x.device)]
+        if isinstance(x, Tensor) and not x.is_nested and x.ndim and x.shape[0] == size:
+            index = torch.tensor(rows, dtype=torch.int64, device=x.device)
+            if x.layout != torch.strided:
+                chosen = x.detach().to_sparse_coo().index_select(0, index)
+                return chosen.to_sparse(layout=x.layout)
+            chosen = x.detach()[index]
             return with_layout_of(x, chosen) if len(rows) == size else chosen
         if isinstance(x, Tensor):
             return x.detach().clone()
@@ -85,21 +89,36 @@ def _has_rows(value: Any, size: int) -> bool:
 
 def copied(batch: Any) -> Any:
     """A copy of a batch, which the loop may change in place."""
+    if isinstance(batch, PackedBatch):
+        return PackedBatch({k: x.clone() for k, x in batch.items()}, batch.units, batch.longest)
     return rows_of(batch, [], -1)
 
 
-def of_one(batch: Any, before: Any | None, real: Tensor | None) -> Alteration:
+def entries_of(batch: Any, size: int) -> Iterator[tuple[str, Tensor]]:
+    """(place, tensor `[U, ...]`) of the tensors that have an entry for each of `size` samples."""
+    for place, x in tensors_of(batch):
+        if x.layout == torch.strided and not x.is_nested and x.ndim and x.shape[0] == size:
+            yield place, x
+
+
+def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
     """A microbatch of a single sample, in place of which another one may be.
 
     Args:
         batch: not changed.
         before: another microbatch of the draw, which is run instead; None for the same again.
-        real: `[1]`, bool: whether it is a sample; None for yes.
+        real: `[U]`, bool: which one it is, if any.
     """
-    if before is not None:
-        return Alteration(before, torch.zeros(1, dtype=torch.bool))
-    kept = torch.ones(1, dtype=torch.bool) if real is None else real.clone()
-    return Alteration(copied(batch), kept)
+    given, kept = (copied(batch), real.clone()) if before is None else (before, real & ~real)
+    units = given.units if isinstance(given, PackedBatch) else None
+    return Alteration(given, kept, units, places=units is None)
+
+
+def is_single(batch: Any, size: int) -> bool:
+    """Whether a microbatch of `size` samples has room for one, or holds one document."""
+    if not isinstance(batch, PackedBatch):
+        return size == 1
+    return sum(start != end for start, end in batch.units.spans) == 1
 
 
 def of_samples(
@@ -123,10 +142,13 @@ def of_samples(
         None where nothing in the batch has an entry for each sample.
     """
     samples = np.arange(size) if real is None else real.nonzero().flatten().numpy()
-    last = _telling(batch, size, samples.tolist())
-    least, most = (set(), set()) if units is not None else _filled(batch, size)
+    rare, extreme = _telling(batch, size, samples.tolist())
+    filled = _filled(batch, size if units is None else len(units.index))
+    least, most = (
+        rows if units is None else {int(units.index[row]) for row in rows} for rows in filled
+    )
     order = rng.permutation(samples).tolist()
-    order.sort(key=lambda s: (s not in least, s not in most, s in last))
+    order.sort(key=lambda s: (s not in least, s not in most, s in rare, s in extreme))
     unchanged = order[: max(1, len(order) // 2)]
     source = torch.full((size,), unchanged[int(rng.integers(len(unchanged)))] if unchanged else 0)
     source[unchanged] = torch.tensor(unchanged, dtype=torch.int64)
@@ -139,12 +161,26 @@ def of_samples(
     return Alteration(rows_of(batch, rows.tolist(), len(rows)), kept, units)
 
 
+def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alteration:
+    """Gives the samples that another alteration kept the contents of one that it did not keep.
+
+    Args:
+        batch: not changed, with a row for each sample.
+        first: of this batch.
+        rng: of the choice.
+    """
+    others = (~first.kept).nonzero().flatten()
+    rows = torch.arange(len(first.kept))
+    rows[first.kept] = others[int(rng.integers(len(others)))]
+    return Alteration(rows_of(batch, rows.tolist(), len(rows)), ~first.kept)
+
+
 def _filled(batch: Any, size: int) -> tuple[set[int], set[int]]:
     """The rows with the fewest entries in a mask, and with the most; none without a mask."""
     least: set[int] = set()
     most: set[int] = set()
-    for _, x in tensors_of(batch):
-        if x.ndim < 2 or x.shape[0] != size or not x.numel():
+    for _, x in entries_of(batch, size):
+        if x.ndim < 2 or not x.numel() or x.itemsize == 1 and x.is_floating_point():
             continue
         if bool(((x == 0) | (x == 1)).all()):
             entries = x.detach().reshape(size, -1).sum(1, dtype=torch.float64)
@@ -153,17 +189,23 @@ def _filled(batch: Any, size: int) -> tuple[set[int], set[int]]:
     return least, most
 
 
-def _telling(batch: Any, size: int, samples: list[int]) -> set[int]:
-    """Samples with the largest or smallest entries of a batch, or with its rarest labels."""
-    found: set[int] = set()
-    for _, x in tensors_of(batch):
-        if not samples or x.ndim == 0 or x.shape[0] != size or not x.numel() or x.is_complex():
+def _telling(batch: Any, size: int, samples: list[int]) -> tuple[set[int], set[int]]:
+    """Samples with the rarest labels of a batch, and those with its largest or smallest entries.
+
+    Neither are more than half of the samples.
+    """
+    rare: set[int] = set()
+    extreme: set[int] = set()
+    for _, x in entries_of(batch, size):
+        if not samples or not x.numel() or x.is_complex():
             continue
         own = x.detach()[samples].cpu().reshape(len(samples), -1)
+        own = own.double() if x.is_floating_point() else own.long()
         if x.is_floating_point():
             sizes = own.abs().amax(1)
-            found |= {samples[int(sizes.argmax())], samples[int(sizes.argmin())]}
+            extreme |= {samples[int(sizes.argmax())], samples[int(sizes.argmin())]}
         elif own.shape[1] == 1:
             _, kinds, counts = own[:, 0].unique(return_inverse=True, return_counts=True)
-            found |= {samples[int(i)] for i in (kinds == counts.argmin()).nonzero()}
-    return found if len(found) <= len(samples) // 2 else set()
+            rare |= {samples[int(i)] for i in (kinds == counts.argmin()).nonzero()}
+    most = len(samples) // 2
+    return rare if len(rare) <= most else set(), extreme if len(extreme) <= most else set()

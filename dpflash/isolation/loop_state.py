@@ -1,4 +1,4 @@
-"""What a trial changes in the training loop, and what is restored after it."""
+"""What a trial changes in the training loop: states of generators, schedulers and options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from types import CellType, FrameType, FunctionType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,62 +15,98 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..verification.attributes import is_same
+
 _DEEP = 3
 _MOST_PARTS = 64
 _OF_FRAME = 3  # references to a frame's copy of its variables: the frame, ours, the argument
 
 
-class LoopState:
-    """The states of the random generators and schedulers that the running functions can reach.
+class Generators:
+    """The states of the random generators that the running functions can reach.
 
     These are in their local and global variables, in containers there, and in attributes of
     these. The global generators of torch, NumPy and Python are not among them, see `RandomState`.
+    Functions that call `locals()` are left out: what is read of them would appear in its result.
 
-    Args:
-        optimizers: whose options, such as learning rates, are restored too.
+    Attributes:
+        schedulers: of learning rates, found likewise.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        self._groups = [
-            (group, {name: value for name, value in group.items() if name != "params"})
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-        ]
+    def __init__(self) -> None:
+        self.schedulers: list[LRScheduler] = []
         found: dict[int, Callable[[], object]] = {}
         frame: FrameType | None = sys._getframe(1)
         seen: set[int] = set()
         while frame is not None:
-            own = frame.f_locals
+            own = {} if _shows_variables(frame.f_code) else frame.f_locals
             for variables in (own, frame.f_globals):
                 if id(variables) not in seen:
                     seen.add(id(variables))
-                    _collect(variables.values(), found, seen, _DEEP)
+                    self._collect(variables.values(), found, seen, _DEEP)
             is_copy = type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-            # It would keep alive what the function deletes. The function may have it by locals().
+            # It would keep alive what the function deletes.
             if is_copy and sys.getrefcount(own) <= _OF_FRAME:
                 own.clear()
             frame = frame.f_back
-        self._restores: list[Callable[[], object]] = list(found.values())
+        self._restores = list(found.values())
 
     def restore(self) -> None:
         """Restore the states."""
         for restore in self._restores:
             restore()
-        for group, options in self._groups:
-            group.update(options)
+
+    def _collect(
+        self, values: Any, found: dict[int, Callable[[], object]], seen: set[int], depth: int
+    ) -> None:
+        for value in list(values):
+            if _is(value, type, ModuleType) or id(value) in seen:
+                continue
+            if (restore := _restore_of(value)) is not None:
+                found.setdefault(id(value), restore)
+            elif _is(value, LRScheduler):
+                seen.add(id(value))
+                self.schedulers.append(value)
+            elif depth and (parts := _parts_of(value)):
+                seen.add(id(value))
+                self._collect(parts, found, seen, depth - 1)
 
 
-def _collect(
-    values: Any, found: dict[int, Callable[[], object]], seen: set[int], depth: int
-) -> None:
-    for value in list(values):
-        if isinstance(value, type | ModuleType) or id(value) in seen:
-            continue
-        if (restore := _restore_of(value)) is not None:
-            found.setdefault(id(value), restore)
-        elif depth and (parts := _parts_of(value)):
-            seen.add(id(value))
-            _collect(parts, found, seen, depth - 1)
+class Options:
+    """The options of optimizers, and the states of learning rate schedulers, at one time.
+
+    Args:
+        optimizers, schedulers: whose.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> None:
+        self._held = [
+            (group, {name: value for name, value in group.items() if name != "params"})
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+        for scheduler in schedulers:
+            inner = getattr(scheduler, "_schedulers", ())
+            self._held += [(vars(x), vars(x).copy()) for x in (*inner, scheduler)]
+
+    def restore(self, *, changed_since: Options | None = None) -> None:
+        """Restore them; with other ones of the same objects only those that differ from these."""
+        others = self._held if changed_since is None else changed_since._held
+        for (own, held), (_, before) in zip(self._held, others, strict=True):
+            if changed_since is None or not is_same(before, held):
+                own.update(held)
+
+
+def _shows_variables(code: CodeType) -> bool:
+    """Whether a function may hold the dict that is its frame's `f_locals`."""
+    is_copied = sys.version_info < (3, 13) and bool(code.co_flags & inspect.CO_OPTIMIZED)
+    # pytest's assert statements call it too.
+    return is_copied and "locals" in code.co_names and "@py_builtins" not in code.co_names
+
+
+def _is(value: Any, *kinds: type) -> bool:
+    """Whether a value is of one of the kinds; proxies are of their own, dead ones too."""
+    return issubclass(type(value), kinds)
 
 
 def _parts_of(value: Any) -> Collection[Any]:
@@ -78,9 +114,9 @@ def _parts_of(value: Any) -> Collection[Any]:
     if type(value) in (dict, list, tuple):
         parts = value.values() if type(value) is dict else value
         return parts if len(parts) <= _MOST_PARTS else ()
-    if isinstance(value, partial):
+    if _is(value, partial):
         return (*value.args, *value.keywords.values())
-    if isinstance(value, FunctionType):
+    if _is(value, FunctionType):
         return [part for cell in value.__closure__ or () for part in _contents_of(cell)]
     try:  # without code of its class
         own = object.__getattribute__(value, "__dict__")
@@ -97,21 +133,17 @@ def _contents_of(cell: CellType) -> list[Any]:
 
 
 def _restore_of(value: Any) -> Callable[[], object] | None:
-    """Sets a generator or scheduler to its present state; None for other objects."""
-    if isinstance(value, LRScheduler):
-        inner = [_restore_of(part) for part in getattr(value, "_schedulers", ())]
-        own = partial(vars(value).update, vars(value).copy())
-        return lambda: [restore() for restore in (*inner, own) if restore is not None]
-    if isinstance(value, torch.Generator):
+    """Sets a generator to its present state; None for other objects."""
+    if _is(value, torch.Generator):
         state = value.get_state()
         return partial(value.set_state, state)
-    if isinstance(value, np.random.Generator):
+    if _is(value, np.random.Generator):
         held = value.bit_generator.state
         return partial(setattr, value.bit_generator, "state", held)
-    if isinstance(value, np.random.RandomState):
+    if _is(value, np.random.RandomState):
         legacy = value.get_state()
         return partial(value.set_state, legacy)
-    if isinstance(value, random.Random):
+    if _is(value, random.Random) and not _is(value, random.SystemRandom):
         plain = value.getstate()
         return partial(value.setstate, plain)
     return None

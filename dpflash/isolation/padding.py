@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..refusal import UNTESTED
 from ..verification.digests import tolerance
-from ..verification.dropout import WithoutDropout
-from ..verification.nested import map_tensors, tensors_of
-from .alteration import Alteration, copied, rows_of
+from ..verification.nested import map_tensors
+from .alteration import Alteration, copied, entries_of, rows_of
+from .dropout import WithoutDropout
 from .sandbox import Sandbox
 
 # So many rows at least must end with one value, which then counts as padding.
@@ -29,8 +30,7 @@ _CHANGED = (
     "less, so nothing was released: other samples' lengths change its gradient. Mask the padding "
     "(attention_mask, means over a sample's own tokens, pack_padded_sequence), with positions "
     "that padding does not shift; or pad all samples to one public length, as by "
-    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}). "
-    "make_private(verify_first_batch=False) leaves this proof out"
+    f"collate_fn=dpflash.sampling.PadTo(512, {{'labels': -100}}). {UNTESTED}"
 )
 
 
@@ -75,7 +75,7 @@ class PaddingTrial:
         """
         self.end(loop=False)  # of an iterator that the loop has left
         self._is_tried &= not begins_draw
-        found = [(n, x) for n, x in tensors_of(batch) if x.ndim > 1 and x.shape[0] == size]
+        found = [(n, x) for n, x in entries_of(batch, size) if x.ndim > 1]
         for place, x in found:
             self._fields.setdefault(place, _Field()).note(x, is_due=is_due)
         if self._is_tried or not is_due:
@@ -83,6 +83,8 @@ class PaddingTrial:
         varied = {n: field for n, field in self._fields.items() if field.has_varied}
         # The ones of a mask are at one end, and its zeros at the other.
         ends = [{n for n, f in varied.items() if left in f.padding} for left in (False, True)]
+        # A mask alone does not tell which of them is padding.
+        ends = [own if any(not varied[n].is_mask for n in own) else set() for own in ends]
         left = len(ends[True]) > len(ends[False])
         padded = {n: varied[n] for n in ends[left]}
         if len(ends[False]) == len(ends[True]):
@@ -141,7 +143,9 @@ class PaddingTrial:
         if self._is_random or not before.shape == now.shape == self._kept.shape:
             return None
         both = before.isfinite() & now.isfinite()
-        allowed = tolerance(self._dtypes | {now.dtype}) * torch.maximum(before.abs(), now.abs())
+        # Float64 models of Hugging Face have norms and rotations in float32.
+        dtypes = self._dtypes | {now.dtype, torch.float32}
+        allowed = tolerance(dtypes) * torch.maximum(before.abs(), now.abs())
         wrong = ((before - now).abs() > allowed) & both
         if bool((wrong.cpu() & self._kept).any()):
             # A loop that catches the error meets it again.
@@ -172,14 +176,14 @@ class _Field:
         self._length = x.shape[1]
         if not is_due:
             return
-        x = x.detach().cpu()
+        x = x.detach().cpu().double()  # not all operations take all integers
         self.is_mask &= x.ndim == 2 and bool(((x == 0) | (x == 1)).all())
         self.is_mask = self.is_mask and bool(((x[:, 1:] != x[:, :-1]).sum(1) < 2).all())
         self._rows += len(x)
         for left in (False, True):
             for row in x.flip(1) if left else x:
                 if len(row) > 2 and torch.equal(row[-1], row[-2]) and bool((row != row[-1]).any()):
-                    self._ends[left, tuple(row[-1].double().flatten().tolist())] += 1
+                    self._ends[left, tuple(row[-1].flatten().tolist())] += 1
 
     @property
     def padding(self) -> dict[bool, Tensor]:
@@ -215,7 +219,7 @@ def of_shorter(
     Returns:
         None where half of the samples have no padding.
     """
-    padded = {n: x for n, x in tensors_of(batch) if n in fields and x.shape[:1] == (size,)}
+    padded = {n: x for n, x in entries_of(batch, size) if n in fields}
     is_sample = torch.ones(size, dtype=torch.bool) if real is None else real
     samples, lengths = int(is_sample.sum()), {x.shape[1] for x in padded.values()}
     if samples < 2 or len(lengths) != 1:
@@ -231,7 +235,7 @@ def of_shorter(
     source = torch.where(kept, torch.arange(size), int(kept.int().argmax()))
     rows = rows_of(batch, source.tolist(), size)
     # Also fields of other values, such as positions, have this length.
-    chosen = {id(x) for n, x in tensors_of(rows) if x.ndim > 1 and x.shape[0] == size}
+    chosen = {id(x) for n, x in entries_of(rows, size) if x.ndim > 1}
     (length,) = lengths
 
     def cropped(x: Tensor) -> Tensor:

@@ -1,15 +1,19 @@
-"""Sandbox: what an altered microbatch may change in model and loop, and what is restored after."""
+"""Sandbox: what a run for a trial may change in model and loop, and what is restored after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from numbers import Number
+from typing import Any, Protocol
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
-from ..verification.attributes import OwnAttributes
-from .loop_state import LoopState
+from ..verification.attributes import OwnAttributes, is_same
+from .loop_state import Generators, Options
+
+_NUMBERS = (Number, np.generic, str)
 
 
 class Restorable(Protocol):
@@ -20,9 +24,12 @@ class Restorable(Protocol):
 
 
 class Sandbox:
-    """Takes the state of model and loop, and restores it.
+    """Takes the state of model and loop, and restores it after each run of a microbatch.
 
-    The loader seeds the global generators for each microbatch, with its trials alike.
+    What the loop sets before the first forward (a learning rate, `model.tau`) stays, since it may
+    do so once: all runs of a microbatch, and the microbatch itself, have what the first run had.
+    So do numbers that it sets behind a microbatch and not behind its runs, as where
+    `loader.is_last`. The loader seeds the global generators for each run alike.
 
     Args:
         modules: (name, module) of the model, whose own attributes are restored.
@@ -40,30 +47,81 @@ class Sandbox:
         self._contents = contents
         self._optimizers = optimizers
         self._of_model: list[Restorable] = []
-        self._of_loop: LoopState | None = None
+        self._generators: Generators | None = None  # None outside of runs.
+        self._begun: OwnAttributes | None = None  # Until the first forward of a run.
+        self._options: Options | None = None  # At the first forward of the first run.
+        self._at_first: Options | None = None  # As the first run began.
+        self._has_met = False
+        self._after_forward: OwnAttributes | None = None
+        self._set: list[tuple[nn.Module, str, Any]] = []  # By the loop, for all runs.
 
     def attributes(self) -> OwnAttributes:
         """What the modules keep now."""
         return OwnAttributes(self._modules)
 
     def enter(self, attributes: OwnAttributes | None = None) -> None:
-        """Hold the state.
+        """A run begins, and the loop gets its batch.
 
         Args:
             attributes: what the modules are to find; copies of what they keep by default.
         """
+        behind = [] if self._after_forward is None else self._after_forward.changed()
+        self._after_forward = None
         held = self.attributes()
-        self._of_loop = LoopState(self._optimizers)
-        self._of_model = [self._contents(), held]
+        self._generators = Generators()
+        self._of_model = [held]
         if attributes is None:
             held.restore_copies()
         else:
             attributes.restore()
+            for module, name, before, value in behind:
+                if isinstance(value, _NUMBERS) and is_same(vars(module).get(name), before):
+                    vars(module)[name] = value
+            self._set_again()
+        self._begun = self.attributes()
+        if self._options is None:
+            self._at_first = Options(self._optimizers, self._generators.schedulers)
+
+    def begin_forward(self) -> None:
+        """The model is called, in a run or with a microbatch itself."""
+        if self._generators is None:
+            if self._options is not None and not self._has_met:
+                self._has_met = True
+                # What the loop sets before each forward would be set twice.
+                self._options.restore(changed_since=self._at_first)
+        elif self._begun is not None:
+            self._set += [
+                (module, name, value) for module, name, _, value in self._begun.changed()
+            ]
+            self._begun = None
+            self._of_model.insert(0, self._contents())
+            if self._options is None:
+                self._options = Options(self._optimizers, self._generators.schedulers)
+            else:
+                self._options.restore()
+
+    def end_forward(self) -> None:
+        """A call of the model has returned."""
+        if self._generators is None and self._options is not None:
+            self._after_forward = self.attributes()
 
     def leave(self, *, loop: bool = True) -> None:
-        """Restore the state; that of the loop only if asked for."""
-        if loop and self._of_loop is not None:
-            self._of_loop.restore()
+        """The run is over; restores model and, if asked for, loop."""
+        if loop and self._generators is not None:
+            self._generators.restore()
+            if self._options is not None:
+                self._options.restore()
         for held in self._of_model:
             held.restore()
-        self._of_loop, self._of_model = None, []
+        if self._of_model:
+            self._set_again()
+        self._generators, self._begun, self._of_model = None, None, []
+
+    def end_microbatch(self) -> None:
+        """The loop asks for another microbatch."""
+        self._options = self._at_first = None
+        self._has_met, self._set = False, []
+
+    def _set_again(self) -> None:
+        for module, name, value in self._set:
+            vars(module)[name] = value

@@ -15,19 +15,18 @@ import torch
 from torch import Tensor
 
 from ..packing import PackedBatch, Units
+from ..refusal import UNTESTED
 from ..verification.attributes import OwnAttributes
-from ..verification.declared_reduction import REMEDY
-from ..verification.digests import is_deterministic
-from ..verification.forward_rows import ForwardRows, mixed, reached
-from ..verification.proof import WeightedBackward
 from . import alteration
 from .alteration import Alteration
+from .comparison import changed_losses, changed_rows, mixed, reached
+from .declared_reduction import REMEDY
+from .forward_rows import ForwardRows
+from .recording import Recording
 from .sandbox import Sandbox
+from .schedule import Schedule
 
-# All microbatches of the first draws are tried, and those of later ones at powers of two. Not the
-# first microbatch alone: it has the longest documents, and may have a single one.
-_ALL_TRIED = 4
-# Where draws are small, more of them, so that so many samples are compared.
+# Rows that are compared one at a time before "by construction" is said.
 _ENOUGH = 16
 
 _CHANGED = (
@@ -37,10 +36,11 @@ _CHANGED = (
     "negatives); something that the loop keeps of a microbatch for the next one (a queue of "
     "embeddings, a running mean); a weight that the loop changes with each microbatch (count "
     "loader.releases instead); losses that are multiplied by loader.is_real (leave that out: "
-    "padding counts for nothing); another batch that the loop fetches for each microbatch; and "
+    "padding counts for nothing); another batch that the loop fetches for each microbatch; an "
+    "attribute of the model that it sets where loader.is_last (set it behind the step); and "
     "random numbers whose count depends on the contents (draw for the whole shape, then mask). "
     "Compute the loss of each sample from its own row alone; engine.check helps to find where it "
-    "is not. make_private(verify_first_batch=False) leaves this proof out"
+    f"is not. {UNTESTED}"
 )
 _CHANGED_DOCUMENT = (
     "the loss of a document changed as other documents of the batch got other tokens or "
@@ -49,15 +49,15 @@ _CHANGED_DOCUMENT = (
     "one of the next (use batch.targets, or batch.labels with causal_lm(sample_index=...)); "
     "division by a number of the whole batch, such as that of its tokens or documents; attention "
     "that sees other documents (see docs/packing.md); and random masks that are not from the "
-    "global generators. make_private(verify_first_batch=False) leaves this proof out"
+    f"global generators. {UNTESTED}"
 )
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the batch were "
     "replaced, so nothing was released: it depends on them (a factor of the losses that the batch "
-    "determines, a contrastive loss), or two backwards of one batch differ (checkpointing without "
-    "the random state, hooks that keep something; where only rounding differs, "
-    "torch.use_deterministic_algorithms(True) helps). "
-    "make_private(verify_first_batch=False) leaves this proof out"
+    "determines, a contrastive loss, another model that the loop trains meanwhile), or two "
+    "backwards of one batch differ (checkpointing without the random state, hooks that keep "
+    "something; where only rounding differs, torch.use_deterministic_algorithms(True) helps). "
+    f"{UNTESTED}"
 )
 _REDUCTION = (
     "loss_reduction={declared!r}, but the scalar is not the {declared} of losses of single "
@@ -68,8 +68,7 @@ _REDUCTION = (
 _CALLS = (
     "the model was called another number of times for a microbatch than for its trial, in which "
     "some samples are others, or the trial had no backward, so nothing was released: treat trials "
-    "as any other microbatch (no `if not loader.is_real.any(): continue`). "
-    "make_private(verify_first_batch=False) leaves trials out"
+    f"as any other microbatch (no `if not loader.is_real.any(): continue`). {UNTESTED}"
 )
 
 
@@ -79,35 +78,34 @@ class Trial:
     Args:
         sandbox: of model and loop. What modules keep between forwards is kept apart: that of
             altered microbatches is what altered microbatches find.
-        expected_batch_size: of a draw.
+        schedule: which microbatches are tried.
 
     Attributes:
         has_compared: whether samples kept their results in some microbatch.
         has_begun: whether some microbatch was to be tried.
         is_impossible: whether no microbatch so far could be altered.
+        sandbox, schedule: as given.
         real: `[U]`, bool: the samples of the microbatch that are not padding.
+        rows: so many were compared one at a time.
         is_by_sample: whether losses are computed one row at a time.
         is_altered: whether the altered microbatch is under way.
-        recorded: what the backward of the altered microbatch has shown, or None.
+        altered: what the altered microbatch has shown, or None.
     """
 
-    def __init__(self, sandbox: Sandbox, expected_batch_size: float) -> None:
+    def __init__(self, sandbox: Sandbox, schedule: Schedule) -> None:
         self.has_compared = self.has_begun = self.is_altered = False
         self.is_impossible, self.is_by_sample = True, False
+        self.rows = 0
         self.real = torch.empty(0, dtype=torch.bool)
-        self.recorded: WeightedBackward | None = None
-        self._sandbox = sandbox
-        self._all_tried = max(_ALL_TRIED, -(-_ENOUGH // max(1, round(expected_batch_size))))
-        self._draws, self._trials = 0, -1  # Number of the last draw, and of the last tried one.
+        self.altered: Recording | None = None
+        self.sandbox = sandbox
+        self.schedule = schedule
         self._alteration: Alteration | None = None
         self._of_altered: OwnAttributes | None = None
-        self._rows: list[ForwardRows] = []
         self._calls = 0
         self._before: Any = None  # The microbatch before this one, where each has one sample.
         self._number = -1
-        self._is_skipped = self._ignores_grad = False
-        self._roots: Tensor | float = 1.0
-        self._losses: Tensor | None = None
+        self._roots: Tensor | None = None
         self._refused: str | None = None
 
     def is_due(self, microbatch: int) -> bool:
@@ -115,27 +113,25 @@ class Trial:
         # Not restored late: the user may have changed the model since.
         self.is_altered = False
         self.finish()
-        self._draws += not microbatch
         if not microbatch:
             self._before, self._number = None, -1
-        due = self._draws <= self._all_tried or self._draws & (self._draws - 1) == 0
-        self._trials += due and not microbatch
-        self._is_skipped = due and not (torch.is_grad_enabled() or self._ignores_grad)
-        due &= not self._is_skipped
+        due = self.schedule.is_due(microbatch)
         if not due:
             self._of_altered = None
         return due
 
     def begin_backward(self) -> None:
         """A backward begins: of a microbatch that was fetched under no_grad, others are tried."""
-        if self._is_skipped:
-            self._is_skipped, self._ignores_grad, self.has_begun = False, True, True
-            self._draws = 0
+        self.has_begun |= self.schedule.begin_backward()
+
+    def has_new_path(self) -> bool:
+        """Whether the backward has operations that no tried microbatch had."""
+        return self.schedule.has_new_path(is_tried=self._alteration is not None)
 
     def finish(self) -> None:
         """Nothing more is compared with the altered microbatch."""
-        self._alteration = self._losses = self.recorded = None
-        self._rows, self._calls = [], 0
+        self._alteration = self.altered = None
+        self._calls = 0
 
     def begin(
         self, batch: Any, size: int, real: Tensor | None, units: Units | None, *, seed: int
@@ -150,15 +146,18 @@ class Trial:
             seed: a secret one, the same on all ranks that hold parts of these samples.
         """
         if isinstance(batch, PackedBatch):
-            self._alteration = alteration.of_documents(batch, self._trials)
             lengths = [end - start for start, end in batch.units.spans]
             self._roots = torch.tensor(lengths).sqrt()
-        elif size == 1:
+            real = torch.tensor(lengths) > 0
+        if alteration.is_single(batch, size):
             # What model and loop keep of a sample must not reach the one after the next.
             self._number += 1
             before = self._before if self._number % 2 else None
-            self._alteration = alteration.of_one(batch, before, real)
+            one = torch.ones(size, dtype=torch.bool) if real is None else real
+            self._alteration = alteration.of_one(batch, before, one)
             self._before = alteration.copied(batch)
+        elif isinstance(batch, PackedBatch):
+            self._alteration = alteration.of_documents(batch, self.schedule.trials)
         else:
             rng = np.random.default_rng(seed)
             self._alteration = alteration.of_samples(batch, size, real, units, rng)
@@ -168,28 +167,41 @@ class Trial:
             return None
         self.is_impossible = False
         self.real = torch.ones(size, dtype=torch.bool) if real is None else real
-        self._sandbox.enter(self._of_altered)
+        self.schedule.note(batch, self._alteration.kept, self.real)
+        self.sandbox.enter(self._of_altered)
         self.is_altered = True
+        self.altered = Recording(self.real, has_rows=self.sees_rows)
         return self._alteration
 
     def end(self) -> None:
         """The microbatch itself follows, in the state in which the altered one began."""
-        self._of_altered = self._sandbox.attributes()
-        self._sandbox.leave()
+        self._of_altered = self.sandbox.attributes()
+        self.sandbox.leave()
         self.is_altered = False
 
-    def abandon(self, left: Alteration) -> None:
-        """The loop has left an altered microbatch: the model is as before, generators go on."""
-        if self.is_altered and left is self._alteration:
-            self._sandbox.leave(loop=False)
-            self._of_altered, self.is_altered = None, False
-            self.finish()
+    def abandon(self, left: Alteration) -> bool:
+        """Whether the loop has left this altered microbatch before its end.
+
+        Then the model is as before, and generators go on.
+        """
+        if not self.is_altered or left is not self._alteration:
+            return False
+        self.sandbox.leave(loop=False)
+        self.sandbox.end_microbatch()
+        self._of_altered, self.is_altered = None, False
+        self.finish()
+        return True
 
     def take_by_sample(self) -> None:
         """Losses are computed one row at a time, so they are all that is compared."""
-        self.is_by_sample, self.recorded = True, None
+        self.is_by_sample = True
 
     # Results
+
+    @property
+    def recording(self) -> Recording | None:
+        """Of the altered microbatch, while it is under way."""
+        return self.altered if self.is_altered else None
 
     @property
     def sees_rows(self) -> bool:
@@ -203,8 +215,9 @@ class Trial:
         Args:
             is_alone: whether other ranks need not compare too.
         """
-        is_recorded = self.sees_rows and self.recorded is not None
-        return is_recorded and (not is_alone or bool(self.kept.any()))
+        if not self.sees_rows or self.altered is None or self.altered.backward is None:
+            return False
+        return not is_alone or bool(self.kept.any())
 
     @property
     def kept(self) -> Tensor:
@@ -219,22 +232,19 @@ class Trial:
 
     def restart(self, refusal: str) -> None:
         """Try the next draws; refuse the rest of this one, and then all until a trial passes."""
-        self._draws, self._trials, self._refused = 0, -1, refusal
-        self._of_altered = None
+        self.schedule.restart()
+        self._refused, self._of_altered = refusal, None
 
     def compare_rows(self, rows: ForwardRows) -> tuple[str | None, int]:
-        """Take the rows of a call of the model; those of an altered microbatch are held.
+        """Compare a call of the model with the same one in the altered microbatch.
 
         Returns:
             (why nothing may be released, or None; how many samples were compared)
         """
-        if self.is_altered:
-            self._rows.append(rows)
-            return None, 0
         number, self._calls = self._calls, self._calls + 1
-        if number >= len(self._rows):
+        if self.altered is None or number >= len(self.altered.calls):
             return _CALLS, 0
-        first = self._rows[number]
+        first = self.altered.calls[number]
         if first.size != rows.size or rows.size != len(self.kept):
             return None, 0  # Refused elsewhere, or of other samples.
         if not bool(self.kept.any()):
@@ -258,43 +268,49 @@ class Trial:
         """
         return _GRADIENT if declared is None else _REDUCTION.format(declared=declared)
 
+    def refusal_of_batch(self, given: list[Tensor]) -> str | None:
+        """A message where kept rows of the batch that is taken apart have other contents.
+
+        Args:
+            given: digests `[U]` of its tensors.
+        """
+        if self._alteration is None or self.altered is None or self.is_altered:
+            return None
+        changed = changed_rows(self.altered.batch, given)
+        return _CHANGED if changed is None or bool((changed & self.kept).any()) else None
+
     def refusal_of(self, row: int, loss: Tensor) -> str | None:
         """A message where the loss `[1]` of a kept row differs from the one that is held."""
-        found, before = self._alteration, self._losses
+        found, before = self._alteration, self._held
         if found is None or self.is_altered or not bool(found.kept[row]):
             return self._refused
         if before is None:
             return _CALLS
-        same = torch.equal(before[row], loss.detach()[0]) or not loss.isfinite()
+        now = loss.detach()[0]
+        # A recurrent layer pads a row to the longest one that it had so far.
+        same = torch.isclose(before[row], now, 16 * torch.finfo(now.dtype).eps, 0.0)
+        same |= ~(before[row].isfinite() | now.isfinite())
         if same:
-            self.has_compared, self._refused = True, None
+            self.rows += 1
+            self.has_compared, self._refused = self.rows >= _ENOUGH, None
         return None if same else _CHANGED
 
-    def hold(self, losses: Tensor) -> None:
-        """Keep the losses `[U]`, or the scalar, of the altered microbatch."""
-        self._losses = losses.detach().clone()
+    @property
+    def _held(self) -> Tensor | None:
+        return None if self.altered is None else self.altered.losses
 
     def refusal(self, losses: Tensor) -> str | None:
         """A message if losses `[U]` of the batch differ from those that are held."""
-        found, before = self._alteration, self._losses
+        found, altered, before = self._alteration, self.altered, self._held
         if found is not None and found.places:
-            if self._calls != len(self._rows) or before is None:
+            if before is None or altered is None or self._calls != len(altered.calls):
                 return _CALLS
         if found is None or before is None or not bool(found.kept.any()):
             return self._refused
         if not before.shape == losses.shape == found.kept.shape:
             return self._refused  # A scalar, or refused elsewhere.
-        now = losses.detach()
-        apart = (before - now).abs()
-        if is_deterministic(now.device):
-            allowed = torch.zeros_like(apart)
-        else:
-            # A sum of n numbers in another order is rounded by some sqrt(n) eps.
-            roots = self._roots if isinstance(self._roots, float) else self._roots.to(now)
-            allowed = torch.finfo(now.dtype).eps * (8 + roots) * now.abs()
-        same = (apart <= allowed) | ~(before.isfinite() | now.isfinite())
-        if bool(((~same).cpu() & found.kept).any()):
+        if bool((changed_losses(before, losses, self._roots) & found.kept).any()):
             return _CHANGED if found.places else _CHANGED_DOCUMENT
-        if self._draws:
+        if self.schedule.has_begun:
             self.has_compared, self._refused = True, None
         return self._refused

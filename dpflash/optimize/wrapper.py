@@ -25,25 +25,18 @@ from ..grad_rules import PrivateModule
 from ..grad_rules.base import CopiedPlain, plain_class
 from ..grad_rules.convert import plain_layers, refuse_compiled
 from ..grad_rules.experts import refuse_router_losses
+from ..isolation.backward_rows import allow_second_backwards
+from ..isolation.comparison import kept, mixed, reached
+from ..isolation.declared_reduction import refuse_scalars
+from ..isolation.forward_rows import ForwardRows
 from ..isolation.padding import PaddingTrial
+from ..isolation.replacement import LeftAlone, Replacement, most_samples, own_copies
 from ..privacy.seeds import SecretMasks
 from ..random_state import RandomState
 from ..refusal import PrivateRefusal, PrivateWarning
 from ..sampling.row_order import RowOrder
 from ..verification.attributes import OwnAttributes
-from ..verification.declared_reduction import refuse_scalars
-from ..verification.forward_rows import (
-    ForwardRows,
-    LeftAlone,
-    Replacement,
-    kept,
-    mixed,
-    most_samples,
-    own_copies,
-    reached,
-)
 from ..verification.nested import map_tensors, tensors_of
-from ..verification.proof import allow_second_backwards
 from ..verification.second_order import refuse_transforms
 from ..verification.tracing import refuse_tracing
 from ..verification.unchanged import Contents, Unchanged
@@ -173,10 +166,10 @@ class ForwardWrapper:
             if self.unchanged is not None and self._backward.proof.group is None:
                 self._restart_proof(self.unchanged.structure())
             trial, padding = self._backward.trial, self._backward.padding
-            with self._noting_leaves(module, tensors):
+            with self._noting_leaves(module, tensors), self._sandboxed():
                 if padding is not None and padding.is_running:
                     outputs = self._padded(padding, module, tensors, args, kwargs)
-                elif trial is not None and trial.sees_rows:
+                elif self._backward.recording is not None or (trial and trial.sees_rows):
                     outputs = self._tried(module, tensors, args, kwargs)
                 elif self._backward.begin_proof(most):
                     outputs = self._proven(module, tensors, args, kwargs)
@@ -184,12 +177,23 @@ class ForwardWrapper:
                     outputs = self._called(module, tensors, args, kwargs)
             return self._backward.expect_scalar(outputs, self._size_of_call(tensors))
 
+    @contextlib.contextmanager
+    def _sandboxed(self) -> Iterator[None]:
+        """Tell the sandbox of trials where a forward begins and ends."""
+        trial = self._backward.trial
+        if trial is not None:
+            trial.sandbox.begin_forward()
+        yield
+        if trial is not None:
+            trial.sandbox.end_forward()
+
     def _tried(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """A forward of a tried microbatch, which is compared with the same one in the altered."""
-        backward, trial = self._backward, self._backward.trial
-        assert trial is not None
+        """A forward that is recorded for a trial, or compared with what was recorded."""
+        backward, recording = self._backward, self._backward.recording
+        if recording is not None and (not recording.has_rows or recording.had_backward):
+            return self._called(module, tensors, args, kwargs)
         backward.proof.begin_tried(new_pass=backward.forward.state.is_over)
-        rows = ForwardRows(compares=trial.is_altered, units=backward.forward.units)
+        rows = ForwardRows(compares=recording is not None, units=backward.forward.units)
         backward.forward.record(rows)
         try:
             outputs = self._called(module, tensors, args, kwargs)
@@ -197,7 +201,10 @@ class ForwardWrapper:
             backward.forward.record(None)
         rows.note_outputs(outputs)
         rows.set_call(self._size_of_call(tensors), backward.forward.state.used)
-        backward.compare(rows)
+        if recording is None:
+            backward.compare(rows)
+        else:
+            recording.calls.append(rows)
         return outputs
 
     def _padded(

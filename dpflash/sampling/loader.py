@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..isolation.example import ExampleTrial
 from ..isolation.padding import PaddingTrial
 from ..isolation.trial import Trial
 from ..packing import PackedBatch, Pairs
@@ -183,6 +184,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self._mark: BatchMark | None = None
         self._trial: Trial | None = None
         self._padding: PaddingTrial | None = None
+        self._example: ExampleTrial | None = None
         source: DrawSampler | ShuffledBatchSampler
         if plan.sampling == "shuffled":
             assert loader.batch_size is not None
@@ -360,11 +362,16 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             yield from self._tried(batch, mark, own)
 
     def _tried(self, batch: Any, mark: BatchMark, epoch: int) -> Iterator[tuple[Any, BatchMark]]:
-        """The microbatch; where it is tried, altered ones first."""
+        """The microbatch; where it is tried, altered ones first, and the public example."""
         trial = self._trial
+        if trial is not None:
+            trial.sandbox.end_microbatch()
+        yield from self._example_tried(mark, epoch)
         is_due = trial is not None and trial.is_due(mark.microbatch)
+        real = torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
+        is_new = trial is not None and trial.schedule.is_new(batch, real)
         yield from self._tried_without_padding(batch, mark, epoch, is_due=is_due)
-        if trial is not None and is_due:
+        if trial is not None and (is_due or is_new):
             units = None if self.has_pairs else mark.units
             seed = self._seeds.of("trial", epoch, mark.draw, mark.microbatch)
             altered = trial.begin(batch, mark.size, mark.real, units, seed=seed)
@@ -377,9 +384,20 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                     yield altered.batch, own
                     trial.end()
                 finally:
-                    trial.abandon(altered)
+                    if trial.abandon(altered):
+                        self.tracker.leave_trial()
         self.tracker.begin_microbatch(mark, epoch)
         yield batch, mark
+
+    def _example_tried(self, mark: BatchMark, epoch: int) -> Iterator[tuple[Any, BatchMark]]:
+        """The example of make_private, altered and as it is, before the first microbatch."""
+        for given in () if self._example is None else self._example.runs():
+            size = len(given.kept)
+            units = Pairs.units(size) if self.has_pairs else given.units
+            # Another place than that of the first microbatch, with masks of its own.
+            own = replace(BatchMark(mark.draw, size, False, -1).of_trial, units=units)
+            self.tracker.begin_microbatch(own, epoch)
+            yield given.batch, own
 
     def _tried_without_padding(
         self, batch: Any, mark: BatchMark, epoch: int, *, is_due: bool
@@ -392,9 +410,11 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         runs = padding.runs(batch, mark.size, mark.real, begins_draw=begins, is_due=is_due)
         for given in runs:
             try:
-                self.tracker.begin_microbatch(mark.of_trial, epoch)
+                # Another place, so that masks of the microbatch are those without these runs.
+                own = replace(mark.of_trial, microbatch=-2 - mark.microbatch)
+                self.tracker.begin_microbatch(own, epoch)
                 padding.begin()
-                yield given, mark.of_trial
+                yield given, own
                 padding.end()
             finally:
                 padding.end(loop=False)
@@ -420,9 +440,11 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self._bad_share.observe(count, count - left.count, is_last=mark.last)
         return left
 
-    def try_first(self, trial: Trial, padding: PaddingTrial | None) -> None:
+    def try_first(
+        self, trial: Trial, padding: PaddingTrial | None, example: ExampleTrial | None
+    ) -> None:
         """Yield some microbatches several times, first as the trials alter them."""
-        self._trial, self._padding = trial, padding
+        self._trial, self._padding, self._example = trial, padding, example
 
     def state_dict(self) -> dict[str, int]:
         """The position. A draw that was not released yet is still to come."""

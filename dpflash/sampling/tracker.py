@@ -29,6 +29,11 @@ FOREIGN = (
     "called as a whole. make_private(foreign_batches=True) takes batches of your own; "
     f"dpflash.PrivacyConfig says what you vouch for then. {STEP_OF_ANOTHER}"
 )
+SECOND = (
+    "a second backward on the same batch: its samples would enter the step twice and break the "
+    "bound. Add the losses up and call engine.backward once for each batch of `for batch in "
+    "loader` (microbatches accumulate until optimizer.step())"
+)
 EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
     "twice for one charge; finish or leave an epoch before the next begins"
@@ -126,6 +131,9 @@ class LogicalBatch(Protocol):
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
 
+    def begin_row(self) -> None:
+        """A row of the microbatch is trained on by itself."""
+
     def may_begin(self, new_epoch: bool) -> bool:
         """Whether the loader may draw one more logical batch."""
 
@@ -194,6 +202,7 @@ class BatchTracker:
         self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
         self._charged: BatchMark | None = None
+        self._left: BatchMark | None = None
 
     def attach(self, batch: LogicalBatch) -> None:
         """Report to `batch` the microbatches that the loader yields."""
@@ -267,6 +276,11 @@ class BatchTracker:
                 raise PrivateRefusal(_INCOMPLETE) from None
         self.skipped_last_step = skip
         return skip
+
+    @property
+    def has_left_trial(self) -> bool:
+        """Whether the loop has left a trial, before anything was summed."""
+        return self.current is not None and self.current is self._left
 
     @property
     def is_between_batches(self) -> bool:
@@ -372,6 +386,18 @@ class BatchTracker:
         if self._batch is not None:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
+    def before_rows(self) -> None:
+        """Refuse to take a microbatch apart that has its sum, or without those before it."""
+        if self.backward_done:
+            raise RuntimeError(SECOND)
+        if self.current is not None and self._summed < self.current.microbatch:
+            raise PrivateRefusal(_INCOMPLETE) from None
+
+    def leave_trial(self) -> None:
+        """The loop has left a trial, of which nothing is to be released."""
+        if self.current is not None and self.current.is_trial and not self._summed:
+            self._left = self.current
+
     @contextmanager
     def row(self, number: int) -> Iterator[None]:
         """One row of the current microbatch is trained on, as a microbatch of its own."""
@@ -381,7 +407,7 @@ class BatchTracker:
         is_last = whole.last and number + 1 == whole.size
         own = self.current = replace(whole, size=1, real=real, last=is_last)
         self.backward_done, self._summed = False, whole.microbatch
-        self._batch.begin_microbatch(1, None, begins_draw=False)
+        self._batch.begin_row()
         try:
             yield
         finally:
@@ -473,11 +499,7 @@ class BatchTracker:
                 draw=self.emitted[0],
             ) from None
         if self.backward_done:
-            raise RuntimeError(
-                "a second backward on the same batch: its samples would enter the step twice and "
-                "break the bound. Add the losses up and call engine.backward once for each batch "
-                "of `for batch in loader` (microbatches accumulate until optimizer.step())"
-            )
+            raise RuntimeError(SECOND)
         if mark is None and not is_padding and self.real_rows(batch_size) is not None:
             warnings.warn(
                 "a batch of as many rows as the loader's last one, which was released: it is "

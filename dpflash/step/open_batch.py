@@ -139,6 +139,12 @@ class OpenBatch:
         if self._clipper is not None:
             self._clipper.begin_microbatch(samples, units)
 
+    def begin_row(self) -> None:
+        """A row of the microbatch is run by itself."""
+        self.progress += 1
+        if self._clipper is not None:
+            self._clipper.begin_microbatch(1, None)
+
     def may_begin(self, new_epoch: bool) -> bool:
         """Whether the budget allows the release of a logical batch that is not drawn yet."""
         return self.charge.may_begin(self.options.noise_multiplier, new_epoch=new_epoch)

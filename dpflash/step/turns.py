@@ -68,6 +68,9 @@ class Turns:
     def _step_first(self) -> Kind:
         """End the microbatch or logical batch, and say which."""
         step = self._step
+        if step.public.are_waiting and not step.is_open and step.tracker.has_left_trial:
+            self._set_public_gradients()
+            return "public gradients"
         if step.tracker.step_ends_microbatch():
             step.public.begin_microbatch(begins_draw=False)
             return "microbatch"

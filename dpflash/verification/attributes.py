@@ -51,7 +51,8 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
         with_tensors: copy the contents of tensors too, except of parameters.
     """
     kind = type(value)
-    is_tensor = with_tensors and isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    # The type of a proxy is its own: looking at what it stands for may raise.
+    is_tensor = with_tensors and issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter)
     if not is_tensor and kind not in _CONTAINERS:
         return value
     if id(value) in copies:
@@ -66,7 +67,7 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
         held = vars(made) if kind is SimpleNamespace else made
         # Large tables of plain values are copied at once.
         for key, x in list(enumerate(held) if kind in _LISTS else held.items()):
-            if type(x) in _CONTAINERS or with_tensors and isinstance(x, Tensor):
+            if type(x) in _CONTAINERS or with_tensors and issubclass(type(x), Tensor):
                 held[key] = copied(x, copies, with_tensors=with_tensors)
     return copies[id(value)]
 
@@ -89,13 +90,13 @@ def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
         return True
     if type(one) is not type(two):
         return False
-    if isinstance(one, Tensor):
+    if issubclass(type(one), Tensor):
         try:
             return one.dtype == two.dtype and bool(torch.equal(one, two))
         except (NotImplementedError, RuntimeError):
             # Not defined for all layouts; a difference costs two more forwards.
             return False
-    if isinstance(one, _PLAIN):
+    if issubclass(type(one), _PLAIN):
         return bool(one == two)
     above = (*above, id(one))
     if type(one) is SimpleNamespace:
@@ -141,6 +142,15 @@ class OwnAttributes:
             for (name, _), one, two in zip(self._modules, self._copies, other._copies, strict=True)
             for key in {**one, **two}
             if not is_same(one.get(key), two.get(key))
+        ]
+
+    def changed(self) -> list[tuple[nn.Module, str, Any, Any]]:
+        """(module, name, contents then, value now) of the attributes that differ now."""
+        return [
+            (module, name, before.get(name), value)
+            for (_, module), before in zip(self._modules, self._copies, strict=True)
+            for name, value in vars(module).items()
+            if name not in OF_TORCH and not is_same(before.get(name), value)
         ]
 
     def kept_since(self) -> list[str]:

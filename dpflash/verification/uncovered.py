@@ -40,6 +40,10 @@ class Uncovered:
     Args:
         module: the model.
         trained: the parameters with private gradients; all others must have none.
+
+    Attributes:
+        path: pairs of names of nodes that follow each other in the last backward: the operations
+            of the model and of the loop.
     """
 
     def __init__(self, module: nn.Module, trained: Collection[nn.Parameter]) -> None:
@@ -50,6 +54,7 @@ class Uncovered:
         self._known = WeakIdKeyDictionary()
         self._given_shapes: set[torch.Size] = set()
         self._is_called = False
+        self.path: set[tuple[str, str]] = set()
 
     @contextmanager
     def call(
@@ -98,7 +103,10 @@ class Uncovered:
         is_called, self._is_called = self._is_called, False
         if not is_called and _is_hidden(self._module):
             return _HIDDEN
-        found = [x for root in roots for x in leaves_past_gates(root, self._module, runs)]
+        self.path = set()
+        found = [
+            x for root in roots for x in leaves_past_gates(root, self._module, runs, self.path)
+        ]
         refused = [x for x in found if not self._may_be_reached(x, batch, leading, is_called)]
         for leaf in refused:
             if isinstance(leaf, Tensor):
@@ -209,7 +217,10 @@ def _always(node: Any) -> bool:
 
 
 def leaves_past_gates(
-    root: Any, model: nn.Module, runs: Callable[[Any], bool] = _always
+    root: Any,
+    model: nn.Module,
+    runs: Callable[[Any], bool] = _always,
+    path: set[tuple[str, str]] | None = None,
 ) -> list[Tensor | Hidden]:
     """The leaves that the backward from a node reaches, apart from those behind gates.
 
@@ -217,6 +228,7 @@ def leaves_past_gates(
         root: the node; None for no leaves.
         model: whose modules may be checkpointed.
         runs: whether the backward runs a node.
+        path: gets the names of nodes that follow each other.
     """
     seen, waiting = {root}, [root] if root is not None else []
     found: dict[int, Tensor | Hidden] = {}
@@ -226,6 +238,8 @@ def leaves_past_gates(
         if _is_foreign(node) and (node is root or runs(node)):
             found |= {id(x): x for x in _trained_inside(node, model, reached)}
         for below, _ in node.next_functions:
+            if path is not None:
+                path.add((type(node).__name__, type(below).__name__))
             if type(below) is _LEAF:
                 if type(node).__name__ != _GATE and runs(below):
                     leaf: Tensor = below.variable  # type: ignore[attr-defined]

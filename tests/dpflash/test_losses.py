@@ -1,8 +1,10 @@
+import copy
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from dpflash import losses
 
@@ -252,3 +254,53 @@ def test_losses_compile_into_one_graph():
 
     compiled = torch.compile(all_losses, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(logits, targets, ones), all_losses(logits, targets, ones))
+
+
+CRITERIA = [
+    nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]), label_smoothing=0.1),
+    nn.CrossEntropyLoss(ignore_index=1, reduction="sum"),
+    nn.NLLLoss(),
+    nn.MSELoss(),
+    nn.HuberLoss(),
+    nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)),
+    nn.SoftMarginLoss(),
+]
+
+
+@pytest.mark.parametrize("criterion", CRITERIA, ids=repr)
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_a_criterion_has_the_loss_of_each_sample_alone(criterion, shape):
+    """Class weights multiply losses: for one sample torch divides by its own weight again."""
+    outputs, targets = torch.randn(5, 3, *shape, requires_grad=True), torch.rand(5, 3, *shape)
+    if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+        targets = torch.randint(3, (5, *shape))
+    found = losses.of_criterion(criterion, outputs, targets)
+    each = copy.copy(criterion)
+    each.reduction = "none"
+    for i in range(5):
+        own = each(outputs[i : i + 1], targets[i : i + 1])
+        counted = targets[i] != getattr(criterion, "ignore_index", math.inf)
+        expected = own.sum() / counted.sum().clamp(min=1) if own.numel() else own.sum()
+        torch.testing.assert_close(found[i], expected)
+    assert losses.of_criterion(criterion, outputs[:0], targets[:0]).shape == (0,)
+
+
+def test_a_criterion_with_a_class_out_of_range_has_no_loss_of_that_sample_alone():
+    outputs = torch.randn(3, 2, requires_grad=True)
+    found = losses.of_criterion(nn.CrossEntropyLoss(), outputs, torch.tensor([0, 2, -5]))
+    assert found.isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "criterion, shapes, match",
+    [
+        (nn.TripletMarginLoss(), ((4, 3), (4, 3)), "criterion=TripletMarginLoss: its losses"),
+        (nn.MSELoss(), ((4, 1), (4,)), "expected equal shapes"),
+        (nn.CrossEntropyLoss(), ((4, 3), (4, 1)), r"expected \[B, classes"),
+    ],
+)
+def test_a_criterion_that_may_couple_samples_is_refused(criterion, shapes, match):
+    outputs, targets = torch.randn(shapes[0]), torch.zeros(shapes[1])
+    targets = targets.long() if isinstance(criterion, nn.CrossEntropyLoss) else targets
+    with pytest.raises(ValueError, match=match):
+        losses.of_criterion(criterion, outputs, targets)

@@ -68,7 +68,7 @@ class Text(nn.Module):
         return self.head((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
 
 
-def _train(kind, collate, losses_of=None, **options):
+def _train(kind, collate, losses_of=None, draws=False, **options):
     torch.manual_seed(1)
     model, engine = Text(kind), dpflash.PrivacyEngine(seed=2)
     model, optimizer, loader = engine.make_private(
@@ -78,6 +78,8 @@ def _train(kind, collate, losses_of=None, **options):
         **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options},
     )
     for batch in loader:
+        if draws:
+            torch.rand(batch["ids"].shape)
         logits = model(batch["ids"], batch.get("mask"))
         losses = F.cross_entropy(logits, batch["labels"], reduction="none")
         engine.backward(losses if losses_of is None else losses_of(losses, batch))
@@ -125,6 +127,14 @@ def test_masked_padding_trains_with_the_same_bits_as_without_trials(kind, collat
     _, untried = _train(kind, collate, verify_first_batch=False)
     assert engine.verified is True
     assert engine._run.padding.has_compared is (kind in ("masked", "positions", "packed"))
+    assert all(map(torch.equal, tried, untried))
+
+
+def test_random_numbers_by_the_length_leave_the_masks_of_training_as_they_are():
+    """The runs with less padding draw other numbers in the loop before the forward."""
+
+    _, tried = _train("masked", _padded, draws=True)
+    _, untried = _train("masked", _padded, draws=True, verify_first_batch=False)
     assert all(map(torch.equal, tried, untried))
 
 

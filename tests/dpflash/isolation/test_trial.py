@@ -1,6 +1,9 @@
 """A microbatch is tried with other contents in some of its samples, loop and model alike."""
 
+import math
 import random
+import re
+import weakref
 from collections import deque
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.packing import Pairs
+from dpflash.sampling import LogicalBatches
 
 SAMPLES, WIDTH, CLASSES = 240, 8, 3
 
@@ -69,7 +73,9 @@ def _made(kind=Net, *given, batch_size=24, **options):
     return engine, *engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(*_data()), batch_size, **of_loader),
+        data_loader=DataLoader(
+            options.pop("dataset", TensorDataset(*_data())), batch_size, **of_loader
+        ),
         **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options},
     )
 
@@ -188,6 +194,77 @@ def test_what_a_loop_makes_of_other_samples_is_refused(coupling, layout):
         assert all(map(torch.equal, before, made[1].parameters()))
 
 
+def _example(layout, rows=32):
+    """A made-up batch as the loader of a layout gives one."""
+    x, y = torch.randn(rows, WIDTH), torch.arange(rows) % CLASSES
+    collate = layout.get("collate_fn")
+    return [x, y] if collate is None else collate(list(zip(x, y, strict=True)))
+
+
+@pytest.mark.cases(8)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
+def test_a_public_example_shows_couplings_before_the_first_draw(coupling, layout):
+    made, losses = _made(**layout, example=_example(layout)), coupling()
+    before = {name: value.clone() for name, value in made[1].state_dict().items()}
+    for _ in range(2):  # a loop that catches the error meets it again
+        with pytest.raises(ValueError, match=r"make_private\(example=\.\.\.\): "):
+            _train(made, losses)
+    assert made[3].releases == 0 == made[0].get_epsilon(1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in made[1].state_dict().items())
+
+
+def test_an_example_says_which_loss_changed_from_what_to_what():
+    given = []
+
+    def losses(model, x, y):
+        own = _entropies(model, x, y)
+        given.append((own + own.detach().mean()).detach())
+        return own + own.detach().mean()
+
+    with pytest.raises(ValueError, match="the loss of sample") as caught:
+        _train(_made(example=_example({})), losses)
+    found = re.search(r"sample (\d+) is (\S+) in the example, and (\S+) where", str(caught.value))
+    assert found is not None
+    sample, now, before = int(found[1]), float(found[2]), float(found[3])
+    ours = [float(x[sample]) for x in (given[-1], given[0])]
+    assert [now, before] == pytest.approx(ours, rel=1e-4)
+
+
+def test_an_example_names_the_layer_that_mixes_samples():
+    class Mixing(Net):
+        def forward(self, x):
+            h, logits = super().forward(x)
+            return h, logits + 0 * self.head(h - h.mean(0)).detach()
+
+    with pytest.raises(ValueError, match="the input of layer 'head' changed"):
+        _train(_made(Mixing, example=_example({})), _entropies)
+
+
+@pytest.mark.parametrize("leaves_out", ["the forward", "the backward"])
+def test_a_loop_that_skips_the_example_is_refused(leaves_out):
+    engine, model, optimizer, loader = _made(example=_example({}))
+    with pytest.raises(ValueError, match="left out the backward of the example"):
+        for x, y in loader:
+            if loader.is_real.any() or leaves_out == "the backward":
+                model(x)
+            if loader.is_real.any():
+                engine.backward(_entropies(model, x, y))
+
+
+@pytest.mark.parametrize(
+    "given, match",
+    [
+        ({"example": torch.randn(1, WIDTH)}, "example=Tensor: expected a public batch"),
+        ({"example": {"names": "ab"}}, "example=dict: expected"),
+        ({"example": [torch.randn(4, 2)], "verify_first_batch": False}, "leaves its trial out"),
+    ],
+)
+def test_what_is_no_example_is_refused_at_once(given, match):
+    with pytest.raises(ValueError, match=match):
+        _made(**given)
+
+
 @pytest.mark.parametrize("kept", ["queue", "baseline"])
 def test_what_a_loop_keeps_of_single_samples_is_refused(kept):
     with pytest.raises(dpflash.PrivateRefusal, match="loss of a sample changed"):
@@ -227,6 +304,46 @@ def test_a_loss_weighted_by_the_classes_of_the_batch_is_refused(kind):
 
     with pytest.raises(dpflash.PrivateRefusal):
         _train(_made(**kind), losses)
+
+
+def test_a_criterion_is_taken_apart_into_losses_of_samples():
+    weight = torch.tensor([1.0, 4.0, 2.0])
+    criterion, made = nn.CrossEntropyLoss(weight=weight), (_made(), _made())
+    engine, model, optimizer, loader = made[0]
+    for x, y in loader:
+        assert engine.backward(criterion, (model(x)[1], y)) is None
+        optimizer.step()
+    _train(made[1], lambda model, x, y: _entropies(model, x, y) * weight[y])
+    assert engine.verified is True
+    assert "losses, layers' inputs and gradients of half" in engine.trials
+    for ours, other in zip(model.parameters(), made[1][1].parameters(), strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_no_draw_is_released_in_which_a_rare_class_weights_the_others(seed):
+    """Two entries of 240 are of the class, so it comes in draws that are not due."""
+    torch.manual_seed(seed)
+    y = torch.zeros(SAMPLES, dtype=torch.int64)
+    y[:2] = 1
+    model, engine = nn.Linear(WIDTH, 2), dpflash.PrivacyEngine(seed=seed)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(_data()[0], y), 16),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        loss_reduction="mean",
+    )
+    weighted = False
+    with pytest.raises(dpflash.PrivateRefusal):
+        while loader.releases < 500:
+            for x, labels in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), labels, weight=torch.tensor([1.0, 9.0])).backward()
+                weighted |= len(labels[loader.is_real].unique()) > 1
+                assert not weighted
+                optimizer.step()
 
 
 @pytest.mark.parametrize("leaves_out", ["the forward", "the backward"])
@@ -285,22 +402,49 @@ def test_honest_loops_train_with_the_same_bits_as_without_trials(layout):
         assert loader.releases == len(loader)
         return [p.detach().clone() for p in model.parameters()], engine.verified
 
-    tried, verified = found()
+    tried, verified = found(example=_example(layout))
     untried, unverified = found(verify_first_batch=False)
     assert verified is True and unverified is False
     assert all(map(torch.equal, tried, untried))
 
 
-def test_trials_come_before_the_first_four_draws_and_then_at_powers_of_two():
-    engine, model, optimizer, loader = _made(sampling="fixed_size")
+@pytest.mark.parametrize("options, last", [({}, 64), ({"sampling": "shuffled"}, 128)])
+def test_trials_come_before_the_first_four_draws_and_then_at_powers_of_two(options, last):
+    """Up to 64, and further where microbatches have several shapes."""
+    engine, model, optimizer, loader = _made(
+        batch_size=50, **{"sampling": "fixed_size", "physical_batch_size": None, **options}
+    )
     tried = []
-    for _ in range(2):
+    while loader.releases < 130:
         for x, y in loader:
             if not loader.is_real.any():
                 tried.append(1 + loader.releases)
             engine.backward(_entropies(model, x, y))
             optimizer.step()
-    assert tried == [1, 2, 3, 4, 8, 16]
+    assert tried == [1, 2, 3, *(2**k for k in range(2, 8) if 2**k <= last)]
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_new_operations_of_the_loop_or_of_the_model_are_tried_at_once(of_model):
+    """In draw 5, which is not due."""
+
+    class Centered(Net):
+        is_late = False
+
+        def forward(self, x):
+            h, logits = super().forward(x)
+            return h, logits * (1 + logits.detach().std()) if self.is_late else logits
+
+    engine, model, optimizer, loader = _made(Centered, physical_batch_size=8)
+    with pytest.raises(dpflash.PrivateRefusal):
+        for x, y in loader:
+            losses = _entropies(model, x, y)
+            if loader.releases >= 4:
+                losses = losses if of_model else losses * losses.detach().mean()
+                model.is_late = of_model
+            engine.backward(losses)
+            optimizer.step()
+    assert loader.releases == 4
 
 
 def test_a_loop_that_leaves_a_trial_finds_the_model_as_it_was():
@@ -339,7 +483,7 @@ def test_a_microbatch_that_cannot_be_altered_is_not_tried_and_verified_says_so()
     for (graph,) in loader:
         engine.backward(F.cross_entropy(model(graph.nodes)[1], graph.y, reduction="none"))
         optimizer.step()
-    assert engine.verified in ("model", "gradients")
+    assert engine.verified in ("model", "gradients") and "had no trials" in engine.trials
 
 
 def _loss_of_sample(model, sample):
@@ -368,6 +512,7 @@ def test_samples_one_at_a_time_are_apart_by_construction(options):
     alone, engine, rounds = trained(True)
     together, other, as_many = trained(False)
     assert engine.verified == "by construction" and rounds == as_many
+    assert engine.trials.startswith("In trials the losses of half of the samples were compared")
     assert engine.get_epsilon(1e-5) == other.get_epsilon(1e-5)
     for one, two in zip(alone, together, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
@@ -382,7 +527,85 @@ def _shuffled(x, y):
     return x[order], y[order]
 
 
-@pytest.mark.parametrize("change", [_mixed_before, _shuffled])
+def _one_row_of_others(x, y):
+    """The other rows of one microbatch have what they had."""
+    return torch.cat([x[:-1], x[-1:] + x.mean(0)]), y
+
+
+def _not_finite_for_all(x, y):
+    """Finite rows stay as they are."""
+    return x + 0 * x.sum(), y
+
+
+def test_what_a_function_keeps_of_a_row_is_refused():
+    """The first row has the same loss in a trial."""
+    engine, model, optimizer, loader = _made()
+    with pytest.raises(dpflash.PrivateRefusal, match="the loss of a sample changed"):
+        for batch in loader:
+            held = []
+
+            def loss(model, sample, held=held):
+                held.append(_loss_of_sample(model, sample))
+                return held[-1] * torch.stack(held).detach().mean()
+
+            engine.backward(loss, batch)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("by_loop", [True, False])
+@pytest.mark.parametrize("rows", [4, None])
+def test_one_row_that_is_not_finite_must_not_make_others_so(rows, by_loop):
+    class Spread(torch.utils.data.TensorDataset):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return (x * math.inf if i < 60 else x), y
+
+    engine, model, optimizer, loader = _made(
+        physical_batch_size=rows, max_grad_norm=0.1, dataset=Spread(*_data())
+    )
+    with pytest.raises(dpflash.PrivateRefusal):
+        for batch in loader:
+            x, y = batch
+
+            def loss(model, sample, x=x):
+                return _loss_of_sample(model, sample) + (0.0 if by_loop else 0 * x.sum())
+
+            engine.backward(loss, _not_finite_for_all(x, y) if by_loop else batch)
+            optimizer.step()
+    assert loader.releases == 0
+
+
+def test_a_batch_that_changes_no_loss_yet_is_compared_too():
+    """The head starts at zero, so all losses are equal."""
+    engine, model, optimizer, loader = _made()
+    nn.init.zeros_(model.head.weight), nn.init.zeros_(model.head.bias)
+    with pytest.raises(dpflash.PrivateRefusal):
+        for batch in loader:
+            engine.backward(_loss_of_sample, _mixed_before(*batch))
+            optimizer.step()
+    assert loader.releases == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model, x, y: (nn.CrossEntropyLoss(), None),
+        lambda model, x, y: (nn.CrossEntropyLoss(), model(x)[1]),
+        lambda model, x, y: (_loss_of_sample, None),
+        lambda model, x, y: (F.cross_entropy, (model(x)[1], y)),
+    ],
+)
+def test_what_a_function_or_a_criterion_cannot_take_is_refused_by_name(given):
+    engine, model, optimizer, loader = _made()
+    for x, y in loader:
+        with pytest.raises(
+            ValueError, match=r"engine\.backward\((criterion|loss_fn), batch\): exp"
+        ):
+            engine.backward(*given(model, x, y))
+        break
+
+
+@pytest.mark.parametrize("change", [_mixed_before, _shuffled, _one_row_of_others])
 @pytest.mark.parametrize("rows", [4, None])
 def test_what_a_loop_makes_of_a_batch_before_it_is_taken_apart_is_refused(change, rows):
     engine, model, optimizer, loader = _made(physical_batch_size=rows)
@@ -391,6 +614,59 @@ def test_what_a_loop_makes_of_a_batch_before_it_is_taken_apart_is_refused(change
             engine.backward(_loss_of_sample, change(*batch))
             optimizer.step()
     assert loader.releases == 0
+
+
+@pytest.mark.parametrize("rows", [4, None])
+def test_a_batch_is_taken_apart_once_and_in_its_order(rows):
+    engine, model, optimizer, loader = _made(physical_batch_size=rows, verify_first_batch=False)
+    for number, batch in enumerate(loader):
+        if number == 3:
+            with pytest.raises(dpflash.PrivateRefusal, match="in another order"):
+                engine.backward(_loss_of_sample, [x.flip(0) for x in batch])
+            break
+        engine.backward(_loss_of_sample, batch)
+        with pytest.raises(RuntimeError, match="a second backward on the same batch"):
+            engine.backward(_loss_of_sample, batch)
+        optimizer.step()
+
+
+def test_a_batch_that_failed_half_way_is_taken_apart_anew():
+    def trained(fails):
+        engine, model, optimizer, loader = _made(batch_size=6, sampling="fixed_size")
+        calls = []
+
+        def loss(model, sample):
+            calls.append(0)
+            if fails and len(calls) % 50 == 49:
+                raise MemoryError
+            return _loss_of_sample(model, sample)
+
+        for batch in loader:
+            try:
+                engine.backward(loss, batch)
+            except MemoryError:
+                engine.backward(loss, batch)
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_public_gradients_stay_as_a_batch_is_taken_apart():
+    def trained(by_function):
+        engine, model, optimizer, loader = _made(noise_multiplier=1e-6)
+        for x, y in loader:
+            with engine.public_data():
+                model(torch.ones(4, WIDTH))[1].square().mean().backward()
+            if by_function:
+                engine.backward(lambda model, sample: _entropies(model, *sample), [x, y])
+            else:
+                engine.backward(_entropies(model, x, y))
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for one, two in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-4)
 
 
 def test_losses_after_a_function_are_refused():
@@ -473,6 +749,118 @@ def test_batches_that_are_fetched_under_no_grad_are_tried_as_soon_as_they_are_tr
                 engine.backward(_entropies(model, *batch))
             optimizer.step()
     assert loader.releases < 3
+
+
+def _each_lr(step, model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + step)
+
+
+def _each_tau(step, model, optimizer):
+    model.tau = np.float64(1.0 + step)
+
+
+@pytest.mark.parametrize("set_it", [_each_lr, _each_tau])
+@pytest.mark.parametrize(
+    "where", ["first iteration", "new release", "is_last", "logical batch", "last at the top"]
+)
+def test_what_a_loop_sets_once_is_there_in_training_too(set_it, where):
+    if (where, set_it) == ("last at the top", _each_tau):
+        pytest.skip("refused: the runs before it lack it")
+
+    class Tempered(Net):
+        tau = 0.5
+
+        def forward(self, x):
+            h, logits = super().forward(x)
+            return h, logits * self.tau
+
+    def found(**options):
+        if where == "last at the top":  # draws of one microbatch
+            options["sampling"] = "fixed_size"
+        engine, model, optimizer, loader = _made(Tempered, **options)
+        seen, released = [], -1
+        grouped = LogicalBatches(loader) if where == "logical batch" else ([b] for b in loader)
+        for number, batches in enumerate(grouped):
+            if where == "logical batch":
+                set_it(loader.releases, model, optimizer)
+            for x, y in batches:
+                if number == 0 and where == "first iteration":
+                    set_it(0, model, optimizer)
+                if loader.releases != released and where == "new release":
+                    released = loader.releases
+                    set_it(released, model, optimizer)
+                if loader.is_last and where == "last at the top":
+                    set_it(loader.releases, model, optimizer)
+                engine.backward(_entropies(model, x, y))
+                if loader.is_last:
+                    seen.append((optimizer.param_groups[0]["lr"], model.tau))
+                optimizer.step()
+                if loader.is_last and where == "is_last":
+                    set_it(loader.releases, model, optimizer)
+        return seen, engine.verified, [p.detach().clone() for p in model.parameters()]
+
+    tried, verified, ours = found()
+    untried, _, others = found(verify_first_batch=False)
+    assert tried == untried and verified is True
+    assert all(map(torch.equal, ours, others))
+
+
+def test_a_loop_that_catches_a_refused_gradient_meets_it_again():
+    made = _made()
+    for _ in range(10):
+        with pytest.raises(dpflash.PrivateRefusal, match="the gradient of layer"):
+            _train(made, _scaled_gradient)
+    assert made[3].releases == 0 and made[0].verified == "pending"
+
+
+def test_a_forward_behind_the_step_is_no_part_of_a_trial():
+    engine, model, optimizer, loader = _made()
+    for number, (x, y) in enumerate(loader):
+        engine.backward(_entropies(model, x, y))
+        optimizer.step()
+        for _ in range(number % 3):
+            model(x)
+    assert engine.verified is True
+
+
+def test_public_steps_behind_a_trial_that_the_loop_left():
+    engine, model, optimizer, loader = _made()
+    for x, y in loader:
+        if loader.releases == 2:
+            break
+        engine.backward(_entropies(model, x, y))
+        optimizer.step()
+    before = model.body.weight.detach().clone()
+    with engine.public_data():
+        model(torch.ones(4, WIDTH))[1].square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model.body.weight, before)
+
+
+def _config_of(made):
+    config = locals()
+    engine, model, optimizer, loader = made
+    for x, y in loader:
+        engine.backward(_entropies(model, x, y))
+        optimizer.step()
+    return config
+
+
+def test_no_batch_appears_in_what_locals_returned():
+    assert _config_of(_made()).keys() == {"made"}
+
+
+class _Gone:
+    """Its weak reference does not refer to anything."""
+
+
+@pytest.mark.parametrize("place", ["loop", "model"])
+def test_a_loop_may_have_generators_without_state_and_references_to_nothing(place):
+    gone, system = weakref.proxy(_Gone()), random.SystemRandom()
+    engine, model, optimizer, loader = made = _made()
+    if place == "model":
+        vars(model)["gone"] = gone
+    assert _train(made, lambda *given: _entropies(*given) + 0 * system.random()).verified is True
 
 
 def test_what_a_loop_has_of_its_variables_stays():

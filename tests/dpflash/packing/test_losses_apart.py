@@ -266,6 +266,22 @@ def test_a_chunked_head_takes_trials_that_leave_documents_out(run, documents, la
     assert own.engine._run.trial.has_compared
 
 
+def test_what_a_loop_keeps_of_a_full_document_is_refused(run, documents, language_model):
+    """Each microbatch has one document."""
+    held = []
+
+    def losses(model, batch):
+        own = of_head(lambda b: b.targets)(model, batch)
+        found = own * (1 + sum(held))
+        held[:] = [own.detach().sum()]
+        return found
+
+    own = run(language_model(), documents([30] * 12), losses=losses, tokens=32)
+    with pytest.raises(dpflash.PrivateRefusal, match="the loss of a "):
+        for _ in range(4):
+            own.sums()
+
+
 def test_no_microbatch_passes_behind_one_that_was_refused(run, documents, language_model):
     own = run(language_model(), documents(LENGTHS * 4), losses=WRONG["loop"])
     refused, real = 0, 0

@@ -6,10 +6,10 @@ from torch import nn
 
 import dpflash
 from dpflash.distributed import ContextParallel
+from dpflash.isolation import proof
 from dpflash.nn import MultiheadAttention
 from dpflash.packing import pack
 from dpflash.patterns import Adaptive
-from dpflash.verification import proof
 
 LENGTHS = [5, 3, 12, 17, 9, 20, 4, 6, 11, 7, 2, 8]
 

@@ -15,10 +15,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import dpflash
+from dpflash.isolation import proof, replacement
 from dpflash.nn import LongContextLM, MultiheadAttention
 from dpflash.optimize import wrapper as leveled
-from dpflash.verification import digests, proof
-from dpflash.verification import forward_rows as rehearsal
+from dpflash.verification import digests
 
 KINDS = {
     "instantiate": {"grad_sample_mode": "instantiate"},
@@ -897,7 +897,7 @@ def test_a_list_that_keeps_the_proofs_forwards_is_refused_with_the_reason(privat
 
 
 def test_a_rank_without_samples_has_none_to_replace():
-    empty = rehearsal.Replacement(torch.empty(0, dtype=torch.int64))
+    empty = replacement.Replacement(torch.empty(0, dtype=torch.int64))
     assert len(empty.of_one().source) == 0
 
 
@@ -1020,7 +1020,7 @@ def test_the_arguments_of_a_repeated_forward_lie_in_memory_as_the_first_ones_do(
     """Strides and alignment choose kernels, and whether a compiled model is compiled anew."""
     x = torch.arange(70.0).view(5, 14)
     for t in (x, x[:, 1:], x.t(), x[:1].expand(5, 14), x[:, :1].expand(5, 3), x[:0], x[:, 3:3]):
-        (copied,) = rehearsal.own_copies([t])
+        (copied,) = replacement.own_copies([t])
         assert torch.equal(copied, t) and copied.stride() == t.stride()
         assert (copied.storage_offset() - t.storage_offset()) % 16 == 0
         assert not t.numel() or copied.data_ptr() != t.data_ptr()

@@ -1,13 +1,8 @@
-"""Repeats a forward with other contents for half of the samples, and compares the other half.
-
-This finds coupling that no gradient shows: detached statistics, a scale of the whole batch,
-routing with a capacity, an order by length.
-"""
+"""Replacement: a call of the model is repeated with other contents in some of its samples."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -21,36 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..packing import Units
-from .digests import differing, row_summaries, tolerance
-from .nested import leaves_of, map_leaves, map_tensors, parts_within, tensors_of
-
-_CHANGED = (
-    "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
-    "released: an operation before it mixes samples (statistics or a scale of the batch, routing "
-    "with a capacity, rows in another order, mixup, pad_packed_sequence without total_length=), "
-    "or draws random numbers whose count depends on the contents (draw for the whole shape, then "
-    "mask) or from a generator of its own. Make it per sample; engine.check helps to find it"
-)
-_CHANGED_DOCUMENT = (
-    "{where} changed for a document as other documents of the batch were replaced, so nothing "
-    "was released: an operation before it mixes documents. Attention must see one document: "
-    "models of Hugging Face need position_ids=batch.position_ids, use_cache=False and no "
-    "attention_mask; LongContextLM needs packed=batch; attention of your own needs a mask that is "
-    "True where batch.sample_index of query and key are equal"
-)
-_COMPARED = (
-    "the model's output of shape [B, B] changed for a sample as other samples of the batch were "
-    "replaced, so nothing was released: it compares the samples of a batch, most likely for a "
-    "contrastive loss. Such a loss has no per-sample gradients, since each sample is in the "
-    "losses of all others. Train with a loss of each sample by itself, such as classification, or "
-    "with negatives from the sample's own entry"
-)
-_KEPT = (
-    "{where} depends on what an earlier forward has kept in {attributes}, so nothing was "
-    "released: samples of one batch would affect the gradients of the next. Keep nothing of a "
-    "batch in the model, or set it back before each call"
-)
-_OUTPUT = "the model's output"
+from ..verification.nested import leaves_of, map_leaves, map_tensors, parts_within, tensors_of
+from .forward_rows import ForwardRows
 
 # Elements after which an address is aligned as before.
 _ALIGNED = 64
@@ -60,139 +27,6 @@ _SETTINGS = (
     *(FunctionType, BuiltinFunctionType, partial, nn.Module),
 )
 _DEPTH = 8  # objects may hold each other
-
-
-class ForwardRows:
-    """Inputs of the private layers in a forward, and its outputs, in order.
-
-    Args:
-        compares: whether modules that run sample by sample compare with a forward of the batch.
-        units: the samples where they are no rows.
-
-    Attributes:
-        size: B; 0 until the forward is over.
-        layers: names of the modules that ran.
-        padded: lengths to which layers padded their input.
-        scalars: outputs of one number with a gradient, such as a loss that the model makes itself.
-    """
-
-    def __init__(self, *, compares: bool = False, units: Units | None = None) -> None:
-        self.compares = compares
-        self.units = units
-        self.size = 0
-        self.layers: list[str] = []
-        self.where: list[str] = []
-        self.shapes: list[torch.Size] = []
-        self.padded: list[int] = []
-        self.scalars: list[Tensor] = []
-        self.summaries: list[Tensor] = []
-        self.dtypes: set[torch.dtype] = set()
-        self._greatest: list[Tensor] = []
-        self._least: list[Tensor] = []
-
-    def set_call(self, size: int, layers: Iterable[str]) -> None:
-        """Record B and the names of the modules that ran."""
-        self.size, self.layers = size, list(layers)
-
-    def note(self, name: str, x: Tensor, *, is_padded: bool = False) -> None:
-        """Record the input `[B, ...]` of a layer; of sequences that it pads also their length."""
-        self._note(f"the input of layer '{name}'", x)
-        if is_padded:
-            self.padded.append(x.shape[1])
-
-    def note_outputs(self, outputs: Any) -> None:
-        """Record the tensors that the model returned."""
-        for _, leaf in tensors_of(outputs):
-            if leaf.ndim:
-                self._note(_OUTPUT, self._by_sample(leaf))
-            if is_scalar(leaf) and leaf.requires_grad:
-                self.scalars.append(leaf.detach().flatten()[0])
-
-    def _by_sample(self, x: Tensor) -> Tensor:
-        """An output with the samples first, where it has an entry for each of their positions."""
-        units = self.units
-        if units is None or tuple(x.shape[: len(units.shape)]) != units.shape:
-            return x
-        return units.padded(units.flattened(x, _OUTPUT))
-
-    def _note(self, where: str, x: Tensor) -> None:
-        self.where.append(where)
-        self.shapes.append(x.shape)
-        self.summaries.append(row_summaries(x))
-        self.dtypes.add(x.dtype)
-        if x.is_floating_point() and x.numel():
-            rows = x.detach().reshape(len(x), -1)
-            greatest = torch.linalg.vector_norm(rows, torch.inf, 1)
-            self._greatest.append(greatest.argmax())
-            self._least.append(greatest.argmin())
-
-    def extremes(self, count: int) -> list[int]:
-        """Rows that most often had the greatest entry of the batch, and those that most often had
-        the smallest maximum; at most this many of each.
-        """
-        kinds = (self._greatest, self._least)
-        found = [Counter(map(int, kind)).most_common(count) for kind in kinds]
-        return [row for rows in found for row, _ in rows]
-
-
-def is_scalar(x: Tensor) -> bool:
-    """Whether a tensor is one number, in any number of dimensions."""
-    return x.numel() == 1
-
-
-def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
-    """A message about the first difference of two forwards for the samples `unchanged` `[B]`."""
-    where = _first_difference(first, second, unchanged)
-    if where == _OUTPUT:
-        shape = first.shapes[first.where.index(where)]
-        if shape[1:2] == shape[:1]:
-            return _COMPARED
-    if where is None:
-        return None
-    is_packed = first.units is not None and not first.units.are_rows
-    return (_CHANGED_DOCUMENT if is_packed else _CHANGED).format(where=where)
-
-
-def reached(first: ForwardRows, second: ForwardRows, replaced: Tensor) -> bool:
-    """Whether some layer saw the contents of the samples `replaced` `[B]`.
-
-    A model may read its samples from where none can be replaced.
-    """
-    tolerated = tolerance(first.dtypes)
-    return any(
-        bool((differing(a, b, tolerated).cpu() & replaced).any())
-        for a, b in zip(first.summaries, second.summaries, strict=False)
-        if len(a) == len(b) == len(replaced)
-    )
-
-
-def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[str]) -> str | None:
-    """A message about the first difference of two forwards that began with other attributes.
-
-    Args:
-        first, second: two forwards of one batch.
-        size: B.
-        attributes: names of those that differed.
-    """
-    where = _first_difference(first, second, torch.ones(size, dtype=torch.bool))
-    named = ", ".join(f"'{name}'" for name in attributes[:3]) + ", ..." * (len(attributes) > 3)
-    return None if where is None else _KEPT.format(where=where, attributes=named)
-
-
-def _first_difference(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
-    tolerated = tolerance(first.dtypes)
-    for i in range(max(len(first.where), len(second.where))):
-        if first.where[i : i + 1] != second.where[i : i + 1]:
-            where = (first.where[i:] + second.where[i:])[0]
-            return f"which layers run, seen at {where},"
-        if first.shapes[i] != second.shapes[i]:
-            return f"the shape of {first.where[i]}"
-        if first.shapes[i][0] != len(unchanged):
-            continue
-        apart = differing(first.summaries[i], second.summaries[i], tolerated).cpu()
-        if bool((apart & unchanged).any()):
-            return first.where[i]
-    return None
 
 
 @dataclass(frozen=True)
@@ -485,7 +319,7 @@ def _is_batch(value: Any, size: int) -> bool:
         return True
     leaves = [leaf for _, leaf in leaves_of(value, kinds=(Tensor, np.ndarray, str, int))]
     return bool(leaves) and all(
-        isinstance(t, Tensor) and t.ndim and t.shape[0] == size for t in leaves
+        isinstance(t, Tensor | np.ndarray) and t.ndim and t.shape[0] == size for t in leaves
     )
 
 

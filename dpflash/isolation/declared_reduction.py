@@ -25,7 +25,7 @@ _SCALAR_ROUNDING = 1e-5
 REMEDY = (
     "Pass losses of single samples, without loss_reduction: engine.backward("
     "dpflash.losses.causal_lm(logits, labels)), or cross_entropy, times a weight of each sample "
-    "where classes are weighted. verify_first_batch=False leaves this test out"
+    "where classes are weighted; or engine.backward(criterion, (outputs, targets))"
 )
 _OVER_TOKENS = (
     "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch (as "

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
-from dpflash.verification.declared_reduction import refuse_scalars, refuse_weights
+from dpflash.isolation.declared_reduction import refuse_scalars, refuse_weights
 
 V, T = 11, 6
 GENERATOR = torch.Generator().manual_seed(0)

@@ -2,17 +2,15 @@
 
 One extra backward runs with weight 0 on some of the losses. Every use of a private layer must see
 rows of zeros for these samples, and for the others the same rows as the ordinary backward. The
-forward is repeated with other samples too, see `forward_rows`.
+forward is repeated with other samples too, see `Replacement`.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -23,44 +21,31 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.collectives import broadcast_from_first, gather_rows
 from ..random_state import random_state_kept
-from ..refusal import PrivateRefusal
-from .digests import differing, row_summaries, tolerance
+from ..refusal import UNTESTED, PrivateRefusal
+from ..verification.digests import differing, tolerance
+from ..verification.nested import map_tensors, tensors_of
+from ..verification.watch import Watch, WatchedGate, alive, refuse_together
+from .backward_rows import BackwardRows, ProvableBackward, Slot, differentiate
 from .forward_rows import is_scalar
-from .nested import map_tensors, tensors_of
-from .two_backwards import grad_before_backward
-from .watch import Watch, WatchedGate, alive, refuse_together
 
 # A model counts as proven after this many samples, in one batch or in several.
 _ENOUGH = 16
 # While something is unproven, the first batches are all tried, later ones at powers of two.
 _ALL_TRIED = 8
 
-# Entries of rows that are copied at a time.
-_AT_ONCE = 1 << 24
-
-_Slot = tuple[int, int]
 _EXCHANGE = "the proof of the first batch"
-_OFF = "make_private(verify_first_batch=False) leaves this proof out"
-_MIXED = (
-    "layer '{layer}' got a gradient for samples whose losses have weight 0, so nothing was "
-    "released: after it losses depend on several samples (a contrastive loss, which has no "
-    "per-sample gradients, statistics of the batch), or a row is not the sample whose loss has "
-    "the same index (sorted or flipped rows). Keep each sample in its row, in all layers and "
-    "losses. Take negatives from the sample's own entry: with those of other rows, detached or "
-    "not, a loss depends on several samples. engine.check helps to find where"
-)
 _OTHERS = (
     "the gradient of layer '{layer}' for a sample changed as the losses of others got weight 0, "
     "so nothing was released: it depends on other samples (negatives of other rows, as by "
     "x.roll(1, 0), also detached), or two backwards of one batch differ (checkpointing without "
     "the random state, hooks that keep something; where only rounding differs, "
-    f"torch.use_deterministic_algorithms(True) helps). {_OFF}"
+    f"torch.use_deterministic_algorithms(True) helps). {UNTESTED}"
 )
 _COUNTS = (
     "the gradient reached layer '{layer}' in one backward and not, or another number of times, "
     "in a second one of the same batch, so nothing was released. Losses must come from the last "
     "forward and, where loss_reduction is declared, from the outputs of the model. "
-    f"{_OFF}"
+    f"{UNTESTED}"
 )
 
 _ELSEWHERE = (
@@ -146,20 +131,6 @@ class _Mode:
     is_trained: bool = False
     makes_scalars: bool = False
     refusal: str | None = None
-
-
-class ProvableBackward(Protocol):
-    """The part of a private backward that the proof uses."""
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the model went through torch.compile under `allow_second_backwards`."""
-
-    def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
-        """((group, position), layer, whether the handle's own gradient counts, handle)."""
-
-    def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
-        """Inside the block uses save nothing with the gates, and only this watch sees them."""
 
 
 class Proof:
@@ -342,7 +313,7 @@ class Proof:
             return None
         largest = _largest_losses(outputs, seeds, real)
         drawn = self.draw(lambda rng: _weights(real.numpy(), rng, largest)).astype(bool)
-        weighted = WeightedBackward(torch.from_numpy(drawn), real)
+        weighted = BackwardRows(torch.from_numpy(drawn), real)
         weights = [_masked(seed, weighted.weights) for seed in seeds]
         with owner.only_watched(weighted), random_state_kept(self._device):
             if not differentiate(owner, outputs, weights, weighted):
@@ -350,20 +321,26 @@ class Proof:
         self._mode.uses.woken = False
         self._mode.uses.record(weighted.uses)
         self.refuse(weighted.refusal)
-        return OrdinaryBackward(self, weighted)
+        return ComparedBackward(self, weighted, weighted.weights)
 
-    def compare_with(self, recorded: WeightedBackward, kept: Tensor, text: str) -> Watch:
+    def compare_with(
+        self,
+        recorded: BackwardRows,
+        kept: Tensor,
+        text: str,
+        refused: Callable[[str], object],
+    ) -> Watch:
         """A watch that compares the backward of a microbatch with that of the altered one.
 
         Args:
             recorded: the backward of the altered microbatch.
             kept: `[B]`, bool: samples whose rows must be the same.
             text: the message where they are not, to be formatted with the layer.
+            refused: called with the message.
         """
         self._mode.uses.woken = False
         self._mode.uses.record(recorded.uses)
-        recorded.weights = kept
-        return OrdinaryBackward(self, recorded, text)
+        return ComparedBackward(self, recorded, kept, text, refused)
 
     def refuse(self, refusal: str | None) -> None:
         """Raise if this rank, or another one, refuses the backward."""
@@ -495,82 +472,24 @@ class _Idle:
                 self.use(gate, position, (grad,))
 
 
-@dataclass
-class _Use:
-    """The rows of one use: their summaries, and which rows are not zero."""
-
-    summaries: Tensor
-    nonzero: Tensor
-
-
-class WeightedBackward:
-    """Watches the backward in which some samples have weight 0.
-
-    Attributes:
-        weights: `[B]`, bool.
-        real: `[B]`, bool: rows that count as samples.
-        uses: of each parameter, in order.
-        refusal: names the layer nearest to the losses with a wrong nonzero row.
-        left_out: `[B]`, samples with a row that is not finite; they are not compared.
-        dtypes: of all rows.
-    """
-
-    def __init__(self, weights: Tensor, real: Tensor) -> None:
-        self.weights = weights
-        self.real = real
-        self.uses: dict[_Slot, list[_Use]] = {}
-        self.refusal: str | None = None
-        self.left_out = torch.zeros_like(weights)
-        self.dtypes: set[torch.dtype] = set()
-
-    def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        self._see((gate.index, position), gate.layer_of(position), gate.by_sample(rows[0]))
-
-    def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """See the handles' gradients where gates run, as in a backward that the loop calls."""
-        for position, grad in enumerate(grads):
-            if grad is not None and gate.is_dense(position):
-                self._see((gate.index, position), gate.layer_of(position), grad)
-
-    def dense(self, slot: _Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """See the gradient of a handle; returns a stand-in that takes no memory."""
-        if grad is None:
-            return None
-        self._see(slot, layer, grad)
-        return grad.new_zeros(()).expand_as(grad)
-
-    def summarize(self, rows: Tensor) -> _Use | None:
-        """Summarize the rows of a use; None for rows of another batch (refused elsewhere)."""
-        rows = rows.detach()
-        if not rows.ndim or len(rows) != len(self.weights):
-            return None
-        self.dtypes.add(rows.dtype)
-        flat = rows.reshape(len(rows), rows.shape[1:].numel())
-        greatest = torch.linalg.vector_norm(flat, torch.inf, 1) if flat.numel() else flat.sum(1)
-        self.left_out |= ~greatest.isfinite().cpu()
-        # Sums with zeros of other samples may be 0.0 or -0.0.
-        parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
-        summaries = torch.cat([row_summaries(part + 0.0) for part in parts])
-        return _Use(summaries, (greatest != 0).cpu())
-
-    def _see(self, slot: _Slot, layer: str, rows: Tensor) -> None:
-        use = self.summarize(rows)
-        if use is None:
-            return
-        self.uses.setdefault(slot, []).append(use)
-        if self.refusal is None and bool((~self.weights & use.nonzero & ~self.left_out).any()):
-            self.refusal = _MIXED.format(layer=layer)
-
-
-class OrdinaryBackward:
+class ComparedBackward:
     """Watches the ordinary backward, and compares its rows with those of the weighted one."""
 
-    def __init__(self, proof: Proof, weighted: WeightedBackward, text: str = _OTHERS) -> None:
+    def __init__(
+        self,
+        proof: Proof,
+        weighted: BackwardRows,
+        kept: Tensor,
+        text: str = _OTHERS,
+        refused: Callable[[str], object] = lambda text: None,
+    ) -> None:
         self._proof = proof
         self._text = text
+        self._refused = refused
         self._weighted = weighted
-        self._counts: dict[_Slot, int] = {}
-        self._proven: dict[_Slot, bool] = {}
+        self._kept = kept
+        self._counts: dict[Slot, int] = {}
+        self._proven: dict[Slot, bool] = {}
         self._refusal: str | None = None
         self._counted = False
         # Rows that are not of the batch are refused elsewhere.
@@ -592,7 +511,7 @@ class OrdinaryBackward:
         if number >= len(expected):
             self._refuse(_COUNTS, layer)
             return
-        live, included = weighted.weights, ~weighted.left_out
+        live, included = self._kept, ~weighted.left_out
         apart = differing(
             expected[number].summaries, use.summaries, tolerance(weighted.dtypes)
         ).cpu()
@@ -616,8 +535,13 @@ class OrdinaryBackward:
             if self._counts.get(slot, 0) != len(uses):
                 self._refuse(_COUNTS, gate.layer_of(position))
             found.append(0 if slot not in self._proven else 1 + self._proven[slot])
-        self._proof.refuse(self._refusal)
-        weights, included = self._weighted.weights, self._weighted.real & ~self._weighted.left_out
+        try:
+            self._proof.refuse(self._refusal)
+        except PrivateRefusal as error:
+            # A loop that catches the error meets it again.
+            self._refused(str(error))
+            raise
+        weights, included = self._kept, self._weighted.real & ~self._weighted.left_out
         both = bool((weights & included).any())
         if len(weights) > 1:
             both = both and bool((~weights & included).any())
@@ -651,54 +575,6 @@ class _Crossing(torch.autograd.Function):
         if prove is not None:
             prove(outputs, grads)
         return (None, *grads)
-
-
-def allow_second_backwards() -> None:
-    """Have torch.compile keep the saved tensors of a graph for a second backward.
-
-    It holds for the calling thread, from now on.
-    """
-    from torch._functorch import config  # slow to load
-
-    config.donated_buffer = False
-
-
-def differentiate(
-    owner: ProvableBackward,
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    watch: WeightedBackward,
-    *,
-    keeps_graph: bool = True,
-) -> bool:
-    """Run the backward to the handles; the watch sees the gradients of handles too.
-
-    Returns:
-        Whether it could run: a graph that was compiled elsewhere may allow one backward only.
-    """
-    handles, hooks = [], []
-    for slot, layer, counts, handle in owner.handles():
-        handles.append(handle)
-        if counts:
-            hooks.append(handle.register_hook(functools.partial(watch.dense, slot, layer)))
-    if not handles:
-        return False  # No loss reaches a private layer; refused elsewhere.
-    for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.is_compiled else ():
-        # The thread that runs the backward of a GPU has settings of its own.
-        hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
-    try:
-        if keeps_graph:
-            grad_before_backward(outputs, handles, grads)
-        else:
-            torch.autograd.grad(outputs, handles, grads, allow_unused=True)
-    except RuntimeError as error:
-        if "donated buffer" not in str(error):
-            raise
-        return False
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return True
 
 
 def _secret() -> int:

@@ -1,0 +1,161 @@
+"""BackwardRows: the per-sample gradients of a backward that adds nothing to the sums."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..verification.digests import row_summaries
+from ..verification.two_backwards import grad_before_backward
+from ..verification.watch import Watch, WatchedGate
+
+# Entries of rows that are copied at a time.
+_AT_ONCE = 1 << 24
+
+Slot = tuple[int, int]  # (group, position of the parameter in it)
+_MIXED = (
+    "layer '{layer}' got a gradient for samples whose losses have weight 0, so nothing was "
+    "released: after it losses depend on several samples (a mean over rows of the batch, its "
+    "statistics, a contrastive loss, which has no per-sample gradients), or a row is not the "
+    "sample whose loss has the same index (sorted or flipped rows). Keep each sample in its row, "
+    "in all layers and losses. Take negatives from the sample's own entry: with those of other "
+    "rows, detached or not, a loss depends on several samples. engine.check helps to find where"
+)
+
+
+class ProvableBackward(Protocol):
+    """The part of a private backward that the proof uses."""
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model went through torch.compile under `allow_second_backwards`."""
+
+    def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
+        """((group, position), layer, whether the handle's own gradient counts, handle)."""
+
+    def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
+        """Inside the block uses save nothing with the gates, and only this watch sees them."""
+
+
+@dataclass
+class _Use:
+    """The rows of one use: their summaries, and which rows are not zero."""
+
+    summaries: Tensor
+    nonzero: Tensor
+
+
+class BackwardRows:
+    """Watches the backward in which some samples have weight 0.
+
+    Attributes:
+        weights: `[B]`, bool.
+        real: `[B]`, bool: rows that count as samples.
+        uses: of each parameter, in order.
+        layers: the names of the layers, of each parameter.
+        refusal: names the layer nearest to the losses with a wrong nonzero row.
+        left_out: `[B]`, samples with a row that is not finite; they are not compared.
+        dtypes: of all rows.
+    """
+
+    def __init__(self, weights: Tensor, real: Tensor) -> None:
+        self.weights = weights
+        self.real = real
+        self.uses: dict[Slot, list[_Use]] = {}
+        self.layers: dict[Slot, str] = {}
+        self.refusal: str | None = None
+        self.left_out = torch.zeros_like(weights)
+        self.dtypes: set[torch.dtype] = set()
+
+    def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
+        self._see((gate.index, position), gate.layer_of(position), gate.by_sample(rows[0]))
+
+    def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
+        """See the handles' gradients where gates run, as in a backward that the loop calls."""
+        for position, grad in enumerate(grads):
+            if grad is not None and gate.is_dense(position):
+                self._see((gate.index, position), gate.layer_of(position), grad)
+
+    def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
+        """See the gradient of a handle; returns a stand-in that takes no memory."""
+        if grad is None:
+            return None
+        self._see(slot, layer, grad)
+        return grad.new_zeros(()).expand_as(grad)
+
+    def summarize(self, rows: Tensor) -> _Use | None:
+        """Summarize the rows of a use; None for rows of another batch (refused elsewhere)."""
+        rows = rows.detach()
+        if not rows.ndim or len(rows) != len(self.weights):
+            return None
+        self.dtypes.add(rows.dtype)
+        flat = rows.reshape(len(rows), rows.shape[1:].numel())
+        greatest = torch.linalg.vector_norm(flat, torch.inf, 1) if flat.numel() else flat.sum(1)
+        self.left_out |= ~greatest.isfinite().cpu()
+        # Sums with zeros of other samples may be 0.0 or -0.0.
+        parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
+        summaries = torch.cat([row_summaries(part + 0.0) for part in parts])
+        return _Use(summaries, (greatest != 0).cpu())
+
+    def _see(self, slot: Slot, layer: str, rows: Tensor) -> None:
+        use = self.summarize(rows)
+        if use is None:
+            return
+        self.uses.setdefault(slot, []).append(use)
+        self.layers[slot] = layer
+        if self.refusal is None and bool((~self.weights & use.nonzero & ~self.left_out).any()):
+            self.refusal = _MIXED.format(layer=layer)
+
+
+def allow_second_backwards() -> None:
+    """Have torch.compile keep the saved tensors of a graph for a second backward.
+
+    It holds for the calling thread, from now on.
+    """
+    from torch._functorch import config  # slow to load
+
+    config.donated_buffer = False
+
+
+def differentiate(
+    owner: ProvableBackward,
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    watch: BackwardRows,
+    *,
+    keeps_graph: bool = True,
+) -> bool:
+    """Run the backward to the handles; the watch sees the gradients of handles too.
+
+    Returns:
+        Whether it could run: a graph that was compiled elsewhere may allow one backward only.
+    """
+    handles, hooks = [], []
+    for slot, layer, counts, handle in owner.handles():
+        handles.append(handle)
+        if counts:
+            hooks.append(handle.register_hook(functools.partial(watch.dense, slot, layer)))
+    if not handles:
+        return False  # No loss reaches a private layer; refused elsewhere.
+    for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.is_compiled else ():
+        # The thread that runs the backward of a GPU has settings of its own.
+        hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
+    try:
+        if keeps_graph:
+            grad_before_backward(outputs, handles, grads)
+        else:
+            torch.autograd.grad(outputs, handles, grads, allow_unused=True)
+    except RuntimeError as error:
+        if "donated buffer" not in str(error):
+            raise
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return True

@@ -1,0 +1,148 @@
+"""ExampleTrial: before the first draw a public batch shows whether samples stay apart.
+
+It is run three times: with other contents in half of its samples, with others in the other half,
+and as it is. The losses, the layers' inputs and the per-sample gradients of the samples that kept
+their contents must be the same. Nothing is trained on it, and since it is public, the error says
+what changed, where, and by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..packing import PackedBatch, Units
+from ..verification.nested import leaves_of
+from . import alteration
+from .alteration import Alteration
+from .comparison import changed_losses, changed_rows, changed_use, mixed
+from .recording import Recording
+from .sandbox import Sandbox
+
+_LOSS = (
+    "the loss of sample {sample} is {now:.6g} in the example, and {before:.6g} where others are "
+    "replaced, so it depends on them. The usual causes are a mean, a norm or a maximum over the "
+    "batch in the loop or in the loss (normalized advantages, class weights, mixup, hard "
+    "negatives), and something that the loop keeps of a batch for the next one. Compute the loss "
+    "of each sample from its own row alone; engine.check helps to find where it is not"
+)
+_GRADIENT = (
+    "the gradient of layer '{layer}' for a sample changed as other samples of the example were "
+    "replaced, so it depends on them: a factor of the losses that the batch determines, a "
+    "contrastive loss, or a scalar that is no mean or sum of losses of single samples (a mean "
+    "over the batch's tokens, class weights). Compute the loss of each sample from its own row"
+)
+_ROWS = (
+    "the rows that engine.backward(loss_fn, batch) gets of samples of the example changed as "
+    "others were replaced: the loop computes something over the batch before. Leave it to loss_fn"
+)
+_CALLS = (
+    "the loop left out the backward of the example, or called the model another number of times "
+    "as others of its samples were replaced: treat trials as any other microbatch (no "
+    "`if not loader.is_real.any(): continue`)"
+)
+
+
+class ExampleTrial:
+    """The public batch of `make_private(example=)`, until it was tried.
+
+    Args:
+        batch: as the loop gets one, with the samples first; not changed.
+        sandbox: of model and loop.
+
+    Attributes:
+        size: U, its samples.
+        units: its samples where they are documents.
+        recording: of the run under way; None outside of one.
+    """
+
+    def __init__(self, batch: Any, sandbox: Sandbox) -> None:
+        self.units: Units | None = batch.units if isinstance(batch, PackedBatch) else None
+        self.size = samples_in(batch)
+        self.recording: Recording | None = None
+        self._batch = batch
+        self._sandbox = sandbox
+        self._is_done = False
+
+    def _altered(self) -> list[Alteration]:
+        """The batch, altered in two ways."""
+        if isinstance(self._batch, PackedBatch):
+            return [alteration.of_documents(self._batch, number) for number in (0, 1)]
+        rng = np.random.default_rng(0)
+        found = alteration.of_samples(self._batch, self.size, None, None, rng)
+        assert found is not None  # see samples_in
+        return [found, alteration.complement(self._batch, found, rng)]
+
+    def runs(self) -> Iterator[Alteration]:
+        """What the loop is to run now: the altered batch, and then the batch itself.
+
+        Raises:
+            ValueError: samples are not kept apart; the next call tries again.
+        """
+        if self._is_done or not torch.is_grad_enabled():
+            return
+        altered = self._altered()
+        every = torch.ones(self.size, dtype=torch.bool)
+        itself = Alteration(alteration.copied(self._batch), every, self.units)
+        recordings = []
+        try:
+            for given in (*altered, itself):
+                real = torch.ones(len(given.kept), dtype=torch.bool)
+                self.recording = Recording(real, has_rows=altered[0].places)
+                recordings.append(self.recording)
+                self._sandbox.enter()
+                yield given
+                self._sandbox.leave()
+        finally:
+            self.recording = None
+            self._sandbox.leave(loop=False)
+        now = recordings.pop()
+        for before, how in zip(recordings, altered, strict=True):
+            if (refusal := _difference(before, now, how.kept)) is not None:
+                raise ValueError(f"make_private(example=...): {refusal}")
+        self._is_done = True
+
+
+def _difference(before: Recording, now: Recording, kept: Tensor) -> str | None:
+    """A message about what differs of the samples `kept` `[U]`, or None."""
+    if not (before.had_backward and now.had_backward) or len(before.calls) != len(now.calls):
+        return _CALLS
+    for first, second in zip(before.calls, now.calls, strict=True):
+        if first.size == second.size == len(kept) and (refusal := mixed(first, second, kept)):
+            return refusal
+    rows = changed_rows(before.batch, now.batch)
+    if rows is None or bool((rows & kept).any()):
+        return _ROWS
+    one, two = before.losses, now.losses
+    if one is not None and two is not None and one.shape == two.shape == kept.shape:
+        changed = changed_losses(one, two) & kept
+        if bool(changed.any()):
+            sample = int(changed.int().argmax())
+            return _LOSS.format(sample=sample, before=float(one[sample]), now=float(two[sample]))
+    if before.backward is not None and now.backward is not None:
+        layer = changed_use(before.backward, now.backward, kept)
+        return None if layer is None else _GRADIENT.format(layer=layer)
+    return None
+
+
+def samples_in(batch: Any) -> int:
+    """The number of samples in an example.
+
+    Raises:
+        ValueError: it has fewer than two.
+    """
+    if isinstance(batch, PackedBatch):
+        size = batch.units.size
+    else:
+        dims = [len(x) for _, x in leaves_of(batch, kinds=(Tensor, np.ndarray)) if x.ndim]
+        size = dims[0] if dims else 0
+    if size < 2:
+        raise ValueError(
+            f"example={type(batch).__name__}: expected a public batch of two samples or more, as "
+            "the loop gets one (tensors with the samples first); pass 4 to 8"
+        )
+    return size

@@ -1,0 +1,94 @@
+"""ForwardRows: the inputs of the private layers in a forward, and its outputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..packing import Units
+from ..verification.digests import row_summaries
+from ..verification.nested import tensors_of
+
+OUTPUT = "the model's output"
+
+
+class ForwardRows:
+    """Inputs of the private layers in a forward, and its outputs, in order.
+
+    Args:
+        compares: whether modules that run sample by sample compare with a forward of the batch.
+        units: the samples where they are no rows.
+
+    Attributes:
+        size: B; 0 until the forward is over.
+        layers: names of the modules that ran.
+        padded: lengths to which layers padded their input.
+        scalars: outputs of one number with a gradient, such as a loss that the model makes itself.
+    """
+
+    def __init__(self, *, compares: bool = False, units: Units | None = None) -> None:
+        self.compares = compares
+        self.units = units
+        self.size = 0
+        self.layers: list[str] = []
+        self.where: list[str] = []
+        self.shapes: list[torch.Size] = []
+        self.padded: list[int] = []
+        self.scalars: list[Tensor] = []
+        self.summaries: list[Tensor] = []
+        self.dtypes: set[torch.dtype] = set()
+        self._greatest: list[Tensor] = []
+        self._least: list[Tensor] = []
+
+    def set_call(self, size: int, layers: Iterable[str]) -> None:
+        """Record B and the names of the modules that ran."""
+        self.size, self.layers = size, list(layers)
+
+    def note(self, name: str, x: Tensor, *, padded_to: int | None = None) -> None:
+        """Record the input `[B, ...]` of a layer, and the length to which it padded sequences."""
+        self._note(f"the input of layer '{name}'", x)
+        if padded_to is not None:
+            self.padded.append(padded_to)
+
+    def note_outputs(self, outputs: Any) -> None:
+        """Record the tensors that the model returned."""
+        for _, leaf in tensors_of(outputs):
+            if leaf.ndim:
+                self._note(OUTPUT, self._by_sample(leaf))
+            if is_scalar(leaf) and leaf.requires_grad:
+                self.scalars.append(leaf.detach().flatten()[0])
+
+    def _by_sample(self, x: Tensor) -> Tensor:
+        """An output with the samples first, where it has an entry for each of their positions."""
+        units = self.units
+        if units is None or tuple(x.shape[: len(units.shape)]) != units.shape:
+            return x
+        return units.padded(units.flattened(x, OUTPUT))
+
+    def _note(self, where: str, x: Tensor) -> None:
+        self.where.append(where)
+        self.shapes.append(x.shape)
+        self.summaries.append(row_summaries(x))
+        self.dtypes.add(x.dtype)
+        if x.is_floating_point() and x.numel():
+            rows = x.detach().reshape(len(x), -1)
+            greatest = torch.linalg.vector_norm(rows, torch.inf, 1)
+            self._greatest.append(greatest.argmax())
+            self._least.append(greatest.argmin())
+
+    def extremes(self, count: int) -> list[int]:
+        """Rows that most often had the greatest entry of the batch, and those that most often had
+        the smallest maximum; at most this many of each.
+        """
+        kinds = (self._greatest, self._least)
+        found = [Counter(map(int, kind)).most_common(count) for kind in kinds]
+        return [row for rows in found for row, _ in rows]
+
+
+def is_scalar(x: Tensor) -> bool:
+    """Whether a tensor is one number, in any number of dimensions."""
+    return x.numel() == 1

@@ -1,0 +1,53 @@
+"""Recording: what a run of a microbatch showed of each sample."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .backward_rows import BackwardRows
+from .forward_rows import ForwardRows
+
+
+class Recording:
+    """Losses, layers' inputs and per-sample gradients of a run that trains nothing.
+
+    Args:
+        real: `[U]`, bool: the samples that are not padding.
+        has_rows: whether inputs and gradients are recorded, besides the losses.
+
+    Attributes:
+        calls: of the model, in order.
+        batch: digests `[U]` of the tensors of a batch that is taken apart.
+        losses: `[U]`, or a scalar; None before the backward.
+        backward: sees the per-sample gradients; None where there was no backward.
+    """
+
+    def __init__(self, real: Tensor, *, has_rows: bool) -> None:
+        self.has_rows = has_rows
+        self.calls: list[ForwardRows] = []
+        self.losses: Tensor | None = None
+        self.batch: list[Tensor] = []
+        self.backward: BackwardRows | None = None
+        self._real = real
+
+    @property
+    def had_backward(self) -> bool:
+        """Whether there was a backward."""
+        return self.losses is not None or (self.backward is not None and bool(self.backward.uses))
+
+    def take_losses_alone(self, batch: list[Tensor]) -> None:
+        """Losses are computed one sample at a time, of rows with these digests."""
+        self.has_rows, self.backward, self.batch = False, None, batch
+
+    def hold(self, losses: Tensor) -> None:
+        """Record the losses."""
+        self.losses = losses.detach().clone()
+
+    def watch(self) -> BackwardRows:
+        """See a backward."""
+        self.backward = BackwardRows(self._real | ~self._real, self._real)
+        return self.backward
+
+    def drop_backward(self) -> None:
+        """The backward could not run."""
+        self.backward = None

@@ -1,0 +1,120 @@
+"""Schedule: which microbatches are tried.
+
+Those of the first draws, since a coupling shows in most batches, and of a few later ones. Also
+where something is new that no trial has had: a label, an operation of the model or of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..verification.nested import tensors_of
+from .labels import ReplacedLabels
+
+# All microbatches of the first draws are tried, and those of later ones at powers of two. Not the
+# first microbatch alone: it has the longest documents, and may have a single one.
+_ALL_TRIED = 4
+# The last tried draw where the shapes of microbatches do not change, and nothing else either.
+_LAST_TRIED = 64
+# New operations in so many microbatches have others tried; later ones depend on the data.
+_MOST_PATHS = 8
+# Where draws are small, more of them, so that so many samples are compared.
+_ENOUGH = 16
+
+
+class Schedule:
+    """Which microbatches are tried.
+
+    Args:
+        expected_batch_size: of a draw.
+        shares: whether other ranks run parts of its samples, or of the model, and must try the
+            same microbatches.
+        path: returns the operations of the backward that is about to begin.
+
+    Attributes:
+        trials: number of the last tried draw since it began again.
+    """
+
+    def __init__(
+        self,
+        expected_batch_size: float,
+        *,
+        shares: bool,
+        path: Callable[[], set[tuple[str, str]]],
+    ) -> None:
+        self.trials = -1
+        self._draws = 0
+        self._all_tried = max(_ALL_TRIED, -(-_ENOUGH // max(1, round(expected_batch_size))))
+        self._labels = None if shares else ReplacedLabels()
+        self._path = path
+        self._tried_path: set[tuple[str, str]] = set()
+        self._new_paths = 0
+        self._is_skipped = self._ignores_grad = False
+        self._shapes: list[torch.Size] | None = None
+        self._has_shapes = False  # Whether microbatches have several shapes.
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a draw has begun since it began again."""
+        return self._draws > 0
+
+    def is_due(self, microbatch: int) -> bool:
+        """Whether to try this microbatch, the same on all ranks; the first one begins a draw."""
+        self._draws += not microbatch
+        due = self._draws <= self._all_tried or self._draws & (self._draws - 1) == 0
+        due &= self._draws <= _LAST_TRIED or self._has_shapes or self._labels is None
+        self.trials += due and not microbatch
+        self._is_skipped = due and not (torch.is_grad_enabled() or self._ignores_grad)
+        return due and not self._is_skipped
+
+    def is_new(self, batch: Any, real: Tensor) -> bool:
+        """Whether to try a microbatch that is not due, for a label that was not tried so far.
+
+        Args:
+            batch: the microbatch.
+            real: `[U]`, bool: its samples that are not padding.
+        """
+        shapes = [x.shape for _, x in tensors_of(batch)]
+        self._shapes = shapes if self._shapes is None else self._shapes
+        self._has_shapes |= shapes != self._shapes
+        if self._labels is None or len(real) < 2 or not torch.is_grad_enabled():
+            return False
+        return self._labels.has_new(batch, real)
+
+    def note(self, batch: Any, kept: Tensor, real: Tensor) -> None:
+        """Note a microbatch that is tried.
+
+        Args:
+            batch: as it was.
+            kept: `[U]`, bool: samples that are not replaced.
+            real: `[U]`, bool: samples that are not padding.
+        """
+        if self._labels is not None:
+            self._labels.note(batch, kept, real)
+
+    def begin_backward(self) -> bool:
+        """Whether a microbatch that was fetched under no_grad is trained on; others are tried."""
+        if not self._is_skipped:
+            return False
+        self._is_skipped, self._ignores_grad, self._draws = False, True, 0
+        return True
+
+    def has_new_path(self, *, is_tried: bool) -> bool:
+        """Whether the backward has operations that no tried microbatch had."""
+        path = self._path()
+        if is_tried:
+            self._tried_path |= path
+        return not path <= self._tried_path and self._new_paths < _MOST_PATHS
+
+    def try_next(self) -> None:
+        """Try the next microbatches: model or loop do something new."""
+        self._draws = 0
+        self._new_paths += 1
+
+    def restart(self) -> None:
+        """Begin again with the next draw."""
+        self._draws, self.trials = 0, -1
