@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 UNTESTED = (
-    "make_private(verify_first_batch=False) leaves this test out; where it is right, a sample "
-    "then changes a release by more than epsilon says"
+    "make_private(verify_first_batch=False) leaves this test out: epsilon is then wrong if "
+    "samples depend on each other"
 )
 
 

@@ -333,7 +333,7 @@ class PrivateRun:
             what = "losses"
         how = (
             "bit for bit"
-            if is_deterministic(next(self.model.parameters()).device)
+            if is_deterministic(next(self.model.parameters()).device) and not trial.is_by_sample
             else "up to rounding"
         )
         said = [

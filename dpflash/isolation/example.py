@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..packing import PackedBatch, Units
+from ..refusal import PrivateRefusal
 from ..verification.nested import leaves_of
 from . import alteration
 from .alteration import Alteration
@@ -39,6 +40,11 @@ _GRADIENT = (
 _ROWS = (
     "the rows that engine.backward(loss_fn, batch) gets of samples of the example changed as "
     "others were replaced: the loop computes something over the batch before. Leave it to loss_fn"
+)
+_LATE = (
+    "losses or gradients of samples of make_private(example=...) changed as others were replaced. "
+    "The loop has read private batches under no_grad before, so the error says no more: train "
+    "first, or iterate once more in a new process"
 )
 _CALLS = (
     "the loop left out the backward of the example, or called the model another number of times "
@@ -66,7 +72,7 @@ class ExampleTrial:
         self.recording: Recording | None = None
         self._batch = batch
         self._sandbox = sandbox
-        self._is_done = False
+        self._is_done = self._is_late = False
 
     def _altered(self) -> list[Alteration]:
         """The batch, altered in two ways."""
@@ -78,11 +84,13 @@ class ExampleTrial:
         return [found, alteration.complement(self._batch, found, rng)]
 
     def runs(self) -> Iterator[Alteration]:
-        """What the loop is to run now: the altered batch, and then the batch itself.
+        """What the loop is to run now: the batch altered in two ways, and then the batch itself.
 
         Raises:
             ValueError: samples are not kept apart; the next call tries again.
+            PrivateRefusal: the same, where the loop has read private batches under no_grad before.
         """
+        self._is_late |= not torch.is_grad_enabled()
         if self._is_done or not torch.is_grad_enabled():
             return
         altered = self._altered()
@@ -103,6 +111,8 @@ class ExampleTrial:
         now = recordings.pop()
         for before, how in zip(recordings, altered, strict=True):
             if (refusal := _difference(before, now, how.kept)) is not None:
+                if self._is_late:
+                    raise PrivateRefusal(_LATE) from None
                 raise ValueError(f"make_private(example=...): {refusal}")
         self._is_done = True
 

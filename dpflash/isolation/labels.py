@@ -1,7 +1,7 @@
 """ReplacedLabels: which labels trials have replaced, since a rare one may weight the whole batch.
 
-A mean with class weights couples samples only where a batch has several classes. A class that no
-trial replaced so far may do so, so a microbatch with such a label is tried when it comes.
+A mean with class weights couples samples only where a batch has several classes. So a microbatch
+with a class that no trial has replaced is tried when it comes.
 """
 
 from __future__ import annotations
