@@ -162,8 +162,9 @@ def build(
             path=lambda: uncovered.path,
         )
         trial = Trial(sandbox, schedule)
-        if plan.packing is None and privacy.loss_reduction is None:
-            padding = PaddingTrial(sandbox)
+        # Ranks of a context have the losses of their own tokens, which are others elsewhere.
+        if privacy.loss_reduction is None and (plan.packing is None or ranks.context is None):
+            padding = PaddingTrial(sandbox, has_ranks=ranks.everyone is not None)
         if privacy.example is not None:
             example = ExampleTrial(privacy.example, sandbox)
         loader.try_first(trial, padding, example)
@@ -179,7 +180,7 @@ def build(
     )
     optimization = checked.optimization
     wrapper = ForwardWrapper(
-        module, backward, optimization, unchanged, masks, loader.order, uncovered
+        module, backward, optimization, unchanged, masks, loader.seen, uncovered
     )
     wrapper.put()
     _log.info("%s", optimization.summary)
@@ -389,7 +390,7 @@ def _backward(
     uncovered: Uncovered,
 ) -> PrivateBackward:
     privacy, performance = settings.privacy, settings.performance
-    ranks, device, order = step.sums.ranks, checked.trained[0].device, checked.loader.order
+    ranks, device, seen = step.sums.ranks, checked.trained[0].device, checked.loader.seen
     proof = Proof(
         module.modules(),
         device=device,
@@ -419,7 +420,7 @@ def _backward(
         convolves=any(isinstance(m, _ConvNd) for m in module.modules()),
         proof=proof,
         refusal=lambda losses, batch, leading: (
-            order.refusal()
+            seen.refusal()
             or unchanged.before_backward()
             or uncovered.refusal(losses, batch, leading)
         ),

@@ -309,7 +309,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         `backward(loss_fn, batch)` takes the batch of the loader apart: `loss_fn(model, sample)`
         gets one row of it at a time, `[1, ...]` of each tensor, and returns its loss, a tensor of
         one number. What modules keep is set back before each, so model and loss cannot mix
-        samples; trials compare the losses, since the loop may have mixed the batch before, and
+        samples; trials compare losses and gradients, since the loop may mix the batch, and
         `engine.verified` is "by construction". It takes the time of so many batches of one row;
         with physical_batch_size=1 it costs nothing.
 

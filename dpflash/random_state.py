@@ -24,9 +24,11 @@ class RandomState:
         self._python = random.getstate()
 
     def equals(self, other: RandomState) -> bool:
-        """Whether the generators of torch are in the same state."""
+        """Whether the generators are in the same state."""
         pairs = zip(self._states, other._states, strict=False)
-        return all(torch.equal(own, theirs) for own, theirs in pairs)
+        own, theirs = (repr(x._numpy) for x in (self, other))
+        same = own == theirs and self._python == other._python
+        return same and all(torch.equal(x, y) for x, y in pairs)
 
     def restore(self) -> None:
         """Restore the generators."""

@@ -22,8 +22,8 @@ from .config import Settings
 from .distributed.validate import release_ranks
 from .grad_rules import PrivateModule
 from .grad_rules.convert import detach as make_plain
-from .isolation.alteration import entries_of, rows_of
 from .isolation.padding import PaddingTrial
+from .isolation.rows import entries_of, rows_of
 from .isolation.trial import Trial
 from .losses import of_criterion
 from .opacus_calls import (
@@ -146,7 +146,7 @@ class PrivateRun:
         with self.step.noting_refusals():
             tracker.before_rows()
             given = [x for _, x in tensors_of(batch) if x.ndim]
-            self.loader.order.check(given, is_released=False)
+            self.loader.seen.check(given)
         digests = [row_digests(x) for _, x in entries_of(batch, mark.size)]
         if trial is not None:
             trial.take_by_sample()
@@ -154,7 +154,7 @@ class PrivateRun:
         if recording is not None:
             if recording.had_backward:
                 raise RuntimeError(SECOND)
-            recording.take_losses_alone(digests)
+            recording.take_apart(digests)
         kept, losses = OwnAttributes(self.model.named_modules()), []
         assert self.wrapper.unchanged is not None
         contents = self.wrapper.unchanged.allowed_contents()
@@ -176,7 +176,9 @@ class PrivateRun:
             for row in range(mark.size):
                 if mark.is_trial:
                     self.step.begin_row()
-                    loss_of(row)
+                    own = loss_of(row)
+                    with without_autocast(own.device.type):
+                        self.backward.record_row(own)
                     continue
                 with tracker.row(row):
                     own = loss_of(row)
@@ -213,8 +215,9 @@ class PrivateRun:
         if not is_tensor or losses.ndim not in dims:
             raise PrivateRefusal(
                 "losses is not one loss per sample: expected a tensor [B] in each batch. Use "
-                "dpflash.losses, or reduction='none', and losses.flatten(1).mean(1) of [B, ...]; "
-                "a scalar is taken only where it is a reduction over samples, declared by "
+                "dpflash.losses, or reduction='none', and losses.flatten(1).mean(1) of [B, ...], "
+                "also in compute_loss of a DPTrainer. In a loop of your own a scalar is taken "
+                "only where it is a reduction over samples, declared by "
                 "make_private(loss_reduction='mean' or 'sum'), as a classifier's is; that of a "
                 "language model of Hugging Face, over tokens, is not",
                 losses=tuple(losses.shape) if is_tensor else type(losses).__name__,
@@ -328,12 +331,11 @@ class PrivateRun:
         trial, padding, facts = self.trial, self.padding, self.public
         if trial is None:
             return "Nothing was tried: make_private(verify_first_batch=False)."
-        what = "losses" if trial.is_by_sample else "losses, layers' inputs and gradients"
-        if self.loader.plan.packing is not None:
-            what = "losses"
+        by_sample = trial.is_by_sample
+        what = "losses and gradients" if by_sample else "losses, layers' inputs and gradients"
         how = (
             "bit for bit"
-            if is_deterministic(next(self.model.parameters()).device) and not trial.is_by_sample
+            if is_deterministic(next(self.model.parameters()).device) and not by_sample
             else "up to rounding"
         )
         said = [
@@ -342,10 +344,11 @@ class PrivateRun:
             if trial.has_compared
             else "No trial has compared samples so far."
         ]
+        how = "with less padding" if facts.packing is None else "with documents elsewhere in rows"
         if padding is None or not padding.has_compared:
-            said.append("No batch was tried with less padding.")
+            said.append(f"No batch was tried {how}.")
         else:
-            said.append("Their losses with less padding were compared, to sqrt(eps).")
+            said.append(f"Their losses {how} were compared, to eps ** (2 / 3).")
         if facts.others or trial.is_impossible:
             said.append(
                 "Batches that are not of the loader, of BatchMemoryManager, or without an entry "

@@ -1,221 +1,223 @@
-"""Checks that losses[i] and its gradient depend on sample i alone."""
+"""Checks that the loss of a sample, and its gradient, depend on that sample alone.
+
+A scalar is a declared mean or sum of losses, so the loss of a sample is what the scalar loses
+without that sample: of a mean, B times the scalar less B - 1 times that of the other samples.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
-from ..verification.nested import tensors_of
-from .batch import TARGETS, VALUES, Place, alterations, mapped
+from ..isolation.alteration import rows_of
+from .batch import TARGETS, Place, altered
 from .report import LOSS_FN, LOSS_REMEDY, Findings, error_text, listed
-from .subject import LossAndGrads, Trial
+from .subject import NOTHING, Result, Subject
 from .trace import coupling_problem, locate
+
+_OVER_SAMPLES = (
+    "compute each sample's loss from that sample alone and reduce over samples last: "
+    "dpflash.losses.cross_entropy(logits, targets).{reduction}(). A mean over the batch's valid "
+    "tokens, the default of Hugging Face models, is not a reduction over samples"
+)
+_BOUNDARY = (
+    "a boundary in the model clips gradients that this mean has divided by the batch size: "
+    "return losses [B] with loss_reduction=None, or return losses.sum() and declare "
+    "loss_reduction='sum'"
+)
+_UNVARIED = (
+    "samples of unequal lengths: found no integer targets that could be ignored, so a loss "
+    "divided by the batch's tokens is found only if the samples of the batch have unequal lengths"
+)
+_WHICH = "whether the scalar is a mean or a sum: the model is random, or takes no sample alone"
 
 
 class _Variant(NamedTuple):
-    """A sample among other samples: a description, its place, and the kind of altered tensors."""
+    """Sample `rows[row]` of a batch of `size` among others of its `rows`, and their names."""
 
     how: str
-    place: Place
-    altered: str = ""
+    batch: Any
+    size: int
+    rows: list[int]
+    row: int
+    is_altered: bool = False
+
+    def place(self) -> Place:
+        return Place(rows_of(self.batch, self.rows, self.size), self.row, len(self.rows))
 
 
-@dataclass
-class _Difference:
-    """Relative differences of sample `index` between the batch and a variant of it."""
+class _Difference(NamedTuple):
+    """Relative differences of sample `sample` between the batch and a variant of it, if any."""
 
-    index: int
+    sample: int
     variant: _Variant
     loss: float
     grads: dict[str, float]
 
-    def worst_grad(self) -> float:
+    def grad(self) -> float:
         return max(self.grads.values(), default=0.0)
 
+    def worst(self) -> float:
+        found = [self.loss, *self.grads.values()]
+        return max(found) if all(map(math.isfinite, found)) else math.inf
 
-def check_coupling(trial: Trial, findings: Findings) -> dict[int, LossAndGrads]:
-    """Compare sample i in the batch with sample i alone and among other samples.
 
-    Returns the losses and gradients of some samples, by index.
+def check_coupling(subject: Subject, findings: Findings, *, has_boundary: bool) -> None:
+    """Compare each sample in the batch with the same sample alone and among other samples.
+
+    Args:
+        subject: the subject.
+        findings: receives the result.
+        has_boundary: whether the model has boundaries, which clip what a mean has divided.
     """
-    reference: dict[int, LossAndGrads] = {}
-    differences: list[_Difference] = []
-    foreign: list[str] = []
-    compared: dict[str, str] = {}
-    tried: set[str] = set()
-    shared = _shared_embeddings(trial)
-    for index in trial.indices:
-        reference[index] = trial.subject.loss_and_grads(trial.batch, index)
-        for variant in _variants(trial, index):
-            place = variant.place
-            try:
-                found = trial.subject.loss_and_grads(place.batch, place.index)
-            except Exception as error:
-                tried.add(variant.altered)
-                error_raised = f"the losses raise {error_text(error)}"
-                findings.leave_out(f"samples when {variant.how}: {error_raised}")
-                continue
-            compared[variant.how] = variant.altered
-            if not found.finite() and variant.altered == VALUES:
-                continue
-            loss, grads = _difference(trial, reference, index, found)
-            if loss or grads:
-                differences.append(_Difference(index, variant, loss, grads))
-        foreign += _derivatives_by_others(trial, index, shared)
+    reduction = subject.loss_reduction
+    is_alone = not subject.is_random and all(p.kind != "batch_size" for p in findings.problems)
+    compared = _differences(subject, reduction, is_alone, findings)
+    hows = dict.fromkeys(d.variant.how for d in compared)
     findings.checked.append(
-        f"loss and gradient of samples {', '.join(map(str, trial.indices))}, up to "
-        f"{trial.tolerance:.0e} of their size, when " + "; ".join(compared)
+        f"loss and gradient of samples {', '.join(map(str, subject.indices))}, up to "
+        f"{subject.tolerance:.0e} of their size, when {'; '.join(hows)}"
+        + (f", as the {reduction} of the single samples'" if reduction else "")
     )
-    if TARGETS not in {*compared.values(), *tried}:
-        findings.not_checked.append("ignored targets: found no integer targets to alter")
-    if differences:
-        _report(trial, differences, foreign[:1], findings)
-    elif foreign:
-        findings.add("coupling", LOSS_FN, foreign[0], LOSS_REMEDY)
-    return reference
+    if TARGETS not in hows:
+        findings.leave_out(_UNVARIED)
+    if reduction and not is_alone:
+        findings.leave_out(_WHICH)
+    if not any(map(_Difference.worst, compared)):
+        return
+    if reduction and is_alone:
+        other, fix = ("sum", "divide") if reduction == "mean" else ("mean", "multiply")
+        if not any(map(_Difference.worst, _differences(subject, other, is_alone, Findings()))):
+            findings.add(
+                "reduction",
+                LOSS_FN,
+                f"the scalar is the {other} of its samples' own losses, not their {reduction} as "
+                f"loss_reduction={reduction!r} declares, so gradients would be clipped at the "
+                "wrong scale",
+                f"declare loss_reduction='{other}', in make_private too, or {fix} the scalar by "
+                "the number of samples in the batch",
+            )
+            return
+    _report(subject, compared, findings, has_boundary=has_boundary)
 
 
-def _variants(trial: Trial, index: int) -> Iterator[_Variant]:
-    size = trial.size
-    yield _Variant("all are copies of it", Place(trial.pick([index] * size), index, size))
-    neighbors = [(index + 1) % size] * size
-    neighbors[index] = index
-    yield _Variant("the others are copies of one other", Place(trial.pick(neighbors), index, size))
-    others = [other for other in range(size) if other != index]
-    for kind, how, batch in alterations(trial.batch, others, "the others"):
-        yield _Variant(how, Place(batch, index, size), kind)
-    if not trial.random:
-        backwards = trial.pick(range(size - 1, -1, -1))
-        yield _Variant("the batch is reversed", Place(backwards, size - 1 - index, size))
-        yield _Variant("it is alone", Place(trial.pick([index]), 0, 1))
+def _differences(
+    subject: Subject, reduction: str | None, is_alone: bool, findings: Findings
+) -> list[_Difference]:
+    """What was compared, and what differs."""
+    compared = []
+    size = subject.size
+    whole = [_Variant("", subject.batch, size, [*range(size)], i) for i in subject.indices]
+    references = [_of_sample(subject, variant, reduction, is_alone) for variant in whole]
+    # A small gradient may be all rounding, so compare with the largest one.
+    finite = [reference.sizes for reference in references if reference.is_finite()]
+    floors = (
+        max((loss for loss, _ in finite), default=0.0),
+        1e-3 * max((norm for _, norm in finite), default=0.0),
+    )
+    for reference, sample in zip(references, subject.indices, strict=True):
+        for variant in _variants(subject, sample, is_alone):
+            try:
+                found = _of_sample(subject, variant, reduction, is_alone)
+            except Exception as error:
+                findings.leave_out(f"samples when {variant.how}: {error_text(error)}")
+                continue
+            if variant.is_altered and not found.is_finite():
+                findings.leave_out(f"samples when {variant.how}: the loss is not finite")
+                continue
+            apart = _apart(subject, reference, found, floors)
+            compared.append(_Difference(sample, variant, *apart))
+    return compared
 
 
-def _difference(
-    trial: Trial, reference: dict[int, LossAndGrads], index: int, b: LossAndGrads
+def _variants(subject: Subject, sample: int, is_alone: bool) -> Iterator[_Variant]:
+    batch, size = subject.batch, subject.size
+    yield _Variant("all are copies of it", batch, size, [sample] * size, sample)
+    for how, doubled in altered(batch, size):
+        rows = [row if row == sample else size + row for row in range(size)]
+        yield _Variant(how, doubled, 2 * size, rows, sample, is_altered=True)
+    if is_alone:
+        yield _Variant("it is alone", batch, size, [sample], 0)
+
+
+def _of_sample(
+    subject: Subject, variant: _Variant, reduction: str | None, is_alone: bool
+) -> Result:
+    """The loss of a sample among others, and its gradient.
+
+    Where no sample can be left out of a scalar, another one takes its place.
+    """
+    batch, size, rows = variant.batch, variant.size, variant.rows
+    if reduction is None:
+        return subject.result(rows_of(batch, rows, size), variant.row)
+    others = rows[: variant.row] + rows[variant.row + 1 :]
+    if not is_alone:
+        others.insert(variant.row, (rows[variant.row] + 1) % subject.size)
+    result = NOTHING
+    for sign, chosen in ((1, rows), (-1, others)):
+        if chosen:
+            factor = sign * (len(chosen) if reduction == "mean" else 1)
+            result = result.plus(factor, subject.result(rows_of(batch, chosen, size)))
+    return result
+
+
+def _apart(
+    subject: Subject, a: Result, b: Result, floors: tuple[float, float]
 ) -> tuple[float, dict[str, float]]:
     """Relative differences beyond the tolerance: of the loss and of each parameter's gradient."""
-    a = reference[index]
-    largest_loss = max(abs(s.loss) for s in reference.values())
-    scale = max(abs(a.loss), abs(b.loss), largest_loss)
-    loss = abs(a.loss - b.loss) / scale if scale else 0.0
-    # Compare with the norm of the whole gradient: a small parameter gradient may be all rounding.
-    largest = max(s.norm() for s in reference.values())
-    grads = trial.apart(a.grads, b.grads, max(a.norm(), b.norm(), 1e-3 * largest))
-    return (0.0 if loss <= trial.tolerance else loss), grads
-
-
-def _shared_embeddings(trial: Trial) -> list[bool]:
-    """Whether each call of an embedding returns another number of rows than samples.
-
-    Found with one sample less, since B samples may have B positions.
-    """
-    try:
-        _, outputs = _embedded(trial, trial.pick(range(trial.size - 1)))
-    except Exception:  # already reported as kind "batch_size"
-        return []
-    return [out.shape[0] != trial.size - 1 for _, out in outputs]
-
-
-def _derivatives_by_others(trial: Trial, index: int, shared: list[bool]) -> list[str]:
-    """Nonzero derivatives of losses[i] by other samples' inputs and embedding outputs."""
-    batch = mapped(
-        trial.batch,
-        lambda t: t.detach().clone().requires_grad_() if t.is_floating_point() else t,
-    )
-    leaves = [("the batch's tensors", t) for _, t in tensors_of(batch) if t.requires_grad]
-    losses, outputs = _embedded(trial, batch)
-    if len(shared) != len(outputs):
-        shared = [False] * len(outputs)
-    leaves += [
-        (f"the output of '{name}'", out)
-        for (name, out), is_shared in zip(outputs, shared, strict=True)
-        if out.requires_grad and out.shape[0] == trial.size and not is_shared
-    ]
-    if not leaves or not losses.requires_grad:
-        return []
-    derivatives = torch.autograd.grad(losses[index], [t for _, t in leaves], allow_unused=True)
-    found = []
-    for (name, _), grad in zip(leaves, derivatives, strict=True):
-        if grad is None:
-            continue
-        squares = grad.double().square().unsqueeze(1).flatten(1).sum(1)
-        total = float(squares.sum())
-        foreign = total - float(squares[index])
-        if foreign > trial.tolerance**2 * total and foreign > 0:
-            found.append(
-                f"losses[{index}] has a nonzero derivative with respect to other samples in "
-                f"{name}, {math.sqrt(foreign / total):.1e} of the total"
-            )
-    return found
-
-
-def _embedded(trial: Trial, batch: Any) -> tuple[Tensor, list[tuple[str, Tensor]]]:
-    """The losses of a batch, and the output of each call of an embedding, with its name."""
-    outputs: list[tuple[str, Tensor]] = []
-    hooks = [
-        module.register_forward_hook(lambda _, __, out, name=name: outputs.append((name, out)))
-        for name, module in trial.subject.model.named_modules()
-        if isinstance(module, nn.Embedding)
-    ]
-    try:
-        return trial.subject.losses(batch), outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
+    # With the norm of the whole gradient: that of a small parameter may be all rounding.
+    loss_size, grad_size = map(max, a.sizes, b.sizes, floors)
+    apart = {"": abs(a.loss - b.loss) / loss_size if loss_size else 0.0}
+    for name in a.grads.keys() | b.grads.keys():
+        difference = torch.as_tensor(a.grads.get(name, 0.0) - b.grads.get(name, 0.0))
+        apart[name] = float(difference.double().norm()) / grad_size if grad_size else 0.0
+    apart = {name: x for name, x in apart.items() if not x <= subject.tolerance}
+    loss = apart.pop("", 0.0)
+    return loss, {name: apart[name] for name in subject.trained if name in apart}
 
 
 def _report(
-    trial: Trial, differences: list[_Difference], foreign: list[str], findings: Findings
+    subject: Subject, compared: list[_Difference], findings: Findings, *, has_boundary: bool
 ) -> None:
-    by_place: dict[str, list[_Difference]] = {}
+    """Report what differs as one problem for each place where samples mix."""
+    reduction = subject.loss_reduction
     located: dict[str, str] = {}
-    for difference in differences:
-        how, place, _ = difference.variant
-        if how not in located:
-            original = Place(trial.batch, difference.index, trial.size)
-            located[how] = locate(trial, original, place)
-        by_place.setdefault(located[how], []).append(difference)
-    order = _another_order(trial)
+    for difference in compared:
+        how = difference.variant.how
+        if located.setdefault(how, LOSS_FN) == LOSS_FN:
+            original = Place(subject.batch, difference.sample, subject.size)
+            located[how] = locate(subject, original, difference.variant.place())
+    modules = [where for where in located.values() if where != LOSS_FN]
+    if reduction and modules:  # A scalar has all samples, and another one may be what differs.
+        located = dict.fromkeys(located, modules[0])
+    by_place: dict[str, list[_Difference]] = {}
+    for difference in filter(_Difference.worst, compared):
+        by_place.setdefault(located[difference.variant.how], []).append(difference)
     for where, group in by_place.items():
-        worst = max(group, key=lambda d: max(d.loss, d.worst_grad()))
-        hows = list(dict.fromkeys(d.variant.how for d in group))
-        hows.remove(worst.variant.how)
-        changes = (
-            f"changes by {worst.loss:.1e} and its gradient by {worst.worst_grad():.1e} of its size"
-        )
-        if not math.isfinite(worst.loss + worst.worst_grad()):
+        worst = max(group, key=_Difference.worst)
+        changes = f"changes by {worst.loss:.1e} and its gradient by {worst.grad():.1e} of its size"
+        if not math.isfinite(worst.worst()):
             changes = "or its gradient becomes NaN or infinite"
-        message = f"losses[{worst.index}] {changes} when {worst.variant.how}"
+        message = f"losses[{worst.sample}] {changes} when {worst.variant.how}"
+        kind, remedy = "coupling", LOSS_REMEDY
+        if reduction:
+            message = (
+                f"the scalar is not the {reduction} of its samples' own losses, as "
+                f"loss_reduction={reduction!r} declares: what it has of sample {worst.sample} "
+                f"{changes} when {worst.variant.how}"
+            )
+            kind, remedy = "reduction", _OVER_SAMPLES.format(reduction=reduction)
+            if has_boundary and reduction == "mean" and not any(d.loss for d in group):
+                remedy = _BOUNDARY
+        hows = dict.fromkeys(d.variant.how for d in group if d.variant.how != worst.variant.how)
         if hows:
             message += f" (likewise when {'; '.join(hows)})"
         if worst.grads:
             message += f". Parameters: {listed(list(worst.grads))}"
-        message = ". ".join([message, *foreign, *order])
-        remedy = LOSS_REMEDY
         if where != LOSS_FN:
-            message, remedy = coupling_problem(trial, where, message)
-        findings.add("coupling", where, message, remedy)
-
-
-def _another_order(trial: Trial) -> list[str]:
-    """A message if the losses equal those of single samples, but in another order."""
-    if trial.random:
-        return []
-    losses = trial.subject.losses(trial.batch).detach().double()
-    moved = []
-    for index in range(trial.size):
-        try:
-            alone = trial.subject.losses(trial.pick([index])).detach().double()
-        except Exception:  # already reported as kind "batch_size"
-            return []
-        distance = (losses - alone).abs() / losses.abs().max().clamp(min=1e-300)
-        if float(distance[index]) > trial.tolerance:
-            if float(distance.min()) > trial.tolerance:
-                return []
-            moved.append(f"that of sample {index} is losses[{int(distance.argmin())}]")
-    return [f"The losses are in another order than the batch: {listed(moved)}"] if moved else []
+            kind = "coupling"
+            message, remedy = coupling_problem(subject, where, message)
+        findings.add(kind, where, message, remedy)

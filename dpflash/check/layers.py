@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from ..grad_rules.convert import check_module, parts_of_layers
-from ..sampling.tracker import BatchMark
-from .private import made_private, named_in
+from .private import PrivateCopy
 from .report import ITSELF, Findings, message_and_remedy
-from .subject import LossAndGrads, Trial
+from .subject import Subject
+
+NORMS = "a private backward: per-sample norms and sums against ordinary gradients"
 
 
 def check_modules(model: nn.Module, findings: Findings) -> None:
@@ -30,10 +32,12 @@ def refused_modules(model: nn.Module) -> Iterator[tuple[str, ValueError]]:
             yield name or ITSELF, error
 
 
-def check_reach(trial: Trial, samples: list[LossAndGrads], findings: Findings) -> None:
+def check_reach(subject: Subject, findings: Findings) -> None:
     """Report trainable parameters without a gradient, as one problem."""
     findings.checked.append("which trainable parameters get a gradient")
-    names = [n for n in trial.subject.trained if all(s.grads[n] is None for s in samples)]
+    total = subject.losses(subject.batch).sum()
+    grads = torch.autograd.grad(total, [*subject.trained.values()], allow_unused=True)
+    names = [n for n, grad in zip(subject.trained, grads, strict=True) if grad is None]
     if names:
         which, them = f"these {len(names)} trainable parameters", "them"
         if len(names) == 1:
@@ -47,59 +51,41 @@ def check_reach(trial: Trial, samples: list[LossAndGrads], findings: Findings) -
         )
 
 
-def check_private_backward(
-    trial: Trial, reference: dict[int, LossAndGrads], findings: Findings
-) -> None:
+def check_private_backward(subject: Subject, findings: Findings) -> None:
     """Compare a private backward without clipping to ordinary gradients: norms and sums.
 
-    Makes the model of the trial private.
+    Makes the model of the subject private.
     """
-    comparison = "a private backward: per-sample norms and sums against ordinary gradients"
-    if findings.errors():
-        findings.not_checked.append(f"{comparison}: fix the errors first")
-        return
-    subject = trial.subject
-    backward = made_private(subject, trial.loss_reduction)
+    samples = {} if subject.is_random else {i: subject.pick([i]) for i in subject.indices}
+    norms = {i: subject.result(alone).sizes[1] for i, alone in samples.items()}
+    private = PrivateCopy(subject)
     try:
-        backward.step.tracker.begin_microbatch(BatchMark(0, trial.size, last=True), epoch=0)
-        backward.backward(subject.losses(trial.batch))
+        private.sums(subject.batch)
     except Exception as error:
-        findings.add("unsupported", named_in(error, subject.model), *message_and_remedy(error))
+        findings.add("unsupported", private.named_in(error), *message_and_remedy(error))
         return
-    findings.checked.append(comparison)
-    tolerance = max(trial.tolerance, 1e-4)  # sums are fp32
-    for name, parameter in subject.trained.items():
-        if parameter.grad is not None:
-            findings.add(
-                "outside_use",
-                name,
-                "it is used outside of its own module, where its gradient is not clipped",
-                "call the module itself, not F.linear(x, m.weight); what the loss needs, such as "
-                "a temperature, use in the forward of the module that owns it",
-            )
-    if not (findings.errors() or trial.random or backward.statistics.squared_norms is None):
-        norms = backward.statistics.squared_norms.sqrt().tolist()
-        _compare_norms(trial, norms, reference, tolerance, findings)
-
-
-def _compare_norms(
-    trial: Trial,
-    norms: list[float],
-    reference: dict[int, LossAndGrads],
-    tolerance: float,
-    findings: Findings,
-) -> None:
-    for index, sample in reference.items():
-        private, plain = norms[index], sample.norm()
-        if not abs(private - plain) <= tolerance * max(private, plain):
-            loss = f"losses[{index}]"
-            if trial.loss_reduction:
-                loss = f"the loss of sample {index} alone"
+    findings.checked.append(NORMS)
+    outside = [n for n, parameter in subject.trained.items() if parameter.grad is not None]
+    for name in outside:
+        findings.add(
+            "outside_use",
+            name,
+            "it is used outside of its own module, where its gradient is not clipped",
+            "call the module itself, not F.linear(x, m.weight); what the loss needs, such as "
+            "a temperature, use in the forward of the module that owns it",
+        )
+    squares = private.backward.statistics.squared_norms
+    if outside or squares is None:
+        return
+    found = squares.sqrt().tolist()
+    tolerance = max(subject.tolerance, 1e-4)  # sums are fp32
+    for i, norm in norms.items():
+        if not abs(found[i] - norm) <= tolerance * max(found[i], norm):
             findings.add(
                 "first_dimension",
                 ITSELF,
-                f"the gradient of {loss} has the norm {plain:.4g}, but the private backward "
-                f"computes {private:.4g}",
+                f"the gradient of the loss of sample {i} alone has the norm {norm:.4g}, but the "
+                f"private backward computes {found[i]:.4g}",
                 "pass every trained layer inputs whose first dimension is the batch",
             )
             return

@@ -1,13 +1,13 @@
-"""Makes the copy under test private: without clipping bounds that bind, and without noise."""
+"""PrivateCopy: the model under test as training has it, without bounds that bind or noise."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..clipping.backward import PrivateBackward
 from ..clipping.groups import flat_groups
@@ -17,10 +17,61 @@ from ..optimize.levels import PLAIN
 from ..optimize.wrapper import ForwardWrapper
 from ..packing import Units
 from ..sampling.slots import RealRows
-from ..sampling.tracker import BatchTracker
+from ..sampling.tracker import BatchMark, BatchTracker
 from ..step import ClippedSums, Clipper
 from .report import ITSELF
 from .subject import Subject
+
+
+class PrivateCopy:
+    """The model of a subject, which becomes private.
+
+    Attributes:
+        subject: as given.
+        modules: the modules by name.
+        backward: of the model.
+    """
+
+    def __init__(self, subject: Subject):
+        trained = subject.trained
+        self.subject = subject
+        self.modules = {n or ITSELF: m for n, m in subject.model.named_modules()}
+        sums = ClippedSums([*trained.values()], names={p: n for n, p in trained.items()})
+        self._step = _Unreleased(sums)
+        self.backward = PrivateBackward(
+            flat_groups([*trained.values()]),
+            self._step,
+            STORED,
+            loss_reduction=subject.loss_reduction,
+            clip_function="hard",
+        )
+        for parameter in trained.values():
+            parameter.grad = None
+        attach(subject.model, layers_of(subject.model), self.backward)
+        ForwardWrapper(subject.model, self.backward, PLAIN).put()
+
+    def sums(self, batch: Any, real: Tensor | None = None) -> dict[str, Tensor]:
+        """Run a private backward; the sums of the gradients of the samples `real` `[B]`."""
+        subject, step = self.subject, self._step
+        mark = BatchMark(0, subject.size, last=True, real=real)
+        step.tracker.begin_microbatch(mark, epoch=0)
+        self.backward.backward(subject.losses(batch))
+        found = {n: x for n, p in subject.trained.items() if (x := step.sums.get(p)) is not None}
+        step.discard()
+        step.tracker.released()
+        return found
+
+    def named_in(self, error: Exception) -> str:
+        """The first module that an error names; the model itself if it names none."""
+        return next((n for n in re.findall(r"'([^']+)'", str(error)) if n in self.modules), ITSELF)
+
+
+def frozen(model: nn.Module, names: set[str]) -> nn.Module:
+    """The model, in which these modules are frozen, as training would refuse them."""
+    for name, module in model.named_modules():
+        if (name or ITSELF) in names:
+            module.eval().requires_grad_(False)
+    return model
 
 
 class _Unreleased:
@@ -31,7 +82,7 @@ class _Unreleased:
         self.tracker = BatchTracker()
         self.rows = RealRows(self.tracker.real_rows)
         self.add, self.add_clipped = sums.add, sums.add_clipped
-        self.noting_refusals = nullcontext
+        self.noting_refusals = self.dropping = nullcontext
         self.releases, self.is_open = 0, False
         self.tracker.attach(self)
 
@@ -41,61 +92,20 @@ class _Unreleased:
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         self._clipper.begin_microbatch(samples, units)
 
-    def begin_row(self) -> None:
-        """No batch is taken apart here."""
-
     def may_begin(self, new_epoch: bool) -> bool:
         return True
 
     def begin_backward(self) -> None:
         self.sums.begin(math.inf)
 
-    def begin_trial(self) -> None:
-        """There are no trials here."""
+    def _nothing(self) -> None:
+        """There are no rows by themselves, no trials and no releases."""
 
-    def before_gate(self) -> None:
-        """Gates of public data are not told apart."""
-
-    def end_backward(self) -> None:
-        """The sums are read from here."""
+    begin_row = begin_trial = before_gate = end_backward = _nothing
 
     def discard(self) -> None:
-        for parameter in self.sums.trained:
-            parameter.grad = None
         self.sums.clear()
         self.tracker.dropped()
         self._clipper.end_batch(parameters_change=False)
 
     abandon = discard
-
-    @contextmanager
-    def dropping(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.discard()
-            raise
-
-
-def made_private(subject: Subject, loss_reduction: str | None) -> PrivateBackward:
-    """Make the model of a subject private; the sums are in `.step.sums`."""
-    trained = list(subject.trained.values())
-    sums = ClippedSums(trained, names={p: n for n, p in subject.trained.items()})
-    backward = PrivateBackward(
-        flat_groups(trained),
-        _Unreleased(sums),
-        STORED,
-        loss_reduction=loss_reduction,
-        clip_function="hard",
-    )
-    for parameter in trained:
-        parameter.grad = None
-    attach(subject.model, layers_of(subject.model), backward)
-    ForwardWrapper(subject.model, backward, PLAIN).put()
-    return backward
-
-
-def named_in(error: Exception, model: nn.Module) -> str:
-    """The first module of a model that an error names; the model itself if it names none."""
-    modules = dict(model.named_modules())
-    return next((n for n in re.findall(r"'([^']+)'", str(error)) if n in modules), ITSELF)

@@ -92,6 +92,10 @@ class Findings:
         if entry not in self.not_checked:
             self.not_checked.append(entry)
 
+    def unsupported(self) -> set[str]:
+        """The modules that make_private would refuse."""
+        return {problem.where for problem in self.problems if problem.kind == "unsupported"}
+
     def errors(self) -> bool:
         return any(problem.severity == "error" for problem in self.problems)
 

@@ -7,88 +7,48 @@ result is reported, but it is not a problem.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..sampling.tracker import BatchMark
 from .batch import Place
-from .coupling import locate
-from .private import made_private
+from .private import PrivateCopy
 from .report import ITSELF, LOSS_FN, Findings, error_text
-from .subject import Subject, Trial
+from .trace import locate
 
-_ROWS = "a sample's row in the batch"
+ROWS = "a sample's row in the batch"
 
 
-def check_rows(trial: Trial, model: nn.Module, batch: Any, findings: Findings) -> None:
+def check_rows(private: PrivateCopy, findings: Findings) -> None:
     """Compare the gradient of one sample between all rows, with the other samples reordered.
 
     Args:
-        trial: the trial of the other checks.
-        model: a plain copy of the model, in its own dtype; becomes private.
-        batch: the batch, in its own dtype.
+        private: of a model in its own dtype.
         findings: receives the result.
     """
-    if findings.errors() or trial.random:
-        findings.not_checked.append(f"{_ROWS}: the model is random, or has errors")
-        return
-    own = Trial(
-        Subject(model, trial.subject.loss_fn),
-        batch,
-        trial.size,
-        trial.loss_reduction,
-        tolerance=0.0,
-        boundaries=trial.boundaries,
-    )
-    orders = [_order(row, trial.size) for row in range(trial.size)]
+    subject = private.subject
+    size = subject.size
+    # Sample 0 in each row, and the others rotated.
+    orders = [[1 + (row + i) % (size - 1) for i in range(size - 1)] for row in range(size)]
+    for row, order in enumerate(orders):
+        order.insert(row, 0)
+    places = [Place(subject.pick(order), row, size) for row, order in enumerate(orders)]
     try:
-        found = _gradients(own, orders)
+        found = [private.sums(p.batch, torch.arange(size) == p.index) for p in places]
     except Exception as error:
-        findings.not_checked.append(f"{_ROWS}: {error_text(error)}")
+        findings.not_checked.append(f"{ROWS}: {error_text(error)}")
         return
     other = [row for row, bits in enumerate(found) if not _equal(bits, found[0])]
     if not other:
-        findings.checked.append(f"{_ROWS}: its gradient has the same bits in all of them")
+        findings.checked.append(f"{ROWS}: its gradient has the same bits in all of them")
         return
-    one, two = (
-        Place(own.pick(orders[row]), orders[row].index(0), own.size) for row in (0, other[0])
-    )
-    where = locate(own, one, two)
+    where = locate(subject, places[0], places[other[0]])
     kind = ""
     if where not in (LOSS_FN, ITSELF):
-        name = type(own.subject.model.get_submodule(where)).__name__
-        kind = f" ({name.removeprefix('Private')})"
+        kind = f" ({type(private.modules[where]).__name__.removeprefix('Private')})"
     findings.checked.append(
-        f"{_ROWS}: its gradient has other bits in {len(other)} of {own.size}, first in "
+        f"{ROWS}: its gradient has other bits in {len(other)} of {size}, first in "
         f"'{where}'{kind}, within rounding; sizes that are multiples of 16 usually avoid it"
     )
-
-
-def _order(row: int, size: int) -> list[int]:
-    """An order of all samples with sample 0 in this row; the others are rotated."""
-    others = [1 + (row + i) % (size - 1) for i in range(size - 1)]
-    return [*others[:row], 0, *others[row:]]
-
-
-def _gradients(trial: Trial, orders: list[list[int]]) -> list[dict[str, Tensor]]:
-    """The per-sample gradient of sample 0 in each order, from a private backward."""
-    subject = trial.subject
-    backward = made_private(subject, trial.loss_reduction)
-    sums = backward.step
-    found = []
-    for order in orders:
-        mask = torch.tensor([sample == 0 for sample in order])
-        mark = BatchMark(0, trial.size, last=True, real=mask)
-        sums.tracker.begin_microbatch(mark, epoch=0)
-        backward.backward(subject.losses(trial.pick(order)))
-        found.append(
-            {n: s for n, p in subject.trained.items() if (s := sums.sums.get(p)) is not None}
-        )
-        sums.discard()
-        sums.tracker.released()
-    return found
 
 
 def _equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:

@@ -2,93 +2,124 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..attn.boundary import NoiseOff
+from ..isolation.alteration import copied, rows_of
 from ..isolation.dropout import WithoutDropout
 from ..verification.nested import tensors_of
 from ..verification.unchanged import Unchanged
-from .batch import mapped, pick
-from .report import ITSELF
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
-_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
+class Result(NamedTuple):
+    """A loss with its gradients by parameter name, and what their rounding errors grow with.
 
-@dataclass
-class LossAndGrads:
-    """The loss of one sample of a batch, or a scalar loss, and its gradients by parameter name."""
+    `sizes` are the absolute value of the loss and the norm of the gradients; of a sum, the sums
+    of those of its terms.
+    """
 
     loss: float
-    grads: dict[str, Tensor | None]
+    grads: dict[str, Tensor]
+    sizes: tuple[float, float]
 
-    def norm(self) -> float:
-        return math.sqrt(
-            sum(float(g.double().square().sum()) for g in self.grads.values() if g is not None)
+    def is_finite(self) -> bool:
+        return math.isfinite(sum(self.sizes))
+
+    def plus(self, factor: float, other: Result) -> Result:
+        """The sum of this result and `factor` times another one."""
+        grads = dict(self.grads)
+        for name, grad in other.grads.items():
+            grads[name] = factor * grad + grads.get(name, 0)
+        loss, norm = (
+            own + abs(factor) * its for own, its in zip(self.sizes, other.sizes, strict=True)
         )
+        return Result(self.loss + factor * other.loss, grads, (loss, norm))
 
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm())
+
+NOTHING = Result(0.0, {}, (0.0, 0.0))
 
 
 class Subject:
-    """The copy under test: each run starts from the same buffers and the same seed."""
+    """The copy under test: each run starts from the same buffers and the same seed.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction):
+    Args:
+        model: the copy; its dropout is disabled.
+        loss_fn: loss_fn(model, batch) -> losses [B], or a scalar if a reduction is declared.
+        batch: the batch, of `size` samples.
+        size: B.
+        loss_reduction: "mean" or "sum" if loss_fn returns a scalar, else None.
+        is_exact: whether results count as equal only if they are the same bits.
+
+    Attributes:
+        trained: the trainable parameters by name.
+        dropout: whether there was dropout to disable.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batch: Any,
+        size: int,
+        loss_reduction: str | None = None,
+        *,
+        is_exact: bool = False,
+    ):
         self.model = model
         self.loss_fn = loss_fn
+        self.batch = batch
+        self.size = size
+        self.loss_reduction = loss_reduction
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.dropout = any(
             isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in model.modules()
         )
+        self._is_exact = is_exact
         self._buffers = [
             (module, f"{prefix}.{name}".lstrip("."), name, buffer.detach().clone())
             for prefix, module in model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._lazy = {n: p for n, p in model.named_parameters() if is_lazy(p)}
-        buffers = [dotted for _, dotted, _, _ in self._buffers]
-        self._unchanged = Unchanged(model, self._lazy.values(), buffers)
+        self._unchanged = Unchanged(model, (), [dotted for _, dotted, _, _ in self._buffers])
         for module in model.modules():
             if isinstance(module, _DropoutNd):
                 module.eval()
 
     def losses(self, batch: Any, seed: int = 0) -> Tensor:
-        """Call loss_fn: losses `[B]`, or a scalar if a reduction is declared."""
+        """Call loss_fn on a copy of a batch, which it may change in place."""
         for module, _, name, value in self._buffers:
             module._buffers[name] = value.clone()
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        with _SettableInputs(), WithoutDropout() as mode:
-            # loss_fn may modify the batch in place.
-            losses = self.loss_fn(self.model, mapped(batch, torch.clone))
+        with WithoutDropout() as mode:
+            losses = self.loss_fn(self.model, copied(batch))
         self.dropout |= mode.seen
         return losses
 
-    def loss_and_grads(self, batch: Any, index: int | None) -> LossAndGrads:
-        """Loss and gradients of losses[index]; of the scalar if index is None."""
+    def result(self, batch: Any, index: int = 0) -> Result:
+        """Loss and gradients of losses[index], or of the scalar."""
         losses = self.losses(batch)
-        if losses.ndim != (0 if index is None else 1):
+        if losses.ndim != (0 if self.loss_reduction else 1):
             raise ValueError(f"losses of shape {tuple(losses.shape)}")
-        one = losses if index is None else losses[index]
-        found = torch.autograd.grad(one, list(self.trained.values()), allow_unused=True)
-        return LossAndGrads(float(one.detach()), dict(zip(self.trained, found, strict=True)))
+        loss = losses if self.loss_reduction else losses[index]
+        found = torch.autograd.grad(loss, list(self.trained.values()), allow_unused=True)
+        grads = {n: g for n, g in zip(self.trained, found, strict=True) if g is not None}
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+        return Result(float(loss.detach()), grads, (abs(float(loss.detach())), norm))
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers after the last run."""
@@ -98,110 +129,50 @@ class Subject:
             if (buffer := module._buffers.get(name)) is not None
         }
 
-    def dropping(self) -> list[str]:
-        """Modules with a nonzero attribute for dropout, which they may apply themselves."""
-        return [
-            name or ITSELF
-            for name, module in self.model.named_modules()
-            if module.training
-            and any(
-                "drop" in n and isinstance(v, float) and v > 0 for n, v in vars(module).items()
-            )
-        ]
-
     def changed(self) -> list[str]:
         """What changed of parameters and of what else state_dict() has, apart from the buffers."""
-        return [*self._lazy, *self._unchanged.found()]
+        return self._unchanged.found()
 
-
-@dataclass
-class Trial:
-    """A subject, its batch, and the tolerance of comparisons.
-
-    Attributes:
-        subject: the copy under test.
-        batch: the batch, of `size` samples.
-        size: B.
-        loss_reduction: "mean" or "sum" if loss_fn returns a scalar, else None.
-        tolerance: relative difference up to which results count as equal.
-        boundaries: records the boundaries that ran; their noise is disabled.
-        random: whether the losses depend on the seed.
-    """
-
-    subject: Subject
-    batch: Any
-    size: int
-    loss_reduction: str | None
-    tolerance: float
-    boundaries: NoiseOff
-    random: bool = False
-
-    def replace_subject(self, subject: Subject, batch: Any) -> None:
-        """Continue with another copy of the model, and with the batch in another dtype."""
-        self.subject, self.batch = subject, batch
-
-    def set_tolerance(self, tolerance: float) -> None:
-        """Set the relative difference up to which results count as equal."""
-        self.tolerance = tolerance
-
-    def set_random(self) -> None:
-        """Record that the losses depend on the seed."""
-        self.random = True
+    def pick(self, rows: Iterable[int]) -> Any:
+        """A batch of these samples; a sample may occur several times."""
+        return rows_of(self.batch, list(rows), self.size)
 
     @property
     def indices(self) -> list[int]:
-        """The samples that are compared one by one."""
-        return ends_and_middle(self.size)
-
-    def pick(self, rows: Iterable[int]) -> Any:
-        return pick(self.batch, rows)
+        """The samples that are compared one by one: the first, middle and last one."""
+        return sorted({0, self.size // 2, self.size - 1})
 
     def losses_shape(self, size: int) -> tuple[int, ...]:
         """The shape of loss_fn's result for `size` samples."""
         return () if self.loss_reduction else (size,)
 
+    @functools.cached_property
+    def tolerance(self) -> float:
+        """The relative difference up to which results count as equal."""
+        if self._is_exact:
+            return 0.0
+        with _Narrowest() as narrowest:
+            self.losses(self.batch)
+        # Above rounding errors, which grow with depth, and below the effect of coupling.
+        return float(narrowest.eps ** (2 / 3))
+
+    @functools.cached_property
+    def is_random(self) -> bool:
+        """Whether the losses depend on the seed."""
+        return not self.close(self.losses(self.batch), self.losses(self.batch, seed=1))
+
     def agree(self, one: list[Tensor], two: list[Tensor]) -> bool:
-        return len(one) == len(two) and all(
-            a.shape == b.shape and self.close(a, b) for a, b in zip(one, two, strict=True)
-        )
+        return len(one) == len(two) and all(map(self.close, one, two))
 
     def close(self, a: Tensor, b: Tensor) -> bool:
-        if not a.is_floating_point() or not b.is_floating_point():
+        a, b = a.detach(), b.detach()
+        if a.shape != b.shape or not (a.is_floating_point() and b.is_floating_point()):
             return torch.equal(a, b)
         a, b = a.double(), b.double()
         # Masks contain infinities; equal infinities do not count as a difference.
         difference = torch.where(a == b, 0.0, a - b).nan_to_num(nan=math.inf).norm()
         finite = torch.where(a.isfinite(), a, 0.0).norm()
         return float(difference) <= self.tolerance * float(finite)
-
-    def apart(
-        self, a: dict[str, Tensor | None], b: dict[str, Tensor | None], scale: float
-    ) -> dict[str, float]:
-        """Parameters whose gradients differ beyond the tolerance -> difference over `scale`."""
-        differences = {}
-        for name, one in a.items():
-            two = b[name]
-            if one is None and two is None:
-                continue
-            one = torch.zeros_like(self.subject.trained[name]) if one is None else one
-            two = torch.zeros_like(one) if two is None else two
-            difference = float((one - two).double().norm()) / scale if scale else 0.0
-            if not difference <= self.tolerance:
-                differences[name] = difference
-        return differences
-
-
-def ends_and_middle(size: int) -> list[int]:
-    """The first, middle and last index of a batch of this size."""
-    return sorted({0, size // 2, size - 1})
-
-
-def coarsest_eps(subject: Subject, batch: Any) -> float:
-    """The coarsest precision among the results of all operations of a run."""
-    narrowest = _Narrowest()
-    with narrowest:
-        subject.losses(batch)
-    return narrowest.eps
 
 
 @contextmanager
@@ -217,15 +188,6 @@ def randomness_restored(batch: Any) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-class _SettableInputs(TorchFunctionMode):
-    """Lets a model set requires_grad of its inputs where the check differentiates them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_REQUIRES_GRAD and args[1] is True and args[0].requires_grad:
-            return None
-        return func(*args, **(kwargs or {}))
 
 
 class _Narrowest(TorchDispatchMode):

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .batch import Place, rows_of
+from ..verification.nested import tensors_of
+from .batch import Place
 from .report import ITSELF, LOSS_FN
-from .subject import Trial
+from .subject import Subject
 
 
 class _Call(NamedTuple):
@@ -20,23 +21,23 @@ class _Call(NamedTuple):
     outputs: list[Tensor]
 
 
-def locate(trial: Trial, one: Place, two: Place) -> str:
+def locate(subject: Subject, one: Place, two: Place) -> str:
     """Name of the first module whose inputs for the sample agree and whose outputs differ."""
     try:
-        calls, other_calls = _trace(trial, one), _trace(trial, two)
+        calls, other_calls = _trace(subject, one), _trace(subject, two)
     except Exception:
         return LOSS_FN
     for a, b in zip(calls, other_calls, strict=False):
         if a.name != b.name:
             break
-        if trial.agree(a.inputs, b.inputs) and not trial.agree(a.outputs, b.outputs):
+        if subject.agree(a.inputs, b.inputs) and not subject.agree(a.outputs, b.outputs):
             return a.name or ITSELF
     return LOSS_FN
 
 
-def coupling_problem(trial: Trial, where: str, message: str) -> tuple[str, str]:
+def coupling_problem(subject: Subject, where: str, message: str) -> tuple[str, str]:
     """Message and remedy for a module that `locate` returned."""
-    module = dict(trial.subject.model.named_modules())["" if where == ITSELF else where]
+    module = subject.model.get_submodule("" if where == ITSELF else where)
     message = (
         "the first module whose output for a sample depends on other samples "
         f"({type(module).__name__}): {message}"
@@ -44,27 +45,39 @@ def coupling_problem(trial: Trial, where: str, message: str) -> tuple[str, str]:
     return message, _remedy(module)
 
 
-def _trace(trial: Trial, place: Place) -> list[_Call]:
+def _trace(subject: Subject, place: Place) -> list[_Call]:
     calls: list[_Call] = []
     pending: list[list[Tensor]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        pending.append(rows_of((args, kwargs), place.index, place.size))
+        pending.append(_rows_of((args, kwargs), place))
 
     hooks = []
-    for name, module in trial.subject.model.named_modules():
+    for name, module in subject.model.named_modules():
 
         def after(_: Any, __: Any, ___: Any, out: Any, name: str = name) -> None:
-            calls.append(_Call(name, pending.pop(), rows_of(out, place.index, place.size)))
+            calls.append(_Call(name, pending.pop(), _rows_of(out, place)))
 
         hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(module.register_forward_hook(after, with_kwargs=True))
     try:
-        trial.subject.losses(place.batch)
+        subject.losses(place.batch)
     finally:
         for hook in hooks:
             hook.remove()
     return calls
+
+
+def _rows_of(value: Any, place: Place) -> list[Tensor]:
+    """The rows of tensors that belong to the sample; whole tensors if that is ambiguous."""
+    rows = []
+    for _, t in tensors_of(value):
+        if t.ndim == 0:
+            continue
+        if t.shape[0] and t.shape[0] % place.size == 0:  # [B, ...] or [B * T, ...]
+            t = t.unflatten(0, (place.size, -1))[place.index]
+        rows.append(t.detach().clone())
+    return rows
 
 
 def _remedy(module: nn.Module) -> str:

@@ -17,12 +17,12 @@ from dpflash.kernels import clip_factors
 from ..distributed.collectives import agree, gather_rows, rank_in, world_size
 from ..distributed.layout import Layout
 from ..distributed.mesh import Ranks
-from ..isolation.backward_rows import differentiate
+from ..isolation.backward_rows import BackwardRows, differentiate
 from ..isolation.declared_reduction import refuse_weights
 from ..isolation.example import ExampleTrial
 from ..isolation.forward_rows import ForwardRows
 from ..isolation.padding import PaddingTrial
-from ..isolation.proof import OFF, Proof
+from ..isolation.proof import OFF, ComparedBackward, Proof
 from ..isolation.recording import Recording
 from ..isolation.trial import Trial
 from ..packing.units import Units
@@ -168,10 +168,10 @@ class PrivateBackward:
         if recording is not None:
             self._run = BackwardRun("prove", (recording.backward or recording.watch(),))
             return
-        altered = None if trial is None or trial.altered is None else trial.altered.backward
-        if trial is not None and altered is not None and self.is_compared:
+        held = None if trial is None else trial.held_backward
+        if trial is not None and held is not None and self.is_compared:
             text = trial.of_gradients(self.loss_reduction)
-            watches = (self.proof.compare_with(altered, trial.kept, text, trial.restart),)
+            watches = (ComparedBackward(self.proof, *held, text, trial.restart),)
         self._run = BackwardRun(watches=watches)
 
     @property
@@ -197,13 +197,23 @@ class PrivateBackward:
             return False
         self.step.begin_trial()
         recording.hold(losses)
-        if recording.has_rows:
-            watch = recording.watch()
-            with self.only_watched(watch):
-                seeds = [self._seed(losses)]
-                if not differentiate(self, [losses], seeds, watch, keeps_graph=False):
-                    recording.drop_backward()
+        if recording.has_rows and not self._is_seen(losses, recording.watch()):
+            recording.drop_backward()
         return True
+
+    def record_row(self, loss: Tensor) -> None:
+        """The same for the loss `[1]` of one row of a batch that is taken apart."""
+        if self.recording is not None:
+            self.step.begin_trial()
+            watch = self.recording.watch_row()
+            if loss.requires_grad and not self._is_seen(loss, watch):
+                self.recording.rows[-1] = None
+
+    def _is_seen(self, losses: Tensor, watch: BackwardRows) -> bool:
+        """Run a backward that only the watch sees; returns whether it could run."""
+        with self.only_watched(watch):
+            seeds = [self._seed(losses)]
+            return differentiate(self, [losses], seeds, watch, keeps_graph=False)
 
     # Backward
 
@@ -373,7 +383,7 @@ class PrivateBackward:
             self._run = BackwardRun(watches=(watch,))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Weight the rows of a scalar's gradient; see `proof.CrossedBackward`."""
+        """Weight the rows of a scalar's gradient; see `ProvableBackward`."""
         if self._expected_size is not None:
             return  # Losses [B] are weighted one by one instead.
         with self.step.dropping():
@@ -385,7 +395,7 @@ class PrivateBackward:
     def refuse_reduction(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
     ) -> None:
-        """Test a declared reduction; see `proof.CrossedBackward`."""
+        """Test a declared reduction; see `ProvableBackward`."""
         if self._expected_size is not None:
             return
         assert self.loss_reduction is not None

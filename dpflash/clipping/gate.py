@@ -132,9 +132,9 @@ class Gate:
         """How many parameters it has."""
         return len(self.group.parameters)
 
-    def by_sample(self, x: Tensor) -> Tensor:
-        """The tensor of a use with the samples first, `[B, ...]`."""
-        return x if self.units is None else self.units.padded(x[0])
+    def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
+        """See `dpflash.verification.watch.WatchedGate`."""
+        return (x, None) if self.units is None else (x[0], self.units)
 
     def layer_of(self, position: int) -> str:
         """Dotted name of the module of a parameter."""

@@ -118,11 +118,10 @@ class ModuleContext:
             if x.shape[0] == 1 and size != 1:
                 x = x.expand(size, *x.shape[1:])
         length = x.shape[1] if is_padded else None
-        if units is not None:
-            flat = units.flattened(x, self.name)
-            x = x if self.units is None else flat.unsqueeze(0)
+        rows = x if units is None else units.flattened(x, self.name)
+        if units is not None and self.units is not None:
+            x = rows.unsqueeze(0)
         if forward.rows is not None:
-            rows = x if units is None else units.padded(flat)
             forward.rows.note(self.name, rows, padded_to=length)
         return x
 

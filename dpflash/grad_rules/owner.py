@@ -25,8 +25,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 
 from ..clipping.forward import ALL_ROWS, is_recomputing
 from ..distributed.fsdp import is_sharded
+from ..isolation.copies import copied as own_copies
 from ..isolation.dropout import WithoutDropout
-from ..isolation.replacement import own_copies
 from ..random_state import RandomState, random_state_kept
 from ..refusal import PrivateRefusal
 from ..verification.attributes import OF_TORCH, OwnAttributes, copied, identity

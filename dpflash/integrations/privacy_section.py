@@ -56,6 +56,6 @@ def privacy_lines(
     yield f"- noise multiplier: {optimizer.noise_multiplier:.6g}"
     yield f"- L2 bound of each clipped gradient: {optimizer.max_grad_norm:g}"
     yield (
-        "- not covered: training losses, the choice among several runs, what a pretrained model "
-        "was trained on before"
+        "- not covered: training losses, the choice among several runs or checkpoints, the data "
+        "that the model was evaluated on, what a pretrained model was trained on before"
     )

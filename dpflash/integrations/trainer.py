@@ -27,21 +27,22 @@ from ..engine import PrivacyEngine
 from ..losses import causal_lm
 from ..optimizer import PrivateOptimizer
 from ..packing import PackedBatch, PackTo
+from ..random_state import random_state_kept
 from ..refusal import PrivateRefusal
+from ..sampling import synthetic
 from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
 from ..sampling.unit_groups import units_of
 from ..verification.nested import tensors_of
 from .privacy_section import privacy_lines, write_privacy_section
 from .sample_losses import (
-    PACKED_COUPLED,
     SampleLoss,
     are_equal,
-    batches_to_try,
+    changed_in_company,
     losses_of,
     of_documents,
-    require_equal_in_company,
-    require_same_loss,
+    other_loss,
+    plain_model,
     rounding_of,
     sample_loss,
     tried,
@@ -326,7 +327,12 @@ class DPTrainer(Trainer):
         if callable(unit_of) and dataset is not None:
             # Now: entries of the loader lack columns that it may read.
             self._privacy = replace(self._privacy, unit_of=units_of(dataset, unit_of))
-        self._try_loss(loader)
+        privacy = self._privacy
+        if privacy.verify_first_batch:
+            example = self._tried_example(loader)
+            # A compiled model would be compiled for its shape too.
+            if privacy.example is None and self._performance.optimize != "aggressive":
+                privacy = replace(privacy, example=example)
         self.create_optimizer()
         spent = self.get_epsilon()
         if spent and not self._resumes:
@@ -343,10 +349,10 @@ class DPTrainer(Trainer):
             "performance": self._performance,
         }
         if self._privacy.target_epsilon is None:
-            asked["privacy"] = replace(self._privacy, target_delta=None)
+            asked["privacy"] = replace(privacy, target_delta=None)
             made = self.engine.make_private(**asked)
         else:
-            asked |= {"privacy": self._privacy, "steps": self._steps(loader)}
+            asked |= {"privacy": privacy, "steps": self._steps(loader)}
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "the accountant has spent privacy already")
                 made = self.engine.make_private_with_epsilon(**asked)
@@ -388,52 +394,69 @@ class DPTrainer(Trainer):
         plan = sampling_plan(loader, self._privacy)
         return math.ceil(self.args.num_train_epochs * plan.steps_per_epoch)
 
-    def _try_loss(self, loader: DataLoader) -> None:
-        """Compare losses of a few entries with the model's own, and with those in company."""
-        batches = batches_to_try(loader)
-        if not batches:
-            return
-        *alone, together, again = (self._prepare_inputs(batch) for batch in batches)
-        with tried(self._module()):
+    def _tried_example(self, loader: DataLoader) -> Any:
+        """A synthetic batch, see `dpflash.sampling.synthetic`, or None where none can be made.
+
+        Nor is there one for a model that exchanges its own modules for such a batch.
+
+        Raises:
+            ValueError: of its samples a loss is not the model's own, or another one in company.
+        """
+        physical = self._performance.physical_batch_size or self.args.per_device_train_batch_size
+        with random_state_kept(self.args.device):
+            batches = synthetic.batches(loader, self._ranges(), at_most=physical)
+            if not batches:
+                return None
+            model = self._module()
+            modules = list(model.modules())
             try:
-                self._compare(alone, together, again)
-            except PrivateRefusal:
-                raise
-            except Exception as error:
-                if all(map(self._fails, alone)):
-                    raise
-                raise PrivateRefusal(
-                    "the model or its loss failed on some of the first entries of train_dataset, "
-                    "or on these in one batch, and not on every entry. `details['error']` of this "
-                    "exception has the message. Leave such entries out of train_dataset, or have "
-                    "the model take them",
-                    error=repr(error),
-                ) from None
+                with tried(model):
+                    prepared = [self._prepare_inputs(batch) for batch in batches]
+                    refusal = self._difference(prepared)
+                    if not type(self).compute_loss.__module__.startswith("dpflash."):
+                        self.compute_loss(model, prepared[-1])
+                    is_changed = list(model.modules()) != modules
+            except PrivateRefusal as error:
+                refusal = str(error)
+            except Exception:  # Model or loss may not take what is made up.
+                return None
+        if refusal is not None:
+            raise ValueError(refusal)
+        return None if is_changed else batches[-1]
 
-    def _compare(self, alone: list[Any], together: Any, again: Any) -> None:
-        model, loss = self._module(), self._sample_loss
-        for inputs in alone:
-            if loss is None or require_same_loss(model, inputs, loss):
-                break
-        if are_equal(together, again):  # no random masks or labels
-            require_equal_in_company(
-                lambda inputs: of_documents(self._losses_of(model, inputs)[0], inputs),
-                alone,
-                together,
-                again,
-                rounding=rounding_of(model),
-                refusal=PACKED_COUPLED if isinstance(together, PackedBatch) else None,
-            )
-
-    def _fails(self, inputs: Any) -> bool:
-        model, loss = self._module(), self._sample_loss
+    def _ranges(self) -> synthetic.Ranges:
+        """What integers the model takes."""
+        model = plain_model(self._module())
+        config = getattr(model, "config", None)
         try:
-            self._losses_of(model, inputs)
-            if loss is not None:
-                require_same_loss(model, inputs, loss)
-        except Exception:
-            return True
-        return False
+            tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            tokens, head = None, None
+        size = getattr(tokens, "num_embeddings", None)
+        return synthetic.Ranges(
+            size,
+            labels=getattr(config, "num_labels", 1) if head is None or size is None else size,
+            padding=getattr(config, "pad_token_id", None) or 0,
+            positions=getattr(config, "max_position_embeddings", None) or synthetic.TOKENS,
+        )
+
+    def _difference(self, batches: list[Any]) -> str | None:
+        """A message where losses of batches of `synthetic` are not what they must be."""
+        model, loss = self._module(), self._sample_loss
+        *alone, together, again = batches
+        if loss is not None:
+            found = (other_loss(model, inputs, loss) for inputs in alone)
+            if refusal := next(filter(None, found), None):
+                return refusal
+        if not are_equal(together, again):  # random masks or labels
+            return None
+        return changed_in_company(
+            lambda inputs: of_documents(self._losses_of(model, inputs)[0], inputs),
+            alone,
+            together,
+            again,
+            rounding=rounding_of(model),
+        )
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         if isinstance(inputs, PackedBatch):
@@ -677,7 +700,7 @@ class DPTrainer(Trainer):
         """Trainer's; of packed documents the losses of all, which Trainer takes the mean of."""
         if self._private_loader is not None and not self._has_met_drawn:
             given = [x for _, x in tensors_of(inputs)]
-            self._has_met_drawn = bool(self._private_loader.order.drawn(given))
+            self._has_met_drawn = bool(self._private_loader.seen.drawn(given))
         if not isinstance(inputs, PackedBatch):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..packing import Units
 from ..verification.digests import row_summaries
 from ..verification.two_backwards import grad_before_backward
 from ..verification.watch import Watch, WatchedGate
@@ -42,17 +44,38 @@ class ProvableBackward(Protocol):
     def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
         """Inside the block uses save nothing with the gates, and only this watch sees them."""
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether the backward is compared with that of an altered microbatch."""
+
+    def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
+        """The gradients `[B, ...]` of the model's outputs have arrived, of a scalar loss."""
+
+    def refuse_reduction(
+        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
+    ) -> None:
+        """Raise if these gradients are not those of the declared reduction."""
+
+    def discard(self) -> None:
+        """Drop the logical batch."""
+
 
 @dataclass
 class _Use:
-    """The rows of one use: their summaries, and which rows are not zero."""
+    """The rows of one use: summaries, which are not zero, its number in the backward, lengths."""
 
     summaries: Tensor
     nonzero: Tensor
+    number: int
+    lengths: torch.Size
 
 
 class BackwardRows:
     """Watches the backward in which some samples have weight 0.
+
+    Args:
+        weights, real: see below.
+        rounds: whether what is compared may differ by rounding on any device.
 
     Attributes:
         weights: `[B]`, bool.
@@ -60,21 +83,25 @@ class BackwardRows:
         uses: of each parameter, in order.
         layers: the names of the layers, of each parameter.
         refusal: names the layer nearest to the losses with a wrong nonzero row.
+        is_foreign: whether some rows were of another batch, which is refused elsewhere.
         left_out: `[B]`, samples with a row that is not finite; they are not compared.
         dtypes: of all rows.
     """
 
-    def __init__(self, weights: Tensor, real: Tensor) -> None:
+    def __init__(self, weights: Tensor, real: Tensor, *, rounds: bool = False) -> None:
         self.weights = weights
         self.real = real
+        self.rounds = rounds
         self.uses: dict[Slot, list[_Use]] = {}
         self.layers: dict[Slot, str] = {}
         self.refusal: str | None = None
+        self.is_foreign = False
         self.left_out = torch.zeros_like(weights)
         self.dtypes: set[torch.dtype] = set()
+        self._numbers = itertools.count()
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        self._see((gate.index, position), gate.layer_of(position), gate.by_sample(rows[0]))
+        self._see((gate.index, position), gate.layer_of(position), *gate.by_sample(rows[0]))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """See the handles' gradients where gates run, as in a backward that the loop calls."""
@@ -89,24 +116,23 @@ class BackwardRows:
         self._see(slot, layer, grad)
         return grad.new_zeros(()).expand_as(grad)
 
-    def summarize(self, rows: Tensor) -> _Use | None:
-        """Summarize the rows of a use; None for rows of another batch (refused elsewhere)."""
+    def _see(self, slot: Slot, layer: str, rows: Tensor, units: Units | None = None) -> None:
+        """See rows `[B, ...]`; or `[n, ...]` with the entries of all units."""
         rows = rows.detach()
-        if not rows.ndim or len(rows) != len(self.weights):
-            return None
+        if not rows.ndim or (len(rows) if units is None else units.size) != len(self.weights):
+            self.is_foreign = True
+            return
         self.dtypes.add(rows.dtype)
         flat = rows.reshape(len(rows), rows.shape[1:].numel())
         greatest = torch.linalg.vector_norm(flat, torch.inf, 1) if flat.numel() else flat.sum(1)
-        self.left_out |= ~greatest.isfinite().cpu()
         # Sums with zeros of other samples may be 0.0 or -0.0.
         parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
-        summaries = torch.cat([row_summaries(part + 0.0) for part in parts])
-        return _Use(summaries, (greatest != 0).cpu())
-
-    def _see(self, slot: Slot, layer: str, rows: Tensor) -> None:
-        use = self.summarize(rows)
-        if use is None:
-            return
+        summaries = torch.cat([row_summaries(part + 0.0, rounds=self.rounds) for part in parts])
+        if units is not None:
+            greatest = units.padded(greatest).amax(1)
+            summaries = row_summaries(units.padded(summaries))
+        self.left_out |= ~greatest.isfinite().cpu()
+        use = _Use(summaries, (greatest != 0).cpu(), next(self._numbers), rows.shape[1:])
         self.uses.setdefault(slot, []).append(use)
         self.layers[slot] = layer
         if self.refusal is None and bool((~self.weights & use.nonzero & ~self.left_out).any()):

@@ -1,7 +1,7 @@
 """Comparison: what differs between two runs for samples that had the same contents in both.
 
 On a deterministic device all must be equal bit for bit. Elsewhere rows may differ by sqrt(eps) of
-their norm, and losses by the rounding of a sum in another order.
+their norm, and losses by eps^(2/3): rounding is less, and a coupling of samples is hardly.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..refusal import UNTESTED
 from ..verification.digests import differing, is_deterministic, tolerance
 from .backward_rows import BackwardRows
 from .forward_rows import OUTPUT, ForwardRows
@@ -16,11 +17,18 @@ from .forward_rows import OUTPUT, ForwardRows
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
     "released: an operation before it mixes samples (statistics or a scale of the batch, routing "
-    "with a capacity, rows in another order, mixup, pad_packed_sequence without total_length=), "
-    "draws random numbers whose count depends on the contents (draw for the whole shape, then "
-    "mask) or from a generator of its own, or is of another model that the loop trains with each "
-    "microbatch (train it where loader.is_last), or the loop sets an attribute of the model where "
-    "loader.is_last (do so behind optimizer.step()). Make it per sample; engine.check helps"
+    "with a capacity, rows in another order, mixup), draws random numbers whose count depends on "
+    "the contents (draw for the whole shape, then mask) or from a generator of its own, or is of "
+    "another model that the loop trains with each microbatch (train it where loader.is_last), or "
+    "the loop sets an attribute of the model where loader.is_last (do so behind "
+    "optimizer.step()). Make it per sample; engine.check helps"
+)
+_LENGTH = (
+    "{where} changed as other samples of the batch were replaced, so nothing was released: the "
+    "loop or the model cuts or pads the batch to its longest sample (a tokenizer with "
+    "padding=True, pad_packed_sequence without total_length=), whose length then affects how all "
+    "others are computed. Pad to one public length: dpflash.sampling.PadTo(512) as the "
+    "collate_fn, or tokenizer(..., padding='max_length', max_length=512, truncation=True)"
 )
 _CHANGED_DOCUMENT = (
     "{where} changed for a document as other documents of the batch were replaced, so nothing "
@@ -36,6 +44,12 @@ _COMPARED = (
     "losses of all others. Train with a loss of each sample by itself, such as classification, or "
     "with negatives from the sample's own entry"
 )
+_COUNTS = (
+    "the gradient reached layer '{layer}' in one backward and not, or another number of times, "
+    "in a second one of the same batch, so nothing was released. Losses must come from the last "
+    "forward and, where loss_reduction is declared, from the outputs of the model. "
+    f"{UNTESTED}"
+)
 _KEPT = (
     "{where} depends on what an earlier forward has kept in {attributes}, so nothing was "
     "released: samples of one batch would affect the gradients of the next. Keep nothing of a "
@@ -45,14 +59,15 @@ _KEPT = (
 
 def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
     """A message about the first difference of two forwards for the samples `unchanged` `[B]`."""
-    where = _first_difference(first, second, unchanged)
-    if where == OUTPUT:
-        shape = first.shapes[first.where.index(where)]
-        if shape[1:2] == shape[:1]:
-            return _COMPARED
-    if where is None:
+    found = _first_difference(first, second, unchanged)
+    if found is None:
         return None
+    where, one, two = found
+    if where == OUTPUT and one[1:2] == one[:1]:
+        return _COMPARED
     is_packed = first.units is not None and not first.units.are_rows
+    if not is_packed and one != two and one[:1] == two[:1]:
+        return _LENGTH.format(where=where)
     return (_CHANGED_DOCUMENT if is_packed else _CHANGED).format(where=where)
 
 
@@ -77,45 +92,51 @@ def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[st
         size: B.
         attributes: names of those that differed.
     """
-    where = _first_difference(first, second, torch.ones(size, dtype=torch.bool))
+    found = _first_difference(first, second, torch.ones(size, dtype=torch.bool))
     named = ", ".join(f"'{name}'" for name in attributes[:3]) + ", ..." * (len(attributes) > 3)
-    return None if where is None else _KEPT.format(where=where, attributes=named)
+    return None if found is None else _KEPT.format(where=found[0], attributes=named)
 
 
-def _first_difference(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
+def _first_difference(
+    first: ForwardRows, second: ForwardRows, unchanged: Tensor
+) -> tuple[str, torch.Size, torch.Size] | None:
+    """(where two forwards differ first, its shape in each), or None."""
     tolerated = tolerance(first.dtypes)
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
             where = (first.where[i:] + second.where[i:])[0]
-            return f"which layers run, seen at {where},"
-        if first.shapes[i] != second.shapes[i]:
-            return f"the shape of {first.where[i]}"
-        if first.shapes[i][0] != len(unchanged):
+            return f"which layers run, seen at {where},", torch.Size(), torch.Size()
+        one, two = first.shapes[i], second.shapes[i]
+        if one != two:
+            return f"the shape of {first.where[i]}", one, two
+        if one[0] != len(unchanged):
             continue
         apart = differing(first.summaries[i], second.summaries[i], tolerated).cpu()
         if bool((apart & unchanged).any()):
-            return first.where[i]
+            return first.where[i], one, two
     return None
 
 
-def changed_losses(before: Tensor, now: Tensor, roots: Tensor | None = None) -> Tensor:
+def changed_losses(before: Tensor, now: Tensor, *, eps: float | None = None) -> Tensor:
     """`[U]`, bool, on the CPU: samples whose losses `[U]` differ.
 
-    On a deterministic device losses must be equal bit for bit; elsewhere a sum of n numbers in
-    another order is rounded by some sqrt(n) eps.
+    They must be equal bit for bit where a deterministic device repeats a computation. Elsewhere
+    they may differ by eps^(2/3), relative to the loss, or to the mean where a loss is smaller.
 
     Args:
         before, now: of two runs.
-        roots: `[U]`, sqrt(n) of each sample; None for 1.
+        eps: that of the coarsest dtype of a computation in which rounding differs; None where it
+            is repeated.
     """
     now = now.detach()
-    apart = (before - now).abs()
-    if is_deterministic(now.device):
+    apart, both = (before - now).abs(), before.isfinite() & now.isfinite()
+    if eps is None and is_deterministic(now.device):
         allowed = torch.zeros_like(apart)
     else:
-        terms = 9.0 if roots is None else 8 + roots.to(now)
-        allowed = torch.finfo(now.dtype).eps * terms * now.abs()
-    same = (apart <= allowed) | ~(before.isfinite() | now.isfinite())
+        sizes = torch.maximum(before.abs(), now.abs())
+        least = float(sizes[both].mean()) if bool(both.any()) else 0.0
+        allowed = (eps or torch.finfo(now.dtype).eps) ** (2 / 3) * sizes.clamp(min=least)
+    same = both & (apart <= allowed) | ~(before.isfinite() | now.isfinite())
     return (~same).cpu()
 
 
@@ -132,21 +153,31 @@ def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
     return torch.stack([x.cpu() for x in apart]).any(0)
 
 
-def changed_use(before: BackwardRows, now: BackwardRows, kept: Tensor) -> str | None:
-    """The first layer in which a kept sample has another gradient, or None.
+def changed_use(
+    before: BackwardRows, now: BackwardRows, kept: Tensor, text: str, group: int | None = None
+) -> str | None:
+    """A message about the layer nearest to the losses where a kept sample changed, or None.
 
     Args:
         before, now: of two backwards.
         kept: `[B]`, bool.
+        text: the message, to be formatted with the layer.
+        group: whose parameters are compared; None for all.
     """
+    if not bool(kept.any()):
+        return None
     included = kept & ~before.left_out & ~now.left_out
-    tolerated = tolerance(before.dtypes | now.dtypes)
-    for slot, uses in now.uses.items():
-        others = before.uses.get(slot, [])
-        if len(others) != len(uses):
-            return now.layers[slot]
-        for one, two in zip(others, uses, strict=True):
-            apart = differing(one.summaries, two.summaries, tolerated).cpu()
-            if bool((apart & included).any()):
-                return now.layers[slot]
-    return None
+    tolerated, found = tolerance(before.dtypes | now.dtypes), []
+    for slot, layer in (now.layers | before.layers).items():
+        if group not in (None, slot[0]):
+            continue
+        one, two = before.uses.get(slot, []), now.uses.get(slot, [])
+        if len(one) != len(two):
+            return _COUNTS.format(layer=layer)
+        for a, b in zip(one, two, strict=True):
+            # A recurrent layer pads a row to the longest one that it had so far.
+            if now.rounds and a.lengths != b.lengths:
+                continue
+            if bool((differing(a.summaries, b.summaries, tolerated).cpu() & included).any()):
+                found.append((b.number, layer))
+    return text.format(layer=min(found)[1]) if found else None

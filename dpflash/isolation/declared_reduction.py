@@ -53,6 +53,17 @@ _NOT_A_SUM = (
 )
 
 
+def exchanges(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sources `[B]` of three batches a, b, c of the samples of one.
+
+    In each row two of the four hold a sample each, a and the batch itself, and b and c hold the
+    same two.
+    """
+    own = torch.arange(size)
+    turned, is_even = own.roll(-1), own % 2 == 0
+    return turned, torch.where(is_even, own, turned), torch.where(is_even, turned, own)
+
+
 def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | None:
     """A message if the scalars of four batches are not reductions over their samples, or None.
 

@@ -1,4 +1,4 @@
-"""Packed batches in which some documents are others or left out, for the proof of the losses."""
+"""Packed batches in which documents are others, left out, or elsewhere, for trials."""
 
 from __future__ import annotations
 
@@ -55,6 +55,42 @@ def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch
     inner = batch.cu_seqlens[batch.cu_seqlens < left.positions].long()
     entries["cu_seqlens"] = cu_seqlens_of(left, inner[left.index[inner] < left.size].tolist())
     return PackedBatch(entries, left), kept
+
+
+def moved(batch: PackedBatch) -> PackedBatch | None:
+    """A copy of a batch in which the whole documents of each row stand in the reverse order.
+
+    A document that has several rows stays where it is. Samples keep their numbers.
+
+    Returns:
+        None where no row has two whole documents.
+    """
+    units, width = batch.units, batch.units.shape[-1]
+    rows: dict[int, list[int]] = {}
+    for unit, (start, end) in enumerate(units.spans):
+        if start < end and start // width == (end - 1) // width:
+            rows.setdefault(start // width, []).append(unit)
+    if all(len(row) < 2 for row in rows.values()):
+        return None
+    spans, entries = list(units.spans), {name: x.clone() for name, x in batch.items()}
+    for row in rows.values():
+        begin, end = min(spans[unit][0] for unit in row), max(spans[unit][1] for unit in row)
+        for name, padding in _PADDING.items():
+            entries[name].view(-1)[begin:end] = padding
+        for unit in row:
+            first, last = units.spans[unit]
+            spans[unit] = own = (begin + end - last, begin + end - first)
+            for name in _PADDING:
+                entries[name].view(-1)[slice(*own)] = batch[name].view(-1)[first:last]
+    there = Units(units.shape, tuple(spans))
+    borders = batch.cu_seqlens[batch.cu_seqlens < units.positions].tolist()
+    inner = []
+    for border in borders:
+        unit = int(units.index[border])
+        if unit < units.size:
+            inner.append(border + spans[unit][0] - units.spans[unit][0])
+    entries["cu_seqlens"] = cu_seqlens_of(there, inner)
+    return PackedBatch(entries, there)
 
 
 def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[int], list[int]]:

@@ -21,6 +21,7 @@ from ..verification.nested import leaves_of
 from . import alteration
 from .alteration import Alteration
 from .comparison import changed_losses, changed_rows, changed_use, mixed
+from .copies import copied
 from .recording import Recording
 from .sandbox import Sandbox
 
@@ -95,12 +96,12 @@ class ExampleTrial:
             return
         altered = self._altered()
         every = torch.ones(self.size, dtype=torch.bool)
-        itself = Alteration(alteration.copied(self._batch), every, self.units)
+        itself = Alteration(copied(self._batch), every, self.units)
         recordings = []
         try:
             for given in (*altered, itself):
                 real = torch.ones(len(given.kept), dtype=torch.bool)
-                self.recording = Recording(real, has_rows=altered[0].places)
+                self.recording = Recording(real, has_rows=True)
                 recordings.append(self.recording)
                 self._sandbox.enter()
                 yield given
@@ -133,9 +134,11 @@ def _difference(before: Recording, now: Recording, kept: Tensor) -> str | None:
         if bool(changed.any()):
             sample = int(changed.int().argmax())
             return _LOSS.format(sample=sample, before=float(one[sample]), now=float(two[sample]))
-    if before.backward is not None and now.backward is not None:
-        layer = changed_use(before.backward, now.backward, kept)
-        return None if layer is None else _GRADIENT.format(layer=layer)
+    pairs = [(before.backward, now.backward, kept)]
+    pairs += zip(before.rows, now.rows, kept.split(1), strict=False)
+    for a, b, own in pairs:
+        if a is not None and b is not None and (refusal := changed_use(a, b, own, _GRADIENT)):
+            return refusal
     return None
 
 

@@ -49,8 +49,14 @@ class ForwardRows:
         self.size, self.layers = size, list(layers)
 
     def note(self, name: str, x: Tensor, *, padded_to: int | None = None) -> None:
-        """Record the input `[B, ...]` of a layer, and the length to which it padded sequences."""
-        self._note(f"the input of layer '{name}'", x)
+        """Record the input of a layer, and the length to which it padded sequences.
+
+        Args:
+            name: of the layer.
+            x: `[B, ...]`; `[n, ...]` with the entries of all units.
+            padded_to: the length, if it padded.
+        """
+        self._note(f"the input of layer '{name}'", x, self.units)
         if padded_to is not None:
             self.padded.append(padded_to)
 
@@ -58,35 +64,42 @@ class ForwardRows:
         """Record the tensors that the model returned."""
         for _, leaf in tensors_of(outputs):
             if leaf.ndim:
-                self._note(OUTPUT, self._by_sample(leaf))
+                self._note_output(leaf)
             if is_scalar(leaf) and leaf.requires_grad:
                 self.scalars.append(leaf.detach().flatten()[0])
 
-    def _by_sample(self, x: Tensor) -> Tensor:
-        """An output with the samples first, where it has an entry for each of their positions."""
+    def _note_output(self, x: Tensor) -> None:
         units = self.units
         if units is None or tuple(x.shape[: len(units.shape)]) != units.shape:
-            return x
-        return units.padded(units.flattened(x, OUTPUT))
+            self._note(OUTPUT, x, None)
+        else:
+            self._note(OUTPUT, units.flattened(x, OUTPUT), units)
 
-    def _note(self, where: str, x: Tensor) -> None:
+    def _note(self, where: str, x: Tensor, units: Units | None) -> None:
         self.where.append(where)
-        self.shapes.append(x.shape)
-        self.summaries.append(row_summaries(x))
+        shape, summaries = x.shape, row_summaries(x)
+        if units is not None:
+            shape = torch.Size((units.size, *shape[1:]))
+            summaries = row_summaries(units.padded(summaries))
+        self.shapes.append(shape)
+        self.summaries.append(summaries)
         self.dtypes.add(x.dtype)
         if x.is_floating_point() and x.numel():
             rows = x.detach().reshape(len(x), -1)
             greatest = torch.linalg.vector_norm(rows, torch.inf, 1)
+            if units is not None:
+                greatest = units.padded(greatest).amax(1)
             self._greatest.append(greatest.argmax())
             self._least.append(greatest.argmin())
 
-    def extremes(self, count: int) -> list[int]:
+    def telling(self, samples: list[int]) -> list[int]:
         """Rows that most often had the greatest entry of the batch, and those that most often had
-        the smallest maximum; at most this many of each.
+        the smallest maximum; and the first and the last sample, which code may use for all.
         """
         kinds = (self._greatest, self._least)
-        found = [Counter(map(int, kind)).most_common(count) for kind in kinds]
-        return [row for rows in found for row, _ in rows]
+        found = [Counter(map(int, kind)).most_common(len(samples) // 8) for kind in kinds]
+        ends = [samples[0], samples[-1]] if len(samples) > 3 else []
+        return ends + [row for rows in found for row, _ in rows]
 
 
 def is_scalar(x: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """ReplacedLabels: which labels trials have replaced, since a rare one may weight the whole batch.
 
 A mean with class weights couples samples only where a batch has several classes. So a microbatch
-with a class that no trial has replaced is tried when it comes.
+with a class that trials have not replaced, or not kept, is tried when it comes.
 """
 
 from __future__ import annotations
@@ -13,45 +13,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .alteration import entries_of
+from ..packing import Pairs, Units
+from .rows import entries_of, sample_of_rows
 
 # Integers of more kinds are numbers, not classes.
 _MOST = 64
-# A label is known after so many trials, or after one that replaced it.
-_ENOUGH = 3
+# A label is known after so many trials, or after one that replaced it and one that kept it.
+_ENOUGH = 6
 
 
 class ReplacedLabels:
-    """How often labels, integers of which each sample has one, took part in trials."""
+    """Which labels, integers of which each row has one, took part in trials, and how."""
 
     def __init__(self) -> None:
-        self._trials: dict[str, Counter[int]] = {}
+        # By the place of the labels, and the samples that are counted.
+        self._trials: dict[tuple[str, str], Counter[int]] = {}
 
-    def has_new(self, batch: Any, real: Tensor) -> bool:
-        """Whether the samples `real` `[U]` of a batch have a label that no trial replaced."""
-        for place, x in _labels(batch, len(real)):
-            own, trials = set(x[real].tolist()), self._trials.get(place, Counter())
+    def has_new(self, batch: Any, real: Tensor, units: Units | None) -> bool:
+        """Whether the samples `real` `[U]` of a batch have a label that is not known."""
+        for place, x in _labels(batch, real, units):
+            own, (tried, *ways) = set(x), self._of(place)
             # Where all samples have one label, a trial would replace it by itself.
-            if len(own) > 1 and len(trials) < _MOST and any(trials[v] < _ENOUGH for v in own):
-                return True
+            if len(own) > 1 and len(tried) < _MOST:
+                if any(tried[v] < _ENOUGH and not all(way[v] for way in ways) for v in own):
+                    return True
         return False
 
-    def note(self, batch: Any, kept: Tensor, real: Tensor) -> None:
+    def note(self, batch: Any, kept: Tensor, real: Tensor, units: Units | None) -> None:
         """Record the labels of a microbatch that is tried.
 
         Args:
             batch: as it was.
             kept: `[U]`, bool: samples that are not replaced.
             real: `[U]`, bool: samples that are not padding.
+            units: the samples where they are no rows.
         """
-        for place, x in _labels(batch, len(kept)):
-            trials = self._trials.setdefault(place, Counter())
-            trials.update(dict.fromkeys(x[real].tolist(), 1))
-            trials.update(dict.fromkeys(x[real & ~kept].tolist(), _ENOUGH))
+        if not bool(kept.any()):
+            return  # Nothing is compared.
+        parts = [dict(_labels(batch, own, units)) for own in (real, real & ~kept, kept)]
+        for place, x in parts[0].items():
+            if len(set(x)) > 1:
+                for count, part in zip(self._of(place), parts, strict=True):
+                    count.update(set(part[place]))
+
+    def _of(self, place: str) -> list[Counter[int]]:
+        """How often each label was tried, replaced and kept."""
+        names = ("tried", "replaced", "kept")
+        return [self._trials.setdefault((place, name), Counter()) for name in names]
 
 
-def _labels(batch: Any, size: int) -> Iterator[tuple[str, Tensor]]:
-    for place, x in entries_of(batch, size):
+def _labels(batch: Any, included: Tensor, units: Units | None) -> Iterator[tuple[str, list[int]]]:
+    """(place, labels of the rows of the samples `included` `[U]`); a pair may have two."""
+    sample_of = sample_of_rows(len(included), units)
+    rows = torch.isin(sample_of, included.nonzero())
+    for place, x in entries_of(batch, len(rows)):
         is_whole = not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
-        if is_whole and x.numel() == size:
-            yield place, x.detach().cpu().flatten()
+        if is_whole and 0 < x.numel() <= Pairs.ROWS * len(rows):
+            yield place, x.detach().cpu()[rows].flatten().tolist()

@@ -1,14 +1,15 @@
-"""PaddingTrial: the loss of a sample must not depend on how far its batch is padded.
+"""PaddingTrial: the loss of a sample must not depend on where it is in its batch.
 
-A microbatch whose length follows from its longest sample is run twice before it is trained on,
-without dropout: as it is, and its shorter samples by themselves, without the padding that only
-the longer ones need. Their losses must be equal up to rounding.
+A microbatch with samples of several lengths is run twice before it is trained on, without dropout:
+its shorter samples by themselves, without the padding that only the longer ones need, and as it
+is. Their losses must be equal up to rounding. So must those of packed documents that stand
+elsewhere in their rows.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,21 +17,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..packing import PackedBatch
 from ..refusal import UNTESTED
-from ..verification.digests import tolerance
-from ..verification.nested import map_tensors
-from .alteration import Alteration, copied, entries_of, rows_of
+from .comparison import changed_losses
+from .copies import copied
 from .dropout import WithoutDropout
+from .rows import entries_of, rows_of
 from .sandbox import Sandbox
 
-# So many rows at least must end with one value, which then counts as padding.
-_LEAST = 4
 _CHANGED = (
     "the loss of a sample changed as longer samples of the batch were left out and it was padded "
     "less, so nothing was released: other samples' lengths change its gradient. Mask the padding "
     "(attention_mask, means over a sample's own tokens, pack_padded_sequence), with positions "
     "that padding does not shift; or pad all samples to one public length, as by "
     f"collate_fn=dpflash.sampling.PadTo(512, {{'labels': -100}}). {UNTESTED}"
+)
+_MOVED = (
+    "the loss of a document changed as documents stood elsewhere in their row, so nothing was "
+    "released: it depends on its place, which the lengths of other documents determine, or on "
+    "the documents beside it. Positions must begin anew with each document: use "
+    "batch.position_ids, not arange(T). Attention must see one document, see docs/packing.md; "
+    "so must targets (batch.targets, not input_ids.roll(-1)), convolutions and other layers. "
+    f"{UNTESTED}"
 )
 
 
@@ -39,6 +47,7 @@ class PaddingTrial:
 
     Args:
         sandbox: of model and loop.
+        has_ranks: whether there are other ranks, which must run as many microbatches.
 
     Attributes:
         is_running: whether one of the two runs is under way.
@@ -46,13 +55,13 @@ class PaddingTrial:
         has_compared: whether samples kept their losses in some microbatch.
     """
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, *, has_ranks: bool) -> None:
         self.is_running = self.has_compared = False
         self.refused: str | None = None
-        self._sandbox = sandbox
-        self._fields: dict[str, _Field] = {}
+        self._sandbox, self._has_ranks = sandbox, has_ranks
         self._is_tried = False
-        self._kept = torch.empty(0, dtype=torch.bool)
+        self._text = _CHANGED
+        self._kept: list[Tensor] = []
         self._losses: list[Tensor] = []
         self._dtypes: set[torch.dtype] = set()
         self._words = 0
@@ -61,40 +70,35 @@ class PaddingTrial:
         self._expected: torch.Generator | None = None
         self._others: tuple[Any, Any] = (None, None)
 
-    def runs(
-        self, batch: Any, size: int, real: Tensor | None, *, begins_draw: bool, is_due: bool
-    ) -> list[Any]:
-        """The two microbatches to run, the shorter one first; none where it is not tried.
+    def is_due(self, *, begins_draw: bool, is_tried: bool) -> bool:
+        """Whether to try the microbatch that comes, of which a draw has one.
 
         Args:
-            batch: not changed.
-            size: B.
-            real: `[B]`, bool: rows that are samples; None for all.
             begins_draw: whether it is the first microbatch of a draw.
-            is_due: whether microbatches of this draw are tried.
+            is_tried: whether microbatches of this draw are tried.
         """
         self.end(loop=False)  # of an iterator that the loop has left
         self._is_tried &= not begins_draw
-        found = [(n, x) for n, x in entries_of(batch, size) if x.ndim > 1]
-        for place, x in found:
-            self._fields.setdefault(place, _Field()).note(x, is_due=is_due)
-        if self._is_tried or not is_due:
-            return []
-        varied = {n: field for n, field in self._fields.items() if field.has_varied}
-        # The ones of a mask are at one end, and its zeros at the other.
-        ends = [{n for n, f in varied.items() if left in f.padding} for left in (False, True)]
-        # A mask alone does not tell which of them is padding.
-        ends = [own if any(not varied[n].is_mask for n in own) else set() for own in ends]
-        left = len(ends[True]) > len(ends[False])
-        padded = {n: varied[n] for n in ends[left]}
-        if len(ends[False]) == len(ends[True]):
-            return []
-        shorter = of_shorter(batch, size, real, padded, left=left)
-        if shorter is None:
-            return []
+        return is_tried and not self._is_tried
+
+    def runs(self, batch: Any, shorter: Sequence[tuple[Any, Tensor]]) -> Sequence[Any]:
+        """The microbatches to run, the shorter ones first; none where nothing is compared.
+
+        Args:
+            batch: not changed.
+            shorter: the same without its longer samples, which are copies of others, or with
+                documents elsewhere; and `[U]`, bool: samples that are in both.
+        """
+        if self._has_ranks:
+            none = torch.zeros(0, dtype=torch.bool)
+            shorter = shorter[:1] or [(copied(batch), none)]
+        elif not any(bool(kept.any()) for _, kept in shorter):
+            return ()
         self._is_tried = True
-        self._kept, self._losses, self._is_random = shorter.kept, [], False
-        return [shorter.batch, copied(batch)]
+        self._kept = [kept for _, kept in shorter]
+        self._losses, self._is_random = [], False
+        self._text = _MOVED if isinstance(batch, PackedBatch) else _CHANGED
+        return *(own for own, _ in shorter), copied(batch)
 
     def begin(self) -> None:
         """A run begins."""
@@ -135,116 +139,51 @@ class PaddingTrial:
         self._sandbox.leave(loop=loop)
 
     def refusal(self, losses: Tensor) -> str | None:
-        """A message where losses `[B]` of the second run are not those of the first, or None."""
+        """A message where losses `[U]` of the last run are not those of another, or None."""
         self._losses.append(losses.detach().clone())
-        if len(self._losses) < 2:
+        if len(self._losses) <= len(self._kept):
             return None
-        (before, now), self._losses = self._losses, []
-        if self._is_random or not before.shape == now.shape == self._kept.shape:
+        (*before, now), self._losses = self._losses, []
+        if self._is_random or any(x.shape != self._kept[0].shape for x in (*before, now)):
             return None
-        both = before.isfinite() & now.isfinite()
         # Float64 models of Hugging Face have norms and rotations in float32.
         dtypes = self._dtypes | {now.dtype, torch.float32}
-        allowed = tolerance(dtypes) * torch.maximum(before.abs(), now.abs())
-        wrong = ((before - now).abs() > allowed) & both
-        if bool((wrong.cpu() & self._kept).any()):
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        pairs = zip(before, self._kept, strict=True)
+        if any(bool((changed_losses(x, now, eps=eps) & kept).any()) for x, kept in pairs):
             # A loop that catches the error meets it again.
-            self.refused = _CHANGED
+            self.refused = self._text
         else:
             self.refused, self.has_compared = None, True
         return self.refused
 
 
-class _Field:
-    """A tensor `[B, T, ...]` of each microbatch: whether T varies, and what pads its rows.
-
-    Attributes:
-        has_varied: whether microbatches had several T.
-        is_mask: whether each row was zeros before ones, or ones before zeros.
-    """
-
-    def __init__(self) -> None:
-        self.has_varied, self.is_mask = False, True
-        self._length: int | None = None
-        self._rows = 0
-        # How many rows end with at least two of a value, on the right and on the left.
-        self._ends: Counter[tuple[bool, tuple[float, ...]]] = Counter()
-
-    def note(self, x: Tensor, *, is_due: bool) -> None:
-        """Take the field of another microbatch; of one that is not tried its length alone."""
-        self.has_varied |= self._length not in (None, x.shape[1])
-        self._length = x.shape[1]
-        if not is_due:
-            return
-        x = x.detach().cpu().double()  # not all operations take all integers
-        self.is_mask &= x.ndim == 2 and bool(((x == 0) | (x == 1)).all())
-        self.is_mask = self.is_mask and bool(((x[:, 1:] != x[:, :-1]).sum(1) < 2).all())
-        self._rows += len(x)
-        for left in (False, True):
-            for row in x.flip(1) if left else x:
-                if len(row) > 2 and torch.equal(row[-1], row[-2]) and bool((row != row[-1]).any()):
-                    self._ends[left, tuple(row[-1].flatten().tolist())] += 1
-
-    @property
-    def padding(self) -> dict[bool, Tensor]:
-        """For the right end (False) and the left one, the value with which many rows end."""
-        found = {}
-        for (left, value), count in reversed(self._ends.most_common()):
-            if count >= max(_LEAST, self._rows / 3):
-                found[left] = torch.tensor(value, dtype=torch.float64)
-        return found
-
-    def count(self, x: Tensor, *, left: bool) -> Tensor:
-        """`[B]`: how many entries at an end of each row are padding."""
-        columns = x.detach().cpu().double().reshape(*x.shape[:2], -1)
-        is_padding = (columns == self.padding[left]).all(2)
-        return (is_padding if left else is_padding.flip(1)).int().cumprod(1).sum(1)
+def _numpy_state() -> Any:
+    return repr(np.random.get_state(legacy=False))
 
 
-def of_shorter(
-    batch: Any, size: int, real: Tensor | None, fields: dict[str, _Field], *, left: bool
-) -> Alteration | None:
-    """The shorter samples of a batch, without padding that all of them have.
+def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] | None:
+    """A batch in which copies of others are in place of the rows with more ones in a mask.
 
-    All other rows are copies of one of them. A mask says how far rows are padded; without one,
-    a quarter of the padding is cut, since samples may end with its value.
+    A loop may cut rows of one length to the longest of the batch.
 
     Args:
         batch: not changed.
-        size: B.
-        real: `[B]`, bool: rows that are samples; None for all.
-        fields: by the place of their tensors, those that are padded.
-        left: whether they are padded at the left.
+        rows: which of its rows are samples.
 
     Returns:
-        None where half of the samples have no padding.
+        (batch, which rows are of their own sample); None where masks do not differ.
     """
-    padded = {n: x for n, x in entries_of(batch, size) if n in fields}
-    is_sample = torch.ones(size, dtype=torch.bool) if real is None else real
-    samples, lengths = int(is_sample.sum()), {x.shape[1] for x in padded.values()}
-    if samples < 2 or len(lengths) != 1:
-        return None
-    masks = [n for n in padded if fields[n].is_mask]
-    counts = [fields[n].count(padded[n], left=left) for n in masks or padded]
-    found = torch.stack(counts).amin(0).masked_fill(~is_sample, 0)
-    least = int(found.sort(descending=True).values[samples // 2 - 1])
-    cut = least if masks else least // 4
-    if cut == 0 or cut >= min(lengths):
-        return None
-    kept = found >= least
-    source = torch.where(kept, torch.arange(size), int(kept.int().argmax()))
-    rows = rows_of(batch, source.tolist(), size)
-    # Also fields of other values, such as positions, have this length.
-    chosen = {id(x) for n, x in entries_of(rows, size) if x.ndim > 1}
-    (length,) = lengths
-
-    def cropped(x: Tensor) -> Tensor:
-        if id(x) not in chosen or x.shape[1] != length:
-            return x
-        return (x[:, cut:] if left else x[:, :-cut]).contiguous()
-
-    return Alteration(map_tensors(cropped, rows), kept & is_sample, places=False)
-
-
-def _numpy_state() -> Any:
-    return repr(np.random.get_state(legacy=False))
+    size, samples = len(rows), [row for row, is_sample in enumerate(rows) if is_sample]
+    for _, x in entries_of(batch, size):
+        is_mask = x.ndim > 1 and x.numel() and not (x.itemsize == 1 and x.is_floating_point())
+        if not is_mask or not samples or not bool(((x == 0) | (x == 1)).all()):
+            continue
+        filled = x.detach().reshape(size, -1).sum(1, dtype=torch.float64).tolist()
+        own = sorted(filled[row] for row in samples)
+        most = min(own[(len(own) - 1) // 2], own[-1] - 1)
+        kept = [filled[row] <= most and is_sample for row, is_sample in enumerate(rows)]
+        if any(kept):
+            source = [row if kept[row] else kept.index(True) for row in range(size)]
+            return rows_of(batch, source, size), kept
+    return None

@@ -2,7 +2,7 @@
 
 One extra backward runs with weight 0 on some of the losses. Every use of a private layer must see
 rows of zeros for these samples, and for the others the same rows as the ordinary backward. The
-forward is repeated with other samples too, see `Replacement`.
+forward is repeated with other samples too, see `Call`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from torch.distributed import ProcessGroup
 from ..distributed.collectives import broadcast_from_first, gather_rows
 from ..random_state import random_state_kept
 from ..refusal import UNTESTED, PrivateRefusal
-from ..verification.digests import differing, tolerance
 from ..verification.nested import map_tensors, tensors_of
 from ..verification.watch import Watch, WatchedGate, alive, refuse_together
-from .backward_rows import BackwardRows, ProvableBackward, Slot, differentiate
+from .alteration import kept_by, sources
+from .backward_rows import BackwardRows, ProvableBackward, differentiate
+from .comparison import changed_use
 from .forward_rows import is_scalar
 
 # A model counts as proven after this many samples, in one batch or in several.
@@ -40,12 +41,6 @@ _OTHERS = (
     "x.roll(1, 0), also detached), or two backwards of one batch differ (checkpointing without "
     "the random state, hooks that keep something; where only rounding differs, "
     f"torch.use_deterministic_algorithms(True) helps). {UNTESTED}"
-)
-_COUNTS = (
-    "the gradient reached layer '{layer}' in one backward and not, or another number of times, "
-    "in a second one of the same batch, so nothing was released. Losses must come from the last "
-    "forward and, where loss_reduction is declared, from the outputs of the model. "
-    f"{UNTESTED}"
 )
 
 _ELSEWHERE = (
@@ -65,12 +60,11 @@ class _Progress:
         batches: number of batches since it began, tried or not.
         woken: whether the next batch is tried in any case.
         missed: whether some batch could not be tried.
-        is_patient: whether batches are tried less and less often while no sample can take part.
         keeps: whether forwards leave something of their samples in the model, which later ones
             may begin to use.
+        is_patient: whether batches are tried less and less often while no sample can take part.
     """
 
-    is_patient: bool
     known: set[Any] = field(default_factory=set)
     unproven: set[Any] = field(default_factory=set)
     samples: int = 0
@@ -78,6 +72,7 @@ class _Progress:
     woken: bool = False
     missed: bool = False
     keeps: bool = False
+    is_patient: bool = False
 
     @property
     def is_pending(self) -> bool:
@@ -127,7 +122,7 @@ class _Mode:
 
     # Some models have no arguments in which samples could be replaced.
     layers: _Progress = field(default_factory=lambda: _Progress(is_patient=True))
-    uses: _Progress = field(default_factory=lambda: _Progress(is_patient=False))
+    uses: _Progress = field(default_factory=_Progress)
     is_trained: bool = False
     makes_scalars: bool = False
     refusal: str | None = None
@@ -161,8 +156,8 @@ class Proof:
         self._modes: dict[bytes, _Mode] = {}
         self._mode = _Mode()
         self._calls = 0
-        self._mode_is_new = False
-        self._repeated = False
+        # Whether a forward was repeated since the last backward; None if there was none.
+        self._repeated: bool | None = None
         self.resting: tuple[Watch, ...] = (_Idle(self),) if is_on else ()
 
     @property
@@ -190,7 +185,7 @@ class Proof:
         """Continue the proof of the current training flags."""
         flags = bytes([module.training for module in self._modules])
         self._mode = self._modes.setdefault(flags, _Mode())
-        self._mode_is_new = True
+        self._repeated = bool(self._repeated)
 
     # Forward
 
@@ -208,12 +203,6 @@ class Proof:
         if self.group is None and size < 2:
             return False
         return self._mode.layers.take_turn()
-
-    def begin_tried(self, *, new_pass: bool) -> None:
-        """The forward of a tried microbatch begins, which is compared without a repetition."""
-        self._enter_mode()
-        self._calls = 1 if new_pass else self._calls + 1
-        self._mode.layers.take_turn()
 
     def forward_repeated(
         self,
@@ -241,7 +230,7 @@ class Proof:
         progress.woken = False
         progress.samples += samples
         if samples:
-            progress.keeps = keeps
+            progress.keeps |= keeps
             progress.prove(layers)
 
     def note_scalars(self, refusal: str | None) -> None:
@@ -253,11 +242,11 @@ class Proof:
         """Whether the flag holds on some rank of the group; all ranks call this together."""
         return any(row[0] for row in gather_rows([flag], self.group, _EXCHANGE))
 
-    def draw(self, values: Callable[[np.random.Generator], np.ndarray]) -> np.ndarray:
+    def draw(self, values: Callable[[np.random.Generator], Tensor]) -> Tensor:
         """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""
-        rng = np.random.default_rng(_secret())
-        drawn = broadcast_from_first(values(rng).astype("<i8").tobytes(), self._context, _EXCHANGE)
-        return np.frombuffer(drawn, dtype="<i8")
+        own = values(np.random.default_rng(_secret())).numpy().astype("<i8").tobytes()
+        drawn = broadcast_from_first(own, self._context, _EXCHANGE)
+        return torch.from_numpy(np.frombuffer(drawn, dtype="<i8").astype(np.int64))
 
     # Backward
 
@@ -270,11 +259,9 @@ class Proof:
         """
         if not self.is_on or size is None:
             return False
-        if not self._mode_is_new:
+        if self._repeated is None:
             self._enter_mode()
-        self._mode_is_new = False
-        mode, repeated = self._mode, self._repeated
-        self._repeated = False
+        mode, repeated, self._repeated = self._mode, self._repeated, None
         mode.is_trained = True
         if is_new := mode.layers.record(used):
             mode.layers.restart()
@@ -312,35 +299,15 @@ class Proof:
         if max(row[0] for row in gather_rows([int(real.sum())], self.group, _EXCHANGE)) < 2:
             return None
         largest = _largest_losses(outputs, seeds, real)
-        drawn = self.draw(lambda rng: _weights(real.numpy(), rng, largest)).astype(bool)
-        weighted = BackwardRows(torch.from_numpy(drawn), real)
+        source = self.draw(lambda rng: sources((), size, real, None, rng, largest))
+        weighted = BackwardRows(kept_by(source, real), real)
         weights = [_masked(seed, weighted.weights) for seed in seeds]
         with owner.only_watched(weighted), random_state_kept(self._device):
             if not differentiate(owner, outputs, weights, weighted):
                 return None
-        self._mode.uses.woken = False
-        self._mode.uses.record(weighted.uses)
+        watch = ComparedBackward(self, weighted, weighted.weights)
         self.refuse(weighted.refusal)
-        return ComparedBackward(self, weighted, weighted.weights)
-
-    def compare_with(
-        self,
-        recorded: BackwardRows,
-        kept: Tensor,
-        text: str,
-        refused: Callable[[str], object],
-    ) -> Watch:
-        """A watch that compares the backward of a microbatch with that of the altered one.
-
-        Args:
-            recorded: the backward of the altered microbatch.
-            kept: `[B]`, bool: samples whose rows must be the same.
-            text: the message where they are not, to be formatted with the layer.
-            refused: called with the message.
-        """
-        self._mode.uses.woken = False
-        self._mode.uses.record(recorded.uses)
-        return ComparedBackward(self, recorded, kept, text, refused)
+        return watch
 
     def refuse(self, refusal: str | None) -> None:
         """Raise if this rank, or another one, refuses the backward."""
@@ -352,7 +319,7 @@ class Proof:
             raise
 
     def cross(
-        self, outputs: Any, size: int, owner: CrossedBackward, *, is_altered: bool = False
+        self, outputs: Any, size: int, owner: ProvableBackward, *, is_altered: bool = False
     ) -> Any:
         """Wrap the model's outputs, so that the backward of a scalar loss is proven at them.
 
@@ -430,25 +397,6 @@ class Proof:
                 uses.prove([slot])
 
 
-class CrossedBackward(Protocol):
-    """The part of the private backward that the model's outputs use with a scalar loss."""
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether the backward is compared with that of an altered microbatch."""
-
-    def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """The gradients `[B, ...]` of the model's outputs have arrived."""
-
-    def refuse_reduction(
-        self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
-    ) -> None:
-        """Raise if these gradients are not those of the declared reduction."""
-
-    def discard(self) -> None:
-        """Drop the logical batch."""
-
-
 OFF = Proof(is_on=False)
 
 
@@ -472,85 +420,60 @@ class _Idle:
                 self.use(gate, position, (grad,))
 
 
-class ComparedBackward:
-    """Watches the ordinary backward, and compares its rows with those of the weighted one."""
+class ComparedBackward(BackwardRows):
+    """Watches the ordinary backward, and compares its rows with those of an earlier one.
+
+    Args:
+        proof: of the model.
+        before: the backward of the losses of some samples, or of an altered microbatch.
+        kept: `[B]`, bool: samples whose rows must be the same.
+        text: the message where they are not, to be formatted with the layer.
+        refused: called with the message.
+    """
 
     def __init__(
         self,
         proof: Proof,
-        weighted: BackwardRows,
+        before: BackwardRows,
         kept: Tensor,
         text: str = _OTHERS,
         refused: Callable[[str], object] = lambda text: None,
     ) -> None:
+        super().__init__(torch.ones_like(kept), before.real, rounds=before.rounds)
         self._proof = proof
+        self._before = before
+        self._kept = kept
         self._text = text
         self._refused = refused
-        self._weighted = weighted
-        self._kept = kept
-        self._counts: dict[Slot, int] = {}
-        self._proven: dict[Slot, bool] = {}
-        self._refusal: str | None = None
-        self._counted = False
-        # Rows that are not of the batch are refused elsewhere.
-        self._is_foreign = False
-
-    def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        self._see(gate, position, gate.by_sample(rows[0]))
-
-    def _see(self, gate: WatchedGate, position: int, rows: Tensor) -> None:
-        slot, layer = (gate.index, position), gate.layer_of(position)
-        number = self._counts.get(slot, 0)
-        self._counts[slot] = number + 1
-        weighted = self._weighted
-        expected = weighted.uses.get(slot, [])
-        use = weighted.summarize(rows)
-        if use is None:
-            self._is_foreign = True
-            return
-        if number >= len(expected):
-            self._refuse(_COUNTS, layer)
-            return
-        live, included = self._kept, ~weighted.left_out
-        apart = differing(
-            expected[number].summaries, use.summaries, tolerance(weighted.dtypes)
-        ).cpu()
-        if bool((live & apart & included).any()):
-            self._refuse(self._text, layer)
-        both = (live & use.nonzero & included).any()
-        if len(live) > 1:
-            both &= (~live & use.nonzero & included).any()
-        self._proven[slot] = self._proven.get(slot, True) and bool(both)
+        self._is_counted = False
+        proof._mode.uses.woken = False
+        proof._mode.uses.record(before.uses)
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        for position, grad in enumerate(grads):
-            if grad is not None and gate.is_dense(position):
-                self._see(gate, position, grad)
-        if self._is_foreign:
+        super().gate(gate, grads)
+        if self.is_foreign:
             return
-        found = []
-        for position in range(gate.size):
-            slot = (gate.index, position)
-            uses = self._weighted.uses.get(slot, [])
-            if self._counts.get(slot, 0) != len(uses):
-                self._refuse(_COUNTS, gate.layer_of(position))
-            found.append(0 if slot not in self._proven else 1 + self._proven[slot])
+        refusal = changed_use(self._before, self, self._kept, self._text, gate.index)
         try:
-            self._proof.refuse(self._refusal)
+            self._proof.refuse(refusal)
         except PrivateRefusal as error:
             # A loop that catches the error meets it again.
             self._refused(str(error))
             raise
-        weights, included = self._kept, self._weighted.real & ~self._weighted.left_out
-        both = bool((weights & included).any())
-        if len(weights) > 1:
-            both = both and bool((~weights & included).any())
-        samples = 0 if self._counted or not both else int(included.sum())
-        self._counted = True
+        included = self.real & ~self.left_out & ~self._before.left_out
+        samples = int(included.sum()) if self._shows(included) and not self._is_counted else 0
+        self._is_counted = True
+        found = []
+        for position in range(gate.size):
+            uses = self.uses.get((gate.index, position), [])
+            shown = all(self._shows(use.nonzero & included) for use in uses)
+            found.append(1 + shown if uses else 0)
         self._proof._record_uses(gate, samples, found)
 
-    def _refuse(self, text: str, layer: str) -> None:
-        self._refusal = self._refusal or text.format(layer=layer)
+    def _shows(self, rows: Tensor) -> bool:
+        """Whether some of these rows `[B]` must be the same, and others need not."""
+        kept, others = rows & self._kept, rows & ~self._kept
+        return bool(kept.any()) and (len(rows) == 1 or bool(others.any()))
 
 
 class _Crossing(torch.autograd.Function):
@@ -582,20 +505,11 @@ def _secret() -> int:
     return int.from_bytes(os.urandom(32), "little")
 
 
-def _weights(real: np.ndarray, rng: np.random.Generator, largest: Sequence[int]) -> np.ndarray:
-    """Secret weights `[B]`, 0 or 1, half each; each at least once where 2 or more rows are real.
-
-    The samples with the largest losses have weight 0: one of them may set a scale of the batch.
-    """
-    while True:
-        weights = rng.integers(0, 2, len(real))
-        weights[list(largest)] = 0
-        if real.sum() < 2 or 0 < weights[real].sum() < real.sum():
-            return weights
-
-
 def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], real: Tensor) -> list[int]:
-    """The few real rows with the largest losses, or products of outputs and gradients."""
+    """The few real rows with the largest losses, or products of outputs and gradients.
+
+    One of them may set a scale of the batch.
+    """
     sizes = torch.zeros(len(real), dtype=torch.float64)
     for x, seed in zip(outputs, seeds, strict=True):
         products = x.detach().double() * seed.double()

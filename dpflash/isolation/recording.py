@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .backward_rows import BackwardRows
@@ -20,6 +21,8 @@ class Recording:
         batch: digests `[U]` of the tensors of a batch that is taken apart.
         losses: `[U]`, or a scalar; None before the backward.
         backward: sees the per-sample gradients; None where there was no backward.
+        rows: see the gradients of each sample of a batch that is taken apart; None for one whose
+            backward could not run.
     """
 
     def __init__(self, real: Tensor, *, has_rows: bool) -> None:
@@ -28,6 +31,7 @@ class Recording:
         self.losses: Tensor | None = None
         self.batch: list[Tensor] = []
         self.backward: BackwardRows | None = None
+        self.rows: list[BackwardRows | None] = []
         self._real = real
 
     @property
@@ -35,9 +39,9 @@ class Recording:
         """Whether there was a backward."""
         return self.losses is not None or (self.backward is not None and bool(self.backward.uses))
 
-    def take_losses_alone(self, batch: list[Tensor]) -> None:
+    def take_apart(self, batch: list[Tensor]) -> None:
         """Losses are computed one sample at a time, of rows with these digests."""
-        self.has_rows, self.backward, self.batch = False, None, batch
+        self.has_rows, self.backward, self.batch, self.rows = False, None, batch, []
 
     def hold(self, losses: Tensor) -> None:
         """Record the losses."""
@@ -47,6 +51,17 @@ class Recording:
         """See a backward."""
         self.backward = BackwardRows(self._real | ~self._real, self._real)
         return self.backward
+
+    def watch_row(self) -> BackwardRows:
+        """See the backward of one more sample of a batch that is taken apart.
+
+        It may round in another way than later: a recurrent layer pads a sample to the longest one
+        that it had so far.
+        """
+        one = torch.ones(1, dtype=torch.bool)
+        watch = BackwardRows(one, one, rounds=True)
+        self.rows.append(watch)
+        return watch
 
     def drop_backward(self) -> None:
         """The backward could not run."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..packing import Units
 from ..verification.nested import tensors_of
 from .labels import ReplacedLabels
 
@@ -65,36 +66,46 @@ class Schedule:
     def is_due(self, microbatch: int) -> bool:
         """Whether to try this microbatch, the same on all ranks; the first one begins a draw."""
         self._draws += not microbatch
-        due = self._draws <= self._all_tried or self._draws & (self._draws - 1) == 0
-        due &= self._draws <= _LAST_TRIED or self._has_shapes or self._labels is None
+        due = self._is_tried(self._draws)
         self.trials += due and not microbatch
         self._is_skipped = due and not (torch.is_grad_enabled() or self._ignores_grad)
         return due and not self._is_skipped
 
-    def is_new(self, batch: Any, real: Tensor) -> bool:
+    @property
+    def is_near(self) -> bool:
+        """Whether microbatches of the draw under way, or of the next one, are tried."""
+        return self._is_tried(self._draws) or self._is_tried(self._draws + 1)
+
+    def _is_tried(self, draw: int) -> bool:
+        often = draw <= self._all_tried or draw & (draw - 1) == 0
+        return often and (draw <= _LAST_TRIED or self._has_shapes or self._labels is None)
+
+    def is_new(self, batch: Any, real: Tensor, units: Units | None) -> bool:
         """Whether to try a microbatch that is not due, for a label that was not tried so far.
 
         Args:
             batch: the microbatch.
             real: `[U]`, bool: its samples that are not padding.
+            units: the samples where they are no rows of the batch.
         """
         shapes = [x.shape for _, x in tensors_of(batch)]
         self._shapes = shapes if self._shapes is None else self._shapes
         self._has_shapes |= shapes != self._shapes
         if self._labels is None or len(real) < 2 or not torch.is_grad_enabled():
             return False
-        return self._labels.has_new(batch, real)
+        return self._labels.has_new(batch, real, units)
 
-    def note(self, batch: Any, kept: Tensor, real: Tensor) -> None:
+    def note(self, batch: Any, kept: Tensor, real: Tensor, units: Units | None) -> None:
         """Note a microbatch that is tried.
 
         Args:
             batch: as it was.
             kept: `[U]`, bool: samples that are not replaced.
             real: `[U]`, bool: samples that are not padding.
+            units: the samples where they are no rows of the batch.
         """
         if self._labels is not None:
-            self._labels.note(batch, kept, real)
+            self._labels.note(batch, kept, real, units)
 
     def begin_backward(self) -> bool:
         """Whether a microbatch that was fetched under no_grad is trained on; others are tried."""

@@ -19,7 +19,9 @@ from ..refusal import UNTESTED
 from ..verification.attributes import OwnAttributes
 from . import alteration
 from .alteration import Alteration
+from .backward_rows import BackwardRows
 from .comparison import changed_losses, changed_rows, mixed, reached
+from .copies import copied
 from .declared_reduction import REMEDY
 from .forward_rows import ForwardRows
 from .recording import Recording
@@ -102,10 +104,9 @@ class Trial:
         self.schedule = schedule
         self._alteration: Alteration | None = None
         self._of_altered: OwnAttributes | None = None
-        self._calls = 0
+        self._calls = self._row = 0
         self._before: Any = None  # The microbatch before this one, where each has one sample.
         self._number = -1
-        self._roots: Tensor | None = None
         self._refused: str | None = None
 
     def is_due(self, microbatch: int) -> bool:
@@ -146,16 +147,14 @@ class Trial:
             seed: a secret one, the same on all ranks that hold parts of these samples.
         """
         if isinstance(batch, PackedBatch):
-            lengths = [end - start for start, end in batch.units.spans]
-            self._roots = torch.tensor(lengths).sqrt()
-            real = torch.tensor(lengths) > 0
+            real = torch.tensor([start < end for start, end in batch.units.spans])
         if alteration.is_single(batch, size):
             # What model and loop keep of a sample must not reach the one after the next.
             self._number += 1
             before = self._before if self._number % 2 else None
             one = torch.ones(size, dtype=torch.bool) if real is None else real
             self._alteration = alteration.of_one(batch, before, one)
-            self._before = alteration.copied(batch)
+            self._before = copied(batch)
         elif isinstance(batch, PackedBatch):
             self._alteration = alteration.of_documents(batch, self.schedule.trials)
         else:
@@ -167,7 +166,7 @@ class Trial:
             return None
         self.is_impossible = False
         self.real = torch.ones(size, dtype=torch.bool) if real is None else real
-        self.schedule.note(batch, self._alteration.kept, self.real)
+        self.schedule.note(batch, self._alteration.kept, self.real, units)
         self.sandbox.enter(self._of_altered)
         self.is_altered = True
         self.altered = Recording(self.real, has_rows=self.sees_rows)
@@ -193,7 +192,7 @@ class Trial:
         return True
 
     def take_by_sample(self) -> None:
-        """Losses are computed one row at a time, so they are all that is compared."""
+        """Losses are computed one row at a time, and so are gradients."""
         self.is_by_sample = True
 
     # Results
@@ -205,9 +204,9 @@ class Trial:
 
     @property
     def sees_rows(self) -> bool:
-        """Whether layers' inputs and gradients are compared too."""
+        """Whether layers' inputs are compared too, and gradients of the whole microbatch."""
         found = self._alteration
-        return found is not None and found.places and not self.is_by_sample
+        return found is not None and not self.is_by_sample
 
     def compares_gradients(self, *, is_alone: bool) -> bool:
         """Whether the backward is to be compared with that of the altered microbatch.
@@ -215,9 +214,20 @@ class Trial:
         Args:
             is_alone: whether other ranks need not compare too.
         """
-        if not self.sees_rows or self.altered is None or self.altered.backward is None:
-            return False
-        return not is_alone or bool(self.kept.any())
+        held = self.held_backward
+        return held is not None and (not is_alone or bool(held[1].any()))
+
+    @property
+    def held_backward(self) -> tuple[BackwardRows, Tensor] | None:
+        """(What the altered microbatch showed of this backward, `[B]`, bool: its kept samples)."""
+        found, altered = self._alteration, self.altered
+        if found is None or altered is None:
+            return None
+        if not self.is_by_sample:
+            return None if altered.backward is None else (altered.backward, found.kept)
+        row = slice(self._row, self._row + 1)
+        before = next(iter(altered.rows[row]), None)
+        return None if before is None else (before, found.kept[row])
 
     @property
     def kept(self) -> Tensor:
@@ -280,16 +290,19 @@ class Trial:
         return _CHANGED if changed is None or bool((changed & self.kept).any()) else None
 
     def refusal_of(self, row: int, loss: Tensor) -> str | None:
-        """A message where the loss `[1]` of a kept row differs from the one that is held."""
+        """A message where the loss `[1]` of a kept row differs from the one that is held.
+
+        Its backward, which follows, is compared too.
+        """
+        self._row = row
         found, before = self._alteration, self._held
         if found is None or self.is_altered or not bool(found.kept[row]):
             return self._refused
         if before is None:
             return _CALLS
-        now = loss.detach()[0]
         # A recurrent layer pads a row to the longest one that it had so far.
-        same = torch.isclose(before[row], now, 16 * torch.finfo(now.dtype).eps, 0.0)
-        same |= ~(before[row].isfinite() | now.isfinite())
+        rounding = torch.finfo(loss.dtype).eps
+        same = not changed_losses(before[row : row + 1], loss, eps=rounding).any()
         if same:
             self.rows += 1
             self.has_compared, self._refused = self.rows >= _ENOUGH, None
@@ -302,15 +315,15 @@ class Trial:
     def refusal(self, losses: Tensor) -> str | None:
         """A message if losses `[U]` of the batch differ from those that are held."""
         found, altered, before = self._alteration, self.altered, self._held
-        if found is not None and found.places:
+        if found is not None:
             if before is None or altered is None or self._calls != len(altered.calls):
                 return _CALLS
         if found is None or before is None or not bool(found.kept.any()):
             return self._refused
         if not before.shape == losses.shape == found.kept.shape:
             return self._refused  # A scalar, or refused elsewhere.
-        if bool((changed_losses(before, losses, self._roots) & found.kept).any()):
-            return _CHANGED if found.places else _CHANGED_DOCUMENT
+        if bool((changed_losses(before, losses) & found.kept).any()):
+            return _CHANGED_DOCUMENT if found.of_documents else _CHANGED
         if self.schedule.has_begun:
             self.has_compared, self._refused = True, None
         return self._refused

@@ -25,16 +25,18 @@ from ..grad_rules import PrivateModule
 from ..grad_rules.base import CopiedPlain, plain_class
 from ..grad_rules.convert import plain_layers, refuse_compiled
 from ..grad_rules.experts import refuse_router_losses
+from ..isolation.alteration import kept_by, sources
 from ..isolation.backward_rows import allow_second_backwards
+from ..isolation.call import Call, LeftAlone, most_samples
 from ..isolation.comparison import kept, mixed, reached
-from ..isolation.declared_reduction import refuse_scalars
+from ..isolation.copies import copied
+from ..isolation.declared_reduction import exchanges, refuse_scalars
 from ..isolation.forward_rows import ForwardRows
 from ..isolation.padding import PaddingTrial
-from ..isolation.replacement import LeftAlone, Replacement, most_samples, own_copies
 from ..privacy.seeds import SecretMasks
 from ..random_state import RandomState
 from ..refusal import PrivateRefusal, PrivateWarning
-from ..sampling.row_order import RowOrder
+from ..sampling.seen_batches import SeenBatches
 from ..verification.attributes import OwnAttributes
 from ..verification.nested import map_tensors, tensors_of
 from ..verification.second_order import refuse_transforms
@@ -70,7 +72,7 @@ class ForwardWrapper:
         optimization: Optimization,
         unchanged: Unchanged | None = None,
         masks: SecretMasks | None = None,
-        order: RowOrder | None = None,
+        seen: SeenBatches | None = None,
         uncovered: Uncovered | None = None,
     ):
         self.optimization = optimization
@@ -78,7 +80,7 @@ class ForwardWrapper:
         self._module = module
         self._backward = backward
         self._masks = masks
-        self._order = order
+        self._seen = seen
         self._uncovered = uncovered
         self._structure = self._restarts = 0
         self._left = LeftAlone()
@@ -154,9 +156,8 @@ class ForwardWrapper:
             self._watched(),
             self._seeded(),
         ):
-            if self._order is not None and torch.is_grad_enabled():
-                tracker = self._backward.step.tracker
-                self._order.check(tensors, is_released=tracker.current is None)
+            if self._seen is not None and torch.is_grad_enabled():
+                self._seen.check(tensors)
             if not outermost or not torch.is_grad_enabled() or module is not self._module:
                 return self._called(module, tensors, args, kwargs)
             units = self._backward.forward.units
@@ -192,15 +193,10 @@ class ForwardWrapper:
         backward, recording = self._backward, self._backward.recording
         if recording is not None and (not recording.has_rows or recording.had_backward):
             return self._called(module, tensors, args, kwargs)
-        backward.proof.begin_tried(new_pass=backward.forward.state.is_over)
-        rows = ForwardRows(compares=recording is not None, units=backward.forward.units)
-        backward.forward.record(rows)
-        try:
+        backward.proof.begin_forward(2, new_pass=backward.forward.state.is_over)
+        with self._recorded(tensors, compares=recording is not None) as rows:
             outputs = self._called(module, tensors, args, kwargs)
-        finally:
-            backward.forward.record(None)
-        rows.note_outputs(outputs)
-        rows.set_call(self._size_of_call(tensors), backward.forward.state.used)
+            rows.note_outputs(outputs)
         if recording is None:
             backward.compare(rows)
         else:
@@ -210,13 +206,9 @@ class ForwardWrapper:
     def _padded(
         self, padding: PaddingTrial, module: nn.Module, tensors: list[Tensor], *arguments: Any
     ) -> Any:
-        rows = ForwardRows(units=self._backward.forward.units)
         before = RandomState(self._parameter_device)
-        self._backward.forward.record(rows)
-        try:
+        with self._recorded(tensors) as rows:
             outputs = self._again(module, tensors, *arguments)
-        finally:
-            self._backward.forward.record(None)
         is_random = not RandomState(self._parameter_device).equals(before)
         padding.forward(rows.dtypes, is_random=is_random)
         return outputs
@@ -227,8 +219,8 @@ class ForwardWrapper:
         if self._uncovered is None:
             return nullcontext()
         own, is_foreign = tensors, self._backward.step.tracker.current is None
-        if self._order is not None and not is_foreign:
-            own = self._order.of_batch(tensors)
+        if self._seen is not None and not is_foreign:
+            own = self._seen.of_batch(tensors)
         return self._uncovered.call(tensors, own, is_compiled=self._compiles(module))
 
     def _restart_proof(self, structure: int) -> None:
@@ -259,15 +251,18 @@ class ForwardWrapper:
         before = _State(RandomState(self._parameter_device), contents, self._attributes())
         try:
             with self._backward.forward.aside():
-                self._compare_forwards(module, (args, kwargs), before)
+                run = functools.partial(self._repeated, module, before)
+                self._compare_forwards(run, (args, kwargs), before.attributes)
         finally:
             before.restore()
         return self._called(module, tensors, args, kwargs)
 
-    def _compare_forwards(self, module: nn.Module, arguments: Any, before: _State) -> None:
+    def _compare_forwards(
+        self, run: Callable[..., ForwardRows], arguments: Any, attributes: OwnAttributes
+    ) -> None:
         proof = self._backward.proof
         alone = proof.group is None
-        first = self._repeated(module, arguments, before, before.attributes, compares=True)
+        first = run(arguments, compares=True)
         size, layers = first.size, first.layers
         refusal = None if self.unchanged is None else self.unchanged.refusal()
         if alone and refusal is not None:
@@ -275,83 +270,77 @@ class ForwardWrapper:
             raise PrivateRefusal(refusal) from None
         if alone and size < 2:
             return
-        real = self._backward.step.rows.mask_of(size)
-        replacement = Replacement.drawn(arguments, size, real, first, proof.draw)
-        units = self._backward.forward.units
-        others, changed = replacement.applied(arguments, units)
-        samples = size if real is None else int(real.sum())
-        left = self._left.varying(arguments, size, units)
-        if alone and not changed:
-            self._warn_unreplaced(samples, changed, left)
+        real, units = self._backward.step.rows.mask_of(size), self._backward.forward.units
+        samples = [*range(size)] if real is None else real.nonzero().flatten().tolist()
+        call = Call(arguments, size, units)
+        left = self._left.varying(call)
+        if len(samples) > 1 and not (call.has_samples and left is None):
+            # With as many tokens as samples, single batches are ambiguous.
+            self._unreplaced += 1
+            if self._unreplaced == _CALLS_TO_WARN:
+                where = "" if left is None else f" (argument {left})"
+                warnings.warn(_UNREPLACED.format(where=where), PrivateWarning, stacklevel=7)
+        if alone and not call.has_samples:
             proof.forward_repeated(layers, 0)
             return
-        kept_by_first = self._attributes()
-        second = self._repeated(module, others, before, before.attributes)
-        refusal = refusal or mixed(first, second, replacement.unchanged)
-        if proof.is_any(replacement.has_exempt):
-            # That row's contents may be what is kept.
-            copies_of_one, _ = replacement.of_one().applied(arguments, units)
-            self._repeated(module, copies_of_one, before, before.attributes)
-        kept_by_second = self._attributes()
-        differing = kept_by_first.differing(kept_by_second)
+        kept_by_first, telling = self._attributes(), first.telling(samples)
+        source = proof.draw(lambda rng: sources(arguments, size, real, units, rng, telling))
+        unchanged, others = kept_by(source, real), call.altered(source)
+        second = run(others)
+        refusal = refusal or mixed(first, second, unchanged)
+        differing: list[str] = []
+        if proof.is_any(bool(attributes.differing(kept_by_first))):
+            # The contents of a sample that is not replaced may be what is kept.
+            run(call.of_one(source))
+            kept_by_second = self._attributes()
+            differing = kept_by_first.differing(kept_by_second)
         keeps = proof.is_any(bool(differing))
         if keeps:
-            third, fourth = (
-                self._repeated(module, others, before, attributes)
-                for attributes in (kept_by_first, kept_by_second)
-            )
+            third, fourth = (run(others, then) for then in (kept_by_first, kept_by_second))
             refusal = refusal or kept(third, fourth, size, differing)
         declared = self._backward.loss_reduction
         if declared is not None and proof.is_any(bool(first.scalars)):
-            scalars = [first.scalars]
-            for exchange in Replacement.exchanges(size):
-                batch, _ = exchange.applied(arguments)
-                rows = self._repeated(module, batch, before, before.attributes)
-                scalars.append(rows.scalars)
+            others_too = [run(call.altered(exchange)).scalars for exchange in exchanges(size)]
+            scalars = [first.scalars, *others_too]
             proof.note_scalars(refuse_scalars(scalars, declared))
-        seen = changed and left is None and reached(first, second, ~replacement.unchanged)
-        compared = samples if seen and samples > 1 else 0
-        if not seen:
-            self._warn_unreplaced(samples, changed, left)
+        seen = left is None and reached(first, second, ~unchanged)
+        compared = len(samples) if seen and len(samples) > 1 else 0
         try:
             proof.forward_repeated(layers, compared, refusal, keeps=keeps)
         except PrivateRefusal:
             self._backward.discard()
             raise
 
-    def _warn_unreplaced(self, samples: int, changed: bool | None, left: str | None) -> None:
-        """Warn once, at the third call with samples that could not be replaced by others."""
-        # With as many tokens as samples, single batches are ambiguous.
-        if samples > 1 and (changed is None or left is not None):
-            self._unreplaced += 1
-            if self._unreplaced == _CALLS_TO_WARN:
-                where = "" if left is None else f" (argument {left})"
-                warnings.warn(_UNREPLACED.format(where=where), PrivateWarning, stacklevel=8)
-
     def _repeated(
         self,
         module: nn.Module,
-        arguments: Any,
         state: _State,
-        attributes: OwnAttributes,
+        arguments: Any,
+        attributes: OwnAttributes | None = None,
         *,
         compares: bool = False,
     ) -> ForwardRows:
-        """The rows of a forward that begins in a state, with copies of these attributes."""
+        """The rows of a forward that begins in a state, with copies of its or other attributes."""
         state.restore()
-        attributes.restore_copies()
-        rows = ForwardRows(compares=compares, units=self._backward.forward.units)
-        args, kwargs = own_copies(arguments)
+        (attributes or state.attributes).restore_copies()
+        args, kwargs = copied(arguments)
         tensors = _tensors((args, kwargs))
         with self._backward.call(_first_dimensions(tensors)), self._watched(again=True):
-            self._backward.forward.record(rows)
-            try:
-                outputs = self._again(module, tensors, args, kwargs)
-            finally:
-                self._backward.forward.record(None)
-            rows.note_outputs(outputs)
-            rows.set_call(self._size_of_call(tensors), self._backward.forward.state.used)
+            with self._recorded(tensors, compares=compares) as rows:
+                rows.note_outputs(self._again(module, tensors, args, kwargs))
         return rows
+
+    @contextlib.contextmanager
+    def _recorded(self, tensors: list[Tensor], *, compares: bool = False) -> Iterator[ForwardRows]:
+        """The rows of the forward inside the block."""
+        forward = self._backward.forward
+        rows = ForwardRows(compares=compares, units=forward.units)
+        forward.record(rows)
+        try:
+            yield rows
+        finally:
+            forward.record(None)
+        rows.set_call(self._size_of_call(tensors), forward.state.used)
 
     def _attributes(self) -> OwnAttributes:
         return OwnAttributes(self._module.named_modules())
@@ -419,9 +408,9 @@ class ForwardWrapper:
         return _widened(outputs) if self.optimization.autocast else outputs
 
     def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._order is not None and not torch.compiler.is_compiling():
+        if self._seen is not None and not torch.compiler.is_compiling():
             with self._backward.step.noting_refusals():
-                self._order.refuse_private(_tensors((args, kwargs)))
+                self._seen.refuse_private(_tensors((args, kwargs)))
         # Of the inner model: the step averages gradients over the ranks.
         inner = module is self._module
         return self._eagerly(module, self._autocast_dtype(), args, kwargs, inner=inner)

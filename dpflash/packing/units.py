@@ -143,15 +143,15 @@ class Units:
     def padded(self, x: Tensor) -> Tensor:
         """`[U, L, ...]`: the entries of each unit of x `[n, ...]`, and zeros behind them."""
         spans = self.spans_of(len(x))
-        longest = max((end - start for start, end in spans), default=0)
+        longest = max([1, *(end - start for start, end in spans)])
         result = x.new_zeros(self.size, longest, *x.shape[1:])
         for unit, (start, end) in enumerate(spans):
             result[unit, : end - start] = x[start:end]
         return result
 
     def describes(self, x: Tensor) -> bool:
-        """Whether x `[*shape]` tells where units are, instead of what they hold."""
-        if x.is_floating_point() or tuple(x.shape) != self.shape:
+        """Whether x `[*shape]` tells where units of tokens are, instead of what they hold."""
+        if self.are_rows or x.is_floating_point() or tuple(x.shape) != self.shape:
             return False
         flat, index = x.detach().flatten().cpu(), self.index
         own = index < self.size
@@ -165,11 +165,6 @@ class Units:
             if not torch.equal(flat[start:end], expected.to(flat.dtype)):
                 return False
         return True
-
-    def exchanged(self, x: Tensor, source: Tensor) -> Tensor:
-        """Give units of x `[*shape, ...]` the contents of others, see `order_of`."""
-        flat = x.flatten(0, len(self.shape) - 1)
-        return flat[self.order_of(source).to(x.device)].view(x.shape)
 
     def order_of(self, source: Tensor) -> Tensor:
         """`[N]`, int64: the position whose contents each position gets.

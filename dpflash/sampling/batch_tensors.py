@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..verification.nested import parts_within
 
-_TEXTS = (str, bytes)
 _DEPTH = 8  # objects may hold each other
 _WIDE = {torch.float64: torch.float32, torch.int32: torch.int64, torch.int16: torch.int64}
 
@@ -37,17 +36,6 @@ def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     of_samples = [own for own in groups.values() if len(own) >= max(size, 2)]
     of_samples = [own for own in of_samples if any(len(x) != size for x in own)]
     return leaves + [pad_sequence(own, True) for own in of_samples]
-
-
-def text_numbers(batch: Any, depth: int = 0) -> Iterator[Tensor]:
-    """For each list of texts in a batch the numbers `[n]` that are equal where these are."""
-    if isinstance(batch, Tensor | np.ndarray) or depth == _DEPTH:
-        return
-    if isinstance(batch, list | tuple) and batch and all(isinstance(x, _TEXTS) for x in batch):
-        yield torch.tensor([hash(x) for x in batch])
-        return
-    for _, part in parts_within(batch):
-        yield from text_numbers(part, depth + 1)
 
 
 def _leaves(value: Any, depth: int = 0) -> Iterator[Tensor]:

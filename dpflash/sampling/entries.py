@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import NoneType
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, Subset
 from ..privacy.seeds import seed_reading
 from ..random_state import RandomState, random_state_kept
 from ..refusal import PrivateRefusal
+from ..verification.digests import as_words
 from ..verification.nested import map_leaves, parts_of, parts_within
 from .row_order import SORTING, CollatedOrder
 
@@ -33,6 +34,10 @@ _FIELDS = 16
 # Objects inside of so many others are told apart by their types alone.
 _DEPTH = 6
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
+# So many batches of a DataLoader worker are also made without their longer entries, and for so
+# many of the lengths that vary.
+_SHORTENED = 32
+_VARIANTS = 3
 # So many samples show whether most are bad.
 _JUDGED = 64
 
@@ -137,11 +142,30 @@ def _reads_together(dataset: Any) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
+class Shorter(NamedTuple):
+    """A batch made again, with copies of a shorter entry in place of its longer ones.
+
+    Attributes:
+        batch: of as many rows, with less padding.
+        kept: for each row, whether it is of its own entry.
+    """
+
+    batch: Any
+    kept: list[bool]
+
+
 class Collated(NamedTuple):
-    """A batch, and the rows of it in which padding is in place of an entry."""
+    """A batch.
+
+    Attributes:
+        batch: what the function made.
+        bad: the rows in which padding is in place of an entry.
+        shorter: the batch without its longer entries, if there are some.
+    """
 
     batch: Any
     bad: Sequence[int] = ()
+    shorter: Sequence[Shorter] = ()
 
 
 class FittingCollate:
@@ -165,13 +189,16 @@ class FittingCollate:
         collate: the user's function.
         dataset: `ReadableEntries`, whose first entries are read before the first batch.
         has_public_length: whether all rows have one public length.
+        each: the number of rows of a unit, which are next to each other.
 
     Raises:
         PrivateRefusal: the function fails on entries each of which fits, or on the first ones, or
             the rows of a batch are in another order than its entries.
     """
 
-    def __init__(self, collate: Collate, dataset: Any, *, has_public_length: bool = False) -> None:
+    def __init__(
+        self, collate: Collate, dataset: Any, *, has_public_length: bool = False, each: int = 1
+    ) -> None:
         self.collate = collate
         self.dataset = dataset
         self._exact = has_public_length
@@ -181,6 +208,9 @@ class FittingCollate:
         self._error = ""
         self._uncopied: type | None = None
         self._order = CollatedOrder()
+        self._shortens = not has_public_length
+        self._left = _SHORTENED if self._shortens else 0
+        self._each = each
 
     def __call__(self, entries: list[Any] | Together) -> Collated:
         form = self._looked_up()
@@ -199,7 +229,7 @@ class FittingCollate:
             is_whole = is_whole and self._are_known(entries, items, form, by_index=by_index)
         if is_whole:
             self._refuse_moved(batch, items, indices, by_index=by_index)
-            return Collated(batch)
+            return Collated(batch, (), self._shortened(batch, items, form, by_index=by_index))
         if form is not None:
             form = self._current(form)
             if not by_index:
@@ -238,7 +268,64 @@ class FittingCollate:
             first = fit.index(True)
             own = [i if fits else indices[first] for i, fits in zip(indices, fit, strict=False)]
             self._refuse_moved(batch, chosen, own, by_index=by_index)
-        return Collated(batch, [row for row, fits in enumerate(fit) if not fits])
+        bad = [row for row, fits in enumerate(fit) if not fits]
+        return Collated(batch, bad, self._shortened(batch, chosen, form, by_index=by_index))
+
+    def _shortened(
+        self, batch: Any, items: list[Any], form: _Form | None, *, by_index: bool
+    ) -> tuple[Shorter, ...]:
+        """The batch of these entries, or of those of these indices, without the longer ones.
+
+        One for each length that varies; none where collating draws random numbers.
+        """
+        if form is None or len(items) < 2 or not self._may_shorten():
+            return ()
+        found = []
+        with random_state_kept():
+            before = RandomState()
+            alone = [self._made([item], by_index=by_index) for item in items]
+            for kept in self._kept_rows(alone):
+                first = kept.index(True)
+                chosen = [x if own else items[first] for x, own in zip(items, kept, strict=True)]
+                found.append(Shorter(self._made(chosen, by_index=by_index), kept))
+            again = self._made(items, by_index=by_index) if found else _FAILED
+            drew = not RandomState().equals(before)
+        if drew or again is _FAILED:
+            return ()
+        stable = _stable(batch, form.adopted(again))
+        return tuple(
+            Shorter(shorter, kept)
+            for own, kept in found
+            if own is not _FAILED
+            and (shorter := _with_places_of(batch, form.adopted(own), stable)) is not None
+        )
+
+    def shorten(self, on: bool) -> None:
+        """Whether batches are also made without their longer entries, from now on.
+
+        DataLoader workers do so with their first ones.
+        """
+        self._shortens = on
+
+    def _may_shorten(self) -> bool:
+        if torch.utils.data.get_worker_info() is None:
+            return self._shortens
+        self._left -= 1
+        return self._left >= 0
+
+    def _kept_rows(self, alone: list[Any]) -> list[list[bool]]:
+        """Which rows to keep, for each length that varies among batches of one entry each."""
+        if any(batch is _FAILED for batch in alone):
+            return []
+        shapes = [{n: x.shape for n, x in _numbers_of(batch)} for batch in alone]
+        kept: dict[tuple[bool, ...], None] = {}
+        for place in shapes[0]:
+            own = [found.get(place, ()) for found in shapes]
+            for lengths in zip(*own, strict=False):
+                rows = _longest_in_each(lengths, self._each)
+                most = min(sorted(rows)[(len(rows) - 1) // 2], max(rows) - 1)
+                kept[tuple(length <= most for length in rows)] = None
+        return [list(own) for own in kept if any(own)][:_VARIANTS]
 
     def _refuse_moved(
         self, batch: Any, items: list[Any], indices: list[int], *, by_index: bool
@@ -494,6 +581,42 @@ def _numbers_of(batch: Any, place: str = "", depth: int = 0) -> Iterator[tuple[s
     elif depth < _DEPTH:
         for name, part in parts_within(batch):
             yield from _numbers_of(part, place + name, depth + 1)
+
+
+def _longest_in_each(lengths: Sequence[int], each: int) -> list[int]:
+    """For each row the longest of the rows of its unit."""
+    parts = [max(lengths[i : i + each]) for i in range(0, len(lengths), each)]
+    return [length for length in parts for _ in range(each)][: len(lengths)]
+
+
+def _stable(batch: Any, again: Any) -> set[str]:
+    """The places with the same bits in two batches of the same entries."""
+    others = dict(_numbers_of(again))
+    return {n for n, x in _numbers_of(batch) if n in others and _is_same(x, others[n])}
+
+
+def _with_places_of(batch: Any, shorter: Any, stable: Collection[str]) -> Any | None:
+    """The shorter batch, with what is not stable (a counter, a time) from the batch.
+
+    None where that has another shape.
+    """
+    own, new = dict(_numbers_of(batch)), {}
+    for place, x in _numbers_of(shorter):
+        if place not in stable:
+            if place not in own or own[place].shape != x.shape:
+                return None
+            new[id(x)] = own[place]
+    return _replaced(shorter, new) if new else shorter
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    if type(x) is not type(y) or x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    if isinstance(x, np.ndarray):
+        return np.array_equal(x, y) if x.dtype.hasobject else x.tobytes() == y.tobytes()
+    if x.is_nested or y.is_nested or not x.numel():
+        return not x.numel()
+    return torch.equal(as_words(x.unsqueeze(0)), as_words(y.unsqueeze(0)))
 
 
 def _holds(dtype: Any, other: Any) -> bool:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..isolation.copies import copied
+from ..isolation.documents import moved
 from ..isolation.example import ExampleTrial
-from ..isolation.padding import PaddingTrial
+from ..isolation.padding import PaddingTrial, fuller_left_out
 from ..isolation.trial import Trial
 from ..packing import PackedBatch, Pairs
 from ..privacy.keys import Uncopied
@@ -25,13 +27,13 @@ from ..privacy.seeds import LoopSeeds, SeededIndices
 from ..refusal import PrivateRefusal
 from ..verification.nested import map_leaves
 from .collate import TriedCollate
-from .entries import BadShare, Collated, FittingCollate, ReadableEntries
+from .entries import BadShare, Collated, FittingCollate, ReadableEntries, Shorter
 from .lengths import Lengths, PadTo
 from .packed import DocumentsOf, PackedCollate, PackedSampler
 from .plan import SamplingPlan
 from .prepared import Prepared
-from .row_order import RowOrder
 from .samplers import DrawSampler, FixedSizeBatchSampler, PoissonBatchSampler, ShuffledBatchSampler
+from .seen_batches import SeenBatches
 from .slots import SlotSampler
 from .tracker import BatchMark, BatchTracker
 from .unit_slots import UnitSlots
@@ -71,7 +73,7 @@ class _CollateForOthers:
         self.blank = blank
 
     def __call__(self, samples: list[Any]) -> Any:
-        batch, bad = self.collate(samples or [self.dataset[0]])
+        batch, bad, _ = self.collate(samples or [self.dataset[0]])
         if samples and bad:
             raise PrivateRefusal(
                 "an entry of the dataset cannot be part of a batch, and a loader that iterates "
@@ -135,7 +137,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             the loader's own sizes.
         has_pairs: whether samples are pairs of rows, see `dpflash.packing.Pairs`.
         lengths: compares the shapes of its batches.
-        order: compares the rows that the model gets with those of its batches.
+        seen: recognises its batches where the model gets them.
         tracker: follows the loop over its batches.
         bad_entries: samples so far that could not be read or put into a batch, which a padding
             row replaced, and entries of the dataset without a unit. PRIVATE.
@@ -177,7 +179,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         if public_length is None and isinstance(loader.collate_fn, PadTo):
             public_length = loader.collate_fn.length
         self.lengths = Lengths(public_length)
-        self.order = RowOrder()
+        self.seen = SeenBatches()
         groups = plan.groups
         self.bad_entries = 0 if groups is None else groups.left_out
         self._bad_share = BadShare(1 if groups is None or groups.are_drawn else groups.limit)
@@ -221,12 +223,16 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         # DataLoader workers get their seeds from it, also in loaders that copy this one.
         options["generator"] = torch.Generator().manual_seed(self._seeds.of("workers"))
         collate, readable = loader.collate_fn, ReadableEntries(plan.dataset)
+        self._fitting: FittingCollate | None = None
         made: Callable[[list[Any]], Collated]
         if plan.packing is not None:
             made = PackedCollate(plan.packing)
         else:
             is_public = self.lengths.declared is not None
-            made = FittingCollate(collate, readable, has_public_length=is_public)
+            each = groups.limit if groups is not None and groups.are_drawn else 1
+            made = self._fitting = FittingCollate(
+                collate, readable, has_public_length=is_public, each=each
+            )
             if loader.num_workers:
                 made = TriedCollate(made, may_sort=self.slots is None)
         super().__init__(
@@ -273,9 +279,10 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     def is_real(self) -> Tensor:
         """`[B]`, bool: which rows of the current microbatch are samples. PRIVATE: keep it secret.
 
-        Of packed documents it is which documents there are, of pairs which pairs.
-
-        The losses of padding rows mean nothing: `losses[loader.is_real].mean()`.
+        Of packed documents it is which documents there are, of pairs which pairs. It is False
+        everywhere in a trial, so sum over it, `total += losses[loader.is_real].sum()`, and count
+        it, `count += loader.is_real.sum()`: a mean would be NaN. The losses of padding rows mean
+        nothing.
         """
         mark = self._current_mark()
         if mark.units is not None and mark.units.are_rows and not self.has_pairs:
@@ -314,7 +321,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
         self._seeds.forget()
         with self.tracker.noting_refusals():
-            with self.order.iterated():
+            with self.seen.iterated():
                 yield from self._observed(marked)
             self._seeds.end()
             self.tracker.end_epoch(self._mark)
@@ -329,7 +336,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                 rows, each, mark = batch, 1, mark.of_rows
             if not mark.is_trial:
                 self.lengths.observe(rows, mark.size * each)
-            self.order.observe(rows, mark, each)
+            self.seen.observe(rows, mark, each)
             epoch = self.tracker.epochs if self._draws is None else 0
             self._seeds.seed("loop", epoch, mark.draw, mark.microbatch)
             if self._padding is not None:
@@ -338,12 +345,17 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             if mark.last and not self.tracker.may_begin(False):
                 return
 
-    def _fetched(self) -> Iterator[Any]:
+    def _fetched(self) -> Iterator[Collated]:
         """What the DataLoader yields. Only a sampler of the user draws from its generators."""
         if self._draws is not None:
             self._seeds.begin()
-        batches = iter(self._padded)
-        while (batch := next(batches, None)) is not None:
+        batches, trial, fitting = iter(self._padded), self._trial, self._fitting
+        while True:
+            if fitting is not None:
+                is_near = trial is not None and trial.schedule.is_near
+                fitting.shorten(is_near and self.lengths.declared is None)
+            if (batch := next(batches, None)) is None:
+                return
             yield batch
             if self._draws is not None:
                 self._seeds.begin()
@@ -351,28 +363,30 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
         """Microbatches of draws, with their marks."""
         marks = None
-        for batch, bad in self._fetched():
+        for made in self._fetched():
             if marks is None:
                 marks, own = self._rows.marks, self.tracker.epochs
-            mark = self._without(bad, marks.popleft())
-            if isinstance(batch, PackedBatch):
-                mark = replace(mark, units=batch.units)
+            mark = self._without(made.bad, marks.popleft())
+            if isinstance(made.batch, PackedBatch):
+                mark = replace(mark, units=made.batch.units)
             elif self.has_pairs:
                 mark = replace(mark, units=Pairs.units(mark.size))
-            yield from self._tried(batch, mark, own)
+            yield from self._tried(made, mark, own)
 
-    def _tried(self, batch: Any, mark: BatchMark, epoch: int) -> Iterator[tuple[Any, BatchMark]]:
+    def _tried(
+        self, made: Collated, mark: BatchMark, epoch: int
+    ) -> Iterator[tuple[Any, BatchMark]]:
         """The microbatch; where it is tried, altered ones first, and the public example."""
-        trial = self._trial
+        trial, batch = self._trial, made.batch
         if trial is not None:
             trial.sandbox.end_microbatch()
         yield from self._example_tried(mark, epoch)
         is_due = trial is not None and trial.is_due(mark.microbatch)
         real = torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
-        is_new = trial is not None and trial.schedule.is_new(batch, real)
-        yield from self._tried_without_padding(batch, mark, epoch, is_due=is_due)
+        units = None if self.has_pairs else mark.units
+        is_new = trial is not None and trial.schedule.is_new(batch, real, units)
+        yield from self._tried_without_padding(made, mark, epoch, is_due=is_due)
         if trial is not None and (is_due or is_new):
-            units = None if self.has_pairs else mark.units
             seed = self._seeds.of("trial", epoch, mark.draw, mark.microbatch)
             altered = trial.begin(batch, mark.size, mark.real, units, seed=seed)
             if altered is not None:
@@ -400,18 +414,23 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             yield given.batch, own
 
     def _tried_without_padding(
-        self, batch: Any, mark: BatchMark, epoch: int, *, is_due: bool
+        self, made: Collated, mark: BatchMark, epoch: int, *, is_due: bool
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """What precedes a microbatch that is tried with less padding, one of a draw."""
+        """What precedes a microbatch that is tried with less padding, one of a draw.
+
+        Of packed documents it is tried with them elsewhere in their rows.
+        """
         padding = self._padding
-        if padding is None or mark.units is not None or self.lengths.declared is not None:
-            return
         begins = mark.microbatch == 0
-        runs = padding.runs(batch, mark.size, mark.real, begins_draw=begins, is_due=is_due)
-        for given in runs:
+        if padding is None or not padding.is_due(begins_draw=begins, is_tried=is_due):
+            return
+        shorter = [(own, self._kept_units(kept, mark)) for own, kept in self._shorter(made, mark)]
+        for given in padding.runs(made.batch, shorter):
             try:
                 # Another place, so that masks of the microbatch are those without these runs.
                 own = replace(mark.of_trial, microbatch=-2 - mark.microbatch)
+                if isinstance(given, PackedBatch):
+                    own = replace(own, units=given.units)
                 self.tracker.begin_microbatch(own, epoch)
                 padding.begin()
                 yield given, own
@@ -419,16 +438,37 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             finally:
                 padding.end(loop=False)
 
+    def _shorter(self, made: Collated, mark: BatchMark) -> Sequence[Shorter]:
+        """The batch without its longer samples, if lengths differ."""
+        if isinstance(made.batch, PackedBatch):
+            other = moved(made.batch) or copied(made.batch)
+            return [Shorter(other, [True] * mark.size)]
+        if self.has_pairs or made.shorter:
+            return made.shorter
+        rows = mark.of_rows
+        real = torch.ones(rows.size, dtype=torch.bool) if rows.real is None else rows.real
+        found = fuller_left_out(made.batch, real.tolist())
+        return () if found is None else [Shorter(*found)]
+
+    def _kept_units(self, rows: list[bool], mark: BatchMark) -> Tensor:
+        """`[U]`, bool: samples of which all rows are kept."""
+        index = torch.arange(mark.size) if mark.units is None else mark.units.index
+        if len(index) != len(rows):  # of pairs
+            index = torch.arange(mark.size)
+        lost = index[[not kept for kept in rows]]
+        kept = torch.bincount(lost, minlength=mark.size)[: mark.size] == 0
+        return kept if mark.real is None else kept & mark.real
+
     def _marked_epoch(self) -> Iterator[tuple[Any, BatchMark]]:
         """Batches of the loader's own epoch, with their marks."""
         remaining = len(self.dataset)  # type: ignore[arg-type]
-        for number, (batch, bad) in enumerate(self._fetched()):
+        for number, made in enumerate(self._fetched()):
             size = min(int(self.expected_batch_size), remaining)
             remaining -= size
             if not number:
                 own = self.tracker.epochs
-            mark = self._without(bad, BatchMark(number, size, True))
-            for given, its_mark in self._tried(batch, mark, own):
+            mark = self._without(made.bad, BatchMark(number, size, True))
+            for given, its_mark in self._tried(made, mark, own):
                 self.tracker.still_to_come(self.steps_per_epoch - number - 1)
                 yield given, its_mark
 

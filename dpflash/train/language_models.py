@@ -52,6 +52,7 @@ class ByteModel:
     """How a job reads documents, and builds, calls and writes a new `LongContextLM` on bytes."""
 
     token = "byte"
+    vocabulary = VOCAB_SIZE
     padding = DOCUMENT_START
     max_tokens: int | None = None
     released = WEIGHTS
@@ -117,10 +118,11 @@ class PretrainedModel:
             )
         if config.lora_rank is not None:
             require_peft(f"lora_rank={config.lora_rank}")
-        self._initial: nn.Module | None = load_model(config.model)
+        initial: Any = load_model(config.model)
+        self.vocabulary: int = initial.get_input_embeddings().num_embeddings
+        self._initial: nn.Module | None = initial
         self._tokenizer = load_tokenizer(config.tokenizer or config.model)
-        own: Any = self._initial.config
-        self.max_tokens: int | None = getattr(own, "max_position_embeddings", None)
+        self.max_tokens: int | None = getattr(initial.config, "max_position_embeddings", None)
         start = start_token(self._tokenizer)
         self.padding = 0 if start is None else start
 

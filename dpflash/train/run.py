@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from tqdm import tqdm
 
 from dpflash.accounting import PoissonGaussian, remaining_steps
@@ -36,6 +36,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
 from ..refusal import PrivateWarning
+from ..sampling import synthetic
 from .config import Corpus, TrainingConfig, TrainingState, noise_for
 from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, num_targets
 from .language_models import PRETRAINED, WEIGHTS, language_model
@@ -145,6 +146,7 @@ class TrainingRun:
             examples_per_unit=config.examples_per_unit,
             unit_name=None if corpus.train.owners is None else config.noun,
             public_length=None if config.pack else self.window_len,
+            example=self._example(),
         )
 
     @classmethod
@@ -530,6 +532,20 @@ class TrainingRun:
             model = self._lm.build()
         model = model.to(self.config.device)
         return self._team.split_context(model) if isinstance(model, LongContextLM) else model
+
+    def _example(self) -> Any:
+        """A made-up batch, the same on all ranks, that is tried before the first documents."""
+        if self.config.optimize == "aggressive":  # It would be compiled for this shape too.
+            return None
+        ranks = self._team.parallel.context_parallel
+        tokens, vocabulary = min(self.window_len, ranks * synthetic.TOKENS), self._lm.vocabulary
+        if self.pack is not None:
+            return synthetic.packing(tokens)(synthetic.documents(vocabulary, tokens))
+        made = synthetic.documents(vocabulary, tokens + 1)
+        documents = [own.numpy() for own in made]
+        key, padding = self.state.window_key, self._lm.padding
+        windows = TrainWindows(documents, tokens, key=key, padding=padding)
+        return default_collate([windows[number] for number in range(len(windows))])
 
     def _adam(self, model: nn.Module) -> torch.optim.Adam:
         assert self.config.learning_rate is not None

@@ -26,15 +26,16 @@ def row_digests(x: Tensor) -> Tensor:
 
     A row's 32-bit words are multiplied by secret random 64-bit numbers and added modulo 2^64. Two
     different rows of one shape and dtype have the same digest with probability below 2^-30,
-    for any two rows. -0.0 and 0.0 are different. Digests of one process are comparable, on all
-    its devices; those of two processes are not.
+    for any two rows. -0.0 and 0.0 are different. Zeros behind a row of 32-bit words, up to 2^23
+    of them, change nothing. Digests of one process are comparable, on all its devices; those of
+    two processes are not.
     """
     if not x.numel():
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
     words, table = as_words(x.detach()), _table(x.device)
     sums = _chunk_sums(words, table[0])
     for level in range(1, _LEVELS):
-        if sums.shape[1] == 1:
+        if level > 1 and sums.shape[1] == 1:
             break
         sums = _chunk_sums(sums.view(torch.int32), table[level])
     assert sums.shape[1] == 1
@@ -48,13 +49,13 @@ def is_deterministic(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def row_summaries(x: Tensor) -> Tensor:
+def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
     """Summaries of the rows of x `[B, ...]`, for `differing`.
 
-    Digests `[B, 1]`, int64, where the device is deterministic; else, fp64, each row's norm and
-    some projections on random signs.
+    Digests `[B, 1]`, int64, where the device is deterministic; else, or where a computation rounds
+    in another way when it is repeated, fp64, each row's norm and some projections on random signs.
     """
-    if is_deterministic(x.device):
+    if is_deterministic(x.device) and not rounds:
         return row_digests(x).unsqueeze(1)
     rows = x.detach().reshape(len(x), x.shape[1:].numel())
     generator = torch.Generator().manual_seed(int(_table(torch.device("cpu"))[0, 0]))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..distributed.collectives import exchanging, gather_rows
+from ..packing import Units
 from ..refusal import PrivateRefusal
 
 _T = TypeVar("_T")
@@ -44,8 +45,8 @@ class WatchedGate(Protocol):
     def layer_of(self, position: int) -> str:
         """Dotted name of the layer that holds one of its parameters."""
 
-    def by_sample(self, x: Tensor) -> Tensor:
-        """A tensor of a use with the samples first, `[B, ...]`."""
+    def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
+        """A tensor of a use `[B, ...]`; or `[n, ...]` with the entries of all units, and these."""
 
     def is_dense(self, position: int) -> bool:
         """Whether some use of a parameter returns its gradient to the handle."""

@@ -18,6 +18,7 @@ from dpflash.cli import main
 from dpflash.patterns import SlidingWindow
 from dpflash.privacy.ledger import Ledger
 from dpflash.train.config import Corpus, Parallelism, TrainingConfig
+from dpflash.train.language_models import ByteModel
 from dpflash.train.run import Interrupted, TrainingRun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -237,6 +238,24 @@ def test_the_seed_repeats_a_run_and_only_the_seed_does(data, tmp_path):
     assert same(runs["a"], runs["b"])
     assert not same(runs["a"], runs["c"])
     assert not same(runs["d"], runs["e"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"pack": True}], ids=["windows", "packed"])
+def test_a_model_that_mixes_documents_is_refused_before_the_first_step(
+    changes, data, tmp_path, monkeypatch
+):
+    name = "packed_losses" if changes else "losses"
+    own = getattr(ByteModel, name)
+
+    def divided(self, *inputs):
+        found = own(self, *inputs)
+        return found / found.detach().mean()
+
+    monkeypatch.setattr(ByteModel, name, divided)
+    run = TrainingRun.start(config(data, **changes), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"make_private\(example=...\): the .* of sample . is"):
+        run.run()
+    assert run.step == run.epsilon == 0
 
 
 def test_the_loss_falls_and_without_noise_there_is_no_epsilon(data, tmp_path):

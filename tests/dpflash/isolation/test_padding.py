@@ -68,7 +68,7 @@ class Text(nn.Module):
         return self.head((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
 
 
-def _train(kind, collate, losses_of=None, draws=False, **options):
+def _train(kind, collate, losses_of=None, draws=False, reads_first=False, cuts=False, **options):
     torch.manual_seed(1)
     model, engine = Text(kind), dpflash.PrivacyEngine(seed=2)
     model, optimizer, loader = engine.make_private(
@@ -77,7 +77,13 @@ def _train(kind, collate, losses_of=None, draws=False, **options):
         data_loader=DataLoader(_documents(), batch_size=20, collate_fn=collate),
         **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options},
     )
+    with torch.no_grad():
+        for _ in loader if reads_first else ():
+            pass
     for batch in loader:
+        if cuts:
+            longest = int(batch["mask"].sum(1).max())
+            batch |= {name: batch[name][:, :longest] for name in ("ids", "mask")}
         if draws:
             torch.rand(batch["ids"].shape)
         logits = model(batch["ids"], batch.get("mask"))
@@ -99,6 +105,60 @@ def _train(kind, collate, losses_of=None, draws=False, **options):
 def test_a_loss_that_changes_with_padding_is_refused(kind, collate):
     with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
         _train(kind, collate)
+
+
+@pytest.mark.parametrize("each", [1, 2, 8])
+def test_two_samples_are_enough(each):
+    users = {"unit_of": [i // each for i in range(200)], "examples_per_unit": each}
+    options = {"physical_batch_size": 2 * each, **(users if each > 1 else {})}
+    with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
+        _train("all", _padded, **options)
+
+
+def _with_a_counter(entries):
+    batch = _padded(entries)
+    _with_a_counter.batches = getattr(_with_a_counter, "batches", 0) + 1
+    return {**batch, "number": torch.tensor(_with_a_counter.batches)}
+
+
+def _with_gaps(entries):
+    return {**_padded(entries), "weights": torch.full((len(entries), 2), torch.nan)}
+
+
+def _of_two_lengths(entries):
+    """Short where the others are long: together all are as long."""
+    batch = _padded(entries)
+    others = pad_sequence([x.new_ones(2 * (LONGEST - len(x))) for x, _ in entries], True)
+    return {**batch, "others": others}
+
+
+@pytest.mark.parametrize("collate", [_with_a_counter, _with_gaps, _of_two_lengths])
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_a_loss_that_changes_with_padding_is_refused_whatever_else_a_batch_has(
+    collate, reads_first
+):
+    with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
+        _train("all", collate, reads_first=reads_first)
+
+
+def _of_one_length(entries):
+    batch = _padded(entries)
+    return {n: F.pad(x, (0, LONGEST - x.shape[1])) if x.ndim > 1 else x for n, x in batch.items()}
+
+
+def test_rows_of_one_length_that_a_loop_cuts_to_the_longest_are_padded_less():
+    with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
+        _train("all", _of_one_length, cuts=True, sampling="fixed_size")
+
+
+@pytest.mark.parametrize("own", [None, torch.Generator()])
+def test_of_random_entries_no_shorter_batch_is_made(own):
+    def masked(entries):
+        batch = _padded(entries)
+        hidden = torch.rand(batch["ids"].shape, generator=own) < 0.2
+        return {**batch, "ids": batch["ids"].masked_fill(hidden, 1)}
+
+    assert _train("masked", masked)[0].verified is True
 
 
 def test_a_loss_that_the_loop_takes_over_padding_is_refused():
@@ -126,7 +186,7 @@ def test_masked_padding_trains_with_the_same_bits_as_without_trials(kind, collat
     engine, tried = _train(kind, collate)
     _, untried = _train(kind, collate, verify_first_batch=False)
     assert engine.verified is True
-    assert engine._run.padding.has_compared is (kind in ("masked", "positions", "packed"))
+    assert engine._run.padding.has_compared is (kind != "noise")
     assert all(map(torch.equal, tried, untried))
 
 

@@ -15,7 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import dpflash
-from dpflash.isolation import proof, replacement
+from dpflash.isolation import copies, proof
+from dpflash.isolation.alteration import kept_by, sources
+from dpflash.isolation.call import Call
 from dpflash.nn import LongContextLM, MultiheadAttention
 from dpflash.optimize import wrapper as leveled
 from dpflash.verification import digests
@@ -623,15 +625,21 @@ def test_samples_that_are_not_finite_are_left_out_of_the_proof(value, kind, priv
     assert engine.diagnostics()["nonfinite_samples"] == 4
 
 
-def test_weights_are_zeros_and_ones_half_each_and_secret():
-    rng = np.random.default_rng(0)
-    two, many = (np.arange(8) < 2)[::-1], np.ones(64, dtype=bool)
-    assert all(sorted(proof._weights(two, rng, [])[two]) == [0, 1] for _ in range(20))
-    drawn = np.stack([proof._weights(many, rng, []) for _ in range(200)])
-    assert set(drawn.flatten()) == {0, 1} and 0.45 < drawn.mean() < 0.55
-    draw = proof.Proof().draw
-    source = np.stack([draw(lambda rng: proof._weights(many, rng, [])) for _ in range(2)])
-    assert not np.array_equal(*source)
+def test_a_secret_half_of_the_samples_is_kept():
+    draw, two = proof.Proof().draw, torch.arange(8) > 5
+    drawn = [draw(lambda rng: sources((), 8, two, None, rng)) for _ in range(20)]
+    assert all(sorted(kept_by(source, two)[two].tolist()) == [False, True] for source in drawn)
+    drawn = [draw(lambda rng: sources((), 64, None, None, rng)) for _ in range(200)]
+    kept = torch.stack([kept_by(source, None) for source in drawn])
+    assert (kept.sum(1) == 32).all() and (kept.sum(0) > 64).all() and (kept.sum(0) < 136).all()
+
+
+def test_the_longest_and_the_shortest_sample_are_kept_though_padding_repeats_them():
+    mask = torch.ones(8, 6).tril()[[4, 0, 4, 0, 1, 2, 3, 1]]
+    real = torch.arange(8) > 1
+    for seed in range(20):
+        kept = sources(mask, 8, real, None, np.random.default_rng(seed))
+        assert kept[2] == 2 and kept[3] == 3
 
 
 def test_the_forward_is_repeated_under_the_same_random_numbers_and_leaves_none_behind(private):
@@ -897,8 +905,10 @@ def test_a_list_that_keeps_the_proofs_forwards_is_refused_with_the_reason(privat
 
 
 def test_a_rank_without_samples_has_none_to_replace():
-    empty = replacement.Replacement(torch.empty(0, dtype=torch.int64))
-    assert len(empty.of_one().source) == 0
+    call = Call(((torch.empty(0, 3),), {}), 0, None)
+    source = sources((), 0, None, None, np.random.default_rng(0))
+    for (x,), _ in (call.altered(source), call.of_one(source)):
+        assert x.shape == (0, 3)
 
 
 class Odd(nn.Module):
@@ -1020,7 +1030,7 @@ def test_the_arguments_of_a_repeated_forward_lie_in_memory_as_the_first_ones_do(
     """Strides and alignment choose kernels, and whether a compiled model is compiled anew."""
     x = torch.arange(70.0).view(5, 14)
     for t in (x, x[:, 1:], x.t(), x[:1].expand(5, 14), x[:, :1].expand(5, 3), x[:0], x[:, 3:3]):
-        (copied,) = replacement.own_copies([t])
+        (copied,) = copies.copied([t])
         assert torch.equal(copied, t) and copied.stride() == t.stride()
         assert (copied.storage_offset() - t.storage_offset()) % 16 == 0
         assert not t.numel() or copied.data_ptr() != t.data_ptr()
@@ -1238,10 +1248,10 @@ REPLACED = {
     "objects": (lambda x: [Box(row) for row in x], lambda x: torch.stack([b.x for b in x])),
     "arrays": (lambda x: list(x.numpy()), lambda x: torch.stack([torch.tensor(a) for a in x])),
     "lists": (lambda x: x.tolist(), torch.tensor),
+    "sparse": (lambda x: x.to_sparse(), lambda x: x.to_dense()),
 }
 LEFT = {
     "flattened": (lambda x: x.repeat(2, 1), lambda x: x[:BATCH]),
-    "sparse": (lambda x: x.to_sparse(), lambda x: x.to_dense()),
     "object": (lambda x: Box(x), lambda x: x.x),
 }
 

@@ -507,10 +507,10 @@ def test_rows_of_batches_that_hold_no_tensors_are_refused_inside(kind, earlier):
     packed, taken = WITHOUT_TENSORS[kind]
     engine, model, _, loader = run(**ONE_PART)
     x = torch.randn_like(next(iter(loader))[0])  # Of no batch that held tensors.
-    loader.order.observe(packed(x), loader.tracker.current)
+    loader.seen.observe(packed(x), loader.tracker.current)
     held = taken(packed(x))
     if earlier:
-        loader.order.observe(packed(x + 1), loader.tracker.current)
+        loader.seen.observe(packed(x + 1), loader.tracker.current)
     with pytest.raises(dpflash.PrivateRefusal, match="rows of the private loader's batches"):
         with engine.public_data():
             model(torch.cat([PUBLIC[0], held[1:2]])).sum().backward()
@@ -520,7 +520,7 @@ def test_batches_of_which_nothing_is_recognised_are_warned_of_once():
     engine, model, _, loader = run(**ONE_PART)
     next(iter(loader))
     for batch in (["a text", "another one"], {"texts": [b""]}):
-        loader.order.observe(batch, loader.tracker.current)
+        loader.seen.observe(batch, loader.tracker.current)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             on_public(engine, model)
@@ -549,7 +549,7 @@ def test_rows_of_few_different_numbers_may_be_in_public_data_too():
     engine, model, _, loader = run(**ONE_PART)
     x, _ = next(iter(loader))
     x[:, :2] = 1.0  # 7 different ones are left
-    loader.order.observe((x,), loader.tracker.current)
+    loader.seen.observe((x,), loader.tracker.current)
     with engine.public_data():
         model(torch.cat([x, PUBLIC[0]])).sum().backward()
 

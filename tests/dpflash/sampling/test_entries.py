@@ -244,7 +244,7 @@ def test_whether_an_entry_fits_depends_on_no_entry_but_itself_while_the_first_ag
         fitting = FittingCollate(default_collate, ReadableEntries(entries))
         others = [short, good.double(), None]
         assert fitting.fit([good, good.bfloat16(), *others]) == [True] * 2 + [False] * 3
-        batch, rows = fitting([short, short])
+        batch, rows, _ = fitting([short, short])
         assert rows == [0, 1] and torch.equal(batch, torch.ones(2, 4))
         # Padded to the others' length it would pass.
         padding = functools.partial(pad_sequence, batch_first=True)
@@ -446,7 +446,7 @@ def test_an_integer_among_floats_is_one_of_them(kind, nest):
     integer, number = map(nest, INTEGERS[kind])
     fitting = FittingCollate(default_collate, ReadableEntries([number] * 7))
     for entries in ([integer, integer], [integer, number], [number, integer]):
-        batch, bad = fitting(entries)
+        batch, bad, _ = fitting(entries)
         (x,) = [x for _, x in tensors_of(batch)]
         wanted = [3.0 if entry is integer else 2.5 for entry in entries]
         assert not bad and x.is_floating_point() and x.flatten().tolist() == wanted

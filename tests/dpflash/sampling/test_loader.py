@@ -415,5 +415,5 @@ def test_a_loop_that_was_left_ends_quietly_at_the_exit_of_the_interpreter(monkey
     """The names of modules are gone when its iterator is closed there."""
     batches = iter(private_loader(torch.randn(20, 2)))
     next(batches)
-    monkeypatch.setattr("dpflash.sampling.row_order._iterated", None)
+    monkeypatch.setattr("dpflash.sampling.seen_batches._iterated", None)
     batches.close()

@@ -293,7 +293,7 @@ def test_engine_check_finds_mixing_in_a_dataclass():
     model = Taking(TAKEN["dataclass"], mixes=True)
     batch = COLLATED["dataclass"](ROWS[:6])
     report = dpflash.PrivacyEngine().check(model, batch, lambda m, b: m(b).square().sum(1))
-    assert "depends on other samples" in str(report) and "scaled by 8" in str(report)
+    assert "depends on other samples" in str(report)
     kept = Taking(TAKEN["dataclass"])
     report = dpflash.PrivacyEngine().check(kept, batch, lambda m, b: m(b).square().sum(1))
     assert not report.problems

@@ -1,0 +1,113 @@
+"""Checks that the model gives the same losses again, and takes batches of other sizes."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .report import ITSELF, LOSS_FN, Findings, error_text
+from .subject import Subject
+
+FIX_FIRST = "fix this first"
+_UNPACK = (
+    f"{FIX_FIRST}; pad_packed_sequence needs total_length=x.shape[1], or the longest sample of "
+    "the batch decides the length"
+)
+_RANDOM_REMEDY = (
+    "to run the skipped checks, draw random numbers such as timesteps and noise before the loss "
+    "function and pass them in the batch, or disable the randomness: dropout that a layer applies "
+    "inside of another operation (nn.LSTM) by dropout=0.0 or model.eval()"
+)
+_EMPTY_REMEDY = (
+    "the private loader needs nothing, because its batches are never empty; with "
+    "BatchMemoryManager skip the forward and backward with `if len(x):`, never optimizer.step()"
+)
+
+
+def check_state(subject: Subject, findings: Findings) -> bool:
+    """Report what a model keeps of a batch, and whether it is random.
+
+    Returns False if the losses are not repeatable with the same seed, or a batch raises.
+    """
+    first = subject.losses(subject.batch).detach()
+    left = subject.buffers()
+    written: dict[str, None] = {}
+    try:
+        for index in subject.indices:
+            subject.losses(subject.pick([index] * subject.size))
+            for name, value in subject.buffers().items():
+                if name not in left or not subject.close(left[name], value):
+                    written[name] = None
+    except Exception as error:
+        message = f"a batch of copies of one sample raised {error_text(error)}"
+        is_recurrent = any(isinstance(m, nn.RNNBase) for m in subject.model.modules())
+        findings.add("run", LOSS_FN, message, _UNPACK if is_recurrent else FIX_FIRST)
+        return False
+    again = subject.losses(subject.batch)
+    changed = subject.changed()
+    for name in changed:
+        findings.add(
+            "state",
+            name,
+            "the forward changes it, and state_dict() releases it, without noise",
+            "let the optimizer alone change parameters, and keep nothing of a batch in "
+            "state_dict() (metrics with persistent=False)",
+        )
+    if not dict(subject.model.named_parameters()).keys().isdisjoint(changed):
+        return False
+    if not subject.close(first, again):
+        findings.add(
+            "state",
+            ITSELF,
+            "a batch has other losses after another batch was processed: "
+            "the model keeps state outside of its buffers between calls",
+            "do not keep data of a batch between calls",
+        )
+        return False
+    for name in written:
+        # An unsupported module must be replaced anyway, with its buffers.
+        if (name.rpartition(".")[0] or ITSELF) not in findings.unsupported():
+            findings.add(
+                "state",
+                name,
+                "this buffer is computed from the samples of the batch: it affects later batches "
+                "and is in the state_dict, without noise",
+                "freeze it, or compute it from public data before training",
+            )
+    findings.checked.append("buffers after two different batches")
+    if subject.is_random:
+        findings.add(
+            "random",
+            ITSELF,
+            "the losses depend on the seed, even without dropout layers; samples are "
+            "compared at the same index in batches of the same size only",
+            _RANDOM_REMEDY,
+            "warning",
+        )
+        findings.not_checked.append("samples alone or at another index: the model is random")
+    return True
+
+
+def check_sizes(subject: Subject, findings: Findings) -> list[int]:
+    """The sizes that the model takes, of B, B - 1 and 1; reports others, and an empty batch."""
+    taken = [subject.size]
+    findings.checked.append("an empty batch")
+    for size in sorted({subject.size - 1, 1, 0}, reverse=True):
+        expected = subject.losses_shape(size)
+        try:
+            shape = tuple(subject.losses(subject.pick(range(size))).shape)
+            found = "" if shape == expected else f"have losses of shape {shape}, not {expected}"
+        except Exception as error:
+            found = f"raise {error_text(error)}"
+        if not found:
+            taken += [size] if size else []
+        elif size:
+            findings.add(
+                "batch_size",
+                LOSS_FN,
+                f"{size} sample(s) alone {found}",
+                "private training varies the batch size: make the model independent of it",
+            )
+        else:
+            message = f"the samples of an empty batch {found}"
+            findings.add("empty_batch", LOSS_FN, message, _EMPTY_REMEDY, "warning")
+    return taken

@@ -1,0 +1,131 @@
+"""Call: the arguments of a call of the model, in which samples get the contents of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from numbers import Number
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..packing import Units
+from ..verification.digests import row_digests
+from ..verification.nested import leaves_of, parts_within, tensors_of
+from .rows import exchanged
+
+_SETTINGS = (Number, NoneType, Enum, slice, range, torch.dtype, torch.device)
+_DEPTH = 8  # objects may hold each other
+
+
+class Call:
+    """The arguments of a call of the model.
+
+    Args:
+        arguments: (args, kwargs); not changed.
+        size: U.
+        units: the samples where they are no rows.
+
+    Attributes:
+        has_samples: whether some can be replaced. With as many tokens as samples a table of
+            positions looks like a batch, so then none can.
+    """
+
+    def __init__(self, arguments: Any, size: int, units: Units | None) -> None:
+        args, kwargs = arguments
+        self._named = {**dict(enumerate(args)), **kwargs}
+        self._positional = len(args)
+        self._units = units
+        self._size = size if units is None else units.positions
+        if units is None:
+            leaves = leaves_of(self._named, kinds=(Tensor, np.ndarray))
+            found = [x.shape[:2] for _, x in leaves if x.shape[:1] == (size,)]
+            if len(found) > 1 and (size, size) in found:
+                self._size = -1  # of nothing
+        self._lengths = set(_lengths(self._named, self._size))
+        self._rest, self.has_samples = self._exchanged([])
+
+    def altered(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(args, kwargs) in which each sample has the contents of source `[U]`."""
+        order = source if self._units is None else self._units.order_of(source)
+        named, _ = self._exchanged(order.tolist())
+        return tuple(named.pop(place) for place in range(self._positional)), named
+
+    def of_one(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All samples have the contents of the one that most have after `altered`."""
+        return self.altered(torch.full_like(source, int(source.bincount(minlength=1).argmax())))
+
+    def rest(self) -> Iterator[tuple[object, str, Any]]:
+        """(argument, place, leaf) of tensors and other contents in which no samples are replaced.
+
+        Integers that tell where packed documents begin are not among them.
+        """
+        for name, value in self._rest.items():
+            for place, leaf in _leaves_within(value):
+                is_integer = isinstance(leaf, Tensor) and not leaf.is_floating_point()
+                if not (is_integer and self._units is not None):
+                    yield name, place, leaf
+
+    def _exchanged(self, rows: list[int]) -> tuple[dict[Any, Any], bool]:
+        return exchanged(self._named, rows, self._size, units=self._units, lengths=self._lengths)
+
+
+class LeftAlone:
+    """Tracks arguments that no samples are replaced in: whether they are the same in all calls."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], object] = {}
+
+    def varying(self, call: Call) -> str | None:
+        """The first argument with contents that are not known to be the same in all calls."""
+        found = None
+        for name, place, leaf in call.rest():
+            key = (name, place, getattr(leaf, "shape", None))
+            known, now = self._known.get(key), _contents(leaf)
+            self._known[key] = now
+            if known is not now and not (isinstance(now, int | str | bytes) and known == now):
+                found = found or f"{name}"
+        return found
+
+
+def most_samples(args: Any, kwargs: Any) -> int:
+    """A bound on B in a call of a model, by its tensors and lists."""
+    values = (*args, *kwargs.values())
+    lists = [v for value in values for _, v in leaves_of(value, kinds=(list, tuple))]
+    dims = [t.shape[0] for _, t in tensors_of(values) if t.ndim]
+    return max([*map(len, lists), *dims], default=0)
+
+
+def _contents(leaf: Any) -> object:
+    """What is equal in two calls where a leaf's contents are; an object of others is itself."""
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+        return int(row_digests(leaf.unsqueeze(0)))
+    return hash(leaf.tobytes()) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _leaves_within(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """(place, leaf) for all leaves of any nesting, except numbers, settings and parameters."""
+    parts = () if isinstance(value, str | bytes) or depth == _DEPTH else [*parts_within(value)]
+    if isinstance(value, Tensor | np.ndarray):
+        is_setting = math.prod(value.shape) < 2 or isinstance(value, nn.Parameter)
+    else:
+        is_empty = isinstance(value, list | tuple | Mapping) and not value
+        is_setting = is_empty or isinstance(value, _SETTINGS) or callable(value)
+    if not parts and not is_setting:
+        yield place, value
+    for name, part in parts:
+        yield from _leaves_within(part, place + name, depth + 1)
+
+
+def _lengths(value: Any, size: int) -> Iterator[tuple[int, ...]]:
+    """The lengths of the samples in lists of as many, in each dimension."""
+    for _, found in leaves_of(value, kinds=(list, tuple)):
+        if len(found) == size and all(hasattr(x, "__len__") for x in found):
+            shapes = [x.shape if hasattr(x, "shape") else (len(x),) for x in found]
+            yield from zip(*shapes, strict=False)
+        for part in found:
+            yield from _lengths(part, size)

@@ -1,0 +1,216 @@
+"""SeenBatches: recognises the private loader's batches where the model is called with others."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..refusal import PrivateRefusal, PrivateWarning
+from ..verification.digests import row_digests
+from .batch_tensors import batch_tensors
+from .tracker import BatchMark
+
+# On a CPU all batches are looked at; on a GPU, where each look waits for it, so many.
+_LOOKED_AT = 8
+_REMEMBERED = 1 << 16
+# Rows of fewer numbers may occur in another batch by chance.
+_DISTINCTIVE = 8
+
+# Of the loaders that are iterated over now.
+_iterated: weakref.WeakSet[SeenBatches] = weakref.WeakSet()
+
+
+class SeenBatches:
+    """The batches that the loop has received of a private loader, by digests of their rows.
+
+    Padding rows are known by their position in the current batch. So the model may not get one of
+    another private loader, or one that this loader gave before. Whether rows are in the loader's
+    order is seen by trials, see `dpflash.isolation.trial`.
+    """
+
+    def __init__(self) -> None:
+        self._left = _LOOKED_AT
+        self._batch: list[_Rows] = []
+        self._tensors: list[Tensor] = []
+        self._is_trial = False
+        self._size: int | None = None
+        # Hashes of whole tensors in earlier batches, and of single rows.
+        self._past: OrderedDict[int, None] = OrderedDict()
+        self._past_rows: OrderedDict[int, None] = OrderedDict()
+        self._is_of_another = False
+        self._has_unknown = self._has_warned = False
+
+    @contextmanager
+    def iterated(self) -> Iterator[None]:
+        """The loop is inside of an epoch."""
+        # At the exit of the interpreter the name may be gone.
+        iterated = _iterated
+        iterated.add(self)
+        try:
+            yield
+        finally:
+            iterated.discard(self)
+
+    def refusal(self) -> str | None:
+        """Why the losses of the model's last call may not be released, or None."""
+        if not self._is_of_another:
+            return None
+        return (
+            "the model got the batch of another private loader: which of its rows are padding, "
+            "which repeats a sample, is unknown here. Give each private model a loop over its own "
+            "loader, or make one module of both"
+        )
+
+    def observe(self, batch: Any, mark: BatchMark, each: int = 1) -> None:
+        """Record a batch that the loop receives.
+
+        Args:
+            batch: with `[B each, ...]` where samples have several rows each.
+            mark: of B samples.
+            each: the number of rows of a sample.
+        """
+        for rows in self._batch:
+            if rows.is_distinctive:
+                if not self._is_trial:
+                    self._past[rows.hash] = None
+                self._past_rows.update((row, None) for row in rows.hashes)
+        for past in (self._past, self._past_rows):
+            while len(past) > _REMEMBERED:
+                past.popitem(last=False)
+        self._batch, self._size = [], None
+        self._is_trial = mark.is_trial
+        tensors = self._tensors = batch_tensors(batch, mark.size * each)
+        self._has_unknown = not tensors
+        if not self._is_checked(tensors):
+            return
+        self._left = max(0, self._left - 1)
+        self._batch = [_Rows(x) for x in tensors if _has_rows(x)]
+        if mark.real is None:
+            return
+        self._size = mark.size * each
+        for rows in self._batch:
+            self._past.pop(rows.hash, None)
+
+    def check(self, given: Sequence[Tensor]) -> None:
+        """Check the tensors with which the model is called.
+
+        Raises:
+            PrivateRefusal: one of them is of an earlier batch, and none of the current one.
+        """
+        others = {at for seen in _iterated for at in _storages(seen._tensors)}
+        others -= _storages(self._tensors)
+        self._is_of_another = bool(others) and not others.isdisjoint(_storages(given))
+        size = self._size
+        if size is None or not self._is_checked(given):
+            return
+        tensors = batch_tensors(list(given), size)
+        found = [_Rows(x) for x in tensors if _has_rows(x) and len(x) == size]
+        is_present = any(rows.hash == own.hash for rows in found for own in self._batch)
+        if not is_present and any(
+            rows.is_distinctive and rows.hash in self._past for rows in found
+        ):
+            raise PrivateRefusal(
+                "the model got a batch that the loader gave before the current one, so padding "
+                "rows could not be distinguished from samples and nothing was released: train on "
+                "each batch before you fetch the next one (no list of the private loader's "
+                "batches, and no prefetching around it; the DataLoader's num_workers= fetches "
+                "ahead)"
+            ) from None
+
+    def of_batch(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the model's arguments that are the batch's tensors, or may be made of them.
+
+        These are as many as the batch has: what comes beside them is of the loop.
+        """
+        left = Counter(x.shape[:2] for x in self._tensors)
+        left.subtract(x.shape[:2] for x in given)
+        own = _storages(self._tensors)
+        return [x for x in given if left[x.shape[:2]] >= 0 or not own.isdisjoint(_storages([x]))]
+
+    def refuse_private(self, given: Sequence[Tensor]) -> None:
+        """Check the tensors with which the model is called on public data.
+
+        Raises:
+            PrivateRefusal: a row of one of them, of at least 8 different numbers, is of the
+                private loader's last batch or of an earlier one.
+        """
+        if self._has_unknown and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "batches of the private loader hold no tensors, arrays or lists of numbers, so "
+                "their rows would not be recognised inside engine.public_data(): give it public "
+                "data alone",
+                PrivateWarning,
+                stacklevel=2,
+            )
+        found = self.drawn(given)
+        if found:
+            raise PrivateRefusal(
+                "the model got rows of the private loader's batches inside engine.public_data(), "
+                "where nothing protects them: give it public data alone",
+                rows=found,
+            ) from None
+
+    def drawn(self, given: Sequence[Tensor]) -> list[int]:
+        """Rows of some tensor that are of the loader's last batches. PRIVATE.
+
+        Rows of less than 8 different numbers show nothing, and neither do those that the loop
+        has changed.
+        """
+        own = {row for x in self._tensors if _has_rows(x) for row in _Rows(x).hashes}
+        found = set()
+        for x in given:
+            rows = _Rows(x) if _has_rows(x) else None
+            if rows is not None and rows.is_distinctive:
+                for i, row in enumerate(rows.hashes):
+                    if (row in own or row in self._past_rows) and _is_telling(x[i]):
+                        found.add(i)
+        return sorted(found)
+
+    def _is_checked(self, tensors: Sequence[Tensor]) -> bool:
+        return self._left > 0 or all(x.device.type == "cpu" for x in tensors)
+
+
+class _Rows:
+    """Digests of the rows of a tensor, on the CPU.
+
+    Attributes:
+        form: its shape and dtype.
+        hash: of form and digests.
+        hashes: the same of each row; of integers without the zeros that pad it to a length.
+        is_distinctive: whether another batch is unlikely to have the same tensor.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.form = x.shape, x.dtype
+        self.digests = row_digests(x).cpu()
+        self.hash = hash((self.form, *self.digests.tolist()))
+        self.is_distinctive = x[0].numel() >= _DISTINCTIVE and bool((x != x.reshape(-1)[0]).any())
+
+    @property
+    def hashes(self) -> list[int]:
+        shape, dtype = self.form
+        # Zeros at the end of a row add nothing to its digest.
+        is_text = len(shape) == 2 and not dtype.is_floating_point
+        form = (dtype,) if is_text else (shape[1:], dtype)
+        return [hash((form, row)) for row in self.digests.tolist()]
+
+
+def _storages(tensors: Sequence[Tensor]) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in tensors if _has_rows(x) and x.numel()}
+
+
+def _is_telling(x: Tensor) -> bool:
+    """Whether rows that are equal to it are hardly so by chance."""
+    return len(x.unique()) >= _DISTINCTIVE
+
+
+def _has_rows(x: Tensor) -> bool:
+    return bool(x.ndim) and x.layout == torch.strided and not x.is_nested and len(x) > 0
