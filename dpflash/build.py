@@ -6,7 +6,8 @@ import logging
 import math
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from .config import PerformanceConfig, PrivacyConfig, Settings
 from .distributed.mesh import Ranks
 from .distributed.validate import check_module, digests_of, require_same_data, synchronize_ranks
 from .grad_rules.convert import Layer, attach, check_model, make_groups
+from .grad_rules.embedding import padding_rows
 from .isolation.backward_rows import allow_second_backwards
 from .isolation.example import ExampleTrial, samples_in
 from .isolation.padding import PaddingTrial
@@ -122,7 +124,15 @@ def build(
                 "accountant=earlier.accountant",
                 stacklevel=7,
             )
-        return _check(given, settings, plan, keys, ranks)
+        found = _check(given, settings, plan, keys, ranks)
+        if _is_trained_on(data_loader.dataset, spending) and not releases:
+            warnings.warn(
+                "another PrivacyEngine trained on this dataset, and each engine's epsilon counts "
+                "its own releases alone: for people in both they add up. Use one engine, or pass "
+                "PrivacyEngine(ledger=...) to all of them, or accountant=earlier.accountant",
+                stacklevel=7,
+            )
+        return found
 
     checked = ranks.run_on_all("make_private", checks)
     trained, loader = checked.trained, checked.loader
@@ -147,6 +157,7 @@ def build(
         ),
         charge=Charge(spending, keys, plan, loader.tracker, ranks),
         kind_of_noise=RoundedGaussian(keys, trained),
+        padding_rows=padding_rows(module),
     )
     _warn_of_sizes(data_loader, plan)
     for parameter in trained:
@@ -158,7 +169,7 @@ def build(
         sandbox = Sandbox(module.named_modules(), unchanged.allowed_contents, optimizers)
         schedule = Schedule(
             loader.expected_batch_size,
-            shares=step.sums.is_sharded or ranks.context is not None,
+            has_ranks=ranks.everyone is not None,
             path=lambda: uncovered.path,
         )
         trial = Trial(sandbox, schedule)
@@ -202,6 +213,23 @@ def build(
         spending=spending,
         as_folder=as_folder,
     )
+
+
+# Of the engines that made loaders of a dataset: the first that released anything, and the last.
+_spendings: dict[int, tuple[ref[Any], list[Spending]]] = {}
+
+
+def _is_trained_on(dataset: Any, spending: Spending) -> bool:
+    """Whether another engine has released something, and this one, which follows, nothing yet."""
+    key = id(dataset)
+    try:
+        own = ref(dataset, lambda _: _spendings.pop(key, None))
+    except TypeError:  # a list
+        return False
+    _, before = _spendings.get(key, (own, []))
+    earlier = [known for known in before if not known.is_empty]
+    _spendings[key] = own, [*earlier[:1], spending]
+    return bool(earlier) and spending.is_empty
 
 
 def _devices_of(module: nn.Module) -> frozenset[torch.device]:

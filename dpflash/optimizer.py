@@ -13,6 +13,7 @@ from torch import nn
 from dpflash.kernels import refuse_capture
 
 from .privacy.keys import Uncopied
+from .sampling.other_steps import wrapped_optimizers
 from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
 from .step import CAPTURED, PrivateStep, Turns
 from .verification.settable import OnlySettable
@@ -96,6 +97,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self._releasing = self._is_closed = False
         self._is_resumed = _has_stepped(optimizer)
         self._guard = optimizer.register_step_pre_hook(self._refuse_other_steps)
+        wrapped_optimizers.add(optimizer)
 
     def _patch_step_function(self) -> None:
         """Keep PyTorch from wrapping `step` in the step hooks of the wrapped optimizer.
@@ -114,6 +116,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     def release_original(self) -> torch.optim.Optimizer:
         """Let the wrapped optimizer step by itself again, as engine.detach does."""
         self._guard.remove()
+        wrapped_optimizers.discard(self.original_optimizer)
         self._is_closed = True
         return self.original_optimizer
 

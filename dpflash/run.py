@@ -620,7 +620,7 @@ class Attachment:
     def give_back(self) -> None:
         """Make the model plain, drop an open batch, and refuse further releases."""
         run = self._run
-        run.step.discard()
+        run.loader.tracker.abandon()
         assert run.wrapper.unchanged is not None
         refusal = run.wrapper.unchanged.leaving()
         if refusal is not None:

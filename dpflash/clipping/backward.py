@@ -65,6 +65,7 @@ class PrivateBackward:
         forward: the forward whose gates the backward runs.
         statistics: how many samples were clipped.
         rules: what the gates share.
+        wants_trials: whether this rank did something new, which other ranks do not know yet.
         is_past_calls: whether the last losses were computed past the model's own call.
         attachment: what make_private put on the model, see `Attachment`.
     """
@@ -107,6 +108,7 @@ class PrivateBackward:
         self.trial: Trial | None = None
         self.padding: PaddingTrial | None = None
         self.example: ExampleTrial | None = None
+        self.wants_trials = False
         self._refusal = refusal
         self._task = -1
         self._is_called = self._has_warned = self.is_past_calls = False
@@ -166,7 +168,8 @@ class PrivateBackward:
         """No backward is under way, or an ordinary one begins."""
         trial, recording, watches = self.trial, self.recording, self.proof.resting
         if recording is not None:
-            self._run = BackwardRun("prove", (recording.backward or recording.watch(),))
+            watch = recording.backward if recording.had_backward else recording.watch()
+            self._run = BackwardRun("prove", () if watch is None else (watch,))
             return
         held = None if trial is None else trial.held_backward
         if trial is not None and held is not None and self.is_compared:
@@ -296,8 +299,12 @@ class PrivateBackward:
             refusal = self._refusal(losses, batch or self.forward.number, leading)
             refuse_together(refusal, group, "engine.backward")
         is_new = self.trial is not None and self.trial.has_new_path()
+        if not self.step.sums.is_sharded and ranks.data is not None:
+            self.wants_trials |= is_new
+            is_new = False
         if group is None:
-            self._try_next(is_new)
+            if is_new:
+                self.try_next()
             return twice, proving
         operation = "engine.backward"
         # With other modules, or another order, gradients of different parameters would be added.
@@ -310,13 +317,16 @@ class PrivateBackward:
         if group is ranks.context:
             same |= samples
         rows = agree(operation, same, group, extra=[int(twice), int(proving), int(is_new)])
-        self._try_next(any(row[2] for row in rows))
+        if any(row[2] for row in rows):
+            self.try_next()
         if group is not ranks.context:
             agree(operation, samples, ranks.context)
         return any(row[0] for row in rows), any(row[1] for row in rows)
 
-    def _try_next(self, is_new: bool) -> None:
-        if is_new and self.trial is not None:
+    def try_next(self) -> None:
+        """Try the next microbatches, as all ranks do."""
+        self.wants_trials = False
+        if self.trial is not None:
             self.trial.schedule.try_next()
 
     def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -73,9 +73,11 @@ class Ranks:
         """Whether this is global rank 0, which writes the ledger."""
         return collectives.rank_in(self.everyone) == 0
 
-    def agree(self, operation: str, values: Mapping[str, object]) -> None:
+    def agree(
+        self, operation: str, values: Mapping[str, object], extra: Sequence[int] = ()
+    ) -> list[list[int]]:
         """`collectives.agree` over all ranks."""
-        collectives.agree(operation, values, self.everyone)
+        return collectives.agree(operation, values, self.everyone, extra)
 
     def broadcast_from_first(self, value: bytes, operation: str) -> bytes:
         """Return rank 0's value on all ranks."""

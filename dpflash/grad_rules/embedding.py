@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dpflash.kernels import embedding_per_sample_grad
@@ -20,7 +20,9 @@ from ..clipping.forward import PrivateForward
 from ..clipping.planner import EmbeddingShape
 from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
-from .base import PrivateModule, Slot
+from .base import PrivateModule, Slot, plain_forward
+
+_LOOK_UP = nn.Embedding.forward
 
 
 def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -109,6 +111,19 @@ class Tables(TorchFunctionMode):
         indices, outside = inside(input, weight.shape[0])
         y = F.embedding(indices, weight, *args, **kwargs)
         return y if forward is None else nan_outside(y, outside, forward)
+
+
+def padding_rows(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The row of `padding_idx` of each table in a plain model, where no other layer uses it."""
+    uses: dict[nn.Parameter, set[int | None]] = {}
+    for module in model.modules():
+        row = None
+        if isinstance(module, nn.Embedding) and plain_forward(module) is _LOOK_UP:
+            row = module.padding_idx
+        for parameter in module.parameters(recurse=False):
+            uses.setdefault(parameter, set()).add(row)
+    rows = {parameter: next(iter(own)) for parameter, own in uses.items() if len(own) == 1}
+    return {parameter: row for parameter, row in rows.items() if row is not None}
 
 
 class FrozenTable(PrivateModule):

@@ -281,7 +281,10 @@ class PrivateOwner(PrivateModule):
         places = self._dpflash.places
         place = (str(structure), index) if is_positions else None
         if leaf.ndim and len(leaf) == batch_size and places.get(place) != "positions":
-            self._dpflash.check_batch(leaf)
+            # Where a batch needs no padding, transformers passes no mask. What a mask does is seen
+            # in the inputs of the layers behind it, in losses and in gradients.
+            if not _is_mask(leaf):
+                self._dpflash.check_batch(leaf)
             if place is not None and batch_size > 1:
                 places[place] = "batch"
             return 0
@@ -303,6 +306,11 @@ class PrivateOwner(PrivateModule):
                 batch_size=batch_size,
             ) from None
         return None
+
+
+def _is_mask(x: Tensor) -> bool:
+    """Whether it has the form of a mask, `[B, 1, T, S]`."""
+    return not x.requires_grad and x.ndim == 4 and x.shape[1] == 1
 
 
 def _is_empty_cache(x: Any) -> bool:

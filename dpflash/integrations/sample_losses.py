@@ -91,7 +91,19 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
             inputs["decoder_input_ids"] = make(labels=labels)
     outputs = model(**inputs)
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-    return loss(logits, labels), outputs
+    return loss(logits, _with_virtual_tokens(labels, logits, model)), outputs
+
+
+def _with_virtual_tokens(labels: Tensor, logits: Tensor, model: nn.Module) -> Tensor:
+    """Labels `[B, T]` behind those of PEFT's virtual tokens (prompt tuning), which are no targets.
+
+    The last virtual token predicts the first label, as in PEFT's own loss.
+    """
+    config: Any = getattr(model, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False) or labels.ndim != 2 or logits.ndim != 3:
+        return labels
+    # Prefix tuning has no logits of its virtual tokens.
+    return nn.functional.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)
 
 
 def packed_losses(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Any]:

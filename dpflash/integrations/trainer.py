@@ -397,7 +397,7 @@ class DPTrainer(Trainer):
     def _tried_example(self, loader: DataLoader) -> Any:
         """A synthetic batch, see `dpflash.sampling.synthetic`, or None where none can be made.
 
-        Nor is there one for a model that exchanges its own modules for such a batch.
+        None too where the model replaces modules of its own as it gets such a batch.
 
         Raises:
             ValueError: of its samples a loss is not the model's own, or another one in company.
@@ -561,9 +561,19 @@ class DPTrainer(Trainer):
     # Logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log what is public, and epsilon; the rest only with log_private_metrics."""
+        """Log what is public, and epsilon; the rest only with log_private_metrics.
+
+        The number of entries is public too: none is written where nothing public is left, nor
+        between the microbatches of a step, whose number is private.
+        """
         kept = self._public(logs)
-        if self._private_loader is not None and not any(k.startswith(_EVALUATIONS) for k in logs):
+        loader = self._private_loader
+        if not self._log_private_metrics:
+            is_inside = loader is not None and loader.tracker.is_inside
+            is_end = "train_runtime" in logs  # has no public key, and gets epsilon
+            if is_inside or not (kept or is_end):
+                return
+        if loader is not None and not any(k.startswith(_EVALUATIONS) for k in logs):
             kept["epsilon"] = self.get_epsilon()
         super().log(kept, start_time)
 

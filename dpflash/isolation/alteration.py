@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..packing import PackedBatch, Pairs, Units
+from ..packing import PackedBatch, Units
 from .copies import copied
 from .documents import with_changed_documents
-from .rows import entries_of, exchanged, rows_of, sample_of_rows
+from .rows import entries_of, exchanged, mask_sums, rows_of, sample_of_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Alteration:
     units: Units | None = None
 
     @property
-    def of_documents(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether samples are documents of a packed batch."""
         return self.units is not None and not self.units.are_rows
 
@@ -151,19 +151,9 @@ def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alter
 
 def _filled(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
     """The rows with the fewest entries in a mask, and with the most; none where all are equal."""
-    least: set[int] = set()
-    most: set[int] = set()
-    for _, x in entries_of(batch, size):
-        if x.ndim < 2 or not rows or not x.numel() or x.itemsize == 1 and x.is_floating_point():
-            continue
-        own = x.detach()[rows].reshape(len(rows), -1)
-        if bool(((own == 0) | (own == 1)).all()):
-            entries = own.sum(1, dtype=torch.float64)
-            if bool((entries == entries[0]).all()):
-                continue
-            least.add(rows[int(entries.argmin())])
-            most.add(rows[int(entries.argmax())])
-    return least, most
+    sums = [own[rows] for own in mask_sums(batch, size) if rows]
+    sums = [own for own in sums if bool((own != own[0]).any())]
+    return {rows[int(own.argmin())] for own in sums}, {rows[int(own.argmax())] for own in sums}
 
 
 def _telling(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
@@ -178,7 +168,7 @@ def _telling(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]
         if x.is_floating_point():
             sizes = own.abs().amax(1)
             extreme |= {rows[int(sizes.argmax())], rows[int(sizes.argmin())]}
-        elif own.shape[1] <= Pairs.ROWS:
-            _, kinds, counts = own.unique(return_inverse=True, return_counts=True)
-            rare |= {rows[int(i)] for i in (kinds == counts.argmin()).any(1).nonzero()}
+        elif own.shape[1] == 1:
+            _, kinds, counts = own[:, 0].unique(return_inverse=True, return_counts=True)
+            rare |= {rows[int(i)] for i in (kinds == counts.argmin()).nonzero()}
     return rare, extreme

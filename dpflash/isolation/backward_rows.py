@@ -84,6 +84,7 @@ class BackwardRows:
         layers: the names of the layers, of each parameter.
         refusal: names the layer nearest to the losses with a wrong nonzero row.
         is_foreign: whether some rows were of another batch, which is refused elsewhere.
+        has_met_gate: whether a gate ran, so that it was a backward of losses.
         left_out: `[B]`, samples with a row that is not finite; they are not compared.
         dtypes: of all rows.
     """
@@ -95,7 +96,7 @@ class BackwardRows:
         self.uses: dict[Slot, list[_Use]] = {}
         self.layers: dict[Slot, str] = {}
         self.refusal: str | None = None
-        self.is_foreign = False
+        self.is_foreign = self.has_met_gate = False
         self.left_out = torch.zeros_like(weights)
         self.dtypes: set[torch.dtype] = set()
         self._numbers = itertools.count()
@@ -105,6 +106,7 @@ class BackwardRows:
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """See the handles' gradients where gates run, as in a backward that the loop calls."""
+        self.has_met_gate = True
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
                 self._see((gate.index, position), gate.layer_of(position), grad)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..packing import Pairs, Units
+from ..packing import Units
 from .rows import entries_of, sample_of_rows
 
 # Integers of more kinds are numbers, not classes.
@@ -63,10 +63,10 @@ class ReplacedLabels:
 
 
 def _labels(batch: Any, included: Tensor, units: Units | None) -> Iterator[tuple[str, list[int]]]:
-    """(place, labels of the rows of the samples `included` `[U]`); a pair may have two."""
+    """(place, labels of the rows of the samples `included` `[U]`)."""
     sample_of = sample_of_rows(len(included), units)
     rows = torch.isin(sample_of, included.nonzero())
     for place, x in entries_of(batch, len(rows)):
         is_whole = not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
-        if is_whole and 0 < x.numel() <= Pairs.ROWS * len(rows):
+        if is_whole and 0 < x.numel() == len(rows):
             yield place, x.detach().cpu()[rows].flatten().tolist()

@@ -22,7 +22,7 @@ from ..refusal import UNTESTED
 from .comparison import changed_losses
 from .copies import copied
 from .dropout import WithoutDropout
-from .rows import entries_of, rows_of
+from .rows import mask_sums, rows_of
 from .sandbox import Sandbox
 
 _CHANGED = (
@@ -175,11 +175,8 @@ def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] 
         (batch, which rows are of their own sample); None where masks do not differ.
     """
     size, samples = len(rows), [row for row, is_sample in enumerate(rows) if is_sample]
-    for _, x in entries_of(batch, size):
-        is_mask = x.ndim > 1 and x.numel() and not (x.itemsize == 1 and x.is_floating_point())
-        if not is_mask or not samples or not bool(((x == 0) | (x == 1)).all()):
-            continue
-        filled = x.detach().reshape(size, -1).sum(1, dtype=torch.float64).tolist()
+    for sums in mask_sums(batch, size) if samples else ():
+        filled = sums.tolist()
         own = sorted(filled[row] for row in samples)
         most = min(own[(len(own) - 1) // 2], own[-1] - 1)
         kept = [filled[row] <= most and is_sample for row, is_sample in enumerate(rows)]

@@ -36,8 +36,9 @@ class Recording:
 
     @property
     def had_backward(self) -> bool:
-        """Whether there was a backward."""
-        return self.losses is not None or (self.backward is not None and bool(self.backward.uses))
+        """Whether there was a backward of losses, not only one for the gradient of the inputs."""
+        backward = self.backward
+        return self.losses is not None or (backward is not None and backward.has_met_gate)
 
     def take_apart(self, batch: list[Tensor]) -> None:
         """Losses are computed one sample at a time, of rows with these digests."""

@@ -27,6 +27,16 @@ def entries_of(batch: Any, size: int) -> Iterator[tuple[str, Tensor]]:
             yield place, x
 
 
+def mask_sums(batch: Any, size: int) -> Iterator[Tensor]:
+    """`[B]`, fp64: how many ones the rows of each mask in a batch have."""
+    for _, x in entries_of(batch, size):
+        # torch does not compare all numbers of 8 bits.
+        if x.ndim < 2 or not x.numel() or x.itemsize == 1 and x.is_floating_point():
+            continue
+        if bool(((x == 0) | (x == 1)).all()):
+            yield x.detach().reshape(size, -1).sum(1, dtype=torch.float64).cpu()
+
+
 def sample_of_rows(size: int, units: Units | None) -> Tensor:
     """`[N]`, int64: the sample of each row of a batch of U samples; U for rows of none.
 

@@ -65,16 +65,16 @@ class Sandbox:
         Args:
             attributes: what the modules are to find; copies of what they keep by default.
         """
-        behind = [] if self._after_forward is None else self._after_forward.changed()
-        self._after_forward = None
         held = self.attributes()
         self._generators = Generators()
         self._of_model = [held]
         if attributes is None:
             held.restore_copies()
         else:
+            behind, self._after_forward = self._after_forward, None
+            changed = [] if behind is None else behind.changed()
             attributes.restore()
-            for module, name, before, value in behind:
+            for module, name, before, value in changed:
                 if isinstance(value, _NUMBERS) and is_same(vars(module).get(name), before):
                     vars(module)[name] = value
             self._set_again()

@@ -32,8 +32,8 @@ class Schedule:
 
     Args:
         expected_batch_size: of a draw.
-        shares: whether other ranks run parts of its samples, or of the model, and must try the
-            same microbatches.
+        has_ranks: whether there are other ranks, which must try as many microbatches. Then no
+            labels are looked for, since each rank sees its own samples alone.
         path: returns the operations of the backward that is about to begin.
 
     Attributes:
@@ -44,13 +44,13 @@ class Schedule:
         self,
         expected_batch_size: float,
         *,
-        shares: bool,
+        has_ranks: bool,
         path: Callable[[], set[tuple[str, str]]],
     ) -> None:
         self.trials = -1
         self._draws = 0
         self._all_tried = max(_ALL_TRIED, -(-_ENOUGH // max(1, round(expected_batch_size))))
-        self._labels = None if shares else ReplacedLabels()
+        self._labels = None if has_ranks else ReplacedLabels()
         self._path = path
         self._tried_path: set[tuple[str, str]] = set()
         self._new_paths = 0

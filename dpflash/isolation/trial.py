@@ -35,8 +35,10 @@ _CHANGED = (
     "the loss of a sample changed as other samples of the batch were replaced, so nothing was "
     "released: it depends on them. The usual causes are a mean, a norm or a maximum over the "
     "batch in the loop or in the loss (normalized advantages, class weights, mixup, hard "
-    "negatives); something that the loop keeps of a microbatch for the next one (a queue of "
-    "embeddings, a running mean); a weight that the loop changes with each microbatch (count "
+    "negatives, one of several terms with reduction='mean', predictions [B, 1] against targets "
+    "[B]); something that the loop keeps of a microbatch for the next one (a queue of embeddings, "
+    "a running mean: to update it only where loader.is_last hides that from trials, and mends "
+    "nothing); a weight that the loop changes with each microbatch (count "
     "loader.releases instead); losses that are multiplied by loader.is_real (leave that out: "
     "padding counts for nothing); another batch that the loop fetches for each microbatch; an "
     "attribute of the model that it sets where loader.is_last (set it behind the step); and "
@@ -323,7 +325,7 @@ class Trial:
         if not before.shape == losses.shape == found.kept.shape:
             return self._refused  # A scalar, or refused elsewhere.
         if bool((changed_losses(before, losses) & found.kept).any()):
-            return _CHANGED_DOCUMENT if found.of_documents else _CHANGED
+            return _CHANGED_DOCUMENT if found.is_packed else _CHANGED
         if self.schedule.has_begun:
             self.has_compared, self._refused = True, None
         return self._refused

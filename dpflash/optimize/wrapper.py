@@ -208,7 +208,7 @@ class ForwardWrapper:
     ) -> Any:
         before = RandomState(self._parameter_device)
         with self._recorded(tensors) as rows:
-            outputs = self._again(module, tensors, *arguments)
+            outputs = self._called(module, tensors, *arguments)
         is_random = not RandomState(self._parameter_device).equals(before)
         padding.forward(rows.dtypes, is_random=is_random)
         return outputs

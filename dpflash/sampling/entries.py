@@ -208,8 +208,8 @@ class FittingCollate:
         self._error = ""
         self._uncopied: type | None = None
         self._order = CollatedOrder()
-        self._shortens = not has_public_length
-        self._left = _SHORTENED if self._shortens else 0
+        self._shortens = False
+        self._left = 0 if has_public_length else _SHORTENED
         self._each = each
 
     def __call__(self, entries: list[Any] | Together) -> Collated:

@@ -29,6 +29,7 @@ from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .entries import BadShare, Collated, FittingCollate, ReadableEntries, Shorter
 from .lengths import Lengths, PadTo
+from .other_steps import refusing_counted_steps
 from .packed import DocumentsOf, PackedCollate, PackedSampler
 from .plan import SamplingPlan
 from .prepared import Prepared
@@ -321,7 +322,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
         self._seeds.forget()
         with self.tracker.noting_refusals():
-            with self.seen.iterated():
+            with self.seen.iterated(), refusing_counted_steps(self.tracker):
                 yield from self._observed(marked)
             self._seeds.end()
             self.tracker.end_epoch(self._mark)
@@ -436,7 +437,9 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                 yield given, own
                 padding.end()
             finally:
-                padding.end(loop=False)
+                if padding.is_running:
+                    padding.end(loop=False)
+                    self.tracker.leave_trial()
 
     def _shorter(self, made: Collated, mark: BatchMark) -> Sequence[Shorter]:
         """The batch without its longer samples, if lengths differ."""

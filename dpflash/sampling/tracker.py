@@ -197,6 +197,7 @@ class BatchTracker:
         self._without_grad = False
         # Of the epoch: whether a batch had a backward, or was left without one under no_grad.
         self._is_trained = self._is_read = False
+        self._releases_before = 0  # when the epoch began
         self._still_to_come = 0
         # Stored after its release, since its rows may come back.
         self._last_yielded: BatchMark | None = None
@@ -300,6 +301,21 @@ class BatchTracker:
                 PrivateWarning,
                 stacklevel=3,
             )
+        elif (
+            self._is_trained
+            and self.current is not None
+            and self.current is not self._refused
+            and self.releases == self._releases_before
+        ):
+            warnings.warn(
+                "the loop left an epoch of the private loader before anything was released in it, "
+                "so it trained nothing: the first iterations are trials, and a release takes "
+                "several microbatches. Count loader.releases in place of iterations, and leave "
+                "`for batch in loader` where loader.is_last",
+                PrivateWarning,
+                stacklevel=3,
+            )
+        self._is_trained = False
         if self._batch is not None:
             self._batch.abandon()
 
@@ -308,6 +324,7 @@ class BatchTracker:
         self.abandon()
         self.current = self._last_yielded = None
         self._is_trained = self._is_read = False
+        self._releases_before = self.releases
         self.dropped()
         self.emitted.clear()
         self.epochs += 1

@@ -37,12 +37,14 @@ class Order(NamedTuple):
         noise_multiplier: standard deviation of its noise over the bound.
         bound: the most that one sample may change its sum, in L2.
         is_foreign: whether its batch is not of the private loader.
+        wants_trials: whether some rank wants the next microbatches tried.
     """
 
     event: Event | None
     noise_multiplier: float
     bound: float
     is_foreign: bool
+    wants_trials: bool
 
 
 class Admission:
@@ -63,12 +65,15 @@ class Admission:
         self._options = options
         self._charge = charge
 
-    def of_release(self, parameters: Sequence[nn.Parameter], *, signalled: bool) -> Order:
+    def of_release(
+        self, parameters: Sequence[nn.Parameter], *, signalled: bool, wants_trials: bool
+    ) -> Order:
         """Ask for the release of the logical batch.
 
         Args:
             parameters: those that it changes.
             signalled: whether another loader signalled that the logical batch ends here.
+            wants_trials: whether this rank wants the next microbatches tried.
 
         Raises:
             BudgetSpent: it does not fit into the budget.
@@ -86,11 +91,11 @@ class Admission:
         numbers = multiplier, bound, options.expected_batch_size, is_own
         # Public gradients are made until the release's step.
         release = dict(zip(_OF_A_RELEASE, numbers, strict=True))
-        self._require_agreement("a private batch", parameters, (), release)
+        wanted = self._require_agreement("a private batch", parameters, (), release, wants_trials)
         if not is_own:
             self._refuse_foreign(signalled)
         event = self._charge.admit(multiplier, is_foreign=not is_own)
-        return Order(event, multiplier, bound, not is_own)
+        return Order(event, multiplier, bound, not is_own, wanted)
 
     def of_step(
         self, kind: str, parameters: Sequence[nn.Parameter], public: Sequence[str]
@@ -121,12 +126,14 @@ class Admission:
         parameters: Sequence[nn.Parameter],
         public: Sequence[str],
         release: dict[str, Any],
-    ) -> None:
+        wants_trials: bool = False,
+    ) -> bool:
+        """Whether some rank wants trials, where all are about to make the same step."""
         ranks, tracker = self._sums.ranks, self._tracker
         if ranks.everyone is None:
-            return
+            return wants_trials
         mark = tracker.current
-        ranks.agree(
+        rows = ranks.agree(
             "optimizer.step()",
             {
                 "data of the step": kind,
@@ -136,4 +143,6 @@ class Admission:
                 "trained parameters": [self._sums.names[p] for p in parameters],
                 "parameters with a public gradient": public,
             },
+            [int(wants_trials)],
         )
+        return any(row[0] for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..distributed.fsdp import as_grad, is_sharded
+from ..distributed.fsdp import as_grad, is_sharded, local_rows
 from ..privacy.public_data import PublicGradients
 from ..refusal import PrivateRefusal
 
@@ -24,6 +24,7 @@ class Gradients:
         trained: the parameters with private gradients.
         names: dotted name of each parameter.
         public: gradients of public data, which reach parameters past their gates.
+        padding_rows: rows of tables that stay as they are, so that padding adds what it did.
     """
 
     def __init__(
@@ -31,10 +32,12 @@ class Gradients:
         trained: Sequence[nn.Parameter],
         names: dict[nn.Parameter, str],
         public: PublicGradients,
+        padding_rows: Mapping[nn.Parameter, int],
     ):
         self._trained = dict.fromkeys(trained)
         self._names = names
         self._public = public
+        self._padding_rows = padding_rows
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, dropping: Callable[[], AbstractContextManager[None]]) -> None:
@@ -58,9 +61,16 @@ class Gradients:
     def set(
         self, parameters: Sequence[nn.Parameter], totals: Sequence[Tensor], divisor: float
     ) -> None:
-        """Set `.grad` to the sums over the divisor, in tensors that nothing else holds."""
+        """Set `.grad` to the sums over the divisor, in tensors that nothing else holds.
+
+        Rows of padding get 0 in place of their noise.
+        """
         means = torch._foreach_div(list(totals), divisor) if totals else ()
         for parameter, mean in zip(parameters, means, strict=True):
+            if parameter in self._padding_rows:
+                first = local_rows(parameter)[0] if is_sharded(parameter) else 0
+                row = self._padding_rows[parameter] - first
+                mean[max(0, row) : max(0, row + 1)] = 0
             parameter.grad = as_grad(mean.to(parameter.dtype), parameter)
 
     def drop(self, parameters: Iterable[nn.Parameter] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -24,7 +24,16 @@ from .sums import ClippedSums
 
 
 class Clipper(Protocol):
-    """Clips gradients. The step reports where microbatches begin and logical batches end."""
+    """Clips gradients. The step reports where microbatches begin and logical batches end.
+
+    Attributes:
+        wants_trials: whether the next microbatches are to be tried, as soon as all ranks know.
+    """
+
+    wants_trials: bool
+
+    def try_next(self) -> None:
+        """Try the next microbatches, as all ranks do."""
 
     def begin_microbatch(self, samples: int, units: Units | None) -> None:
         """The loader yields a microbatch of so many samples, which are its rows or units."""
@@ -44,6 +53,7 @@ class OpenBatch:
         options: noise, bound and divisor of the next release.
         charge: pays for releases.
         kind_of_noise: makes the noise of each release.
+        padding_rows: see `Gradients`.
 
     Attributes:
         noise: of the release under way; None before it was charged and after it was made.
@@ -66,6 +76,7 @@ class OpenBatch:
         options: ReleaseOptions,
         charge: Charge,
         kind_of_noise: Noise,
+        padding_rows: Mapping[nn.Parameter, int],
     ):
         self.sums = sums
         self.tracker = tracker
@@ -74,7 +85,7 @@ class OpenBatch:
         self.noise: BatchNoise | None = None
         self.released: list[nn.Parameter] | None = None
         self.public = PublicGradients(sums.trained, sums.names)
-        self.gradients = Gradients(sums.trained, sums.names, self.public)
+        self.gradients = Gradients(sums.trained, sums.names, self.public, padding_rows)
         self.admission = Admission(sums, tracker, options, charge)
         self.rows = RealRows(tracker.real_rows)
         self.progress = 0

@@ -146,12 +146,18 @@ class PrivateStep(OpenBatch):
             Exception: what `Admission.of_release` raises; the batch is dropped.
         """
         self._refuse_charged()
+        clipper = self._clipper
+        wants = clipper is not None and clipper.wants_trials
         try:
-            order = self.admission.of_release(self.parameters, signalled=signalled)
+            order = self.admission.of_release(
+                self.parameters, signalled=signalled, wants_trials=wants
+            )
         except Exception:
             self.discard()
             self.tracker.refused()
             raise
+        if clipper is not None and order.wants_trials:
+            clipper.try_next()
         number = self.charge.pay(order.event, order.noise_multiplier, is_foreign=order.is_foreign)
         self.tracker.charged()
         return self._kind_of_noise.begin(number, order.bound, order.noise_multiplier)

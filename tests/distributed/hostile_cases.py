@@ -339,3 +339,33 @@ def rows_of_a_context(group: object) -> float:
     fully_shard(model, mesh=mesh_of(2)["data"])
     make(model, 2, data=torch.zeros(30, 8))
     return float(sum(p.full_tensor().double().abs().sum() for p in model.parameters()))
+
+
+def trials_of_each_release(group: object) -> list[int]:
+    """How many trials each draw has: labels are rare, and rank 0 does something new in draw 10."""
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(60, 8, generator=generator), torch.arange(60).clamp(max=8))
+    model = mlp()
+    engine, optimizer, loader = make(model, data=data, batch_size=12, physical_batch_size=4)
+    trials = [0]
+    while loader.releases < 12:
+        for x, y in loader:
+            losses = model(x).flatten() * (1 + y)
+            if rank() == 0 and loader.releases == 9:
+                losses = losses.sin()
+            trials[-1] += loader.tracker.current.is_trial
+            engine.backward(losses)
+            optimizer.step()
+            if loader.is_last:
+                trials.append(0)
+    return trials[:12]
+
+
+def noised_rows(group: object) -> list[bool]:
+    """Which rows of a sharded table with padding_idx=4 have noise in a release."""
+    table = nn.Embedding(6, 4, padding_idx=4)
+    fully_shard(table, mesh=mesh_of(1)["data"])
+    engine, optimizer, loader = make(table, data=torch.zeros(30, 3).long(), **ONE_MICROBATCH)
+    (ids,) = next(iter(loader))
+    engine.backward(table(ids).square().mean((1, 2)))
+    return table.weight.grad.full_tensor().ne(0).all(1).tolist()

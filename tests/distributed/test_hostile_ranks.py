@@ -36,6 +36,17 @@ def test_entries_that_vary_are_taken(pair: Any) -> None:
     assert pair.run(CASES, "data_that_varies", 2) == ["did it: taken"] * 2
 
 
+def test_the_row_of_padding_in_a_sharded_table_gets_no_noise(pair: Any) -> None:
+    assert pair.run(CASES, "noised_rows", 2) == [[row != 4 for row in range(6)]] * 2
+
+
+def test_ranks_have_as_many_trials_of_each_draw(pair: Any) -> None:
+    """A loop may exchange numbers in each iteration; what is new on one rank is tried on both."""
+    first, second = pair.run(CASES, "trials_of_each_release", 2)
+    assert first == second
+    assert not any(first[8:10]) and first[10]
+
+
 @pytest.mark.cases(6)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize(

@@ -220,3 +220,26 @@ def test_a_model_that_was_given_back_tells_the_next_engine_that_it_was_trained()
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
+
+
+def test_a_dataset_that_another_engine_trained_on_tells_the_next_engine():
+    data = _data()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # It had no release.
+        _engine_with(Net(), data)
+        engine, *made = _engine_with(Net(), data)
+    _train(engine, *made)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="trained on this dataset.*ledger="):
+            _engine_with(Net(), data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, *_ = made
+        engine.detach(model)
+        engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            data_loader=DataLoader(data, batch_size=16),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )

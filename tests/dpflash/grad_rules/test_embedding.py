@@ -97,3 +97,24 @@ def test_positions_before_any_other_trained_layer_are_to_be_expanded(positions, 
     model = Model(nn.Embedding, True, lambda ids: torch.arange(4).expand(len(ids), -1))
     model.table.requires_grad_(False)
     released(model, IDS, private, {})
+
+
+class Tied(nn.Module):
+    """Logits of a table, by a head that is tied to it or not."""
+
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(7, 4, padding_idx=2), nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.table(ids)).square().mean((1, 2))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_row_of_padding_gets_no_noise_unless_a_head_trains_it(tied, private):
+    (table, *_), _ = released(Tied(tied), IDS, private, {"noise_multiplier": 1.0})
+    noised = table.ne(0).all(1)
+    assert noised.tolist() == [row != 2 or tied for row in range(7)]

@@ -46,6 +46,12 @@ def t5():
     )  # fmt: skip
 
 
+def prompted():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(gpt2(), config)
+
+
 MODELS = {
     "llama": llama,
     "gpt2": gpt2,
@@ -189,8 +195,8 @@ def test_parameters_and_epsilon_are_those_of_a_plain_loop(
     assert largest_difference(built(name), trained.model) > 1e-3
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("build", [masked_bert, t5])
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("build", [masked_bert, t5, prompted])
 def test_losses_of_other_heads_are_the_models_own_for_one_sample(build, tmp_path):
     torch.manual_seed(0)
     trained = trainer(tmp_path, model=build(), args=arguments(tmp_path, max_steps=2))
@@ -557,12 +563,26 @@ class Watch(transformers.TrainerCallback):
         self.logs.append(dict(logs))
 
 
+class Logs(DPTrainer):
+    """Logs in each microbatch and in each step."""
+
+    def compute_loss(self, model, *inputs, **named):
+        if model.training:
+            self.log({"term": 1.0})
+            self.log({"learning_rate": 1.0})
+        return super().compute_loss(model, *inputs, **named)
+
+    def training_step(self, *inputs):
+        loss = super().training_step(*inputs)
+        self.log({"term": float(loss)})
+        return loss
+
+
 def test_nothing_private_is_logged_or_written(tmp_path):
     watch = Watch()
     args = arguments(tmp_path, save_strategy="epoch", eval_strategy="epoch")
-    trained = trainer(
-        tmp_path, args=args, callbacks=[watch], eval_dataset=samples("llama", 36)[32:]
-    )
+    options = {"kind": Logs, "callbacks": [watch], "eval_dataset": samples("llama", 36)[32:]}
+    trained = trainer(tmp_path, args=args, **options)
     result = trained.train()
     trained.save_metrics("train", result.metrics)
     trained.create_model_card()
@@ -574,6 +594,7 @@ def test_nothing_private_is_logged_or_written(tmp_path):
     assert all(log.keys() <= {"learning_rate", "epoch", "epsilon", "step"} for log in kept)
     assert [log["epsilon"] for log in kept] == sorted(log["epsilon"] for log in kept)
     assert len(kept) == 8 and kept[-1]["epsilon"] == trained.get_epsilon()
+    assert len(of_training) == 9 and of_training[-1].keys() == {"epoch", "epsilon"}
     assert state["total_flos"] == 0 and state["num_input_tokens_seen"] == 0
     assert math.isnan(result.training_loss) and result.metrics.keys() == {"epsilon"}
     assert json.loads((tmp_path / "out/train_results.json").read_text()).keys() == {"epsilon"}

@@ -107,6 +107,37 @@ def test_a_loss_that_changes_with_padding_is_refused(kind, collate):
         _train(kind, collate)
 
 
+def test_what_the_loop_sets_where_is_last_and_trials_that_it_leaves_are_as_without_padding():
+    torch.manual_seed(1)
+    model, engine = Text("mask"), dpflash.PrivacyEngine(seed=2)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(_documents(), batch_size=20, collate_fn=_padded),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for batch in loader:
+        if loader.releases == 3:
+            break
+        scale = vars(model).get("scale", 1.0)
+        logits = scale * model(batch["ids"], batch["mask"])
+        engine.backward(F.cross_entropy(logits, batch["labels"], reduction="none"))
+        optimizer.step()
+        if loader.is_last:
+            model.scale = 1.0 + loader.releases
+    before = model.head.weight.detach().clone()
+    with engine.public_data():
+        model(torch.ones(4, 5, dtype=torch.long)).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model.head.weight, before)
+
+
+def test_a_scalar_loss_that_nobody_declared_is_named_with_padding_too():
+    with pytest.raises(RuntimeError, match="loss.backward.. was called on a private model"):
+        _train("mask", _padded, lambda losses, batch: losses.mean().backward())
+
+
 @pytest.mark.parametrize("each", [1, 2, 8])
 def test_two_samples_are_enough(each):
     users = {"unit_of": [i // each for i in range(200)], "examples_per_unit": each}

@@ -1,5 +1,6 @@
 """A microbatch is tried with other contents in some of its samples, loop and model alike."""
 
+import contextlib
 import math
 import random
 import re
@@ -329,41 +330,30 @@ def test_a_criterion_is_taken_apart_into_losses_of_samples():
         torch.testing.assert_close(ours, other, rtol=1e-3, atol=1e-3)
 
 
-def _of_labelled_pairs(entries):
-    batch = _of_pairs(entries)
-    return batch | {"y": torch.cat([batch["y"], torch.zeros_like(batch["y"])])[:, None]}
-
-
-@pytest.mark.parametrize(
-    ("layout", "seed"), [("rows", 1), ("rows", 4), ("users", 1), ("users", 4), ("pairs", 1)]
-)
+@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("layout", ["rows", "users"])
 def test_no_draw_is_released_in_which_a_rare_class_weights_the_others(layout, seed):
     """Two entries of 240 are of the class, so it comes in draws that are not due."""
     torch.manual_seed(seed)
     y = torch.zeros(SAMPLES, dtype=torch.int64)
     y[:2] = 1
-    options = dict(LAYOUTS[layout])
-    collate = Pairs(_of_labelled_pairs) if options.pop("collate_fn", None) else None
     model, engine = nn.Linear(WIDTH, 2), dpflash.PrivacyEngine(seed=seed)
     model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(TensorDataset(_data()[0], y), 16, collate_fn=collate),
+        data_loader=DataLoader(TensorDataset(_data()[0], y), 16),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
-        **options,
+        **LAYOUTS[layout],
     )
     weights, weighted = torch.tensor([1.0, 9.0]), False
     with pytest.raises(dpflash.PrivateRefusal):
         while loader.releases < 500:
-            for batch in loader:
+            for x, labels in loader:
                 optimizer.zero_grad()
-                x, labels = Pairs.rows(batch).values() if collate else batch
-                labels = labels.flatten()
                 losses = F.cross_entropy(model(x), labels, weight=weights, reduction="none")
                 engine.backward(losses / weights[labels].mean())
-                real = loader.is_real.repeat_interleave(2) if collate else loader.is_real
-                weighted |= loader.is_real.sum() > 1 and len(labels[real].unique()) > 1
+                weighted |= loader.is_real.sum() > 1 and len(labels[loader.is_real].unique()) > 1
                 assert not weighted
                 optimizer.step()
 
@@ -391,7 +381,8 @@ def test_a_weight_that_a_rare_class_has_by_its_own_number_is_refused(seed):
 
 def test_a_trial_that_compares_no_weights_does_not_count_for_a_label():
     labels, y, real = ReplacedLabels(), torch.tensor([1, 0, 0, 0]), torch.ones(4, dtype=torch.bool)
-    labels.note(y, ~real, real, None)
+    for _ in range(6):
+        labels.note(y, ~real, real, None)
     for row in (0, 1):
         labels.note(y[[row] * 4], torch.arange(4) > 0, real, None)
     assert labels.has_new(y, real, None)
@@ -509,6 +500,46 @@ def test_new_operations_of_the_loop_or_of_the_model_are_tried_at_once(of_model):
             engine.backward(losses)
             optimizer.step()
     assert loader.releases == 4
+
+
+class Masked(nn.Module):
+    """Owns a parameter beside a layer, as attention with relative positions does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(1, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x, mask=None):
+        h = self.layer(x) * self.scale
+        return h if mask is None else h * mask[:, 0, 0, :, None]
+
+
+class Padded(nn.Module):
+    """Has a mask where some sample is padded; WIDTH entries are as many tokens."""
+
+    def __init__(self, shares):
+        super().__init__()
+        self.masked, self.head, self.shares = Masked(), nn.Linear(4, CLASSES), shares
+
+    def forward(self, x):
+        kept = x != 0
+        kept = kept.all(0).expand_as(kept) if self.shares else kept
+        mask = None if bool(kept.all()) else kept.float()[:, None, None]
+        return x, self.head(self.masked(x[..., None], mask).sum(1))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_mask_may_be_left_out_where_no_sample_is_padded_but_not_be_shared(shares):
+    x, y = _data()
+    x[::6, 3:] = 0
+    _, model, optimizer, loader = given = _made(
+        Padded, shares, dataset=TensorDataset(x, y), physical_batch_size=4
+    )
+    with pytest.raises(dpflash.PrivateRefusal) if shares else contextlib.nullcontext():
+        for x, y in loader:
+            given[0].backward(_entropies(model, x, y))
+            optimizer.step()
+    assert shares or loader.releases == 10
 
 
 def test_a_loop_that_leaves_a_trial_finds_the_model_as_it_was():
@@ -895,6 +926,43 @@ def test_a_loop_that_catches_a_refused_gradient_meets_it_again():
         with pytest.raises(dpflash.PrivateRefusal, match="the gradient of layer"):
             _train(made, _scaled_gradient)
     assert made[3].releases == 0 and made[0].verified == "pending"
+
+
+def test_a_loop_that_catches_refused_losses_meets_the_refusal_again():
+    """Its operations are the same before and after, and each class was tried."""
+    made = _made()
+    loader = made[3]
+
+    def losses_of(model, x, y):
+        losses = _entropies(model, x, y)
+        held = losses.detach()
+        return losses * (held.mean() if loader.releases >= 3 else torch.ones_like(held.mean()))
+
+    for _ in range(6):
+        with pytest.raises(dpflash.PrivateRefusal, match="loss of a sample changed"):
+            _train(made, losses_of)
+    assert loader.releases == 3
+
+
+@pytest.mark.parametrize("declared", [None, "mean"])
+@pytest.mark.parametrize("of_sample", [True, False])
+def test_adversarial_inputs_may_depend_on_their_own_sample_alone(of_sample, declared):
+    def losses_of(model, x, y):
+        moved = torch.zeros_like(x)
+        for _ in range(2):
+            moved = moved.detach().requires_grad_()
+            loss = F.cross_entropy(model(x + moved)[1], y, reduction=declared or "sum")
+            (grad,) = torch.autograd.grad(loss, moved)
+            moved = moved + (grad.sign() if of_sample else grad / grad.norm())
+        losses = _entropies(model, x + moved.detach(), y)
+        return losses if declared is None else losses.mean()
+
+    made = _made(loss_reduction=declared)
+    if of_sample:
+        assert _train(made, losses_of, epochs=2).verified is True
+        return
+    with pytest.raises(dpflash.PrivateRefusal, match="the input of layer 'body' changed"):
+        _train(made, losses_of)
 
 
 def test_a_forward_behind_the_step_is_no_part_of_a_trial():

@@ -1,6 +1,7 @@
 """A loss that depends on the tokens of another document is refused, wherever it is computed."""
 
 import contextlib
+import types
 from itertools import pairwise
 
 import pytest
@@ -266,14 +267,16 @@ def test_a_chunked_head_takes_trials_that_leave_documents_out(run, documents, la
     assert own.engine._run.trial.has_compared
 
 
-def test_what_a_loop_keeps_of_a_full_document_is_refused(run, documents, language_model):
+@pytest.mark.parametrize("where", ["loop", "model"])
+def test_what_is_kept_of_a_full_document_is_refused(where, run, documents, language_model):
     """Each microbatch has one document."""
-    held = []
+    of_loop = types.SimpleNamespace()
 
     def losses(model, batch):
         own = of_head(lambda b: b.targets)(model, batch)
-        found = own * (1 + sum(held))
-        held[:] = [own.detach().sum()]
+        holder = model if where == "model" else of_loop
+        found = own * (1 + getattr(holder, "held", 0))
+        holder.held = own.detach().sum()
         return found
 
     own = run(language_model(), documents([30] * 12), losses=losses, tokens=32)

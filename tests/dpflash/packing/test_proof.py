@@ -118,14 +118,6 @@ def test_a_model_that_keeps_documents_apart_is_proven(
     assert own.engine.verified is True
 
 
-def test_empty_places_do_not_keep_a_model_from_being_proven(run, documents):
-    own = run(Model(), documents(LENGTHS), max_documents=64)
-    for _ in range(8):
-        if own.engine.verified is not True:
-            own.sums()
-    assert own.engine.verified is True
-
-
 @pytest.mark.parametrize(
     ("make", "layer"),
     [

@@ -186,6 +186,16 @@ def test_a_loop_that_breaks_or_only_reads_is_no_mistake(run):
     assert optimizer.releases == loader.releases == 2 * len(loader)
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_an_epoch_that_is_left_in_a_trial_has_trained_nothing_and_warns(run, goes_on):
+    engine, model, _, loader = run()
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        break
+    with pytest.warns(dpflash.PrivateWarning, match="trained nothing.* loader.releases"):
+        next(iter(loader)) if goes_on else engine.detach(model)
+
+
 def fetched_without_gradients(loader, by):
     """Its batches, fetched under no_grad; the loop over them runs with gradients."""
     batches = iter(loader)
@@ -400,3 +410,42 @@ def test_an_option_may_change_with_each_release(run, change):
         optimizer.zero_grad()
         step()
     assert optimizer.releases == loader.releases == 2 * len(loader)
+
+
+def test_another_optimizer_steps_only_at_the_end_of_a_draw(run):
+    runs = [run(), run()]
+    generator = nn.Linear(2, 3)
+    other, steps = torch.optim.SGD(generator.parameters(), lr=0.1), 0
+    first, second = (loader for *_, loader in runs)
+
+    def refused(match):
+        error = pytest.raises(dpflash.PrivateRefusal, match=match)
+        return error if begun else contextlib.nullcontext()
+
+    generator(torch.ones(1, 2)).sum().backward()
+    kept = iter(first)  # as of a loop that an exception ended
+    next(kept)
+    other.step(), other.step()
+    next(kept)
+    with ThreadPoolExecutor(1) as another:
+        another.submit(other.step).result()
+    del kept
+    begun = False
+    for batches in zip(first, second, strict=False):
+        for (x,), (engine, model, optimizer, loader) in zip(batches, runs, strict=True):
+            engine.backward(losses_of(model, x))
+            optimizer.step()
+            optimizer.zero_grad()
+            with engine.public_data():
+                losses_of(model, generator(torch.ones(2, 2))).sum().backward()
+            if first.is_last or second.is_last:
+                other.step()
+                steps += loader is first and first.is_last
+                continue
+            with refused("be counted by"):
+                other.step()
+            with refused("is_last"), engine.public_data():
+                other.step()
+        begun = True
+    assert first.releases == steps > 1
+    other.step()
