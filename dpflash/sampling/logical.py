@@ -91,6 +91,7 @@ class LogicalBatches:
     def __iter__(self) -> Iterator[LogicalBatch]:
         microbatches = iter(self.loader)
         for first in microbatches:
+            self.loader.tracker.wait()
             yield LogicalBatch(self.loader, first, microbatches)
             if not self.loader.is_last:
                 raise PrivateRefusal(

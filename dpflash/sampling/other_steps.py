@@ -48,14 +48,16 @@ def refusing_counted_steps(tracker: BatchTracker) -> Iterator[None]:
             _stepped.clear()
 
 
-def _refuse_counted(optimizer: Optimizer, *arguments: Any) -> None:
+def _refuse_counted(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuse steps in a second microbatch, neither of a private optimizer nor at a draw's end."""
     own = [tracker for tracker, thread in _iterated.items() if thread == get_ident()]
-    marks = [(t, t.current) for t in own if t.current is not None and not t.current.last]
+    within = [t for t in own if not t.is_waiting]
+    marks = [(t, t.current) for t in within if t.current is not None and not t.current.last]
     if optimizer in wrapped_optimizers or not marks or len(marks) < len(own):
         return
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if all(p.grad is None for p in parameters):
+    has_closure = any(callable(x) for x in (*args, *kwargs.values()))
+    if not has_closure and all(p.grad is None for p in parameters):
         return  # It changes nothing, as an optimizer of the private model before a release.
     tracker, mark = marks[0]
     if _stepped.setdefault(optimizer, mark) is not mark:

@@ -185,7 +185,7 @@ class BatchTracker:
         self.signalled = False
         self.signalled_now = False
         self.skipped_last_step = False
-        self.is_inside = False
+        self.is_inside = self.is_waiting = False
         self._fetched_ahead = fetched_ahead
         self._equal_sizes = equal_sizes
         self._batch: LogicalBatch | None = None
@@ -216,11 +216,15 @@ class BatchTracker:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """The loop iterates over the microbatches of one `LogicalBatch`."""
-        self.is_inside = True
+        self.is_inside, self.is_waiting = True, False
         try:
             yield
         finally:
             self.is_inside = False
+
+    def wait(self) -> None:
+        """The loop gets a `LogicalBatch`, over which it does not iterate yet."""
+        self.is_waiting = True
 
     def noting_refusals(self) -> AbstractContextManager[None]:
         """Note a private refusal that the block raises."""
@@ -322,6 +326,7 @@ class BatchTracker:
     def begin_epoch(self) -> None:
         """Begin an epoch; drops a logical batch that was not released."""
         self.abandon()
+        self.is_waiting = False
         self.current = self._last_yielded = None
         self._is_trained = self._is_read = False
         self._releases_before = self.releases

@@ -449,3 +449,28 @@ def test_another_optimizer_steps_only_at_the_end_of_a_draw(run):
         begun = True
     assert first.releases == steps > 1
     other.step()
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_another_optimizer_steps_once_a_logical_batch_also_with_a_closure(run, where):
+    engine, model, optimizer, loader = run()
+    weight = torch.ones(2, requires_grad=True)
+    other, steps = torch.optim.SGD([weight], lr=0.1), 0
+
+    def closure():
+        weight.sum().backward()
+
+    error = pytest.raises(dpflash.PrivateRefusal, match="be counted by")
+    with error if where == "inside" else contextlib.nullcontext():
+        for batch in LogicalBatches(loader):
+            if where == "before":
+                other.step(closure)
+                steps += 1
+            for (x,) in batch:
+                if where == "inside":
+                    other.zero_grad()
+                    other.step(closure)
+                engine.backward(losses_of(model, x))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert loader.releases == steps
