@@ -397,7 +397,7 @@ class DPTrainer(Trainer):
     def _tried_example(self, loader: DataLoader) -> Any:
         """A synthetic batch, see `dpflash.sampling.synthetic`, or None where none can be made.
 
-        None too where the model replaces modules of its own as it gets such a batch.
+        None too where the model replaces its own modules in the forward of such a batch.
 
         Raises:
             ValueError: of its samples a loss is not the model's own, or another one in company.

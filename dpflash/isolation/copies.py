@@ -35,5 +35,5 @@ def with_layout_of(t: Tensor, values: Tensor) -> Tensor:
     # An expanded tensor stores several entries in one place.
     single = [slice(1) if s == 0 else slice(None) for s in t.stride()]
     copy[tuple(single)].copy_(values[tuple(single)])
-    # Detached, it is no view, so that views of it are told to be those of a batch.
+    # Without detach it would be a view, and views of it would not count as those of a batch.
     return copy.detach().requires_grad_(t.requires_grad)

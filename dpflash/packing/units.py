@@ -150,7 +150,7 @@ class Units:
         return result
 
     def describes(self, x: Tensor) -> bool:
-        """Whether x `[*shape]` tells where units of tokens are, instead of what they hold."""
+        """Whether x `[*shape]` holds positions of the units of tokens, not their contents."""
         if self.are_rows or x.is_floating_point() or tuple(x.shape) != self.shape:
             return False
         flat, index = x.detach().flatten().cpu(), self.index
