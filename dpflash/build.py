@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from ._validate import positive_int
 from .clipping.backward import PrivateBackward
@@ -29,7 +30,7 @@ from .grad_rules.convert import Layer, attach, check_model, make_groups
 from .grad_rules.embedding import padding_rows
 from .isolation.backward_rows import allow_second_backwards
 from .isolation.example import ExampleTrial, samples_in
-from .isolation.padding import PaddingTrial
+from .isolation.place import PlaceTrial
 from .isolation.proof import Proof
 from .isolation.sandbox import Sandbox
 from .isolation.schedule import Schedule
@@ -39,6 +40,7 @@ from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, joined, listed, trained_parameters
 from .packing import PackTo
 from .packing.pack import EXACT_ALIGN
+from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
 from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .privacy.seeds import SecretMasks
@@ -67,6 +69,8 @@ _OF_DRAWS = (
     *("sampling", "max_batch_size", "max_dataset_size"),
     *("dataset_size", "sample_rate", "steps_per_epoch"),
 )
+
+_USUAL_DELTA = 1e-5  # where none is known
 
 
 class Given(NamedTuple):
@@ -159,14 +163,16 @@ def build(
         kind_of_noise=RoundedGaussian(keys, trained),
         padding_rows=padding_rows(module),
     )
-    _warn_of_sizes(data_loader, plan)
+    _warn_of_sizes(data_loader, plan, privacy.budget)
     for parameter in trained:
         parameter.grad = None
     unchanged = Unchanged(module, trained, privacy.allow_buffers)
     uncovered = Uncovered(module, trained)
-    trial = padding = example = None
+    trial = place_trial = example = None
     if privacy.verify_first_batch:
-        sandbox = Sandbox(module.named_modules(), unchanged.allowed_contents, optimizers)
+        sandbox = Sandbox(
+            module.named_modules(), unchanged.allowed_contents, optimizers, step.options.numbers
+        )
         schedule = Schedule(
             loader.expected_batch_size,
             has_ranks=ranks.everyone is not None,
@@ -175,12 +181,12 @@ def build(
         trial = Trial(sandbox, schedule)
         # Ranks of a context have the losses of their own tokens, which are others elsewhere.
         if privacy.loss_reduction is None and (plan.packing is None or ranks.context is None):
-            padding = PaddingTrial(sandbox, has_ranks=ranks.everyone is not None)
+            place_trial = PlaceTrial(sandbox, has_ranks=ranks.everyone is not None)
         if privacy.example is not None:
             example = ExampleTrial(privacy.example, sandbox)
-        loader.try_first(trial, padding, example)
+        loader.try_first(trial, place_trial, example)
     backward = _backward(module, checked, settings, step, unchanged, uncovered)
-    backward.try_first(trial, padding, example)
+    backward.try_first(trial, place_trial, example)
     attach(module, checked.layers, backward)
     step.watch_gradients()
 
@@ -188,6 +194,7 @@ def build(
         _devices_of(module),
         lambda: keys.noise,
         lambda: (step.releases, step.tracker.place(), ranks.data_rank),
+        lambda: step.tracker.received,
     )
     optimization = checked.optimization
     wrapper = ForwardWrapper(
@@ -208,28 +215,53 @@ def build(
         backward=backward,
         wrapper=wrapper,
         trial=trial,
-        padding=padding,
+        place_trial=place_trial,
         keys=keys,
         spending=spending,
         as_folder=as_folder,
     )
 
 
-# Of the engines that made loaders of a dataset: the first that released anything, and the last.
-_spendings: dict[int, tuple[ref[Any], list[Spending]]] = {}
+# Of the engines that made loaders of a dataset: those that released something, and the last. Each
+# with the entries that it draws from, None for all.
+_spendings: dict[int, tuple[ref[Any], list[tuple[Spending, set[Any] | None]]]] = {}
 
 
 def _is_trained_on(dataset: Any, spending: Spending) -> bool:
-    """Whether another engine has released something, and this one, which follows, nothing yet."""
-    key = id(dataset)
+    """Whether another engine has released something, and this one, which follows, nothing yet.
+
+    Parts of one dataset are the same where they have an entry in common.
+    """
+    origin, entries = _origin(dataset)
+    key = id(origin)
     try:
-        own = ref(dataset, lambda _: _spendings.pop(key, None))
+        own = ref(origin, lambda _: _spendings.pop(key, None))
     except TypeError:  # a list
         return False
     _, before = _spendings.get(key, (own, []))
-    earlier = [known for known in before if not known.is_empty]
-    _spendings[key] = own, [*earlier[:1], spending]
-    return bool(earlier) and spending.is_empty
+    earlier: list[tuple[Spending, set[Any] | None]] = []
+    for known, of in before:
+        is_covered = any(all_ is None or (of is not None and of <= all_) for _, all_ in earlier)
+        if not (known.is_empty or is_covered):
+            earlier.append((known, of))
+    _spendings[key] = own, [*earlier, (spending, entries)]
+    shared = (entries is None or of is None or not entries.isdisjoint(of) for _, of in earlier)
+    return spending.is_empty and any(shared)
+
+
+def _origin(dataset: Any) -> tuple[Any, set[Any] | None]:
+    """What a dataset takes its entries from, and which; None for all."""
+    entries: Sequence[Any] | None = None
+    while isinstance(dataset, Subset):
+        own = dataset.indices
+        entries = own if entries is None else [own[i] for i in entries]
+        dataset = dataset.dataset
+    if isinstance(dataset, TensorDataset) and dataset.tensors:
+        dataset = dataset.tensors[0]
+    try:
+        return dataset, None if entries is None else set(np.asarray(entries).tolist())
+    except (TypeError, ValueError):  # of several numbers each
+        return dataset, None
 
 
 def _devices_of(module: nn.Module) -> frozenset[torch.device]:
@@ -392,7 +424,9 @@ def _agree(
         ) from None
 
 
-def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan) -> None:
+def _warn_of_sizes(
+    data_loader: DataLoader, plan: SamplingPlan, budget: PrivacyBudget | None
+) -> None:
     asked_for, entries, most = data_loader.batch_size, plan.dataset_size, plan.max_batch_size
     if asked_for is not None and not plan.has_public_size and asked_for > entries:
         warnings.warn(
@@ -401,10 +435,14 @@ def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan) -> None:
             "smaller batch_size",
             stacklevel=6,
         )
-    if most is not None and most < plan.batch_size:
+    cut = plan.event(1.0).failure() * plan.steps_per_epoch
+    delta = min(_USUAL_DELTA, 1 / entries) if budget is None else budget.delta
+    if 100 * cut > delta:
         warnings.warn(
-            f"max_batch_size={most!r} is below the expected batch size, so most "
-            "draws are cut and epsilon is infinite; pass one well above it",
+            f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, for "
+            "the chance that a draw is cut. So epsilon is infinite at delta < "
+            f"{min(1, 2 * cut):.2g}, and too large near it; pass max_batch_size="
+            f"{plan.least_free_cut} or more",
             stacklevel=6,
         )
 

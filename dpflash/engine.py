@@ -44,6 +44,7 @@ from .privacy.keys import RunKeys, Uncopied
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
+from .refusal import TOGETHER
 from .run import OF_STEPS, Attachment, LossFunction, PrivateRun, attachments_of
 from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
@@ -254,7 +255,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     def _refuse_second_model(self) -> None:
         if self._run is not None:
-            raise ValueError("this engine has a model already; call engine.detach(model) first")
+            raise ValueError(
+                f"this engine has a model already; call engine.detach(model) first. {TOGETHER}"
+            )
 
     @takes_fields(*TARGETS, "noise_multiplier")
     def make_private_with_epsilon(
@@ -382,7 +385,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         """
         run = self._running()
         run.step.public.refuse_ranks(self._ranks)
-        with run.step.public.collected(), run.wrapper.plain():
+        with run.step.public.collected(), run.wrapper.plain(), run.loader.drawing_apart():
             yield
 
     @overload

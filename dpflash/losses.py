@@ -194,15 +194,17 @@ def binary_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
     element_losses = F.binary_cross_entropy_with_logits(
         logits.to(dtype), targets.masked_fill(outside, 0).to(dtype), reduction="none"
     )
-    losses = _mean_of_each_sample(element_losses)
-    return losses.masked_fill(outside.reshape(_rows(targets.shape)).any(1), math.nan)
+    return _nan_where(outside, _mean_of_each_sample(element_losses))
 
 
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _OF_ELEMENTS = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss),
-    *(nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss),
+    *(nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.BCELoss),
 )
+# The criterion objects that `of_criterion` takes.
+CRITERIA = (*_OF_CLASSES, *_OF_ELEMENTS)
+NAMES_OF_CRITERIA = ", ".join(kind.__name__ for kind in CRITERIA)
 
 
 def of_criterion(criterion: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -210,13 +212,13 @@ def of_criterion(criterion: nn.Module, outputs: Tensor, targets: Tensor) -> Tens
 
     Args:
         criterion: CrossEntropyLoss, NLLLoss, MSELoss, L1Loss, SmoothL1Loss, HuberLoss,
-            BCEWithLogitsLoss, KLDivLoss, PoissonNLLLoss or SoftMarginLoss. Class weights multiply
-            the losses; they are not divided by those of the batch. They must be public: counts of
-            private labels are not.
+            BCEWithLogitsLoss, BCELoss, KLDivLoss, PoissonNLLLoss or SoftMarginLoss. Class weights
+            multiply the losses; they are not divided by those of the batch. They must be public:
+            counts of private labels are not.
         outputs: `[B, ...]`, as the criterion takes them (classes in dimension 1); computed in
             float32 where narrower.
-        targets: as the criterion takes them. A sample with a class out of range has the loss NaN
-            and a zero gradient.
+        targets: as the criterion takes them. A sample with a class out of range, or for BCELoss
+            with an output or target outside of [0, 1], has the loss NaN and a zero gradient.
 
     Returns:
         `[B]`: the mean over a sample's own elements, or over its valid classes.
@@ -227,18 +229,17 @@ def of_criterion(criterion: nn.Module, outputs: Tensor, targets: Tensor) -> Tens
     Guarantees:
         Entry i depends on `outputs[i]` and `targets[i]` alone.
     """
-    kind = type(criterion)
-    if kind not in (*_OF_CLASSES, *_OF_ELEMENTS):
-        raise ValueError(
-            f"criterion={kind.__name__}: its losses of single samples are not known; compute one "
-            "loss for each sample, [B], with dpflash.losses or reduction='none'"
-        )
+    kind = require_known(criterion)
     each: Any = copy.copy(criterion)
     vars(each).update(reduction="none")
     outputs = _at_least_float32(outputs)
     if kind in _OF_ELEMENTS or targets.is_floating_point():
         _require_alike(outputs, targets, "outputs")
-        return _mean_of_each_sample(each(outputs, targets))
+        if kind is not nn.BCELoss:
+            return _mean_of_each_sample(each(outputs, targets))
+        outside = ~((outputs >= 0) & (outputs <= 1) & (targets >= 0) & (targets <= 1))
+        found = each(outputs.masked_fill(outside, 0), targets.masked_fill(outside, 0))
+        return _nan_where(outside, _mean_of_each_sample(found))
     if outputs.ndim < 2 or outputs.shape[:1] + outputs.shape[2:] != targets.shape:
         raise ValueError(
             f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape "
@@ -247,6 +248,18 @@ def of_criterion(criterion: nn.Module, outputs: Tensor, targets: Tensor) -> Tens
     valid, outside = kinds_of_targets(targets, outputs.shape[1], each.ignore_index)
     found = each(outputs, targets.masked_fill(outside, each.ignore_index))
     return _mean_of_valid(found, valid, outside)
+
+
+def require_known(criterion: nn.Module) -> type[nn.Module]:
+    """The class of a criterion of `CRITERIA`; refuses others."""
+    kind = type(criterion)
+    if kind not in CRITERIA:
+        raise ValueError(
+            f"criterion={kind.__name__}: its losses of single samples are not known, as those of "
+            f"{NAMES_OF_CRITERIA} are. Give it reduction='none', and pass engine.backward what it "
+            "returns, [B]"
+        )
+    return kind
 
 
 def _checked_index(
@@ -287,7 +300,12 @@ def _mean_of_valid(position_losses: Tensor, valid: Tensor, outside: Tensor) -> T
     """`[B, ...]` -> `[B]` over the valid positions; NaN where a target is out of range."""
     rows = _rows(valid.shape)
     losses = position_losses.reshape(rows).sum(1) / valid.reshape(rows).sum(1).clamp(min=1)
-    return losses.masked_fill(outside.reshape(rows).any(1), math.nan)
+    return _nan_where(outside, losses)
+
+
+def _nan_where(outside: Tensor, losses: Tensor) -> Tensor:
+    """`[B]`: NaN, with a zero gradient, for samples with an entry in `outside` `[B, ...]`."""
+    return losses.masked_fill(outside.reshape(_rows(outside.shape)).any(1), math.nan)
 
 
 def _require_floating(**tensors: Tensor) -> None:

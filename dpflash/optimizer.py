@@ -13,12 +13,13 @@ from torch import nn
 from dpflash.kernels import refuse_capture
 
 from .privacy.keys import Uncopied
-from .sampling.other_steps import wrapped_optimizers
+from .sampling.other_steps import refuse_counted_step, wrapped_optimizers
 from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
 from .step import CAPTURED, PrivateStep, Turns
 from .verification.settable import OnlySettable
 
 _NAMED = 3  # parameters that an error names, before it counts them
+_OF_OPTIMIZERS = ("param_groups", "defaults", "state", "_optimizer_step_pre_hooks")
 _MADE_BY = "pass it to make_private, after engine.detach(model) where a model is private already"
 
 
@@ -294,6 +295,9 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
                 self._step.charge.warn_of_forgotten_releases()
             for hook in self._step_hooks:
                 hook(self)
+        else:
+            # It may be in the loop over another private loader.
+            refuse_counted_step(self.original_optimizer)
         self._releasing = True
         try:
             self.original_optimizer.step()
@@ -406,13 +410,21 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
             f"optimizer={type(optimizer).__name__} of {library}, which leaves out steps: pass the "
             "optimizer that was prepared or set up, and prepare what make_private returns"
         )
+    if not all(hasattr(optimizer, name) for name in _OF_OPTIMIZERS):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__}: its __init__ does not call that of "
+            "torch.optim.Optimizer, which makes hooks and groups. Write super().__init__("
+            "base.param_groups, base.defaults) there, where base is the optimizer that it wraps, "
+            "or pass base"
+        )
     held = [p for g in optimizer.param_groups for p in g["params"]]
     foreign = [p for p in held if p not in names]
     if foreign:
         raise ValueError(
             f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
             f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), behind "
-            "fully_shard if that is used"
+            "fully_shard if that is used. A parameter of its own (task weights, a temperature) "
+            "trains where module has it, and uses it in its forward"
         )
     if not any(p.requires_grad for p in held):
         raise ValueError(

@@ -22,10 +22,10 @@ from .config import Settings
 from .distributed.validate import release_ranks
 from .grad_rules import PrivateModule
 from .grad_rules.convert import detach as make_plain
-from .isolation.padding import PaddingTrial
+from .isolation.place import PlaceTrial
 from .isolation.rows import entries_of, rows_of
 from .isolation.trial import Trial
-from .losses import of_criterion
+from .losses import NAMES_OF_CRITERIA, of_criterion, require_known
 from .opacus_calls import (
     Scheduler,
     refuse_keywords_of,
@@ -42,7 +42,7 @@ from .privacy.public_facts import PublicFacts
 from .privacy.spending import Spending
 from .refusal import PrivateRefusal, PrivateWarning
 from .sampling.loader import PrivateDataLoader
-from .sampling.tracker import SECOND
+from .sampling.tracker import OF_TOKENS, SECOND
 from .step import PrivateStep
 from .verification.attributes import OwnAttributes
 from .verification.digests import is_deterministic, row_digests
@@ -53,6 +53,9 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 # What callers may set between releases, of the optimizer, and what a checkpoint restores.
 OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
+
+# Parameters that `trials` names at most.
+_SHOWN = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +70,7 @@ class PrivateRun:
         optimizers: release it, and step on the release.
         backward: clips, through the gates of the model's layers.
         wrapper: the model's forward.
-        trial, padding: of the loader's microbatches; None where none are made.
+        trial, place_trial: of the loader's microbatches; None where none are made.
         keys, spending: of the engine, which keeps them after `detach`.
         as_folder: whether checkpoints are folders.
     """
@@ -80,7 +83,7 @@ class PrivateRun:
     backward: PrivateBackward
     wrapper: ForwardWrapper
     trial: Trial | None
-    padding: PaddingTrial | None
+    place_trial: PlaceTrial | None
     keys: RunKeys
     spending: Spending
     as_folder: bool
@@ -96,6 +99,7 @@ class PrivateRun:
     def run_backward(self, losses: Tensor | LossFunction, batch: Any = None) -> Tensor | None:
         """See `PrivacyEngine.backward`."""
         if isinstance(losses, nn.modules.loss._Loss):
+            require_known(losses)
             is_pair = isinstance(batch, tuple | list) and len(batch) == 2
             if not is_pair or not all(isinstance(x, Tensor) for x in batch):
                 raise ValueError(
@@ -131,11 +135,17 @@ class PrivateRun:
         """Run forward and backward one row at a time; returns the losses `[B]`."""
         tracker, trial = self.step.tracker, self.trial
         mark = tracker.current
-        if batch is None or any(x.requires_grad for _, x in tensors_of(batch)):
+        if batch is None:
             raise ValueError(
                 "engine.backward(loss_fn, batch): expected the loader's batch, of which "
-                "loss_fn(model, sample) gets one row at a time. Pass losses of samples where the "
-                "model has run already"
+                "loss_fn(model, sample) gets one row at a time"
+            )
+        if any(x.requires_grad for _, x in tensors_of(batch)):
+            raise ValueError(
+                "engine.backward(loss_fn, batch): the batch holds outputs of the model. Pass the "
+                "losses of samples that a function or criterion of your own makes of these, "
+                'engine.backward(F.cross_entropy(model(x), y, reduction="none")), or a criterion '
+                f"object of torch: {NAMES_OF_CRITERIA}"
             )
         if mark is None or mark.units is not None or self.backward.loss_reduction is not None:
             raise ValueError(
@@ -150,6 +160,8 @@ class PrivateRun:
         digests = [row_digests(x) for _, x in entries_of(batch, mark.size)]
         if trial is not None:
             trial.take_by_sample()
+            if self.place_trial is not None:
+                self.place_trial.take_by_sample()
             self._refuse_tried(trial.refusal_of_batch(digests))
         if recording is not None:
             if recording.had_backward:
@@ -231,7 +243,8 @@ class PrivateRun:
                 raise PrivateRefusal(
                     "losses has another number of entries than the batch has rows: give one loss "
                     "for each row, padding rows included, in the loader's order"
-                    + (", or one for each pair" if has_pairs else ""),
+                    + (", or one for each pair" if has_pairs else "")
+                    + f". {OF_TOKENS}",
                     losses=losses.shape[0],
                     rows=units.positions,
                 ) from None
@@ -247,17 +260,20 @@ class PrivateRun:
 
     def _is_tried(self, losses: Tensor) -> bool:
         """Whether losses are of a trial, which has no backward; compares those that follow it."""
-        trial, padding = self.trial, self.padding
-        if padding is not None:
-            if padding.is_running:
+        trial, place_trial = self.trial, self.place_trial
+        if place_trial is not None:
+            if not place_trial.is_running:
+                self._refuse_tried(place_trial.refused)
+            else:
                 self.step.begin_trial()
-            self._refuse_tried(padding.refusal(losses) if padding.is_running else padding.refused)
-            if padding.is_running:
+                self._refuse_tried(place_trial.refusal(losses))
                 return True
         if self.backward.record(losses):
             return True
         if trial is not None and trial.decides and not trial.is_by_sample:
             self._refuse_tried(trial.refusal(losses))
+        if place_trial is not None and place_trial.waits:
+            self._refuse_tried(place_trial.refusal(losses))
         return False
 
     # Reports
@@ -328,7 +344,7 @@ class PrivateRun:
     @property
     def trials(self) -> str:
         """See `PrivacyEngine.trials`."""
-        trial, padding, facts = self.trial, self.padding, self.public
+        trial, place_trial, facts = self.trial, self.place_trial, self.public
         if trial is None:
             return "Nothing was tried: make_private(verify_first_batch=False)."
         by_sample = trial.is_by_sample
@@ -345,7 +361,7 @@ class PrivateRun:
             else "No trial has compared samples so far."
         ]
         how = "with less padding" if facts.packing is None else "with documents elsewhere in rows"
-        if padding is None or not padding.has_compared:
+        if place_trial is None or not place_trial.has_compared:
             said.append(f"No batch was tried {how}.")
         else:
             said.append(f"Their losses {how} were compared, to eps ** (2 / 3).")
@@ -354,7 +370,23 @@ class PrivateRun:
                 "Batches that are not of the loader, of BatchMemoryManager, or without an entry "
                 "for each sample had no trials: there the model was tried by itself."
             )
+        if self.verified == "pending":
+            said.append(self._pending())
         return " ".join(said)
+
+    def _pending(self) -> str:
+        """Why `verified` is pending."""
+        is_few, slots = self.backward.proof.waiting
+        if is_few or not slots:
+            return "Too few samples were in one batch with others so far."
+        groups, names = self.backward.groups, self.step.sums.names
+        missing = sorted(names[groups[index].parameters[position]] for index, position in slots)
+        shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
+        return (
+            f"The model's test by itself is pending: no gradient that is not zero was met of "
+            f"{shown}. One that always cancels, as that of a bias in a difference of two outputs, "
+            "has none: leave it out, or freeze it."
+        )
 
     def diagnostics(self) -> dict[str, Any]:
         """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.

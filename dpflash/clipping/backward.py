@@ -21,12 +21,12 @@ from ..isolation.backward_rows import BackwardRows, differentiate
 from ..isolation.declared_reduction import refuse_weights
 from ..isolation.example import ExampleTrial
 from ..isolation.forward_rows import ForwardRows
-from ..isolation.padding import PaddingTrial
+from ..isolation.place import PlaceTrial
 from ..isolation.proof import OFF, ComparedBackward, Proof
 from ..isolation.recording import Recording
 from ..isolation.trial import Trial
 from ..packing.units import Units
-from ..refusal import PrivateRefusal
+from ..refusal import TOGETHER, PrivateRefusal
 from ..sampling.tracker import STEP_OF_ANOTHER
 from ..verification.two_backwards import (
     BackwardsDiffer,
@@ -61,7 +61,7 @@ class PrivateBackward:
         refusal: returns why nothing may be released, or None.
 
     Attributes:
-        trial, padding, example: of batches that precede others; None where none do.
+        trial, place_trial, example: of batches that precede others; None where none do.
         forward: the forward whose gates the backward runs.
         statistics: how many samples were clipped.
         rules: what the gates share.
@@ -106,7 +106,7 @@ class PrivateBackward:
         self.forward = PrivateForward(self.groups, functools.partial(gate_type, self.rules))
         self.attachment: object = None
         self.trial: Trial | None = None
-        self.padding: PaddingTrial | None = None
+        self.place_trial: PlaceTrial | None = None
         self.example: ExampleTrial | None = None
         self.wants_trials = False
         self._refusal = refusal
@@ -124,10 +124,10 @@ class PrivateBackward:
         self.attachment = attachment
 
     def try_first(
-        self, trial: Trial | None, padding: PaddingTrial | None, example: ExampleTrial | None
+        self, trial: Trial | None, place_trial: PlaceTrial | None, example: ExampleTrial | None
     ) -> None:
         """Take part in the trials of the loader's microbatches, and of a public batch."""
-        self.trial, self.padding, self.example = trial, padding, example
+        self.trial, self.place_trial, self.example = trial, place_trial, example
 
     @property
     def recording(self) -> Recording | None:
@@ -472,7 +472,8 @@ class PrivateBackward:
                     "loss.backward() was called on a private model. Call engine.backward(losses) "
                     "with one loss per sample, or declare make_private(..., loss_reduction='mean' "
                     "or 'sum') if the scalar really is that reduction over samples. "
-                    f"{STEP_OF_ANOTHER}. After the private training call engine.detach(model)"
+                    f"{STEP_OF_ANOTHER}. {TOGETHER}. After the private training call "
+                    "engine.detach(model)"
                 )
             task = torch._C._current_graph_task_id()
             if task != self._task:

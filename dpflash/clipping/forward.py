@@ -102,7 +102,8 @@ def _explain_expanded(error: RuntimeError, call: _Call) -> None:
         "output has a copy [B, ...] for each of them, since gradients are per sample. Where code "
         "that expects [1, ...] fails on it, freeze the module with requires_grad_(False), or "
         "leave it out of LoRA's target_modules. Indices [n] of an embedding are taken for "
-        "positions that samples share: give it the samples' own as [B, T], not flattened",
+        "positions that samples share: give it the samples' own as [B, T], not flattened. "
+        f"{ALL_ROWS}",
     )
 
 

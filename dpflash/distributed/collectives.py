@@ -19,6 +19,8 @@ from ..refusal import PrivateRefusal
 
 # The bucket size of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
+# Integers that `agree` exchanges, in every call as many: other sizes would end the processes.
+_AGREED = 16
 # torch 2.13 renamed these functions; old and new take (output, input, group=...).
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -92,22 +94,36 @@ def agree(
 
     Values are compared by their repr, under the same names on all ranks. Returns `extra`, integers
     that may differ, of each rank. Raises a ValueError on all ranks with the name of the first
-    value that differs and its value on each rank.
+    value that differs and its value on each rank, or if a rank checks another operation.
     """
     if group is None or world_size(group) == 1:
         return [list(extra)]
     digests = [digest(repr(value)) for value in values.values()]
-    rows = gather_rows([*digests, *extra], group, operation)
-    for index, name in enumerate(values):
+    call = operation.partition("(")[0]
+    row = [digest(call), *digests, *extra]
+    rows = gather_rows(row + [0] * (_AGREED - len(row)), group, operation)
+
+    def texts_of(text: str) -> list[str]:
+        texts = [""] * len(rows)
+        with exchanging(operation, group):
+            dist.all_gather_object(texts, text, group=group)
+        return texts
+
+    if len({row[0] for row in rows}) > 1:
+        calls = ", ".join(f"rank {rank} in {own}" for rank, own in enumerate(texts_of(call)))
+        raise ValueError(
+            f"the ranks are in different calls ({calls}): all ranks call both together, in the "
+            "same order; no `if rank == 0:` around them"
+        )
+    for index, name in enumerate(values, 1):
         if len({row[index] for row in rows}) == 1:
             continue
-        texts: list[object] = [None] * len(rows)
-        with exchanging(operation, group):
-            dist.all_gather_object(texts, repr(values[name]), group=group)
+        texts = texts_of(repr(values[name]))
         shown = (text if len(str(text)) < 200 else f"{str(text)[:200]}..." for text in texts)
         listed = ", ".join(f"rank {rank} has {text}" for rank, text in enumerate(shown))
         raise ValueError(f"{operation}: {name} differs between ranks ({listed}); make it the same")
-    return [row[len(values) :] for row in rows]
+    begin = 1 + len(values)
+    return [row[begin : begin + len(extra)] for row in rows]
 
 
 def all_gather(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:

@@ -109,6 +109,7 @@ class Ranks:
 
         Ranks where it succeeded raise RankError, or PrivateRefusal if it raised one elsewhere.
         """
+        self.agree(operation, {})
         failure: Exception | None = None
         try:
             result = action()

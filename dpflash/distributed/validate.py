@@ -18,6 +18,7 @@ from . import collectives
 from .fsdp import is_sharded, require_rows
 from .mesh import Ranks
 
+_OF_OPACUS = "DifferentiallyPrivateDistributedDataParallel"
 _COMPARED = 14  # random entries of the data set that ranks compare, besides the first and the last
 
 
@@ -57,7 +58,8 @@ def check_module(module: nn.Module, ranks: Ranks) -> None:
             raise ValueError(
                 f"{where} is wrapped in DistributedDataParallel: wrap the whole model"
             )
-        if ranks.everyone is None and isinstance(child, supported):
+        is_replica = isinstance(child, supported) or type(child).__name__ == _OF_OPACUS
+        if ranks.everyone is None and is_replica:
             if dist.is_initialized() and dist.get_world_size() > 1:
                 raise ValueError(
                     f"{where} is {type(child).__name__} over several ranks, but the engine has no "

@@ -41,7 +41,8 @@ SampleLoss = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> [B]
 
 _PASS_YOUR_OWN = (
     "pass compute_loss_func=f, where f(outputs, labels, num_items_in_batch) returns one loss for "
-    "each sample, [B], made of that sample alone"
+    "each sample, [B], made of that sample alone; or override compute_loss of DPTrainer, which "
+    "gets the whole batch, with losses [B]"
 )
 
 

@@ -9,7 +9,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -222,6 +223,7 @@ class DPTrainer(Trainer):
                 "PerformanceConfig(physical_batch_size=...)"
             )
         self._check_model()
+        self._has_unknown_loss = False
         self._sample_loss = self._known_loss()
         if isinstance(self.data_collator, PackTo) and self._sample_loss is not causal_lm:
             raise ValueError(
@@ -241,7 +243,7 @@ class DPTrainer(Trainer):
         self._unknown_metrics: set[str] = set()
         self._resumes = False
         self._refusal: str | None = None
-        self._has_met_drawn = False
+        self._is_evaluating = self._has_met_drawn = False
 
     def get_epsilon(self) -> float:
         """Epsilon spent so far, by all runs of the ledger, at `privacy.target_delta`."""
@@ -285,8 +287,21 @@ class DPTrainer(Trainer):
             )
 
     def _known_loss(self) -> SampleLoss | None:
-        """The loss of a sample by the model's task; None where `_losses_of` has another one."""
-        return None if self.compute_loss_func else sample_loss(self._module())
+        """The loss of a sample by the model's task; None where there is another one."""
+        if self.compute_loss_func:
+            return None
+        try:
+            return sample_loss(self._module())
+        except ValueError:
+            if not self._has_own_loss:
+                raise
+            self._has_unknown_loss = True
+            return None
+
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether a subclass of the user has a `compute_loss`."""
+        return not type(self).compute_loss.__module__.startswith("dpflash.")
 
     def _checked_engine(self, engine: PrivacyEngine | None) -> PrivacyEngine:
         if engine is None:
@@ -412,8 +427,8 @@ class DPTrainer(Trainer):
             try:
                 with tried(model):
                     prepared = [self._prepare_inputs(batch) for batch in batches]
-                    refusal = self._difference(prepared)
-                    if not type(self).compute_loss.__module__.startswith("dpflash."):
+                    refusal = None if self._has_unknown_loss else self._difference(prepared)
+                    if self._has_own_loss:
                         self.compute_loss(model, prepared[-1])
                     is_changed = list(model.modules()) != modules
             except PrivateRefusal as error:
@@ -461,6 +476,12 @@ class DPTrainer(Trainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         if isinstance(inputs, PackedBatch):
             return inputs.to(self.args.device)
+        if isinstance(inputs, LogicalBatch):
+            raise ValueError(
+                f"{type(self).__name__}.training_step prepares a whole logical batch, whose "
+                "microbatches DPTrainer.training_step clips: override compute_loss instead, which "
+                "gets each of them, or call super().training_step(model, inputs)"
+            )
         return super()._prepare_inputs(inputs)
 
     def num_examples(self, dataloader: Any) -> int:
@@ -536,6 +557,8 @@ class DPTrainer(Trainer):
         """(losses `[B]`, outputs)."""
         if self._sample_loss is not None:
             return losses_of(model, inputs, self._sample_loss)
+        if self._has_unknown_loss:
+            sample_loss(self._module())  # raises
         assert self.compute_loss_func is not None
         inputs = dict(inputs)
         labels = inputs.pop("labels", None)
@@ -573,14 +596,14 @@ class DPTrainer(Trainer):
             is_end = "train_runtime" in logs  # has no public key, and gets epsilon
             if is_inside or not (kept or is_end):
                 return
-        if loader is not None and not any(k.startswith(_EVALUATIONS) for k in logs):
+        if loader is not None and not any(k.startswith(_EVALUATIONS) for k in kept):
             kept["epsilon"] = self.get_epsilon()
         super().log(kept, start_time)
 
     def _public(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         if self._log_private_metrics:
             return dict(logs)
-        shown = () if self._has_met_drawn else _EVALUATIONS
+        shown = _EVALUATIONS if self._is_evaluating and not self._has_met_drawn else ()
         kept = {k: v for k, v in logs.items() if k in _PUBLIC or k.startswith(shown)}
         unknown = {
             k
@@ -590,8 +613,9 @@ class DPTrainer(Trainer):
         if unknown:
             self._unknown_metrics |= unknown
             _log.warning(
-                "not logged, because they may depend on the training data: %s. Pass "
-                "log_private_metrics=True and keep the logs secret to log them",
+                "not logged, because they may depend on the training data: %s. Metrics of "
+                "evaluations are logged while evaluate() runs, as from compute_metrics; to log "
+                "others, pass log_private_metrics=True and keep the logs secret",
                 ", ".join(sorted(unknown)),
             )
         return kept
@@ -731,8 +755,8 @@ class DPTrainer(Trainer):
             PrivateRefusal: training would choose a model by such metrics.
         """
         self._refuse_training_data(self.eval_dataset if eval_dataset is None else eval_dataset)
-        self._has_met_drawn = False
-        metrics = super().evaluate(eval_dataset, *arguments, **options)
+        with self._evaluating():
+            metrics = super().evaluate(eval_dataset, *arguments, **options)
         is_chosen_by = self.is_in_train and self.args.metric_for_best_model is not None
         if self._has_met_drawn and is_chosen_by and not self._log_private_metrics:
             raise PrivateRefusal(
@@ -746,8 +770,18 @@ class DPTrainer(Trainer):
     def predict(self, test_dataset: Any, *arguments: Any, **options: Any) -> Any:
         """Refuse the training data, whose metrics are private."""
         self._refuse_training_data(test_dataset)
-        self._has_met_drawn = False
-        return super().predict(test_dataset, *arguments, **options)
+        with self._evaluating():
+            return super().predict(test_dataset, *arguments, **options)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """In the block metrics of evaluations are logged; an evaluation may have others inside."""
+        before = self._is_evaluating
+        self._is_evaluating, self._has_met_drawn = True, False
+        try:
+            yield
+        finally:
+            self._is_evaluating = before
 
     def _refuse_training_data(self, evaluated: Any) -> None:
         if not self._log_private_metrics:

@@ -42,7 +42,8 @@ _COMPARED = (
     "replaced, so nothing was released: it compares the samples of a batch, most likely for a "
     "contrastive loss. Such a loss has no per-sample gradients, since each sample is in the "
     "losses of all others. Train with a loss of each sample by itself, such as classification, or "
-    "with negatives from the sample's own entry"
+    "with negatives from the sample's own entry. If B is the number of outputs of a sample, an "
+    "operation before mixes samples, as by a mean over the batch; engine.check names it"
 )
 _COUNTS = (
     "the gradient reached layer '{layer}' in one backward and not, or another number of times, "

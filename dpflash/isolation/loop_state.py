@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..verification.attributes import is_same
+from ..verification.attributes import copied, is_same
 
 _DEEP = 3
 _MOST_PARTS = 64
@@ -73,18 +74,26 @@ class Generators:
 
 
 class Options:
-    """The options of optimizers, and the states of learning rate schedulers, at one time.
+    """The options of optimizers and of releases, and learning rate schedulers, at one time.
 
     Args:
         optimizers, schedulers: whose.
+        numbers: of the next release, by name.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> None:
-        self._held = [
-            (group, {name: value for name, value in group.items() if name != "params"})
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-        ]
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[LRScheduler],
+        numbers: dict[str, float],
+    ) -> None:
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = [(numbers, numbers.copy())]
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                own = {name: value for name, value in group.items() if name != "params"}
+                # Schedulers write into options that are tensors.
+                self._held.append((group, copied(own, {}, with_tensors=True)))
+        self._options = len(self._held)
         for scheduler in schedulers:
             inner = getattr(scheduler, "_schedulers", ())
             self._held += [(vars(x), vars(x).copy()) for x in (*inner, scheduler)]
@@ -92,9 +101,33 @@ class Options:
     def restore(self, *, changed_since: Options | None = None) -> None:
         """Restore them; with other ones of the same objects only those that differ from these."""
         others = self._held if changed_since is None else changed_since._held
-        for (own, held), (_, before) in zip(self._held, others, strict=True):
-            if changed_since is None or not is_same(before, held):
-                own.update(held)
+        for number, (own, held) in enumerate(self._held):
+            if changed_since is not None and is_same(others[number][1], held):
+                continue
+            for name, value in held.items():
+                now: Any = own.get(name)
+                if _is(value, Tensor) and _is(now, Tensor) and now.shape == value.shape:
+                    # Whoever else has the tensor is to see it.
+                    if not is_same(now, value):
+                        now.copy_(value)
+                elif number < self._options:
+                    own[name] = copied(value, {}, with_tensors=True)
+                else:
+                    own[name] = value
+
+    def changed_otherwise(self, begin: Options, now: Options) -> str | None:
+        """An option that is not what it was at the begin, neither here nor now, or None.
+
+        Args:
+            begin, now: of the same objects, but for schedulers.
+        """
+        found = zip(begin._held[: self._options], self._held, now._held, strict=False)
+        for (_, before), (_, held), (_, value) in found:
+            for name in before.keys() & held.keys() & value.keys():
+                both = is_same(before[name], held[name]), is_same(held[name], value[name])
+                if not any(both) and not is_same(before[name], value[name]):
+                    return name
+        return None
 
 
 def _shows_variables(code: CodeType) -> bool:

@@ -176,6 +176,16 @@ class Proof:
         missed = all(layers.missed and not layers.samples for layers in unproven)
         return "gradients" if missed else "pending"
 
+    @property
+    def waiting(self) -> tuple[bool, set[Any]]:
+        """Whether too few samples took part; and parameters without a compared gradient.
+
+        The latter by number of their group and position in it.
+        """
+        modes = [mode for mode in self._modes.values() if mode.is_trained]
+        few = not all(mode.uses.samples >= _ENOUGH <= mode.layers.samples for mode in modes)
+        return few or not modes, {slot for mode in modes for slot in mode.uses.unproven}
+
     def restart(self, modules: Iterable[nn.Module]) -> None:
         """Begin the test again, for the modules that the model has now."""
         self._modules = list(modules)

@@ -10,10 +10,18 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
+from ..refusal import PrivateRefusal
 from ..verification.attributes import OwnAttributes, is_same
 from .loop_state import Generators, Options
 
 _NUMBERS = (Number, np.generic, str)
+_COUNTED = (
+    "the loop set optimizer option '{}' to another value for a microbatch than for its trial, so "
+    "it counts iterations: trials and microbatches are iterations too, and their number is "
+    "private. Behind optimizer.step() write\n"
+    "    if loader.is_last: scheduler.step()\n"
+    "and compute what you set by hand from loader.releases"
+)
 
 
 class Restorable(Protocol):
@@ -35,6 +43,7 @@ class Sandbox:
         modules: (name, module) of the model, whose own attributes are restored.
         contents: returns the buffers' contents that a forward may change.
         optimizers: whose options are restored.
+        numbers: options of the next release, by name, which are restored too.
     """
 
     def __init__(
@@ -42,15 +51,19 @@ class Sandbox:
         modules: Iterable[tuple[str, nn.Module]],
         contents: Callable[[], Restorable],
         optimizers: Sequence[Optimizer],
+        numbers: dict[str, float],
     ) -> None:
         self._modules = list(modules)
         self._contents = contents
         self._optimizers = optimizers
+        self._numbers = numbers
         self._of_model: list[Restorable] = []
         self._generators: Generators | None = None  # None outside of runs.
         self._begun: OwnAttributes | None = None  # Until the first forward of a run.
         self._options: Options | None = None  # At the first forward of the first run.
         self._at_first: Options | None = None  # As the first run began.
+        self._behind: Options | None = None  # At the end of the last run.
+        self._counts = 0
         self._has_met = False
         self._after_forward: OwnAttributes | None = None
         self._set: list[tuple[nn.Module, str, Any]] = []  # By the loop, for all runs.
@@ -80,15 +93,14 @@ class Sandbox:
             self._set_again()
         self._begun = self.attributes()
         if self._options is None:
-            self._at_first = Options(self._optimizers, self._generators.schedulers)
+            self._at_first = self._present()
 
     def begin_forward(self) -> None:
         """The model is called, in a run or with a microbatch itself."""
         if self._generators is None:
             if self._options is not None and not self._has_met:
                 self._has_met = True
-                # What the loop sets before each forward would be set twice.
-                self._options.restore(changed_since=self._at_first)
+                self._set_once()
         elif self._begun is not None:
             self._set += [
                 (module, name, value) for module, name, _, value in self._begun.changed()
@@ -96,9 +108,9 @@ class Sandbox:
             self._begun = None
             self._of_model.insert(0, self._contents())
             if self._options is None:
-                self._options = Options(self._optimizers, self._generators.schedulers)
+                self._options = self._present()
             else:
-                self._options.restore()
+                self._set_once()
 
     def end_forward(self) -> None:
         """A call of the model has returned."""
@@ -109,8 +121,9 @@ class Sandbox:
         """The run is over; restores model and, if asked for, loop."""
         if loop and self._generators is not None:
             self._generators.restore()
-            if self._options is not None:
-                self._options.restore()
+            if self._options is not None and self._at_first is not None:
+                self._behind = self._present()
+                self._at_first.restore()
         for held in self._of_model:
             held.restore()
         if self._of_model:
@@ -118,9 +131,31 @@ class Sandbox:
         self._generators, self._begun, self._of_model = None, None, []
 
     def end_microbatch(self) -> None:
-        """The loop asks for another microbatch."""
-        self._options = self._at_first = None
+        """The loop asks for another microbatch.
+
+        Raises:
+            PrivateRefusal: the loop has set options by the number of its iterations, twice.
+        """
+        if self._options is not None and self._behind is not None:
+            changed = self._behind.changed_otherwise(self._options, self._present())
+            # The first may be where it begins to set them by releases.
+            self._counts += changed is not None
+            if changed is not None and self._counts > 1:
+                raise PrivateRefusal(_COUNTED.format(changed)) from None
+        self._options = self._at_first = self._behind = None
         self._has_met, self._set = False, []
+
+    def _present(self) -> Options:
+        schedulers = [] if self._generators is None else self._generators.schedulers
+        return Options(self._optimizers, schedulers, self._numbers)
+
+    def _set_once(self) -> None:
+        """Set the options as the first run had them: what set them there may do so once."""
+        assert self._options is not None and self._at_first is not None
+        changed = self._options.changed_otherwise(self._at_first, self._present())
+        if changed is not None:
+            raise PrivateRefusal(_COUNTED.format(changed)) from None
+        self._options.restore(changed_since=self._at_first)
 
     def _set_again(self) -> None:
         for module, name, value in self._set:

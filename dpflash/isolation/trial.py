@@ -33,18 +33,20 @@ _ENOUGH = 16
 
 _CHANGED = (
     "the loss of a sample changed as other samples of the batch were replaced, so nothing was "
-    "released: it depends on them. The usual causes are a mean, a norm or a maximum over the "
-    "batch in the loop or in the loss (normalized advantages, class weights, mixup, hard "
-    "negatives, one of several terms with reduction='mean', predictions [B, 1] against targets "
-    "[B]); something that the loop keeps of a microbatch for the next one (a queue of embeddings, "
-    "a running mean; updating it only where loader.is_last hides it from trials, but epsilon "
-    "stays wrong); a weight that the loop changes with each microbatch (count "
-    "loader.releases instead); losses that are multiplied by loader.is_real (leave that out: "
-    "padding counts for nothing); another batch that the loop fetches for each microbatch; an "
-    "attribute of the model that it sets where loader.is_last (set it behind the step); and "
-    "random numbers whose count depends on the contents (draw for the whole shape, then mask). "
-    "Compute the loss of each sample from its own row alone; engine.check helps to find where it "
-    f"is not. {UNTESTED}"
+    "released: it depends on them. engine.check(model, batch, loss_fn) helps to find where; "
+    "compute the loss of each sample from its own row alone. The usual causes:\n"
+    "  - a mean, a norm or a maximum over the batch, in the loop or in the loss: normalized "
+    "advantages, class weights, mixup, hard negatives, one of several terms with "
+    "reduction='mean', predictions [B, 1] against targets [B]\n"
+    "  - what the loop keeps for the next microbatch: a queue of embeddings, a running mean. Kept "
+    "only where loader.is_last or loader.is_real, or once an epoch, trials do not see it, but "
+    "epsilon stays wrong\n"
+    "  - a weight that changes with each microbatch: count loader.releases instead\n"
+    "  - losses multiplied by loader.is_real: leave that out, padding counts for nothing\n"
+    "  - another batch that the loop fetches for each microbatch\n"
+    "  - an attribute of the model that is set where loader.is_last: set it behind the step\n"
+    "  - random numbers whose count depends on the contents: draw for the whole shape, then mask\n"
+    f"{UNTESTED}"
 )
 _CHANGED_DOCUMENT = (
     "the loss of a document changed as other documents of the batch got other tokens or "
@@ -71,8 +73,9 @@ _REDUCTION = (
 )
 _CALLS = (
     "the model was called another number of times for a microbatch than for its trial, in which "
-    "some samples are others, or the trial had no backward, so nothing was released: treat trials "
-    f"as any other microbatch (no `if not loader.is_real.any(): continue`). {UNTESTED}"
+    "some samples are others, or the trial had no backward, so nothing was released: call "
+    "engine.backward(losses) for each microbatch, trials too, and the model the same number of "
+    "times whatever the batch holds (no `if not loader.is_real.any(): continue`)"
 )
 
 

@@ -32,7 +32,7 @@ from ..isolation.comparison import kept, mixed, reached
 from ..isolation.copies import copied
 from ..isolation.declared_reduction import exchanges, refuse_scalars
 from ..isolation.forward_rows import ForwardRows
-from ..isolation.padding import PaddingTrial
+from ..isolation.place import PlaceTrial
 from ..privacy.seeds import SecretMasks
 from ..random_state import RandomState
 from ..refusal import PrivateRefusal, PrivateWarning
@@ -91,7 +91,7 @@ class ForwardWrapper:
         self._compiled = self._compile() if optimization.compiled else None
         # Users save the inner model of a DistributedDataParallel.
         self._inner = module.module if isinstance(module, DistributedDataParallel) else None
-        self._is_plain = False
+        self._is_plain = self._runs_plain = False
         self._plain_original = plain_class(module)
         # (module, its class, a class around it, one around the plain class with the same guards).
         around = [_class_around(kind, self) for kind in (self._original, self._plain_original)]
@@ -125,13 +125,31 @@ class ForwardWrapper:
                 object.__setattr__(module, "__class__", plain)
             self._is_plain = True
             try:
-                yield
+                with self._refusing_private():
+                    yield
             finally:
                 self._is_plain = False
                 for module, kind in held:
                     object.__setattr__(module, "__class__", kind)
         if self.unchanged is not None and (refusal := self.unchanged.refusal(contents=False)):
             raise PrivateRefusal(refusal) from None
+
+    @contextlib.contextmanager
+    def _refusing_private(self) -> Iterator[None]:
+        """Refuse rows of the private loader where the loop calls single layers of the model."""
+
+        def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # What other layers computed has other rows.
+            if not self._runs_plain:
+                self._refuse_private([x for x in _tensors((args, kwargs)) if x.grad_fn is None])
+
+        layers = [module for module in self._module.modules() if module is not self._module]
+        hooks = [x.register_forward_pre_hook(refuse, with_kwargs=True) for x in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def leave_compiler(self, why: str) -> None:
         """Go on without torch.compile, and record the reason."""
@@ -166,10 +184,10 @@ class ForwardWrapper:
             # Ranks that share a model would have to restart together.
             if self.unchanged is not None and self._backward.proof.group is None:
                 self._restart_proof(self.unchanged.structure())
-            trial, padding = self._backward.trial, self._backward.padding
+            trial, place_trial = self._backward.trial, self._backward.place_trial
             with self._noting_leaves(module, tensors), self._sandboxed():
-                if padding is not None and padding.is_running:
-                    outputs = self._padded(padding, module, tensors, args, kwargs)
+                if place_trial is not None and place_trial.is_running:
+                    outputs = self._elsewhere(place_trial, module, tensors, args, kwargs)
                 elif self._backward.recording is not None or (trial and trial.sees_rows):
                     outputs = self._tried(module, tensors, args, kwargs)
                 elif self._backward.begin_proof(most):
@@ -183,7 +201,8 @@ class ForwardWrapper:
         """Tell the sandbox of trials where a forward begins and ends."""
         trial = self._backward.trial
         if trial is not None:
-            trial.sandbox.begin_forward()
+            with self._backward.step.noting_refusals():
+                trial.sandbox.begin_forward()
         yield
         if trial is not None:
             trial.sandbox.end_forward()
@@ -203,14 +222,14 @@ class ForwardWrapper:
             recording.calls.append(rows)
         return outputs
 
-    def _padded(
-        self, padding: PaddingTrial, module: nn.Module, tensors: list[Tensor], *arguments: Any
+    def _elsewhere(
+        self, place_trial: PlaceTrial, module: nn.Module, tensors: list[Tensor], *arguments: Any
     ) -> Any:
         before = RandomState(self._parameter_device)
         with self._recorded(tensors) as rows:
             outputs = self._called(module, tensors, *arguments)
         is_random = not RandomState(self._parameter_device).equals(before)
-        padding.forward(rows.dtypes, is_random=is_random)
+        place_trial.forward(rows.dtypes, is_random=is_random)
         return outputs
 
     def _noting_leaves(
@@ -408,12 +427,19 @@ class ForwardWrapper:
         return _widened(outputs) if self.optimization.autocast else outputs
 
     def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._seen is not None and not torch.compiler.is_compiling():
-            with self._backward.step.noting_refusals():
-                self._seen.refuse_private(_tensors((args, kwargs)))
+        self._refuse_private(_tensors((args, kwargs)))
         # Of the inner model: the step averages gradients over the ranks.
         inner = module is self._module
-        return self._eagerly(module, self._autocast_dtype(), args, kwargs, inner=inner)
+        self._runs_plain = True
+        try:
+            return self._eagerly(module, self._autocast_dtype(), args, kwargs, inner=inner)
+        finally:
+            self._runs_plain = False
+
+    def _refuse_private(self, given: list[Tensor]) -> None:
+        if self._seen is not None and not torch.compiler.is_compiling():
+            with self._backward.step.noting_refusals():
+                self._seen.refuse_private(given)
 
     def _compiles(self, module: nn.Module) -> bool:
         """Whether this call runs compiled: with gradients on, and outside of a backward."""

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dpflash.kernels import span_sum
 
@@ -142,12 +143,10 @@ class Units:
 
     def padded(self, x: Tensor) -> Tensor:
         """`[U, L, ...]`: the entries of each unit of x `[n, ...]`, and zeros behind them."""
-        spans = self.spans_of(len(x))
-        longest = max([1, *(end - start for start, end in spans)])
-        result = x.new_zeros(self.size, longest, *x.shape[1:])
-        for unit, (start, end) in enumerate(spans):
-            result[unit, : end - start] = x[start:end]
-        return result
+        entries = [x[start:end] for start, end in self.spans_of(len(x))]
+        if not any(map(len, entries)):
+            return x.new_zeros(self.size, 1, *x.shape[1:])
+        return pad_sequence(entries, batch_first=True)
 
     def describes(self, x: Tensor) -> bool:
         """Whether x `[*shape]` holds positions of the units of tokens, not their contents."""

@@ -28,8 +28,14 @@ class SecretMasks:
     """Seeds torch's, Python's and numpy's generators for the private forwards of one model.
 
     A forward that starts from the same state of the user's generator as an earlier one of the same
-    batch gets the same seed. So activation checkpointing recomputes the same masks. `key` returns
-    the current 32-byte key, `place` an identifier of the current batch, like no other's.
+    run of a batch gets the same seed. So activation checkpointing recomputes the same masks. The
+    n-th other forward gets the same seed in each run of the batch, whatever the loop has drawn.
+
+    Args:
+        devices: other than the CPU.
+        key: returns the current 32-byte key.
+        place: returns an identifier of the current batch, like no other's.
+        run: returns the number of its current run, such as that of a trial.
     """
 
     def __init__(
@@ -37,11 +43,13 @@ class SecretMasks:
         devices: frozenset[torch.device],
         key: Callable[[], bytes],
         place: Callable[[], object],
+        run: Callable[[], int],
     ) -> None:
         self._devices = devices
         self._key = key
         self._place = place
-        self._at: object = None
+        self._run = run
+        self._at: tuple[object, int] = (None, 0)
         self._seeds: dict[int, int] = {}
         self._active = False
 
@@ -70,11 +78,11 @@ class SecretMasks:
     def _seed(self, word: int, recomputing: bool) -> int:
         # The step may be released during the backward, after which the place is another one; a
         # recomputation takes that of its forward.
-        place = self._at if recomputing else self._place()
-        if place != self._at:
-            self._at, self._seeds = place, {}
+        at = self._at if recomputing else (self._place(), self._run())
+        if at != self._at:
+            self._at, self._seeds = at, {}
         if word not in self._seeds:
-            self._seeds[word] = seed_of(self._key(), f"masks-{place}-{len(self._seeds)}")
+            self._seeds[word] = seed_of(self._key(), f"masks-{at[0]}-{len(self._seeds)}")
         return self._seeds[word]
 
 
@@ -93,6 +101,8 @@ class LoopSeeds:
         self._rank = rank
         self._devices = devices
         self._held: RandomState | None = None
+        self._at: tuple[object, ...] = ()
+        self._blocks = 0
 
     def of(self, *place: object) -> int:
         """The seed of a place, 63 bits, derived from the key."""
@@ -106,7 +116,21 @@ class LoopSeeds:
     def seed(self, *place: object) -> None:
         """Seed the generators for a place."""
         self.begin()
+        self._at, self._blocks = place, 0
         seed_generators(self.of(*place), *self._devices)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Draw other numbers in the block, and then those that would have come without it."""
+        if self._held is None:
+            yield
+            return
+        held, self._blocks = RandomState(*self._devices), self._blocks + 1
+        seed_generators(self.of("apart", self._blocks, *self._at), *self._devices)
+        try:
+            yield
+        finally:
+            held.restore()
 
     def end(self) -> None:
         """Restore the user's states."""

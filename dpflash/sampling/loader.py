@@ -8,6 +8,7 @@ behind. `slots` decides which rows of a microbatch hold samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..isolation.copies import copied
 from ..isolation.documents import moved
 from ..isolation.example import ExampleTrial
-from ..isolation.padding import PaddingTrial, fuller_left_out
+from ..isolation.place import PlaceTrial, fuller_left_out
 from ..isolation.trial import Trial
 from ..packing import PackedBatch, Pairs
 from ..privacy.keys import Uncopied
@@ -186,7 +187,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self._bad_share = BadShare(1 if groups is None or groups.are_drawn else groups.limit)
         self._mark: BatchMark | None = None
         self._trial: Trial | None = None
-        self._padding: PaddingTrial | None = None
+        self._place_trial: PlaceTrial | None = None
         self._example: ExampleTrial | None = None
         source: DrawSampler | ShuffledBatchSampler
         if plan.sampling == "shuffled":
@@ -338,13 +339,22 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             if not mark.is_trial:
                 self.lengths.observe(rows, mark.size * each)
             self.seen.observe(rows, mark, each)
-            epoch = self.tracker.epochs if self._draws is None else 0
-            self._seeds.seed("loop", epoch, mark.draw, mark.microbatch)
-            if self._padding is not None:
-                self._padding.start()
+            self.seed_loop()
             yield batch
             if mark.last and not self.tracker.may_begin(False):
                 return
+
+    def seed_loop(self, purpose: str = "loop") -> None:
+        """Seed what the loop draws in this run of the current microbatch."""
+        mark = self._current_mark()
+        epoch = self.tracker.epochs if self._draws is None else 0
+        self._seeds.seed(purpose, epoch, mark.draw, mark.microbatch)
+        if self._place_trial is not None:
+            self._place_trial.start()
+
+    def drawing_apart(self) -> AbstractContextManager[None]:
+        """Draw numbers in the block that those behind it do not depend on."""
+        return self._seeds.apart()
 
     def _fetched(self) -> Iterator[Collated]:
         """What the DataLoader yields. Only a sampler of the user draws from its generators."""
@@ -386,7 +396,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         real = torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
         units = None if self.has_pairs else mark.units
         is_new = trial is not None and trial.schedule.is_new(batch, real, units)
-        yield from self._tried_without_padding(made, mark, epoch, is_due=is_due)
+        yield from self._tried_elsewhere(made, mark, epoch, is_due=is_due)
         if trial is not None and (is_due or is_new):
             seed = self._seeds.of("trial", epoch, mark.draw, mark.microbatch)
             altered = trial.begin(batch, mark.size, mark.real, units, seed=seed)
@@ -414,31 +424,31 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             self.tracker.begin_microbatch(own, epoch)
             yield given.batch, own
 
-    def _tried_without_padding(
+    def _tried_elsewhere(
         self, made: Collated, mark: BatchMark, epoch: int, *, is_due: bool
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """What precedes a microbatch that is tried with less padding, one of a draw.
+        """What precedes a microbatch that is tried in other places, one of a draw.
 
-        Of packed documents it is tried with them elsewhere in their rows.
+        Its samples have less padding, or its documents stand elsewhere in their rows.
         """
-        padding = self._padding
+        place_trial = self._place_trial
         begins = mark.microbatch == 0
-        if padding is None or not padding.is_due(begins_draw=begins, is_tried=is_due):
+        if place_trial is None or not place_trial.is_due(begins_draw=begins, is_tried=is_due):
             return
         shorter = [(own, self._kept_units(kept, mark)) for own, kept in self._shorter(made, mark)]
-        for given in padding.runs(made.batch, shorter):
+        for given in place_trial.runs(made.batch, shorter):
             try:
                 # Another place, so that masks of the microbatch are those without these runs.
                 own = replace(mark.of_trial, microbatch=-2 - mark.microbatch)
                 if isinstance(given, PackedBatch):
                     own = replace(own, units=given.units)
                 self.tracker.begin_microbatch(own, epoch)
-                padding.begin()
+                place_trial.begin()
                 yield given, own
-                padding.end()
+                place_trial.end()
             finally:
-                if padding.is_running:
-                    padding.end(loop=False)
+                if place_trial.is_running:
+                    place_trial.end(loop=False)
                     self.tracker.leave_trial()
 
     def _shorter(self, made: Collated, mark: BatchMark) -> Sequence[Shorter]:
@@ -484,10 +494,10 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         return left
 
     def try_first(
-        self, trial: Trial, padding: PaddingTrial | None, example: ExampleTrial | None
+        self, trial: Trial, place_trial: PlaceTrial | None, example: ExampleTrial | None
     ) -> None:
         """Yield some microbatches several times, first as the trials alter them."""
-        self._trial, self._padding, self._example = trial, padding, example
+        self._trial, self._place_trial, self._example = trial, place_trial, example
 
     def state_dict(self) -> dict[str, int]:
         """The position. A draw that was not released yet is still to come."""

@@ -41,6 +41,8 @@ class LogicalBatch:
 
     def __iter__(self) -> Iterator[Any]:
         with self._loader.tracker.inside():
+            # What the loop has drawn before it may be another number of times in a trial.
+            self._loader.seed_loop()
             yield self._moved(self._first)
             while not self._loader.is_last:
                 yield self._moved(next(self._others))
@@ -92,6 +94,7 @@ class LogicalBatches:
         microbatches = iter(self.loader)
         for first in microbatches:
             self.loader.tracker.wait()
+            self.loader.seed_loop("before")
             yield LogicalBatch(self.loader, first, microbatches)
             if not self.loader.is_last:
                 raise PrivateRefusal(

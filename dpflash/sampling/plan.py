@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -26,6 +27,7 @@ from dpflash.accounting import (
     ShuffledGaussian,
     TruncatedPoissonGaussian,
     UnitPoissonGaussian,
+    truncation_probability,
 )
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
@@ -47,6 +49,8 @@ from .unit_groups import UnitGroups
 SAMPLINGS = ("poisson", "fixed_size", "shuffled")
 # In `scheme`: a digest of who owns which entry. PRIVATE.
 ENTRIES_OF_UNITS = "entries of each unit"
+# A probability below what delta may notice, in thousands of steps and with epsilon 10.
+_FREE = 1e-16
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,15 @@ class SamplingPlan:
     @property
     def _most(self) -> int:
         return self.max_dataset_size or self.num_samples
+
+    @property
+    def least_free_cut(self) -> int:
+        """The least max_batch_size that adds next to nothing to delta."""
+
+        def is_free(cap: int) -> bool:
+            return truncation_probability(self._most, self.sample_rate, cap) < _FREE
+
+        return 1 + bisect_left(range(1, self._most), True, key=is_free)
 
     def slots(self, *, ranks: int = 1, at_most: int | None = None) -> int | None:
         """Rows of each microbatch of a rank; None for the batches of a shuffled epoch.
@@ -322,7 +335,11 @@ def _origins(dataset: Dataset[Any], known: dict[int, int]) -> tuple[np.ndarray, 
     if type(dataset) is Subset:
         whose, which = _origins(dataset.dataset, known)
         indices = np.asarray(dataset.indices)
-        if indices.dtype.kind in "iu" and abs(indices + 0.5).max(initial=0) < len(which):
+        if (
+            indices.dtype.kind in "iu"
+            and indices.ndim == 1
+            and abs(indices + 0.5).max(initial=0) < len(which)
+        ):
             return whose[indices], which[indices]
     length = len(dataset)  # type: ignore[arg-type]
     return np.full(length, known.setdefault(id(dataset), len(known))), np.arange(length)

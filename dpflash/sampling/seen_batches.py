@@ -44,6 +44,10 @@ class SeenBatches:
         # Hashes of whole tensors in earlier batches, and of single rows.
         self._past: OrderedDict[int, None] = OrderedDict()
         self._past_rows: OrderedDict[int, None] = OrderedDict()
+        # Hashes of rows that all samples of a batch had, and a row of each sample of the current.
+        self._shared: OrderedDict[int, None] = OrderedDict()
+        self._row_of_each: list[int] = []
+        self._rows = 0
         self._is_of_another = False
         self._has_unknown = self._has_warned = False
 
@@ -81,20 +85,22 @@ class SeenBatches:
                 if not self._is_trial:
                     self._past[rows.hash] = None
                 self._past_rows.update((row, None) for row in rows.hashes)
-        for past in (self._past, self._past_rows):
+        for past in (self._past, self._past_rows, self._shared):
             while len(past) > _REMEMBERED:
                 past.popitem(last=False)
         self._batch, self._size = [], None
         self._is_trial = mark.is_trial
-        tensors = self._tensors = batch_tensors(batch, mark.size * each)
+        self._row_of_each = _row_of_each(mark, each)
+        self._rows = mark.size * each
+        tensors = self._tensors = batch_tensors(batch, self._rows)
         self._has_unknown = not tensors
         if not self._is_checked(tensors):
             return
         self._left = max(0, self._left - 1)
-        self._batch = [_Rows(x) for x in tensors if _has_rows(x)]
+        self._batch = self._rows_of_batch()
         if mark.real is None:
             return
-        self._size = mark.size * each
+        self._size = self._rows
         for rows in self._batch:
             self._past.pop(rows.hash, None)
 
@@ -162,17 +168,35 @@ class SeenBatches:
         """Rows of some tensor that are of the loader's last batches. PRIVATE.
 
         Rows of less than 8 different numbers show nothing, and neither do those that the loop
-        has changed.
+        has changed, or that were the same for all samples of a batch, such as position_ids.
         """
-        own = {row for x in self._tensors if _has_rows(x) for row in _Rows(x).hashes}
+        own = {row for rows in self._rows_of_batch() for row in rows.hashes}
         found = set()
         for x in given:
             rows = _Rows(x) if _has_rows(x) else None
             if rows is not None and rows.is_distinctive:
                 for i, row in enumerate(rows.hashes):
-                    if (row in own or row in self._past_rows) and _is_telling(x[i]):
+                    is_drawn = row in own or row in self._past_rows
+                    if is_drawn and row not in self._shared and _is_telling(x[i]):
                         found.add(i)
         return sorted(found)
+
+    def _rows_of_batch(self) -> list[_Rows]:
+        """Of the current batch's tensors, noting which have one row for all samples.
+
+        Samples that are equal throughout share nothing: they may be one, which padding repeats.
+        """
+        found = [_Rows(x) for x in self._tensors if _has_rows(x)]
+        each = self._row_of_each
+        of_samples = [rows for rows in found if len(rows.digests) == self._rows]
+        varied = [rows for rows in of_samples if len(rows.digests[each].unique()) > 1]
+        if varied:
+            for rows in of_samples:
+                if len(rows.digests.unique()) == 1:
+                    self._shared[rows.hashes[0]] = None
+            for row in (row for rows in varied for row in rows.hashes):
+                self._shared.pop(row, None)
+        return found
 
     def _is_checked(self, tensors: Sequence[Tensor]) -> bool:
         return self._left > 0 or all(x.device.type == "cpu" for x in tensors)
@@ -201,6 +225,20 @@ class _Rows:
         is_text = len(shape) == 2 and not dtype.is_floating_point
         form = (dtype,) if is_text else (shape[1:], dtype)
         return [hash((form, row)) for row in self.digests.tolist()]
+
+
+def _row_of_each(mark: BatchMark, each: int) -> list[int]:
+    """One row of each sample that is no padding; none where rows hold several samples."""
+    units = mark.units
+    if mark.is_trial:
+        return []
+    if units is None or each > 1:
+        real = [True] * mark.size if mark.real is None else mark.real.tolist()
+        return [i * each for i, is_real in enumerate(real) if is_real]
+    if not units.are_rows:
+        return []
+    owners = enumerate(units.index.tolist())
+    return list({owner: row for row, owner in owners if owner < units.size}.values())
 
 
 def _storages(tensors: Sequence[Tensor]) -> set[int]:

@@ -29,6 +29,10 @@ FOREIGN = (
     "called as a whole. make_private(foreign_batches=True) takes batches of your own; "
     f"dpflash.PrivacyConfig says what you vouch for then. {STEP_OF_ANOTHER}"
 )
+OF_TOKENS = (
+    "Of losses of tokens take the mean of each row: losses.view(len(x), -1).mean(1), or "
+    "dpflash.losses.cross_entropy(logits, targets)"
+)
 SECOND = (
     "a second backward on the same batch: its samples would enter the step twice and break the "
     "bound. Add the losses up and call engine.backward once for each batch of `for batch in "
@@ -158,6 +162,7 @@ class BatchTracker:
         current: mark of the current microbatch; None if it did not come from a private loader.
         backward_done: whether the current microbatch had its backward.
         epochs: the number of epochs that have started.
+        received: how many microbatches the loop has received, trials included. PRIVATE.
         next_draw: the draw at which a resumed run continues.
         returns: how often the loader was set back to draws that it had made.
         emitted: sizes of the logical batches drawn in this epoch that no signalled release used.
@@ -178,7 +183,7 @@ class BatchTracker:
         self.foreign_batches = foreign_batches
         self.current: BatchMark | None = None
         self.backward_done = False
-        self.epochs = 0
+        self.epochs = self.received = 0
         self.next_draw = 0
         self.returns = 0
         self.emitted: deque[int] = deque()
@@ -216,11 +221,12 @@ class BatchTracker:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """The loop iterates over the microbatches of one `LogicalBatch`."""
-        self.is_inside, self.is_waiting = True, False
+        self.is_inside, self.is_waiting, epoch = True, False, self.epochs
         try:
             yield
         finally:
-            self.is_inside = False
+            if epoch == self.epochs:  # else it was kept, and another loop may be inside
+                self.is_inside, self.is_waiting = False, True
 
     def wait(self) -> None:
         """The loop gets a `LogicalBatch`, over which it does not iterate yet."""
@@ -326,7 +332,7 @@ class BatchTracker:
     def begin_epoch(self) -> None:
         """Begin an epoch; drops a logical batch that was not released."""
         self.abandon()
-        self.is_waiting = False
+        self.is_inside = self.is_waiting = False
         self.current = self._last_yielded = None
         self._is_trained = self._is_read = False
         self._releases_before = self.releases
@@ -371,6 +377,7 @@ class BatchTracker:
         self.next_draw, self.returns = draw, returns
         self.epochs += 1
         self.current = None
+        self.is_inside = False
 
     def charged(self) -> None:
         """The release of the current logical batch was charged: its draw is used up."""
@@ -402,6 +409,7 @@ class BatchTracker:
         begins_draw = self.current is None or self.current.draw != mark.draw
         self._leave_batch(ends_draw=begins_draw)
         self.current = self._last_yielded = mark
+        self.received += 1
         self.backward_done = False
         self._without_grad = not torch.is_grad_enabled()
         self.next_draw = mark.draw
@@ -472,7 +480,7 @@ class BatchTracker:
         mark = self.current
         if mark is not None and batch_size != mark.size:
             one = (
-                "row, padding rows included, in the loader's order"
+                f"row, padding rows included, in the loader's order. {OF_TOKENS}"
                 if mark.units is None
                 else "document of the batch, up to its max_documents: dpflash.losses takes "
                 "sample_index=batch.sample_index, num_samples=batch.max_documents"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from .._validate import noise_fits
-from ..refusal import PrivateRefusal
+from ..refusal import TOGETHER, PrivateRefusal
 from ..sampling.tracker import FOREIGN, BatchTracker
 from .charge import Charge
 from .options import ReleaseOptions
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _STEPPED_TWICE = (
     "optimizer.step() was called again, with no engine.backward(losses) since the last release, "
     "so nothing was released: call it once for each batch of the private loader"
+)
+_NO_BATCH = (
+    "optimizer.step() with no engine.backward(losses) on a batch of this engine's loader, so "
+    f"nothing was released: iterate over the loader that make_private returned. {TOGETHER}"
 )
 _OF_A_RELEASE = (
     "noise_multiplier",
@@ -116,7 +120,7 @@ class Admission:
         if self._tracker.foreign_batches and self._sums.ranks.everyone is None:
             return
         if not signalled and not self._sums.has_begun:
-            raise RuntimeError(_STEPPED_TWICE)
+            raise RuntimeError(_STEPPED_TWICE if self._tracker.received else _NO_BATCH)
         # What another loader signalled may hang on which samples the loop left out.
         raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
 

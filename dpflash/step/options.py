@@ -11,8 +11,6 @@ from torch import Tensor
 from .._validate import finite, noise_fits, positive
 from ..refusal import PrivateRefusal
 
-_OPTIONS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
-
 
 class ReleaseOptions:
     """Noise, bound and divisor of the next release, and the options of the wrapped optimizer.
@@ -26,6 +24,9 @@ class ReleaseOptions:
         max_grad_norm: L2 bound C of one sample's contribution.
         expected_batch_size: the divisor of the released sums; public.
         divides: whether sums are divided.
+
+    Attributes:
+        numbers: noise_multiplier, max_grad_norm and expected_batch_size, by name.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ReleaseOptions:
         expected_batch_size: float,
         divides: bool,
     ):
+        self.numbers: dict[str, float] = {}
         self._optimizer = optimizer
         self._divides = divides
         self._noted: dict[Any, Any] | None = None
@@ -52,15 +54,17 @@ class ReleaseOptions:
     ) -> None:
         """Take the numbers of a checkpoint."""
         noise_fits(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
-        self._noise_multiplier = float(noise_multiplier)
-        self._max_grad_norm = float(max_grad_norm)
-        self._expected_batch_size = float(expected_batch_size)
+        self.numbers |= {
+            "noise_multiplier": float(noise_multiplier),
+            "max_grad_norm": float(max_grad_norm),
+            "expected_batch_size": float(expected_batch_size),
+        }
         self.end_batch()
 
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise over the bound, of the next release."""
-        return self._noise_multiplier
+        return self.numbers["noise_multiplier"]
 
     def set_noise_multiplier(self, value: float) -> None:
         """Change the noise from the next release on; 0 warns.
@@ -68,19 +72,19 @@ class ReleaseOptions:
         Raises:
             ValueError: it is not a number >= 0 that fits the bound.
         """
-        noise_fits(max_grad_norm=self._max_grad_norm, noise_multiplier=value)
-        if value == 0 < self._noise_multiplier:
+        noise_fits(max_grad_norm=self.numbers["max_grad_norm"], noise_multiplier=value)
+        if value == 0 < self.numbers["noise_multiplier"]:
             warnings.warn(
                 "noise_multiplier=0: the next release has no noise, and epsilon is inf then",
                 stacklevel=4,
             )
         # numpy's narrower numbers would round products with it.
-        self._noise_multiplier = float(value)
+        self.numbers["noise_multiplier"] = float(value)
 
     @property
     def max_grad_norm(self) -> float:
         """L2 bound of one sample's contribution to the next logical batch."""
-        return self._max_grad_norm
+        return self.numbers["max_grad_norm"]
 
     def set_max_grad_norm(self, value: float) -> None:
         """Change the bound, and the noise that is scaled to it, from the next logical batch on.
@@ -90,18 +94,18 @@ class ReleaseOptions:
         """
         positive(max_grad_norm=value)
         finite(max_grad_norm=value)
-        noise_fits(max_grad_norm=value, noise_multiplier=self._noise_multiplier)
-        self._max_grad_norm = float(value)
+        noise_fits(max_grad_norm=value, noise_multiplier=self.numbers["noise_multiplier"])
+        self.numbers["max_grad_norm"] = float(value)
 
     @property
     def expected_batch_size(self) -> float:
         """Divisor of the next release."""
-        return self._expected_batch_size
+        return self.numbers["expected_batch_size"]
 
     @property
     def divisor(self) -> float:
         """What the next release is divided by: the expected batch size, or 1."""
-        return self._expected_batch_size if self._divides else 1.0
+        return self.numbers["expected_batch_size"] if self._divides else 1.0
 
     def set_expected_batch_size(self, value: float) -> None:
         """Change the divisor from the next release on; the sample rate stays as it is.
@@ -116,11 +120,11 @@ class ReleaseOptions:
                 f"expected_batch_size={value!r} with loss_reduction='sum', where sums are not "
                 "divided; scale the learning rate in optimizer.param_groups"
             )
-        self._expected_batch_size = float(value)
+        self.numbers["expected_batch_size"] = float(value)
 
     def note(self) -> None:
         """Compare the options of the next release with those of the draw's first backward."""
-        options: dict[Any, Any] = {name: getattr(self, name) for name in _OPTIONS}
+        options: dict[Any, Any] = {**self.numbers}
         for number, group in enumerate(self._optimizer.param_groups):
             for name, value in group.items():
                 if name != "params":

@@ -295,6 +295,21 @@ def one_sided(group: object) -> str:
     return said_by(lambda: make(mlp(nn.BatchNorm1d(4)) if rank() else mlp()))
 
 
+def saved_on_one(group: object, path: str) -> tuple[str, str]:
+    """What rank 0 alone does behind the first release, and then both."""
+    model = mlp()
+    engine, optimizer, loader = make(model, **ONE_MICROBATCH)
+
+    def train() -> None:
+        for number, (x,) in enumerate(loader):
+            engine.backward(model(x).flatten())
+            optimizer.step()
+            if not number and not rank():
+                engine.save_checkpoint(path)
+
+    return said_by(train), said_by(lambda: engine.save_checkpoint(path))
+
+
 def frozen_on_one(group: object) -> str:
     model = mlp()
     engine, optimizer, loader = make(model, **ONE_MICROBATCH)

@@ -59,6 +59,10 @@ def build(**options: Any) -> LongContextLM:
     return LongContextLM(VOCAB, 32, 2, 2, max_seq_len=TOKENS, **options)
 
 
+class DifferentiallyPrivateDistributedDataParallel(nn.Sequential):
+    """Has the name of Opacus' wrapper."""
+
+
 def wrap(model: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
     """The model as it is, or in one of torch's wrappers."""
     if wrapper == "ddp":
@@ -414,6 +418,9 @@ def refusals(group: object = None) -> dict[str, str]:
             new(mesh=context), in_context(), documents(), collate=pack, exact=True
         ),
         "ddp without mesh": lambda: private(new(), wrap(build(), "ddp", data)),
+        "opacus' wrapper without mesh": lambda: private(
+            new(), DifferentiallyPrivateDistributedDataParallel(build())
+        ),
         "fsdp without mesh": lambda: private(new(), wrap(build(), "fsdp", data)),
         "units": lambda: private(new(mesh=data), build(), **users | {"unit_of": swapped}),
         "entries of units": lambda: private(new(mesh=data), build(), **kept, dataset_size=SAMPLES),

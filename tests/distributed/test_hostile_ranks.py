@@ -123,6 +123,12 @@ def test_what_one_rank_gets_wrong_is_told_to_all(pair: Any) -> None:
     assert second.startswith("ValueError: module '1' is BatchNorm1d")
 
 
+def test_a_checkpoint_of_one_rank_is_refused_on_all(pair: Any, tmp_path: Path) -> None:
+    for first, then in pair.run(CASES, "saved_on_one", 2, path=str(tmp_path / "run.pt")):
+        assert "rank 0 in save_checkpoint, rank 1 in optimizer.step)" in first
+        assert "if rank == 0" in first and then == "did it: None"
+
+
 def test_parameters_frozen_on_one_rank_are_refused(pair: Any) -> None:
     for said in pair.run(CASES, "frozen_on_one", 2):
         assert "trained parameters differs between ranks" in said

@@ -537,6 +537,7 @@ REFUSED = {
     "book_keeping": "grad_sample_mode='book_keeping'",
     "packed exact": "exact=True with collate_fn=PackTo",
     "ddp without mesh": "PrivacyEngine(mesh=",
+    "opacus' wrapper without mesh": "PrivacyEngine(mesh=",
     "fsdp without mesh": "PrivacyEngine(mesh=",
     "units": "PrivateRefusal: make_private: data_loader.dataset has other entries, or unit_of",
     "entries of units": "PrivateRefusal: make_private: data_loader.dataset has other entries",

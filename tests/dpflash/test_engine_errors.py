@@ -370,7 +370,7 @@ def test_a_generators_step_through_a_private_critic_names_the_way_out(is_declare
 def test_a_model_that_is_private_already_is_refused(private):
     engine, model, optimizer, _ = private(nn.Linear(3, 2))
     for other, pattern in (
-        (engine, "has a model already"),
+        (engine, "has a model already.*ModuleList"),
         (PrivacyEngine(), "nothing yet.*detach"),
     ):
         with pytest.raises(ValueError, match=pattern):
@@ -387,6 +387,46 @@ def test_a_model_that_is_private_already_is_refused(private):
 def test_an_optimizer_of_foreign_parameters_is_refused(refused):
     foreign = torch.optim.SGD([*nn.Linear(7, 5).parameters()], lr=0.1)
     refused(ValueError, "2 parameter(s)", "(5, 7)", "module.parameters()", optimizer=foreign)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As scripts have it, and with torch's __init__ called."""
+
+    def __init__(self, base, kept):
+        self.base = base
+        if kept is None:
+            super().__init__(base.param_groups, base.defaults)
+        for name in kept or ():
+            setattr(self, name, getattr(base, name))
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+@pytest.mark.parametrize(
+    "kept", [(), ("param_groups",), ("param_groups", "defaults", "state")], ids=str
+)
+def test_an_optimizer_without_what_torchs_init_makes_is_refused(kept, refused):
+    model = nn.Linear(3, 2)
+    given = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1), kept)
+    refused(ValueError, "optimizer=Lookahead", "super().__init__(", model=model, optimizer=given)
+
+
+def test_an_optimizer_around_another_trains_as_that_one(private):
+    def around(params, lr):
+        return Lookahead(torch.optim.AdamW(params, lr=lr), None)
+
+    def trained(kind):
+        torch.manual_seed(0)
+        engine, model, optimizer, batches = private(nn.Linear(3, 2), DATA.tensors[0], kind=kind)
+        before = model.weight.detach().clone()
+        for (x,) in batches:
+            engine.backward(model(x).sum(1))
+            optimizer.step()
+        assert not torch.equal(model.weight, before)
+        return model.weight.detach()
+
+    assert torch.equal(trained(around), trained(torch.optim.AdamW))
 
 
 @pytest.mark.parametrize(
@@ -571,6 +611,34 @@ def test_a_loader_whose_sampling_is_unknown_is_refused(
 def test_a_private_loader_is_refused(private, refused):
     *_, private_loader = private(nn.Linear(3, 2), *DATA.tensors)
     refused(ValueError, "private already", data_loader=private_loader)
+
+
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_a_second_engine_whose_model_is_in_the_loss_of_the_first_is_named(is_tried, private):
+    options = {"batch_size": 8, "verify_first_batch": is_tried}
+    first, encoder, _, loader = private(nn.Linear(3, 4), torch.randn(16, 3), **options)
+    _, decoder, optimizer, _ = private(nn.Linear(4, 2), torch.randn(16, 4), **options)
+    with pytest.raises(RuntimeError, match="together have one engine"):
+        for (x,) in loader:
+            first.backward(decoder(encoder(x)).sum(1))
+            optimizer.step()
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.expert = nn.Linear(3, 1), nn.Linear(3, 2)
+
+    def forward(self, x):
+        out = self.gate(x).expand(-1, 2).clone()
+        out[x[:, 0] > 0] += self.expert(x[x[:, 0] > 0])
+        return out
+
+
+def test_an_error_after_one_routed_row_says_how_to_route(private):
+    _, model, _, _ = private(Routed())
+    with pytest.raises(RuntimeError, match="routed, keep all rows"):
+        model(torch.tensor([[1.0, 0, 0], [-1, 0, 0], [-1, 0, 0]]))
 
 
 @pytest.mark.parametrize("reduction", [None, "mean"])

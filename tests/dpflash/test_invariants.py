@@ -283,7 +283,7 @@ def test_invariant_1_a_batch_cut_down_to_one_sample_counts_as_one_sample(untried
     )
     for (x,) in loader:
         assert len(x) > 1
-        with pytest.raises(dpflash.PrivateRefusal, match="losses has another number of entries"):
+        with pytest.raises(dpflash.PrivateRefusal, match="another number of entries.*losses.view"):
             engine.backward((model(x[:1]) - x[:1]).square().mean(1))
         break
 
@@ -798,7 +798,7 @@ def test_invariant_8_a_batch_that_is_not_of_the_loader_is_refused_before_a_charg
         make = FOREIGN.get(kind, lambda x, data: x)
         refusal = "is not of the private loader.*foreign_b|of another private loader"
         if kind == "noise alone":
-            refusal = "called again, with no engine.backward"
+            refusal = "with no engine.backward"
         with pytest.raises(RuntimeError, match=refusal):
             step(run, make and make(x, data))
         assert not run[0]._step.sums and not run[0].accountant.events

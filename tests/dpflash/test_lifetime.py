@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import dpflash
 
@@ -243,3 +243,53 @@ def test_a_dataset_that_another_engine_trained_on_tells_the_next_engine():
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
+
+
+def _ranges(data, *ranges):
+    return [Subset(data, range(*of)) for of in ranges]
+
+
+@pytest.mark.parametrize("kind", ["other tensors", "folds", "nested", "part of a whole"])
+def test_parts_of_a_dataset_with_common_entries_tell_the_next_engine(kind):
+    data = _data()
+    size = len(data)
+    first, second, apart = {
+        "other tensors": lambda: (data, TensorDataset(*data.tensors), None),
+        "folds": lambda: _ranges(data, (0, 24), (8, size), (24, size)),
+        "nested": lambda: (
+            Subset(*_ranges(data, (8, size)), [*range(16)]),
+            *_ranges(data, (8, 9), (24, size)),
+        ),
+        "part of a whole": lambda: (data, *_ranges(data, (0, 8)), None),
+    }[kind]()
+    engine, *made = _engine_with(Net(), first)
+    _train(engine, *made)
+    if apart is not None:  # a client of a federation, say
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _engine_with(Net(), apart)
+    with pytest.warns(UserWarning, match="trained on this dataset.*ledger="):
+        _engine_with(Net(), second)
+
+
+class Named(Dataset):
+    """Entries by name, or by pairs of numbers."""
+
+    def __init__(self, *tensors):
+        self.tensors = tensors
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        file, number = index if isinstance(index, tuple) else (0, int(index[:-4]))
+        return tuple(x[32 * file + number] for x in self.tensors)
+
+
+@pytest.mark.parametrize("name", ["{}.png".format, lambda i: (i // 32, i % 32)])
+def test_parts_of_a_dataset_may_have_other_indices_than_numbers(name):
+    data = Named(*_data().tensors)
+    engine, *made = _engine_with(Net(), Subset(data, [name(i) for i in range(64)]))
+    _train(engine, *made)
+    with pytest.warns(UserWarning, match="trained on this dataset"):
+        _engine_with(Net(), Subset(data, [name(i) for i in range(8, 40)]))

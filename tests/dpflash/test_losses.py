@@ -264,6 +264,7 @@ CRITERIA = [
     nn.HuberLoss(),
     nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)),
     nn.SoftMarginLoss(),
+    nn.BCELoss(),
 ]
 
 
@@ -274,6 +275,8 @@ def test_a_criterion_has_the_loss_of_each_sample_alone(criterion, shape):
     outputs, targets = torch.randn(5, 3, *shape, requires_grad=True), torch.rand(5, 3, *shape)
     if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
         targets = torch.randint(3, (5, *shape))
+    if isinstance(criterion, nn.BCELoss):
+        outputs = outputs.sigmoid()
     found = losses.of_criterion(criterion, outputs, targets)
     each = copy.copy(criterion)
     each.reduction = "none"
@@ -291,10 +294,22 @@ def test_a_criterion_with_a_class_out_of_range_has_no_loss_of_that_sample_alone(
     assert found.isnan().tolist() == [False, True, True]
 
 
+def test_a_probability_out_of_range_is_no_error_and_trains_nothing():
+    outputs = torch.tensor([0.3, 2.0, math.nan, 0.5], requires_grad=True)
+    found = losses.of_criterion(nn.BCELoss(), outputs, torch.tensor([1.0, 1.0, 1.0, 3.0]))
+    assert found.isnan().tolist() == [False, True, True, True]
+    (grad,) = torch.autograd.grad(found.sum(), outputs)
+    torch.testing.assert_close(grad, torch.tensor([-1 / 0.3, 0.0, 0.0, 0.0]))
+
+
 @pytest.mark.parametrize(
     "criterion, shapes, match",
     [
-        (nn.TripletMarginLoss(), ((4, 3), (4, 3)), "criterion=TripletMarginLoss: its losses"),
+        (
+            nn.TripletMarginLoss(),
+            ((4, 3), (4, 3)),
+            "=TripletMarginLoss.*CrossEntropyLoss, .*BCELoss are. Give it reduction='none'",
+        ),
         (nn.MSELoss(), ((4, 1), (4,)), "expected equal shapes"),
         (nn.CrossEntropyLoss(), ((4, 3), (4, 1)), r"expected \[B, classes"),
     ],

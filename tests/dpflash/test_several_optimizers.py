@@ -33,7 +33,7 @@ class Run:
         self.model, self.optimizers, self.loader = self.engine.make_private(
             module=model,
             optimizer=optimizers,
-            data_loader=DataLoader(TensorDataset(X), batch_size=4),
+            data_loader=DataLoader(TensorDataset(X.clone()), batch_size=4),
             max_grad_norm=1.0,
             **{"noise_multiplier": 1.0, "physical_batch_size": 3, **options},
         )

@@ -256,7 +256,7 @@ def test_losses_of_another_number_than_rows_are_refused():
     tokens, owners = entries()
     engine, model, _, loader = private(Net("linear"), tokens, owners)
     batch, _ = next(iter(loader))
-    with pytest.raises(dpflash.PrivateRefusal, match="another number of entries than the batch"):
+    with pytest.raises(dpflash.PrivateRefusal, match="another number of entries.*losses.view"):
         engine.backward(model(batch).view(-1, 2).mean(1))
 
 

@@ -137,6 +137,62 @@ def test_a_resumed_run_is_the_uninterrupted_one(step, tmp_path):
     assert_same(again.net, again.engine)
 
 
+class Scheduled(Private):
+    """With a schedule for each release and one for each epoch, and a validation."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], list(schedules(optimizer))
+
+    def training_step(self, batch, index):
+        super().training_step(batch, index)
+        self.lr_schedulers()[0].step()
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers()[1].step()
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        self.log("val_loss", dpflash.losses.cross_entropy(self.net(x), y).mean())
+
+    def val_dataloader(self):
+        return DataLoader(points(), batch_size=5)
+
+
+def schedules(optimizer):
+    steps = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=8)
+    return steps, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+@pytest.mark.parametrize("step", [None, 3, 6])
+def test_schedulers_and_a_validation_are_those_of_a_plain_loop(step, tmp_path):
+    engine = dpflash.PrivacyEngine(seed=0)
+    model, optimizer, loader = make_private(engine, mlp())
+    by_release, by_epoch = schedules(optimizer)
+    for _ in range(2):
+        for x, y in loader:
+            engine.backward(dpflash.losses.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if loader.is_last:
+                by_release.step()
+        by_epoch.step()
+
+    module, path = Scheduled(), None
+    if step is not None:
+        path = tmp_path / "checkpoint"
+        with pytest.raises(Killed):
+            fit(module, callbacks=[KeepPrivacy(module.engine), SaveAndDie(step, path)])
+        module = Scheduled()
+    best = lightning.pytorch.callbacks.EarlyStopping("val_loss", patience=9)
+    trainer = fit(module, callbacks=[KeepPrivacy(module.engine), best], checkpoint=path)
+    assert trainer.global_step == module.made[1].releases == 8
+    assert "val_loss" in trainer.callback_metrics
+    assert module.made[1].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert module.engine.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
+    assert all(map(torch.equal, model.parameters(), module.net.parameters()))
+
+
 def test_a_finished_run_that_is_fitted_again_has_its_epsilon(tmp_path):
     module = Private()
     trainer = fit(module, callbacks=[KeepPrivacy(module.engine)])

@@ -296,6 +296,57 @@ def test_an_overridden_loss_that_depends_on_the_other_samples_is_refused(tmp_pat
     trainer(tmp_path, kind=Normalized, privacy=untried).train()
 
 
+class Tower(torch.nn.Module):
+    """A model of the user, whose loss nobody knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return {"logits": self.head(x)}
+
+
+class OwnLoss(DPTrainer):
+    has_super = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.has_super:
+            return super().compute_loss(model, inputs)
+        outputs = model(inputs["x"])
+        losses = torch.nn.functional.cross_entropy(
+            outputs["logits"], inputs["of"], reduction="none"
+        )
+        return (losses, outputs) if return_outputs else losses
+
+
+class OwnStep(DPTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, self._prepare_inputs(inputs)).mean()
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_loss_that_a_subclass_computes_needs_no_other(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "tower", Tower)
+    data = [{"x": torch.randn(8), "of": torch.tensor(i % 3)} for i in range(32)]
+    args = arguments(tmp_path, max_steps=3, remove_unused_columns=False)
+    made = {"args": args, "train_dataset": data}
+    trained = trainer(tmp_path, "tower", kind=OwnLoss, **made)
+    trained.train()
+    assert trained.state.global_step == 3 and trained.engine.verified is not False
+    monkeypatch.setattr(OwnLoss, "has_super", True)
+    with pytest.raises(ValueError, match="loss is not known.*or override compute_loss"):
+        trainer(tmp_path, "tower", kind=OwnLoss, **made).train()
+    with pytest.raises(ValueError, match="loss is not known.*or override compute_loss"):
+        trainer(tmp_path, "tower", **made)
+
+
+def test_a_step_that_a_subclass_makes_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="override compute_loss instead"):
+        trainer(tmp_path, kind=OwnStep).train()
+
+
 def big_bird():
     attention = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
     sizes = {**TINY, "max_position_embeddings": 128}
@@ -569,12 +620,13 @@ class Logs(DPTrainer):
     def compute_loss(self, model, *inputs, **named):
         if model.training:
             self.log({"term": 1.0})
-            self.log({"learning_rate": 1.0})
+            self.log({"learning_rate": 1.0, "eval_term": 1.0})
         return super().compute_loss(model, *inputs, **named)
 
     def training_step(self, *inputs):
         loss = super().training_step(*inputs)
         self.log({"term": float(loss)})
+        self.log({"eval_term": float(loss), "test_term": float(loss)})
         return loss
 
 

@@ -113,7 +113,7 @@ def test_workers_agree_on_the_level(private, tiny_lm, monkeypatch):
     agree = Ranks.agree
 
     def heard(self, what, same, *args, **kwargs):
-        told.setdefault(what, same)
+        told.setdefault(what, {}).update(same)
         return agree(self, what, same, *args, **kwargs)
 
     monkeypatch.setattr(Ranks, "agree", heard)

@@ -318,7 +318,7 @@ def test_losses_of_each_document_by_itself_pass_and_sums_are_those_without_trial
 
 def test_a_loop_that_leaves_trials_out_is_refused(run, documents, language_model):
     own = run(language_model(), documents(LENGTHS * 2))
-    with pytest.raises(dpflash.PrivateRefusal, match="treat trials as any other microbatch"):
+    with pytest.raises(dpflash.PrivateRefusal, match="for each microbatch, trials too"):
         for batch in own.loader:
             if own.loader.is_real.any():
                 own.engine.backward(own.losses(own.model, batch))

@@ -139,10 +139,17 @@ def test_losses_of_other_documents_are_refused(make, run, documents):
         own.sums()
 
 
-@pytest.mark.parametrize("make", [Unmasked, lambda: Model(neighbor), RowPositions])
-def test_losses_that_depend_on_the_place_in_the_row_are_refused(make, run, documents):
+MIXED, MOVED = "mixes documents", "documents stood elsewhere in their row"
+
+
+@pytest.mark.parametrize(
+    "make, found",
+    [(Unmasked, MIXED), (lambda: Model(neighbor), MIXED), (RowPositions, MOVED)],
+    ids=["Unmasked", "neighbor", "RowPositions"],
+)
+def test_losses_that_depend_on_the_place_in_the_row_are_refused(make, found, run, documents):
     own = run(make(), documents(LENGTHS), max_documents=8)
-    with pytest.raises(dpflash.PrivateRefusal, match="documents stood elsewhere in their row"):
+    with pytest.raises(dpflash.PrivateRefusal, match=found):
         own.sums()
 
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash.packing.units import Units
 
 FEATURES, CLASSES = 8, 3
 ONE_PART = {"physical_batch_size": 24, "max_batch_size": 24}
@@ -344,7 +346,7 @@ def test_a_step_between_private_batches_is_that_of_the_plain_model(kind, tmp_pat
         assert before == (optimizer.releases, engine.get_epsilon(1e-5), len(hooked))
         assert path.exists() == (ledger is not None)
         assert ledger is None or ledger == path.read_bytes()
-        with pytest.raises(RuntimeError, match="called again, with no engine.backward"):
+        with pytest.raises(RuntimeError, match="with no engine.backward"):
             optimizer.step()
         optimizer.zero_grad()
 
@@ -486,6 +488,19 @@ def test_the_private_loaders_batch_is_refused_inside(rows, options):
     assert e.value.details["rows"] == ([5] if len(x) == 11 else [*range(len(x))])
 
 
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_single_layers_do_not_get_the_private_loaders_batch_inside(has_grad):
+    engine, model, _, loader = run(**ONE_PART)
+    x, _ = next(iter(loader))
+    first = next(layer for layer in model.modules() if isinstance(layer, nn.Linear))
+    with engine.public_data():
+        first(PUBLIC[0]).sum().backward()
+    with pytest.raises(dpflash.PrivateRefusal, match="rows of the private loader's batches"):
+        with engine.public_data():
+            first(x.clone().requires_grad_(has_grad)).sum().backward()
+    assert not any(layer._forward_pre_hooks for layer in model.modules())
+
+
 class Own:
     def __init__(self, x):
         self.x = x
@@ -552,6 +567,70 @@ def test_rows_of_few_different_numbers_may_be_in_public_data_too():
     loader.seen.observe((x,), loader.tracker.current)
     with engine.public_data():
         model(torch.cat([x, PUBLIC[0]])).sum().backward()
+
+
+GRID = torch.linspace(0, 1, FEATURES)
+
+
+def is_refused_inside(loader, public):
+    return bool(loader.seen.drawn([torch.cat([PUBLIC[0], public])]))
+
+
+def mark_of(loader, rows, **changes):
+    changes = {"real": None, "is_trial": False, **changes}
+    return replace(loader.tracker.current, size=rows, **changes)
+
+
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_a_row_that_all_samples_share_may_be_in_public_data_too(looked_at, monkeypatch):
+    if not looked_at:  # As on a GPU behind the first batches.
+        monkeypatch.setattr("dpflash.sampling.seen_batches.SeenBatches._is_checked", lambda *_: 0)
+    _, _, _, loader = run(**ONE_PART)
+    next(iter(loader))
+    x, mark = PRIVATE[0], mark_of(loader, 24)
+    grid = GRID.expand(24, -1)
+    loader.seen.observe((x, grid), mark)
+    assert not is_refused_inside(loader, GRID[None])
+    assert is_refused_inside(loader, x[:1])
+    # A row that other samples do not have is of its sample.
+    loader.seen.observe((x, torch.cat([grid[1:], PUBLIC[0][:1]])), mark)
+    assert is_refused_inside(loader, GRID[None])
+
+
+def test_a_row_that_all_samples_of_an_earlier_batch_share_may_be_in_public_data_too():
+    _, _, _, loader = run(**ONE_PART)
+    next(iter(loader))
+    x, mark = PRIVATE[0], mark_of(loader, 24)
+    # Of a batch with one sample nothing is known of others.
+    one = mark_of(loader, 24, real=torch.arange(24) == 0)
+    loader.seen.observe((x[:1].expand_as(x), GRID.expand(24, -1)), one)
+    assert is_refused_inside(loader, GRID[None])
+    for shift in range(3):
+        loader.seen.observe((x + shift, GRID.expand(24, -1)), mark)
+    loader.seen.observe((x + 3, x + 4), mark)
+    assert not is_refused_inside(loader, GRID[None])
+    assert is_refused_inside(loader, x[:1])
+
+
+UNITS_OF = {
+    "one row": (1, {}),
+    "one sample": (4, {"real": torch.tensor([True, False, False, False])}),
+    "a user": (4, {"units": Units((4,), ((0, 3), (3, 3)))}),
+    "documents": (4, {"units": Units((4, FEATURES), ((0, 9), (9, 32)))}),
+    "equal samples": (4, {}),
+}
+
+
+@pytest.mark.parametrize("kind", UNITS_OF)
+def test_equal_rows_that_may_be_of_one_sample_are_refused_inside(kind):
+    rows, changes = UNITS_OF[kind]
+    _, _, _, loader = run(**ONE_PART)
+    next(iter(loader))
+    # Other numbers than of samples differ too, such as random ones for each row.
+    other = torch.arange(rows if kind != "equal samples" else 3)
+    mark = mark_of(loader, rows, **changes)
+    loader.seen.observe((GRID.expand(rows, -1), other, PRIVATE[0]), mark)
+    assert is_refused_inside(loader, GRID[None])
 
 
 def test_losses_of_public_data_are_refused_outside():

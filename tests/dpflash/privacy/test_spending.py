@@ -1,5 +1,6 @@
 """Epsilon is computed for the sampler that drew the batches, under its neighboring relation."""
 
+import re
 import warnings
 
 import pytest
@@ -144,11 +145,31 @@ def test_a_cap_too_low_for_the_target_is_named():
         calibrated(PrivacyEngine(accountant="rdp"), max_batch_size=9)
 
 
-def test_a_cap_below_the_expected_batch_size_is_warned_about(private):
-    with pytest.warns(UserWarning, match="max_batch_size=3 is below the expected batch size"):
-        made = private(nn.Linear(3, 2), DATA, noise_multiplier=1.0, max_batch_size=3)
+def released(private, **options):
+    """Epsilon of an epoch of draws with 8 of 512 samples, and the warnings of make_private."""
+    options |= {"batch_size": 8, "noise_multiplier": 2.0, "verify_first_batch": False}
+    with warnings.catch_warnings(record=True) as caught:
+        made = private(nn.Linear(3, 2), DATA.repeat(16, 1), **options)
     train(*made)
-    assert made[0].get_epsilon(DELTA) == float("inf")
+    return made[0].get_epsilon(DELTA), [str(x.message) for x in caught]
+
+
+@pytest.mark.parametrize(("cap", "factor"), [(3, float("inf")), (9, float("inf")), (28, 1.03)])
+def test_a_cap_that_adds_to_delta_is_warned_about_with_one_that_does_not(cap, factor, private):
+    free, _ = released(private)
+    epsilon, (text,) = released(private, max_batch_size=cap)
+    assert epsilon >= factor * free
+    told = rf"max_batch_size={cap}: each epoch adds .* to delta, .*; pass max_batch_size=(\d+) or"
+    size = int(re.match(told, text)[1])
+    assert released(private, max_batch_size=size) == (pytest.approx(free, rel=1e-6), [])
+    assert size < 48
+
+
+def test_a_cap_is_judged_by_the_delta_of_the_budget(private):
+    assert not released(private, max_batch_size=34)[1]
+    budget = PrivacyBudget(epsilon=9.0, delta=1e-9)
+    _, (text,) = released(private, max_batch_size=34, budget=budget)
+    assert "infinite at delta < 4.9e-10, and too large near it" in text
 
 
 @pytest.mark.parametrize("planned", [{"epochs": 2}, {"epochs": None, "steps": 16}])

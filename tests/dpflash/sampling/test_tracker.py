@@ -1,6 +1,7 @@
 """A draw is released whole or not at all, and whatever counts steps counts releases."""
 
 import contextlib
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -412,25 +413,23 @@ def test_an_option_may_change_with_each_release(run, change):
     assert optimizer.releases == loader.releases == 2 * len(loader)
 
 
+def refused(match="be counted by"):
+    return pytest.raises(dpflash.PrivateRefusal, match=match)
+
+
 def test_another_optimizer_steps_only_at_the_end_of_a_draw(run):
     runs = [run(), run()]
     generator = nn.Linear(2, 3)
     other, steps = torch.optim.SGD(generator.parameters(), lr=0.1), 0
     first, second = (loader for *_, loader in runs)
-
-    def refused(match):
-        error = pytest.raises(dpflash.PrivateRefusal, match=match)
-        return error if begun else contextlib.nullcontext()
-
     generator(torch.ones(1, 2)).sum().backward()
-    kept = iter(first)  # as of a loop that an exception ended
+    kept = iter(first)
     next(kept)
-    other.step(), other.step()
+    other.step(), other.step()  # the only ones that are free
     next(kept)
     with ThreadPoolExecutor(1) as another:
         another.submit(other.step).result()
     del kept
-    begun = False
     for batches in zip(first, second, strict=False):
         for (x,), (engine, model, optimizer, loader) in zip(batches, runs, strict=True):
             engine.backward(losses_of(model, x))
@@ -442,13 +441,156 @@ def test_another_optimizer_steps_only_at_the_end_of_a_draw(run):
                 other.step()
                 steps += loader is first and first.is_last
                 continue
-            with refused("be counted by"):
+            with refused():
                 other.step()
             with refused("is_last"), engine.public_data():
                 other.step()
-        begun = True
     assert first.releases == steps > 1
     other.step()
+
+
+@pytest.mark.parametrize("is_fresh", [False, True], ids=["generator", "perturbation"])
+def test_an_optimizer_that_is_made_anew_steps_what_is_made_anew(run, is_fresh):
+    engine, model, optimizer, loader = run()
+    weight = torch.ones(2, requires_grad=True)
+    with contextlib.nullcontext() if is_fresh else refused():
+        for (x,) in loader:
+            own = torch.ones(2, requires_grad=True) if is_fresh else weight
+            own.sum().backward()
+            torch.optim.SGD([own], lr=0.1).step()
+            engine.backward(losses_of(model, x))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert loader.releases == (len(loader) if is_fresh else 0)
+
+
+def another():
+    """An optimizer whose parameter has its gradient."""
+    weight = torch.ones(2, requires_grad=True)
+    weight.sum().backward()
+    return torch.optim.SGD([weight], lr=0.1)
+
+
+def test_one_step_in_each_loop_is_refused_from_the_second_loop_on(run):
+    engine, model, optimizer, loader = run()
+    other, epochs = another(), 0
+    with refused():
+        for _ in range(3):
+            for number, (x,) in enumerate(loader):
+                if number % 1000 == 0:
+                    other.step()
+                engine.backward(losses_of(model, x))
+                optimizer.step()
+                optimizer.zero_grad()
+            epochs += 1
+    assert epochs == 1
+
+
+@pytest.mark.parametrize("logical", [False, True])
+def test_another_optimizer_steps_before_and_behind_loops_and_where_they_failed(run, logical):
+    engine, model, optimizer, loader = run()
+    other, steps = another(), 0
+    for epoch in range(3):
+        other.step()
+        for batch in LogicalBatches(loader) if logical else loader:
+            for (x,) in batch if logical else [batch]:
+                engine.backward(losses_of(model, x))
+            optimizer.step()
+            optimizer.zero_grad()
+            if loader.is_last:
+                other.step()
+                steps += 1
+        other.step()
+        assert loader.releases == steps
+        with contextlib.suppress(KeyError):
+            for batch in LogicalBatches(loader) if logical else loader:
+                for _ in batch if logical else [batch]:
+                    raise KeyError(epoch)
+        # The last LogicalBatch keeps the loader's iterator.
+        other.step()
+    with torch.no_grad():
+        for batch in loader:
+            model(batch[0])
+    other.step()
+
+
+def until_released(batches, loader):
+    for batch in batches:
+        yield batch
+        if loader.is_last:
+            return
+
+
+@pytest.mark.parametrize("at", ["the draw's end", "a microbatch"])
+@pytest.mark.parametrize("is_older", [True, False], ids=["older", "newer"])
+def test_a_kept_iterator_of_another_loader_frees_no_steps(run, is_older, at):
+    engine, model, optimizer, loader = run()
+    kept_run, other = run(), another()
+    kept, batches = iter(kept_run[3]), iter(loader)
+    first = [] if is_older else [next(batches)]
+    own = until_released(kept, kept_run[3])
+    trains(*kept_run[:3], own if at == "the draw's end" else itertools.islice(kept, 1))
+    assert kept_run[3].is_last == (at == "the draw's end")
+    with refused():
+        for (x,) in itertools.chain(first, batches):
+            engine.backward(losses_of(model, x))
+            optimizer.step()
+            other.step()
+    assert loader.releases == 0
+
+
+@pytest.mark.parametrize("logical", [False, True])
+def test_an_older_iterator_that_ends_frees_no_steps_in_a_newer_loop(run, logical):
+    engine, model, optimizer, loader = run()
+    other = another()
+    kept = iter(next(iter(LogicalBatches(loader))) if logical else loader)
+    next(kept)
+    with refused():
+        for batch in LogicalBatches(loader) if logical else loader:
+            for (x,) in batch if logical else [batch]:
+                kept = None
+                other.step()
+                engine.backward(losses_of(model, x))
+            optimizer.step()
+    assert kept is None and loader.releases == 0
+
+
+def test_an_optimizer_of_another_engine_steps_only_by_its_own_loader(run):
+    engine, model, optimizer, loader = run()
+    engine2, model2, optimizer2, loader2 = run()
+
+    def step_on_public_data():
+        with engine2.public_data():
+            losses_of(model2, torch.ones(2, 3)).sum().backward()
+        optimizer2.step()
+        optimizer2.zero_grad()
+
+    for _ in range(2):
+        for (x,), (y,) in zip(loader, loader2, strict=False):
+            for e, m, o, z in (engine, model, optimizer, x), (engine2, model2, optimizer2, y):
+                e.backward(losses_of(m, z))
+                o.step()
+                o.zero_grad()
+            if loader2.is_last:
+                step_on_public_data()
+    assert loader.releases > 2 and loader2.releases > 2
+    for (x,) in loader:
+        engine.backward(losses_of(model, x))
+        optimizer.step()
+        optimizer.zero_grad()
+        if loader.is_last:
+            step_on_public_data()
+    step_on_public_data()
+    with refused():
+        for (x,) in loader:
+            engine.backward(losses_of(model, x))
+            optimizer.step()
+            optimizer.zero_grad()
+            before = model2.weight.detach().clone()
+            step_on_public_data()
+    assert torch.equal(model2.weight, before)
+    optimizer2.zero_grad()
+    trains(engine2, model2, optimizer2, loader2)
 
 
 @pytest.mark.parametrize("where", ["before", "inside"])
@@ -460,8 +602,7 @@ def test_another_optimizer_steps_once_a_logical_batch_also_with_a_closure(run, w
     def closure():
         weight.sum().backward()
 
-    error = pytest.raises(dpflash.PrivateRefusal, match="be counted by")
-    with error if where == "inside" else contextlib.nullcontext():
+    with refused() if where == "inside" else contextlib.nullcontext():
         for batch in LogicalBatches(loader):
             if where == "before":
                 other.step(closure)

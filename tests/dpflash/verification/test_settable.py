@@ -134,7 +134,7 @@ def test_noise_0_warns_that_epsilon_is_inf_from_now_on(private, recwarn):
     one_step(run)
     assert run[0].get_epsilon(1e-5) == math.inf
     recwarn.clear()
-    private(nn.Linear(3, 2), DATA, noise_multiplier=0.0)[2].noise_multiplier = 0.0
+    private(nn.Linear(3, 2), DATA.clone(), noise_multiplier=0.0)[2].noise_multiplier = 0.0
     assert not recwarn
 
 

@@ -1,15 +1,16 @@
-"""PaddingTrial: the loss of a sample must not depend on where it is in its batch.
+"""PlaceTrial: the loss of a sample must not depend on its place in the batch.
 
-A microbatch with samples of several lengths is run twice before it is trained on, without dropout:
-its shorter samples by themselves, without the padding that only the longer ones need, and as it
-is. Their losses must be equal up to rounding. So must those of packed documents that stand
-elsewhere in their rows.
+The place is how far the sample is padded; of a packed document it is where in its row the document
+stands, and beside which others. Before a microbatch is trained on, it is run in other places,
+without dropout, and the losses must be its own up to rounding: those of training, or with dropout
+of another run, as it is. In other places it has its shorter samples by themselves, without the
+padding that only the longer ones need, or the documents of each row in the reverse order.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,21 +43,22 @@ _MOVED = (
 )
 
 
-class PaddingTrial:
-    """Which microbatches are tried with less padding, and what the losses of both were.
+class PlaceTrial:
+    """Tests that losses do not depend on places: padding, and neighbors in a packed row.
 
     Args:
         sandbox: of model and loop.
         has_ranks: whether there are other ranks, which must run as many microbatches.
 
     Attributes:
-        is_running: whether one of the two runs is under way.
+        is_running: whether one of the runs is under way.
+        waits: whether the losses of the microbatch itself are to be compared.
         refused: why the last microbatch that was tried was refused, or None.
         has_compared: whether samples kept their losses in some microbatch.
     """
 
     def __init__(self, sandbox: Sandbox, *, has_ranks: bool) -> None:
-        self.is_running = self.has_compared = False
+        self.is_running = self.has_compared = self.waits = False
         self.refused: str | None = None
         self._sandbox, self._has_ranks = sandbox, has_ranks
         self._is_tried = False
@@ -65,7 +67,9 @@ class PaddingTrial:
         self._losses: list[Tensor] = []
         self._dtypes: set[torch.dtype] = set()
         self._words = 0
-        self._is_random = False
+        self._is_random = self._is_by_sample = False
+        self._without_dropout = WithoutDropout()
+        self._has_dropout = False
         self._stack = ExitStack()
         self._expected: torch.Generator | None = None
         self._others: tuple[Any, Any] = (None, None)
@@ -78,10 +82,15 @@ class PaddingTrial:
             is_tried: whether microbatches of this draw are tried.
         """
         self.end(loop=False)  # of an iterator that the loop has left
+        self.waits = False
         self._is_tried &= not begins_draw
         return is_tried and not self._is_tried
 
-    def runs(self, batch: Any, shorter: Sequence[tuple[Any, Tensor]]) -> Sequence[Any]:
+    def take_by_sample(self) -> None:
+        """Losses of the microbatch itself come one at a time."""
+        self._is_by_sample = True
+
+    def runs(self, batch: Any, shorter: Sequence[tuple[Any, Tensor]]) -> Iterator[Any]:
         """The microbatches to run, the shorter ones first; none where nothing is compared.
 
         Args:
@@ -93,17 +102,22 @@ class PaddingTrial:
             none = torch.zeros(0, dtype=torch.bool)
             shorter = shorter[:1] or [(copied(batch), none)]
         elif not any(bool(kept.any()) for _, kept in shorter):
-            return ()
+            return
         self._is_tried = True
         self._kept = [kept for _, kept in shorter]
         self._losses, self._is_random = [], False
+        self._has_dropout = self._is_by_sample = False
         self._text = _MOVED if isinstance(batch, PackedBatch) else _CHANGED
-        return *(own for own, _ in shorter), copied(batch)
+        yield from (own for own, _ in shorter)
+        if self._has_ranks or self._has_dropout or self._is_by_sample:
+            yield copied(batch)
+        else:
+            self.waits = len(self._losses) == len(self._kept)
 
     def begin(self) -> None:
         """A run begins."""
         self._sandbox.enter()
-        self._stack.enter_context(WithoutDropout())
+        self._without_dropout = self._stack.enter_context(WithoutDropout())
         self.is_running = True
 
     def start(self) -> None:
@@ -131,6 +145,7 @@ class PaddingTrial:
             return
         self.is_running = False
         self._stack.close()
+        self._has_dropout |= self._without_dropout.seen
         if self._expected is not None:
             for _ in range(self._words):
                 torch.randint(2**62, (), generator=self._expected)
@@ -139,11 +154,14 @@ class PaddingTrial:
         self._sandbox.leave(loop=loop)
 
     def refusal(self, losses: Tensor) -> str | None:
-        """A message where losses `[U]` of the last run are not those of another, or None."""
+        """A message where losses `[U]` of the last run are not those of another, or None.
+
+        The last is that of the microbatch itself where it `waits`.
+        """
         self._losses.append(losses.detach().clone())
         if len(self._losses) <= len(self._kept):
             return None
-        (*before, now), self._losses = self._losses, []
+        (*before, now), self._losses, self.waits = self._losses, [], False
         if self._is_random or any(x.shape != self._kept[0].shape for x in (*before, now)):
             return None
         # Float64 models of Hugging Face have norms and rotations in float32.

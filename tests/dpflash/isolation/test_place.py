@@ -217,7 +217,7 @@ def test_masked_padding_trains_with_the_same_bits_as_without_trials(kind, collat
     engine, tried = _train(kind, collate)
     _, untried = _train(kind, collate, verify_first_batch=False)
     assert engine.verified is True
-    assert engine._run.padding.has_compared is (kind != "noise")
+    assert engine._run.place_trial.has_compared is (kind != "noise")
     assert all(map(torch.equal, tried, untried))
 
 
