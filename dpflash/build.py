@@ -241,7 +241,7 @@ def _is_trained_on(dataset: Any, spending: Spending) -> bool:
     _, before = _spendings.get(key, (own, []))
     earlier: list[tuple[Spending, set[Any] | None]] = []
     for known, of in before:
-        is_covered = any(all_ is None or (of is not None and of <= all_) for _, all_ in earlier)
+        is_covered = any(wide is None or (of is not None and of <= wide) for _, wide in earlier)
         if not (known.is_empty or is_covered):
             earlier.append((known, of))
     _spendings[key] = own, [*earlier, (spending, entries)]

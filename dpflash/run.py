@@ -383,9 +383,9 @@ class PrivateRun:
         missing = sorted(names[groups[index].parameters[position]] for index, position in slots)
         shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
         return (
-            f"The model's test by itself is pending: no gradient that is not zero was met of "
-            f"{shown}. One that always cancels, as that of a bias in a difference of two outputs, "
-            "has none: leave it out, or freeze it."
+            f"engine.verified is pending, because the gradients of {shown} were zero so far, and "
+            "zeros show nothing. Leave out, or freeze, a parameter that always cancels, such as a "
+            "bias in a difference of two outputs."
         )
 
     def diagnostics(self) -> dict[str, Any]:

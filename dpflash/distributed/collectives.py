@@ -19,7 +19,7 @@ from ..refusal import PrivateRefusal
 
 # The bucket size of DistributedDataParallel.
 _BUCKET_BYTES = 25 * 2**20
-# Integers that `agree` exchanges, in every call as many: other sizes would end the processes.
+# `agree` exchanges a multiple of so many integers: where sizes differ, gloo ends the processes.
 _AGREED = 16
 # torch 2.13 renamed these functions; old and new take (output, input, group=...).
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -101,7 +101,7 @@ def agree(
     digests = [digest(repr(value)) for value in values.values()]
     call = operation.partition("(")[0]
     row = [digest(call), *digests, *extra]
-    rows = gather_rows(row + [0] * (_AGREED - len(row)), group, operation)
+    rows = gather_rows(row + [0] * (-len(row) % _AGREED), group, operation)
 
     def texts_of(text: str) -> list[str]:
         texts = [""] * len(rows)

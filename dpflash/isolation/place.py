@@ -1,10 +1,10 @@
 """PlaceTrial: the loss of a sample must not depend on its place in the batch.
 
 The place is how far the sample is padded; of a packed document it is where in its row the document
-stands, and beside which others. Before a microbatch is trained on, it is run in other places,
-without dropout, and the losses must be its own up to rounding: those of training, or with dropout
-of another run, as it is. In other places it has its shorter samples by themselves, without the
-padding that only the longer ones need, or the documents of each row in the reverse order.
+stands, and beside which others. Before a microbatch is trained on, it is run with its samples in
+other places, without dropout: the shorter samples by themselves, without the padding that only the
+longer ones need, or the documents of each row in the reverse order. The losses must be those of
+training up to rounding. If the model has dropout, they are compared with another run without it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class PlaceTrial:
         self._words = 0
         self._is_random = self._is_by_sample = False
         self._without_dropout = WithoutDropout()
-        self._has_dropout = False
         self._stack = ExitStack()
         self._expected: torch.Generator | None = None
         self._others: tuple[Any, Any] = (None, None)
@@ -106,10 +105,10 @@ class PlaceTrial:
         self._is_tried = True
         self._kept = [kept for _, kept in shorter]
         self._losses, self._is_random = [], False
-        self._has_dropout = self._is_by_sample = False
+        self._without_dropout, self._is_by_sample = WithoutDropout(), False
         self._text = _MOVED if isinstance(batch, PackedBatch) else _CHANGED
         yield from (own for own, _ in shorter)
-        if self._has_ranks or self._has_dropout or self._is_by_sample:
+        if self._has_ranks or self._without_dropout.seen or self._is_by_sample:
             yield copied(batch)
         else:
             self.waits = len(self._losses) == len(self._kept)
@@ -117,7 +116,7 @@ class PlaceTrial:
     def begin(self) -> None:
         """A run begins."""
         self._sandbox.enter()
-        self._without_dropout = self._stack.enter_context(WithoutDropout())
+        self._stack.enter_context(self._without_dropout)
         self.is_running = True
 
     def start(self) -> None:
@@ -145,7 +144,6 @@ class PlaceTrial:
             return
         self.is_running = False
         self._stack.close()
-        self._has_dropout |= self._without_dropout.seen
         if self._expected is not None:
             for _ in range(self._words):
                 torch.randint(2**62, (), generator=self._expected)

@@ -664,6 +664,23 @@ def test_a_mask_may_be_left_out_where_no_sample_is_padded_but_not_be_shared(shar
     assert shares or loader.releases == 10
 
 
+class Difference(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return x, self.head(x) - self.head(x.flip(1))
+
+
+def test_a_parameter_that_cancels_is_named_as_pending():
+    engine = _train(_made(Difference), _entropies)
+    assert engine.verified == "pending"
+    assert "because the gradients of head.bias were zero" in engine.trials
+    made = _made(Difference)
+    assert "Too few samples were in one batch" in made[0].trials
+
+
 def test_a_loop_that_leaves_a_trial_finds_the_model_as_it_was():
     engine, model, optimizer, loader = _made(Memory, lambda h: h.mean(0), foreign_batches=True)
     for x, _y in loader:
