@@ -40,7 +40,6 @@ from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, joined, listed, trained_parameters
 from .packing import PackTo
 from .packing.pack import EXACT_ALIGN
-from .privacy.budget import PrivacyBudget
 from .privacy.keys import RunKeys
 from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .privacy.seeds import SecretMasks
@@ -102,6 +101,7 @@ def build(
     spending: Spending,
     ranks: Ranks,
     as_folder: bool,
+    delta: float | None = None,
 ) -> PrivateRun:
     """Make a model, its optimizer and its data loader private; all ranks call this together.
 
@@ -110,6 +110,7 @@ def build(
         plan: how logical batches are drawn, where it is known already.
         keys, spending, ranks: of the engine.
         as_folder: whether checkpoints are folders.
+        delta: that of epsilon where there is no budget.
 
     Raises:
         ValueError: naming the argument; nothing is changed then.
@@ -147,6 +148,8 @@ def build(
     plan = loader.plan
     event = plan.event(settings.noise_multiplier)
     spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping)
+    if privacy.budget is None and delta is not None:
+        spending.set_delta(delta)
     synchronize_ranks(module, ranks)
     step = PrivateStep(
         joined(optimizers),
@@ -163,7 +166,7 @@ def build(
         kind_of_noise=RoundedGaussian(keys, trained),
         padding_rows=padding_rows(module),
     )
-    _warn_of_sizes(data_loader, plan, privacy.budget)
+    _warn_of_sizes(data_loader, plan, spending.delta)
     for parameter in trained:
         parameter.grad = None
     unchanged = Unchanged(module, trained, privacy.allow_buffers)
@@ -181,7 +184,9 @@ def build(
         trial = Trial(sandbox, schedule)
         # Ranks of a context have the losses of their own tokens, which are others elsewhere.
         if privacy.loss_reduction is None and (plan.packing is None or ranks.context is None):
-            place_trial = PlaceTrial(sandbox, has_ranks=ranks.everyone is not None)
+            place_trial = PlaceTrial(
+                sandbox, has_ranks=ranks.everyone is not None, devices=_devices_of(module)
+            )
         if privacy.example is not None:
             example = ExampleTrial(privacy.example, sandbox)
         loader.try_first(trial, place_trial, example)
@@ -424,9 +429,7 @@ def _agree(
         ) from None
 
 
-def _warn_of_sizes(
-    data_loader: DataLoader, plan: SamplingPlan, budget: PrivacyBudget | None
-) -> None:
+def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan, delta: float | None) -> None:
     asked_for, entries, most = data_loader.batch_size, plan.dataset_size, plan.max_batch_size
     if asked_for is not None and not plan.has_public_size and asked_for > entries:
         warnings.warn(
@@ -436,8 +439,7 @@ def _warn_of_sizes(
             stacklevel=6,
         )
     cut = plan.event(1.0).failure() * plan.steps_per_epoch
-    delta = min(_USUAL_DELTA, 1 / entries) if budget is None else budget.delta
-    if 100 * cut > delta:
+    if 100 * cut > (delta or min(_USUAL_DELTA, 1 / entries)):
         warnings.warn(
             f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, for "
             "the chance that a draw is cut. So epsilon is infinite at delta < "

@@ -219,6 +219,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         asked: PrivacyConfig,
         performance: PerformanceConfig,
         plan: SamplingPlan | None = None,
+        delta: float | None = None,
     ) -> tuple[nn.Module, Any, PrivateDataLoader]:
         if not isinstance(module := given.module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
@@ -234,6 +235,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             ranks=self._ranks,
             # A mesh of one rank writes a folder too, so that more ranks can go on from it.
             as_folder=self._has_mesh,
+            delta=delta,
         )
         self._sampler = run.loader.sampler_name
         run.backward.attach(Attachment(run, self.detach))
@@ -300,13 +302,14 @@ class PrivacyEngine(Uncopied, OnlySettable):
             epochs=epochs, steps=steps, epsilon=target_epsilon, delta=target_delta,
         )  # fmt: skip
         asked = replace(asked, noise_multiplier=noise)
-        made = self._make_private(Given(module, optimizer, data_loader), asked, performance, plan)
+        given = Given(module, optimizer, data_loader)
+        made = self._make_private(given, asked, performance, plan, target_delta)
         self._running().step.charge.expect(steps, target_epsilon=target_epsilon)
-        if asked.budget is None:
-            self._spending.set_delta(target_delta)
         return made
 
-    def backward(self, losses: Tensor | LossFunction, batch: Any = None) -> Tensor | None:
+    def backward(
+        self, losses: Tensor | LossFunction, batch: Any = None, *others: Any
+    ) -> Tensor | None:
         """Add the clipped gradients of a batch to the logical batch's sum.
 
         `backward(loss_fn, batch)` takes the batch of the loader apart: `loss_fn(model, sample)`
@@ -330,7 +333,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
             batch: of the loader, with a function; (outputs, targets) with a criterion.
 
         Returns:
-            None; with a function the losses `[B]` without a graph, private like all losses.
+            None; with a function or a criterion the losses `[B]` without a graph, private like
+            all losses.
 
         Raises:
             PrivateRefusal: for another shape, a number of losses that is not the batch's, or
@@ -345,6 +349,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
             together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
             batches without public slots this holds up to rounding, see `make_private`.
         """
+        if others:
+            raise TypeError(
+                "engine.backward takes a criterion with a pair: pass engine.backward(criterion, "
+                "(outputs, targets)), or engine.backward(loss_fn, batch)"
+            )
         return self._running().run_backward(losses, batch)
 
     @contextmanager
@@ -466,7 +475,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         by one, it went through your own torch.compile, or an argument that differs between calls
         is neither a tensor with the samples first nor a list with an element for each sample),
         and "forward" that the model returns a scalar loss. "by construction" where the loop gives
-        `backward` a function.
+        `backward` a function. PRIVATE, as are `trials`: it tells how many samples were drawn.
         """
         return self._described("verified").verified
 
@@ -514,7 +523,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
     def _described(self, method: str) -> PrivateRun:
         """The run, for a method that only reports."""
         if self._run is None:
-            raise ValueError(f"{method}: {_NOT_PRIVATE}")
+            raise ValueError(f"{method}: {_NOT_PRIVATE}, and ask before engine.detach(model)")
         return self._run
 
     def _running(self) -> PrivateRun:

@@ -387,7 +387,10 @@ def trained_parameters(
                 "change it before the noise; remove the hook"
             )
         if not parameter.is_floating_point():
-            raise ValueError(f"parameter '{name}' is {parameter.dtype}; use a float")
+            way_out = "use a float"
+            if parameter.is_complex():
+                way_out += " parameter [..., 2], and torch.view_as_complex of it in the forward"
+            raise ValueError(f"parameter '{name}' is {parameter.dtype}; {way_out}")
     return list(trained)
 
 
@@ -431,9 +434,9 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
             "optimizer holds no trainable parameter of the module; check requires_grad and build "
             "it from module.parameters()"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step"):  # SAM's
         raise ValueError(
-            "optimizer=LBFGS: it evaluates a batch several times in a step, each a release of its "
-            "own; use a first-order optimizer such as AdamW"
+            f"optimizer={type(optimizer).__name__}: it evaluates a batch several times in a step, "
+            "each a release of its own; use a first-order optimizer such as AdamW"
         )
     return set(held)

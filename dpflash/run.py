@@ -22,8 +22,8 @@ from .config import Settings
 from .distributed.validate import release_ranks
 from .grad_rules import PrivateModule
 from .grad_rules.convert import detach as make_plain
-from .isolation.place import PlaceTrial
-from .isolation.rows import entries_of, rows_of
+from .isolation.place import OF_DOCUMENTS, OF_ROWS, PlaceTrial
+from .isolation.rows import entries_of, exchanged
 from .isolation.trial import Trial
 from .losses import NAMES_OF_CRITERIA, of_criterion, require_known
 from .opacus_calls import (
@@ -98,6 +98,7 @@ class PrivateRun:
 
     def run_backward(self, losses: Tensor | LossFunction, batch: Any = None) -> Tensor | None:
         """See `PrivacyEngine.backward`."""
+        given = losses
         if isinstance(losses, nn.modules.loss._Loss):
             require_known(losses)
             is_pair = isinstance(batch, tuple | list) and len(batch) == 2
@@ -115,7 +116,7 @@ class PrivateRun:
                 "this run are not compared any more; pass the function for each of its batches"
             )
         self._run_losses(losses)
-        return None
+        return None if losses is given else losses.detach()
 
     def _run_losses(self, losses: Tensor) -> None:
         step = self.step
@@ -174,7 +175,15 @@ class PrivateRun:
         def loss_of(row: int) -> Tensor:
             kept.restore_copies()
             contents.restore()
-            loss = loss_fn(self.model, rows_of(batch, [row], mark.size))
+            sample, has_rows = exchanged(batch, [row], mark.size)
+            if not has_rows:
+                raise PrivateRefusal(
+                    "engine.backward(loss_fn, batch): cannot tell which parts of the batch are of "
+                    "one sample: a list has an entry for each sample, and each entry as many rows "
+                    "as the batch has samples. Let collate_fn return a list of dicts, one for "
+                    "each sample, or pass losses of samples"
+                ) from None
+            loss = loss_fn(self.model, sample)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise PrivateRefusal(
                     "loss_fn(model, sample) returned something else than the loss of one sample: "
@@ -261,19 +270,20 @@ class PrivateRun:
     def _is_tried(self, losses: Tensor) -> bool:
         """Whether losses are of a trial, which has no backward; compares those that follow it."""
         trial, place_trial = self.trial, self.place_trial
-        if place_trial is not None:
-            if not place_trial.is_running:
-                self._refuse_tried(place_trial.refused)
-            else:
-                self.step.begin_trial()
-                self._refuse_tried(place_trial.refusal(losses))
-                return True
+        if place_trial is not None and place_trial.is_running:
+            self.step.begin_trial()
+            place_trial.take(losses)
+            self._refuse_tried(None)  # A rank that has ended is noticed before the next forward.
+            return True
         if self.backward.record(losses):
             return True
         if trial is not None and trial.decides and not trial.is_by_sample:
             self._refuse_tried(trial.refusal(losses))
-        if place_trial is not None and place_trial.waits:
-            self._refuse_tried(place_trial.refusal(losses))
+        # Last: what else is refused has a message that tells more.
+        if place_trial is not None:
+            if place_trial.waits:
+                place_trial.take(losses)
+            self._refuse_tried(place_trial.refused)
         return False
 
     # Reports
@@ -360,11 +370,11 @@ class PrivateRun:
             if trial.has_compared
             else "No trial has compared samples so far."
         ]
-        how = "with less padding" if facts.packing is None else "with documents elsewhere in rows"
-        if place_trial is None or not place_trial.has_compared:
-            said.append(f"No batch was tried {how}.")
-        else:
-            said.append(f"Their losses {how} were compared, to eps ** (2 / 3).")
+        for kind in OF_ROWS if facts.packing is None else OF_DOCUMENTS:
+            if place_trial is None or kind not in place_trial.compared:
+                said.append(f"No batch was tried {kind.how}.")
+            else:
+                said.append(f"Losses {kind.how} were compared, to eps ** (2 / 3).")
         if facts.others or trial.is_impossible:
             said.append(
                 "Batches that are not of the loader, of BatchMemoryManager, or without an entry "

@@ -83,6 +83,11 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
             "earlier copy"
         ) from e
     found = state.get("format") if isinstance(state, dict) else None
+    if isinstance(state, dict) and "privacy_accountant_state_dict" in state:
+        raise ValueError(
+            f"path={str(path)!r}: a checkpoint of Opacus. Load its model's state before "
+            "make_private, and pass its accountant, PrivacyEngine(accountant=...)"
+        )
     if not isinstance(found, str) or found != format:
         kind = f"of format {found!r}" if isinstance(found, str) else "another file"
         raise ValueError(

@@ -153,9 +153,10 @@ def require_same_data(digests: list[str], ranks: Ranks) -> None:
     for entry in zip(*ranks.gather(digests, "make_private"), strict=True):
         if "" not in entry and len(set(entry)) > 1:
             raise ValueError(
-                "data_loader.dataset differs between ranks: expected the same data set on all of "
-                "them, because the loader divides each logical batch over the ranks; do not split "
-                "the data set before"
+                "data_loader.dataset differs between ranks: expected the same entries in the same "
+                "order on all of them, because the loader divides each logical batch over the "
+                "ranks. Do not split the data set before, shuffle it with the same seed "
+                "everywhere, and sort lists of files (glob, os.listdir) and sets"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from ..clipping.planner import LinearShape
 from ..distributed.fsdp import is_sharded
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
+from ..verification.attributes import OF_TORCH, copied, identity
 from ..verification.second_order import differentiable_once, refuse_transforms
 from ..verification.tracing import refuse_recording, refuse_tracing
 
@@ -302,6 +304,14 @@ class PrivateModule(CopiedPlain):
             self.refuse_documents()
         return True
 
+    def refuse_stored(self, name: str) -> NoReturn:
+        """Refuse a forward that has set an attribute to what is of samples."""
+        raise RuntimeError(
+            f"the forward of {described(self)} sets its attribute '{name}', which would "
+            "keep one batch's samples for the next. Return the value instead, or move the "
+            "module's parameters into a module of their own"
+        )
+
     def refuse_documents(self) -> NoReturn:
         """Refuse a batch of packed documents."""
         raise ValueError(
@@ -312,6 +322,10 @@ class PrivateModule(CopiedPlain):
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_recording(self._dpflash.name, "torch.jit.script", also="")
+
+
+# Anything else might keep tensors of one sample beyond the call, as a cache does.
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:
@@ -353,11 +367,35 @@ def name_of_forward(module: nn.Module) -> str:
 
 def plain_copy(module: nn.Module) -> nn.Module:
     """The module with its original class, sharing parameters, buffers and children."""
-    copied = object.__new__(plain_class(module))
-    copied.__dict__ = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
-    copied.__dict__["_parameters"] = dict(module._parameters)
-    copied.__dict__["_buffers"] = dict(module._buffers)
-    return copied
+    made = object.__new__(plain_class(module))
+    made.__dict__ = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
+    made.__dict__["_parameters"] = dict(module._parameters)
+    made.__dict__["_buffers"] = dict(module._buffers)
+    return made
+
+
+def copy_to_store_in(module: nn.Module) -> nn.Module:
+    """A copy that a forward may store tensors in without leaving them to the next batch."""
+    made, copies = plain_copy(module), dict[int, Any]()
+    for name, value in made.__dict__.items():
+        if name not in OF_TORCH:
+            made.__dict__[name] = copied(value, copies, with_tensors=False)
+    return made
+
+
+def stored(module: nn.Module, own_copy: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the attributes and buffers that a forward has set in such a copy."""
+    before = _contents(module)
+    for name, content in _contents(own_copy).items():
+        if content != before.get(name):
+            held = own_copy.__dict__ if name in own_copy.__dict__ else own_copy._buffers
+            yield name, held[name]
+
+
+def _contents(module: nn.Module) -> dict[str, Any]:
+    """What identifies the values of a module's attributes and buffers, and of its containers."""
+    held = {k: v for k, v in module.__dict__.items() if k not in {*OF_TORCH, "_dpflash"}}
+    return {name: identity(value) for name, value in {**held, **module._buffers}.items()}
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

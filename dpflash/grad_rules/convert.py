@@ -165,11 +165,14 @@ def _check_computed(name: str, module: nn.Module) -> None:
             way, key = f"remove_{_HOOKS[type(hook)]}", hook.name
         else:
             continue
+        then = (
+            ", and parametrizations.weight_norm behind it" if isinstance(hook, WeightNorm) else ""
+        )
         if any(p.requires_grad for p in module._parameters.values() if p is not None):
             raise ValueError(
                 f"parameter '{key}' of module '{name}' ({type(module).__name__}) is computed by a "
                 f"hook from others, which no rule for private training covers. Call "
-                f"torch.nn.utils.{way}(module, {key!r}) first"
+                f"torch.nn.utils.{way}(module, {key!r}) first{then}"
             )
 
 
@@ -219,7 +222,11 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ValueError(f"module '{name}' is a lazy {kind}; run the model once before this call")
     if isinstance(module, nn.EmbeddingBag):
-        raise ValueError(f"module '{name}' is an EmbeddingBag; use nn.Embedding and a sum")
+        raise ValueError(
+            f"module '{name}' is an EmbeddingBag, which has no rule for private training: use "
+            "nn.Embedding(padding_idx=...) on bags that are padded to one public length, [B, T], "
+            "and the sum or mean of its outputs over dimension 1"
+        )
     if isinstance(module, nn.Embedding):
         # Gradients of PrivateEmbedding are dense, so sparse=True changes nothing there.
         own_forward = plain_forward(module) is not nn.Embedding.forward

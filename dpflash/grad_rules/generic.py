@@ -7,6 +7,8 @@ gradient for it is the per-sample gradient. It is as slow as vmap; common layers
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,13 +16,35 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves
 
-from ..clipping.forward import ALL_ROWS
+from ..clipping.forward import ALL_ROWS, is_recomputing
+from ..isolation.copies import copied
+from ..isolation.dropout import WithoutDropout
 from ..packing import Units
+from ..random_state import RandomState, random_state_kept
 from ..refusal import PrivateRefusal
-from .base import PrivateModule, described, plain_copy, refuse_without_tensor
+from ..verification.digests import tolerance
+from .base import (
+    PLAIN,
+    PrivateModule,
+    copy_to_store_in,
+    described,
+    plain_class,
+    plain_copy,
+    refuse_without_tensor,
+    stored,
+)
 from .by_document import by_document
 from .functions import PerSampleFunctions
 from .output_shapes import OutputShapes, map_tensors
+
+# Relative to a row. Tensor cores round products of float32 to 10 bits.
+_ROUNDING = 0.01
+_MIXES = (
+    "{} gives a sample alone another result than in a batch, so nothing was released: its forward "
+    "mixes samples (statistics or a mean of the batch, attention across samples) or branches on "
+    "their number. Each sample would train as a batch of one. Use statistics of a sample, as "
+    "nn.GroupNorm and nn.LayerNorm do, or attention within a sample"
+)
 
 
 class PrivateLeaf(PrivateModule):
@@ -31,7 +55,7 @@ class PrivateLeaf(PrivateModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_private_call():
             return super().forward(*args, **kwargs)
-        context = self._dpflash
+        context, given = self._dpflash, (args, dict(kwargs))
         if context.units is not None:
             return self._by_document(args, kwargs, context.units)
         # transformers passes positions that all samples share as [T].
@@ -75,15 +99,17 @@ class PrivateLeaf(PrivateModule):
                 rows=rows,
                 sizes=sizes,
             ) from None
-        copied, shared, per_sample = self._copies(batch_size)
+        shared, per_sample = self._parameters_of(batch_size)
         if batch_size == 0:
             # Empty gradients, but with other ranks the gate takes part in their exchange.
             nothing = sum(handle.sum() for handle in per_sample.values())
             with PerSampleFunctions(context.name):
-                outputs = functional_call(copied, shared, args, {**kwargs, **positions})
+                outputs = functional_call(self._copy(), shared, args, {**kwargs, **positions})
             return torch.utils._pytree.tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
+
+        own_copy = self._copy()
 
         def one(
             parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
@@ -92,7 +118,7 @@ class PrivateLeaf(PrivateModule):
                 # Modules expect a batch dimension; theirs has one sample.
                 inputs, named = map_tensors(lambda a: a.unsqueeze(0), (inputs, named))
             named = {**named, **positions}
-            outputs = functional_call(copied, {**shared, **parameters}, inputs, named)
+            outputs = functional_call(own_copy, {**shared, **parameters}, inputs, named)
             return shape.of_sample(outputs)
 
         in_dims = (
@@ -102,11 +128,21 @@ class PrivateLeaf(PrivateModule):
         )
         shape = OutputShapes(
             is_flattened,
-            lambda given, named: functional_call(copied, shared, given, {**named, **positions}),
+            lambda given, named: functional_call(
+                self._copy(), shared, given, {**named, **positions}
+            ),
         )
+        run = vmap(one, in_dims=in_dims, randomness="different")
+
+        def one_by_one() -> Any:
+            own_args, own_kwargs = copied((args, kwargs))
+            return shape.of_batch(run(per_sample, own_args, own_kwargs), own_args, own_kwargs)
+
         with PerSampleFunctions(context.name):
             try:
-                run = vmap(one, in_dims=in_dims, randomness="different")
+                if batch_size > 1 and not torch.compiler.is_compiling():
+                    self._compare(given, one_by_one, batch_size, tensors[0].device)
+                    own_copy = self._copy()
                 outputs = run(per_sample, args, kwargs)
             except RuntimeError as error:
                 if misfit := context.backward.forward.misfit:
@@ -115,6 +151,13 @@ class PrivateLeaf(PrivateModule):
                         f"batch. {ALL_ROWS}",
                         error=str(error),
                     ) from None
+                if self._writes_parameters(given):
+                    raise RuntimeError(
+                        f"{described(self)} writes its parameters in its forward, as in a "
+                        "data-dependent initialization by the first batch, which would leave "
+                        "without noise. Initialize it before make_private, by a forward of public "
+                        "data"
+                    ) from error
                 if not ("vmap" in str(error) or "functorch" in str(error)):
                     raise
                 raise RuntimeError(
@@ -122,18 +165,77 @@ class PrivateLeaf(PrivateModule):
                     "it for each sample, fails. Freeze it with requires_grad_(False), or use "
                     "another layer"
                 ) from error
-            return shape.of_batch(outputs, args, kwargs)
+            outputs = shape.of_batch(outputs, args, kwargs)
+        for name, value in self._stored(own_copy):
+            # Neither samples nor trained parameters are in it.
+            (self._buffers if name in self._buffers else self.__dict__)[name] = value
+        return outputs
 
-    def _copies(self, batch_size: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor]]:
-        """(the module without hooks, its parameters detached, those trained for each sample)."""
+    def _compare(
+        self,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        one_by_one: Callable[[], Any],
+        size: int,
+        device: torch.device,
+    ) -> None:
+        """Compare a first call with the module's own forward of the batch, without dropout.
+
+        Layers of torch mix nothing here, and one that draws other random numbers is left out.
+
+        Raises:
+            PrivateRefusal: most rows differ by more than rounding.
+        """
+        backward, mode = self._dpflash.backward, self.training
+        is_of_torch = plain_class(self).__module__.startswith("torch.")
+        if is_of_torch or mode in self._dpflash.compared or is_recomputing():
+            return
+        real = backward.step.rows.mask_of(size)
+        if not backward.proof.is_on or real is not None and real.sum() < 2:
+            return
+        random_state = RandomState(device)
+        with WithoutDropout(), torch.no_grad(), random_state_kept(device):
+            args, kwargs = copied(given)
+            expected = copy_to_store_in(self).forward(*args, **kwargs)
+            is_random = not RandomState(device).equals(random_state)
+            if not is_random and _is_mixed(one_by_one(), expected):
+                raise PrivateRefusal(_MIXES.format(described(self))) from None
+        self._dpflash.compared.add(mode)
+
+    def _writes_parameters(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+        """Whether a forward changes the parameters it runs with; reads shapes of samples alone."""
         own = self.own_parameters()
-        copied = plain_copy(self)
+        used = {n: x.detach().clone() for n, x in (*own.items(), *self.named_buffers())}
+        args, kwargs = map_tensors(torch.ones_like, given)
+        with suppress(Exception), torch.no_grad(), random_state_kept():
+            functional_call(self._copy(), used, args, kwargs)
+        return any(not torch.equal(used[n], p) for n, p in own.items())
+
+    def _copy(self) -> nn.Module:
+        """The module without hooks, whose forward leaves nothing in the module itself."""
+        made = plain_copy(self) if torch.compiler.is_compiling() else copy_to_store_in(self)
         # The call of the private module itself runs the hooks.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            copied.__dict__[hooks] = OrderedDict()
+            made.__dict__[hooks] = OrderedDict()
+        return made
+
+    def _stored(self, own_copy: nn.Module) -> list[tuple[str, Any]]:
+        """What a forward has stored in the copy that it ran on.
+
+        Raises:
+            RuntimeError: some of it may be of samples or of trained parameters.
+        """
+        found = [] if torch.compiler.is_compiling() else list(stored(self, own_copy))
+        for name, value in found:
+            if any(map(_is_of_samples, tree_leaves(value))):
+                self.refuse_stored(name)
+        return found
+
+    def _parameters_of(self, batch_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(The parameters detached, those that are trained for each sample)."""
+        own = self.own_parameters()
         handles = self.private_handles(batch_size)
         shared = {n: p.detach() for n, p in own.items()}
-        return copied, shared, {n: h for n in own if (h := handles.values(n)) is not None}
+        return shared, {n: h for n in own if (h := handles.values(n)) is not None}
 
     def _by_document(self, args: tuple[Any, ...], kwargs: dict[str, Any], units: Units) -> Any:
         context = self._dpflash
@@ -144,16 +246,43 @@ class PrivateLeaf(PrivateModule):
         if are_heads_first := all(_are_heads_first(t, units) for t in tensors):
             inputs = _turned(inputs)
         map_tensors(context.check_batch, inputs)
-        copied, shared, per_document = self._copies(units.size)
+        own_copy, (shared, per_document) = self._copy(), self._parameters_of(units.size)
 
         def call(own: dict[str, Tensor], inputs: Any) -> Any:
             if not are_heads_first:
-                return functional_call(copied, {**shared, **own}, *inputs)
-            return _turned(functional_call(copied, {**shared, **own}, *_turned(inputs)))
+                return functional_call(own_copy, {**shared, **own}, *inputs)
+            return _turned(functional_call(own_copy, {**shared, **own}, *_turned(inputs)))
 
         with PerSampleFunctions(context.name):
             outputs = by_document(call, per_document, inputs, units, context.name)
+        self._stored(own_copy)
         return _turned(outputs) if are_heads_first else outputs
+
+
+def _is_of_samples(x: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return not isinstance(x, PLAIN)
+    return x.requires_grad or torch._C._functorch.is_batchedtensor(x)
+
+
+def _is_mixed(outputs: Any, expected: Any) -> bool:
+    """Whether most rows of some output are others than in a forward of the batch.
+
+    A choice such as argmax may turn out otherwise for some of them where rounding differs.
+    """
+    for found, wanted in zip(tree_leaves(outputs), tree_leaves(expected), strict=False):
+        if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
+            continue
+        if not found.shape == wanted.shape or not found.is_floating_point() or not found.ndim:
+            continue
+        one, two = (x.detach().double().unsqueeze(1).flatten(1) for x in (found, wanted))
+        both = (one == two) | one.isnan() & two.isnan()
+        apart = (one - two).masked_fill(both, 0.0).norm(dim=1)
+        allowed = max(tolerance({found.dtype}), _ROUNDING) * two.norm(dim=1)
+        # Alone a sample has no variance, for example.
+        if int((~(apart <= allowed)).sum()) * 2 > len(found):
+            return True
+    return False
 
 
 def _are_heads_first(x: Tensor, units: Units) -> bool:

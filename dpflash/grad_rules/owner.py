@@ -29,15 +29,17 @@ from ..isolation.copies import copied as own_copies
 from ..isolation.dropout import WithoutDropout
 from ..random_state import RandomState, random_state_kept
 from ..refusal import PrivateRefusal
-from ..verification.attributes import OF_TORCH, OwnAttributes, copied, identity
+from ..verification.attributes import OF_TORCH, OwnAttributes
 from ..verification.digests import tolerance
 from .base import (
+    PLAIN,
     PrivateModule,
+    copy_to_store_in,
     described,
     of_units,
     plain_class,
-    plain_copy,
     refuse_without_tensor,
+    stored,
 )
 from .batch_second import BatchSecond
 from .embedding import PrivateEmbedding
@@ -46,8 +48,6 @@ from .generic import PrivateLeaf
 
 _functorch = torch._C._functorch
 
-# Anything else might keep tensors of one sample beyond the call, as a cache does.
-_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _TENSOR = object()  # the place of a tensor among outputs
 
 
@@ -117,7 +117,7 @@ class PrivateOwner(PrivateModule):
 
         def one_by_one(inputs: list[Any]) -> Any:
             nonlocal own_copy
-            own_copy = _copy_of(self)
+            own_copy = copy_to_store_in(self)
             run = vmap(one, in_dims=(0, *in_dims), randomness="different")
             with _OwnerFunctions(self), self._named(), _autocast(device, None):
                 tensors = iter(run(owned, *inputs))
@@ -140,7 +140,7 @@ class PrivateOwner(PrivateModule):
             # Not before: a loop that catches the error meets it again.
             self._dpflash.compared.add(call)
         # Counters; under vmap none of them can depend on the data.
-        plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, _PLAIN)}
+        plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, PLAIN)}
         self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)
         return outputs
 
@@ -160,7 +160,7 @@ class PrivateOwner(PrivateModule):
 
     def _refuse_objects(self, leaves: list[Any], verb: str) -> None:
         for leaf in leaves:
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
+            if not isinstance(leaf, (Tensor, *PLAIN)):
                 raise ValueError(
                     f"{described(self)} {verb} an object of {type(leaf).__name__}, which may keep "
                     "tensors of single samples; a module with parameters of its own and layers "
@@ -180,27 +180,17 @@ class PrivateOwner(PrivateModule):
                     f"for each sample. Return {name}.expand({sizes})"
                 )
 
-    def _refuse_stored(self, own_copy: nn.Module) -> None:
-        """Refuse a forward that has stored something in the attributes of the copy it ran on."""
-        before = _contents(self)
-        for name, content in _contents(own_copy).items():
-            is_plain = isinstance(own_copy.__dict__.get(name, self), _PLAIN)
-            if content != before.get(name) and not is_plain:
-                raise RuntimeError(
-                    f"the forward of {described(self)} sets its attribute '{name}', which would "
-                    "keep one batch's samples for the next. Return the value instead, or move the "
-                    "module's parameters into a module of their own"
-                )
-
     def _batch_forward(self, args: Any, kwargs: Any) -> Any:
         """The outputs of the module's own forward for a whole batch.
 
         Raises:
             RuntimeError: it sets an attribute.
         """
-        own_copy: Any = _copy_of(self)
+        own_copy: Any = copy_to_store_in(self)
         outputs = own_copy.forward(*args, **kwargs)
-        self._refuse_stored(own_copy)
+        for name, value in stored(self, own_copy):
+            if not isinstance(value, PLAIN):
+                self.refuse_stored(name)
         return outputs
 
     def _is_to_compare(self, call: tuple[str, tuple[int | None, ...]]) -> bool:
@@ -325,21 +315,6 @@ def _is_empty_cache(x: Any) -> bool:
         isinstance(layer, CacheLayerMixin) and int(layer.get_seq_length()) == 0
         for layer in x.layers
     )
-
-
-def _contents(module: nn.Module) -> dict[str, Any]:
-    """What identifies the values of a module's attributes and buffers, and of its containers."""
-    held = {k: v for k, v in module.__dict__.items() if k not in {*OF_TORCH, "_dpflash"}}
-    return {name: identity(value) for name, value in {**held, **module._buffers}.items()}
-
-
-def _copy_of(module: nn.Module) -> nn.Module:
-    """A copy that a forward may store tensors in without leaving them to the next batch."""
-    made, copies = plain_copy(module), dict[int, Any]()
-    for name, value in made.__dict__.items():
-        if name not in OF_TORCH:
-            made.__dict__[name] = copied(value, copies, with_tensors=False)
-    return made
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -470,7 +445,7 @@ class _Outside:
             return None
         made = object.__new__(_type_outside(plain_class(module)))
         # Recurrent layers look attributes up where one is set.
-        object.__setattr__(made, "__dict__", _copy_of(module).__dict__)
+        object.__setattr__(made, "__dict__", copy_to_store_in(module).__dict__)
         made.__dict__["_module"] = module
         made.__dict__["_outside"] = self
         made.__dict__["_parameters"] = _Parameters(self, module)

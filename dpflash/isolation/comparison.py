@@ -16,12 +16,18 @@ from .forward_rows import OUTPUT, ForwardRows
 
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
-    "released: an operation before it mixes samples (statistics or a scale of the batch, routing "
-    "with a capacity, rows in another order, mixup), draws random numbers whose count depends on "
-    "the contents (draw for the whole shape, then mask) or from a generator of its own, or is of "
-    "another model that the loop trains with each microbatch (train it where loader.is_last), or "
-    "the loop sets an attribute of the model where loader.is_last (do so behind "
-    "optimizer.step()). Make it per sample; engine.check helps"
+    "released. Make it per sample; engine.check helps to find where. Before it\n"
+    "  - an operation mixes samples (statistics or a scale of the batch, routing with a capacity, "
+    "rows in another order, mixup)\n"
+    "  - or draws random numbers whose count depends on the contents (nn.RReLU; draw for the "
+    "whole shape, then mask) or from a generator of its own\n"
+    "  - or is of another model that the loop trains with each microbatch (train it where "
+    "loader.is_last)\n"
+    "  - or gets rows of another engine's loader (models that share a loss are one module with "
+    "one engine)\n"
+    "  - or the loop writes weights in each iteration (clamps, pruning masks: do so where "
+    "loader.is_last, behind optimizer.step())\n"
+    "  - or sets an attribute of the model where loader.is_last (do so behind optimizer.step())"
 )
 _LENGTH = (
     "{where} changed as other samples of the batch were replaced, so nothing was released: the "

@@ -63,7 +63,7 @@ class Generators:
         for value in list(values):
             if _is(value, type, ModuleType) or id(value) in seen:
                 continue
-            if (restore := _restore_of(value)) is not None:
+            if (restore := restore_of(value)) is not None:
                 found.setdefault(id(value), restore)
             elif _is(value, LRScheduler):
                 seen.add(id(value))
@@ -165,8 +165,8 @@ def _contents_of(cell: CellType) -> list[Any]:
         return []
 
 
-def _restore_of(value: Any) -> Callable[[], object] | None:
-    """Sets a generator to its present state; None for other objects."""
+def restore_of(value: Any) -> partial[Any] | None:
+    """Sets a generator to its present state, the last argument; None for other objects."""
     if _is(value, torch.Generator):
         state = value.get_state()
         return partial(value.set_state, state)

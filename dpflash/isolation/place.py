@@ -1,80 +1,131 @@
 """PlaceTrial: the loss of a sample must not depend on its place in the batch.
 
-The place is how far the sample is padded; of a packed document it is where in its row the document
-stands, and beside which others. Before a microbatch is trained on, it is run with its samples in
-other places, without dropout: the shorter samples by themselves, without the padding that only the
-longer ones need, or the documents of each row in the reverse order. The losses must be those of
-training up to rounding. If the model has dropout, they are compared with another run without it.
+The place is how far the sample is padded, and before and behind which others it is; of a packed
+document it is where in its row the document stands. Before a microbatch is trained on, it is run
+with samples in other places, without dropout: half of them in each other's rows, the shorter ones
+by themselves, without the padding that only the longer ones need, or the documents of each row in
+the reverse order. The losses must be those of training up to rounding. If the model has dropout,
+they are compared with another run without it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..packing import PackedBatch
+from ..random_state import generators_of
 from ..refusal import UNTESTED
 from .comparison import changed_losses
 from .copies import copied
 from .dropout import WithoutDropout
-from .rows import mask_sums, rows_of
+from .rows import exchanged, mask_sums, rows_of
 from .sandbox import Sandbox
 
-_CHANGED = (
-    "the loss of a sample changed as longer samples of the batch were left out and it was padded "
-    "less, so nothing was released: other samples' lengths change its gradient. Mask the padding "
-    "(attention_mask, means over a sample's own tokens, pack_padded_sequence), with positions "
-    "that padding does not shift; or pad all samples to one public length, as by "
-    f"collate_fn=dpflash.sampling.PadTo(512, {{'labels': -100}}). {UNTESTED}"
+
+class Kind(NamedTuple):
+    """What makes places other ones.
+
+    Attributes:
+        how: that samples stand there, as `engine.trials` says it.
+        refusal: of losses that change.
+    """
+
+    how: str
+    refusal: str
+
+
+LESS_PADDING = Kind(
+    "with less padding",
+    "the loss of a sample changed as longer samples of the batch, or those with more ones in a "
+    "mask, were left out and it was padded less, so nothing was released: it depends on them. "
+    "Where masks are targets, the loss mixes samples: take the sums of a Dice loss over each "
+    "sample, x.flatten(1).sum(1). Elsewhere mask the padding (attention_mask, means over a "
+    "sample's own tokens, pack_padded_sequence), with positions that padding does not shift; or "
+    "pad all samples to one public length, as by "
+    f"collate_fn=dpflash.sampling.PadTo(512, {{'labels': -100}}). {UNTESTED}",
 )
-_MOVED = (
+OTHER_NEIGHBORS = Kind(
+    "with documents elsewhere in rows",
     "the loss of a document changed as documents stood elsewhere in their row, so nothing was "
     "released: it depends on its place, which the lengths of other documents determine, or on "
     "the documents beside it. Positions must begin anew with each document: use "
     "batch.position_ids, not arange(T). Attention must see one document, see docs/packing.md; "
     "so must targets (batch.targets, not input_ids.roll(-1)), convolutions and other layers. "
-    f"{UNTESTED}"
+    f"{UNTESTED}",
+)
+OTHER_ORDER = Kind(
+    "with the other samples in another order",
+    "the loss of a sample changed as other samples of the batch exchanged their rows, so nothing "
+    "was released: it depends on them, or on their order. The usual causes:\n"
+    "  - a capacity that the first rows use up (mixture of experts), a sum over rows (cumsum), "
+    "rows that the loop sorts or moves\n"
+    "  - what loop or model keep for the next row or microbatch (a queue, a running mean)\n"
+    "  - numbers of rows that collate_fn computes: compute them in the loop\n"
+    f"{UNTESTED}",
 )
 
 
+# Those that `engine.trials` tells of.
+OF_ROWS = (LESS_PADDING, OTHER_ORDER)
+OF_DOCUMENTS = (OTHER_NEIGHBORS,)
+
+
+class Place(NamedTuple):
+    """A microbatch whose samples are in other places.
+
+    Attributes:
+        batch: to run.
+        kept: `[U]`, bool: the samples whose losses must stay, each in its own row.
+        kind: of place.
+    """
+
+    batch: Any
+    kept: Tensor
+    kind: Kind
+
+
 class PlaceTrial:
-    """Tests that losses do not depend on places: padding, and neighbors in a packed row.
+    """Tests that losses do not depend on places: padding, order, and neighbors in a packed row.
 
     Args:
         sandbox: of model and loop.
         has_ranks: whether there are other ranks, which must run as many microbatches.
+        devices: the model's devices other than the CPU.
 
     Attributes:
         is_running: whether one of the runs is under way.
         waits: whether the losses of the microbatch itself are to be compared.
-        refused: why the last microbatch that was tried was refused, or None.
-        has_compared: whether samples kept their losses in some microbatch.
+        refused: why the last microbatch that was tried is to be refused, or None.
+        compared: the kinds of places in which samples kept their losses.
+        without_dropout: the mode of a run's forwards.
     """
 
-    def __init__(self, sandbox: Sandbox, *, has_ranks: bool) -> None:
-        self.is_running = self.has_compared = self.waits = False
+    def __init__(
+        self, sandbox: Sandbox, *, has_ranks: bool, devices: Collection[torch.device]
+    ) -> None:
+        self.is_running = self.waits = False
+        self.compared: set[Kind] = set()
         self.refused: str | None = None
         self._sandbox, self._has_ranks = sandbox, has_ranks
-        self._is_tried = False
-        self._text = _CHANGED
-        self._kept: list[Tensor] = []
+        self._tried: set[Kind] = set()  # In this draw.
+        self._places: list[Place] = []
+        self._turn = 0
         self._losses: list[Tensor] = []
         self._dtypes: set[torch.dtype] = set()
         self._words = 0
         self._is_random = self._is_by_sample = False
-        self._without_dropout = WithoutDropout()
-        self._stack = ExitStack()
+        self.without_dropout = WithoutDropout()
         self._expected: torch.Generator | None = None
-        self._others: tuple[Any, Any] = (None, None)
+        self._generators = [g for g in generators_of(*devices) if g.device.type != "cpu"]
+        self._others: Any = None
 
     def is_due(self, *, begins_draw: bool, is_tried: bool) -> bool:
-        """Whether to try the microbatch that comes, of which a draw has one.
+        """Whether to try the microbatch that comes, if none of the draw had places of its kinds.
 
         Args:
             begins_draw: whether it is the first microbatch of a draw.
@@ -82,41 +133,45 @@ class PlaceTrial:
         """
         self.end(loop=False)  # of an iterator that the loop has left
         self.waits = False
-        self._is_tried &= not begins_draw
-        return is_tried and not self._is_tried
+        if begins_draw:
+            self._tried = set()
+        # Another comparison would forget a refusal.
+        return is_tried and (begins_draw or self.refused is None)
 
     def take_by_sample(self) -> None:
         """Losses of the microbatch itself come one at a time."""
         self._is_by_sample = True
 
-    def runs(self, batch: Any, shorter: Sequence[tuple[Any, Tensor]]) -> Iterator[Any]:
-        """The microbatches to run, the shorter ones first; none where nothing is compared.
+    def runs(self, batch: Any, places: Sequence[Place]) -> Iterator[Any]:
+        """The microbatches to run, those of the places first; none where nothing is compared.
 
         Args:
             batch: not changed.
-            shorter: the same without its longer samples, which are copies of others, or with
-                documents elsewhere; and `[U]`, bool: samples that are in both.
+            places: of its samples. Ranks run one in a draw, in turn.
         """
         if self._has_ranks:
-            none = torch.zeros(0, dtype=torch.bool)
-            shorter = shorter[:1] or [(copied(batch), none)]
-        elif not any(bool(kept.any()) for _, kept in shorter):
+            none = Place(copied(batch), torch.zeros(0, dtype=torch.bool), LESS_PADDING)
+            turn = self._turn % len(places) if places else 0
+            places = [] if self._tried else [*places[turn:], none][:1]
+            self._turn += len(places)
+        else:
+            places = [place for place in places if place.kind not in self._tried]
+            places = [place for place in places if bool(place.kept.any())]
+        if not places:
             return
-        self._is_tried = True
-        self._kept = [kept for _, kept in shorter]
+        self._tried |= {place.kind for place in places}
+        self._places = [place._replace(batch=None) for place in places]
         self._losses, self._is_random = [], False
-        self._without_dropout, self._is_by_sample = WithoutDropout(), False
-        self._text = _MOVED if isinstance(batch, PackedBatch) else _CHANGED
-        yield from (own for own, _ in shorter)
-        if self._has_ranks or self._without_dropout.seen or self._is_by_sample:
+        self.without_dropout, self._is_by_sample = WithoutDropout(), False
+        yield from (place.batch for place in places)
+        if self._has_ranks or self.without_dropout.seen or self._is_by_sample:
             yield copied(batch)
         else:
-            self.waits = len(self._losses) == len(self._kept)
+            self.waits = len(self._losses) == len(places)
 
     def begin(self) -> None:
         """A run begins."""
         self._sandbox.enter()
-        self._stack.enter_context(self._without_dropout)
         self.is_running = True
 
     def start(self) -> None:
@@ -125,7 +180,7 @@ class PlaceTrial:
             self._words = 0
             self._expected = torch.Generator()
             self._expected.set_state(torch.get_rng_state())
-            self._others = random.getstate(), _numpy_state()
+            self._others = self._other_states()
 
     def forward(self, dtypes: set[torch.dtype], *, is_random: bool) -> None:
         """The model was called, which draws one number of torch's generator for its masks.
@@ -143,39 +198,39 @@ class PlaceTrial:
         if not self.is_running:
             return
         self.is_running = False
-        self._stack.close()
         if self._expected is not None:
             for _ in range(self._words):
                 torch.randint(2**62, (), generator=self._expected)
             same = torch.equal(self._expected.get_state(), torch.get_rng_state())
-            self._is_random |= not same or self._others != (random.getstate(), _numpy_state())
+            self._is_random |= not same or self._others != self._other_states()
         self._sandbox.leave(loop=loop)
 
-    def refusal(self, losses: Tensor) -> str | None:
-        """A message where losses `[U]` of the last run are not those of another, or None.
+    def _other_states(self) -> tuple[Any, ...]:
+        own = [generator.get_state().numpy().tobytes() for generator in self._generators]
+        return random.getstate(), repr(np.random.get_state(legacy=False)), *own
 
-        The last is that of the microbatch itself where it `waits`.
+    def take(self, losses: Tensor) -> None:
+        """Losses `[U]` of a run, or of the microbatch itself where it `waits`.
+
+        The last ones are compared with those of the other runs; see `refused`.
         """
         self._losses.append(losses.detach().clone())
-        if len(self._losses) <= len(self._kept):
-            return None
+        if len(self._losses) <= len(self._places):
+            return
         (*before, now), self._losses, self.waits = self._losses, [], False
-        if self._is_random or any(x.shape != self._kept[0].shape for x in (*before, now)):
-            return None
+        shape = self._places[0].kept.shape
+        if self._is_random or any(x.shape != shape for x in (*before, now)):
+            return
         # Float64 models of Hugging Face have norms and rotations in float32.
         dtypes = self._dtypes | {now.dtype, torch.float32}
         eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-        pairs = zip(before, self._kept, strict=True)
-        if any(bool((changed_losses(x, now, eps=eps) & kept).any()) for x, kept in pairs):
-            # A loop that catches the error meets it again.
-            self.refused = self._text
-        else:
-            self.refused, self.has_compared = None, True
-        return self.refused
-
-
-def _numpy_state() -> Any:
-    return repr(np.random.get_state(legacy=False))
+        # A loop that catches the error meets it again.
+        self.refused = None
+        for found, place in zip(before, self._places, strict=True):
+            if bool((changed_losses(found, now, eps=eps) & place.kept).any()):
+                self.refused = place.kind.refusal
+                break
+            self.compared.add(place.kind)
 
 
 def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] | None:
@@ -200,3 +255,24 @@ def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] 
             source = [row if kept[row] else kept.index(True) for row in range(size)]
             return rows_of(batch, source, size), kept
     return None
+
+
+def in_another_order(batch: Any, real: Tensor, rng: np.random.Generator) -> Place | None:
+    """A batch in which a random half of the samples exchange their rows; the others are compared.
+
+    Args:
+        batch: not changed.
+        real: `[B]`, bool: which of its rows are samples.
+        rng: a secret one.
+
+    Returns:
+        None where there are less than three samples, or nothing has rows.
+    """
+    samples, order = rng.permutation(real.nonzero().flatten().numpy()), np.arange(len(real))
+    if len(samples) < 3:
+        return None
+    moved = samples[: max(2, len(samples) // 2)]
+    order[moved] = np.roll(moved, 1)
+    changed, has_rows = exchanged(copied(batch), order.tolist(), len(real))
+    kept = real & torch.from_numpy(order == np.arange(len(real)))
+    return Place(changed, kept, OTHER_ORDER) if has_rows else None

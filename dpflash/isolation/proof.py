@@ -386,9 +386,10 @@ class Proof:
             return
         mode.makes_scalars = True
         warnings.warn(
-            "the model returns its loss as a scalar, so its first batches cannot prove that the "
-            "backward keeps samples apart (engine.verified will be 'forward'); run engine.check, "
-            "or make the losses outside of the model, as by engine.backward("
+            "the model returns its loss as a scalar, and no altered microbatch came before this "
+            "one with which to compare its backward, so engine.verified will be 'forward'. "
+            "BatchMemoryManager yields none: iterate over the loader of make_private, with "
+            "physical_batch_size=; or make the losses outside of the model, as by engine.backward("
             "dpflash.losses.cross_entropy(logits, targets))",
             stacklevel=2,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -57,7 +57,10 @@ def exchanged(
 ) -> tuple[Any, bool]:
     """(A copy of a batch with these of its rows, whether something in it has rows.)
 
-    Rows are those of tensors and arrays with as many, and the elements of lists with as many.
+    Rows are those of tensors and arrays with as many, and the elements of lists with as many. A
+    list in a batch may hold as many batches, or samples that are as long as the batch: then
+    nothing has rows, unless it holds dicts with the same keys, which are samples. Tensors of the
+    outermost list are fields.
 
     Args:
         batch: not changed.
@@ -68,7 +71,7 @@ def exchanged(
             there, and as many batches may be samples as long as the batch, so both stay.
     """
     shape = (size,) if units is None else units.shape
-    has_rows = False
+    has_rows = is_unclear = False
 
     def is_of_rows(x: Tensor | np.ndarray) -> bool:
         if isinstance(x, np.ndarray):
@@ -78,7 +81,7 @@ def exchanged(
         return units is None or not units.describes(x)
 
     def own(x: Any) -> Any:
-        nonlocal has_rows
+        nonlocal has_rows, is_unclear
         if isinstance(x, Tensor | np.ndarray):
             if not is_of_rows(x):
                 return copied(x)
@@ -88,8 +91,12 @@ def exchanged(
             return type(x)(*map(inner, x))
         if type(x) not in (list, tuple):
             return x
+        is_field = x is not batch
         if len(x) == size and all(_is_batch(part, size) for part in x):
-            return x if lengths is not None else type(x)(map(inner, x))
+            if not (is_field and all(_is_alike(x[0], part) for part in x)):
+                lists = [_kinds(part) for part in x if isinstance(part, list | tuple)]
+                is_unclear |= is_field or len(lists) == size and lists.count(lists[0]) == size
+                return x if lengths is not None else type(x)(map(inner, x))
         if not _is_of_samples(x, size, lengths):
             return type(x)(map(inner, x))
         has_rows = True
@@ -98,7 +105,8 @@ def exchanged(
     def inner(x: Any) -> Any:
         return map_leaves(own, x, kinds=(Tensor, np.ndarray, list, tuple))
 
-    return inner(batch), has_rows
+    changed = inner(batch)
+    return changed, has_rows and not (is_unclear and lengths is None)
 
 
 def _chosen(x: Tensor, rows: list[int], dims: int) -> Tensor:
@@ -124,9 +132,19 @@ def _is_of_samples(
     return lengths is None or not is_number or tuple(value) in lengths
 
 
+def _is_alike(one: Any, two: Any) -> bool:
+    """Whether both are dicts with the same keys, as targets of two samples are."""
+    return isinstance(one, Mapping) and isinstance(two, Mapping) and one.keys() == two.keys()
+
+
+def _kinds(parts: Sequence[Any]) -> set[Any]:
+    return {(type(x), getattr(x, "ndim", 0), getattr(x, "dtype", None)) for x in parts}
+
+
 def _is_batch(value: Any, size: int) -> bool:
     if isinstance(value, list | tuple) and len(value) == size:
-        return True
+        # A sample of as many parts has parts of several kinds, such as (image, label).
+        return len(_kinds(value)) == 1
     leaves = [leaf for _, leaf in leaves_of(value, kinds=(Tensor, np.ndarray, str, int))]
     return bool(leaves) and all(
         isinstance(t, Tensor | np.ndarray) and t.ndim and t.shape[0] == size for t in leaves

@@ -17,8 +17,8 @@ from .loop_state import Generators, Options
 _NUMBERS = (Number, np.generic, str)
 _COUNTED = (
     "the loop set optimizer option '{}' to another value for a microbatch than for its trial, so "
-    "it counts iterations: trials and microbatches are iterations too, and their number is "
-    "private. Behind optimizer.step() write\n"
+    "it counts iterations or follows the time that they take: trials and microbatches are "
+    "iterations too, and their number is private. Behind optimizer.step() write\n"
     "    if loader.is_last: scheduler.step()\n"
     "and compute what you set by hand from loader.releases"
 )

@@ -223,11 +223,17 @@ class ForwardWrapper:
         return outputs
 
     def _elsewhere(
-        self, place_trial: PlaceTrial, module: nn.Module, tensors: list[Tensor], *arguments: Any
+        self,
+        place_trial: PlaceTrial,
+        module: nn.Module,
+        tensors: list[Tensor],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         before = RandomState(self._parameter_device)
-        with self._recorded(tensors) as rows:
-            outputs = self._called(module, tensors, *arguments)
+        # Not for the whole run: an error in the loop would leave dropout off.
+        with self._recorded(tensors) as rows, place_trial.without_dropout:
+            outputs = self._eagerly(module, self._autocast_dtype(), args, kwargs)
         is_random = not RandomState(self._parameter_device).equals(before)
         place_trial.forward(rows.dtypes, is_random=is_random)
         return outputs

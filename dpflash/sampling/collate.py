@@ -2,9 +2,13 @@
 
 What all rows share, such as a number, must not depend on the entries at all; lengths may.
 
-It does not see mixing below rounding, or that is rare; randomness from a generator of the
-function's own, or with more random numbers for some entries than for others; results whose first
-dimension is not the batch (packed ones), or of unknown classes; and mixing in `__getitem__`.
+Nor may the function keep anything of a batch for the next one. The same is tried with what reads
+several entries at once, `__getitems__`.
+
+It does not see mixing below rounding, or that is rare; randomness with more random numbers for
+some entries than for others; what a dataset keeps, and what a function keeps in objects that
+cannot be set back; results whose first dimension is not the batch (packed ones), or of unknown
+classes; and mixing in `__getitem__`. Where randomness cannot be set back, it says so.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ import math
 import pickle
 import random
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,14 +29,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
-from ..refusal import PrivateRefusal
+from ..isolation.function_state import FunctionState
+from ..refusal import PrivateRefusal, PrivateWarning
 from ..verification.nested import leaves_of, parts_of, tensors_of
 from .entries import Collate, Collated, FittingCollate, ReadableEntries, copied, name_of
 from .order_trial import moves_rows
 
 _ENTRIES = 6
-_SEEDS = 24
+# With the first four the first uniform number of Python, of torch, and of NumPy's old and new
+# generators is below 0.05 once and above 0.95 once, for what is drawn rarely.
+_SEEDS = (56, 34, 119, 31, *range(20))
 _REPEATS = 8
+_ALIKE, _OTHERS = 24, 16
 _LEAVES = (Tensor, np.ndarray, np.generic, int, float, str, bytes)
 _SECONDS = 3.0
 _ROUNDING = 1e-6
@@ -40,18 +49,19 @@ _ROUNDING = 1e-6
 def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function makes batches that cannot be trained on privately.
 
-    That is one that visibly mixes or sorts the entries of a batch, makes nested tensors, or has
-    no field with one row for each entry. So is a dataset whose `__getitems__` sorts them. The
-    function is called about 80 times on entries of the dataset, or about 200 times if it or the
-    dataset draws random numbers; each of three trials ends after three seconds. Global random
-    states are restored. Where DataLoader workers fetch the entries, these workers try it, see
-    `TriedCollate`.
+    That is one that visibly mixes or sorts the entries of a batch, keeps what it makes of one for
+    the next, makes nested tensors, or has no field with one row for each entry. So is a dataset
+    whose `__getitems__` mixes or sorts them. The function is called about 150 times on entries of
+    the dataset, or about 300 times if it or the dataset draws random numbers; each of the trials
+    ends after three seconds. Random states are restored. Where DataLoader workers fetch the
+    entries, these workers try it, see `TriedCollate`. A warning says where a function that does
+    not repeat itself could not be tried.
 
     Args:
         may_sort: whether rows may be in another order than the entries.
 
     Raises:
-        ValueError: naming the function; no value is shown.
+        PrivateRefusal: naming the function; no value is shown.
     """
     if not loader.num_workers:
         _try(FittingCollate(loader.collate_fn, ReadableEntries(loader.dataset)), may_sort)
@@ -77,24 +87,30 @@ class TriedCollate:
 
 def _try(fitting: FittingCollate, may_sort: bool) -> None:
     """Try the function on entries from all over the dataset, as `refuse_mixing` says."""
-    last = len(fitting.dataset) - 1
-    if not _is_known(fitting.collate):
-        with _randomness_kept():
-            indices = {last * k // (_ENTRIES - 1) for k in range(_ENTRIES)}
-            entries = [fitting.dataset[index] for index in sorted(indices)]
+    collate, dataset = fitting.collate, fitting.dataset
+    is_known = _is_known(collate)
+    if is_known and not dataset.reads_together:
+        return
+    last = len(dataset) - 1
+    indices = sorted({last * k // (_ENTRIES - 1) for k in range(_ENTRIES)})
+    own = f"data_loader.collate_fn={name_of(collate)}"
+    either = "data_loader.dataset's __getitems__"
+    if not is_known:
+        either = f"{own} or {either}"
+    with _randomness_kept(collate, dataset.dataset):
+        if not is_known:
+            before = FunctionState(collate)
+            entries = [dataset[index] for index in indices]
             entries = list(compress(entries, fitting.fit(entries)))
-        _refuse(fitting.collate, entries)
-    elif not fitting.dataset.reads_together:
-        return
-    if may_sort:
-        return
-    with _randomness_kept():
+            _refuse(own, collate, entries, before)
+        if dataset.reads_together:
+            fit = compress(indices, fitting.fit(indices, by_index=True))
+            _refuse(either, lambda indices: collate(dataset.together(indices)), list(fit))
+        if may_sort:
+            return
         is_moved = moves_rows(fitting)
     if is_moved:
-        name = f"data_loader.collate_fn={name_of(fitting.collate)}"
-        own = "data_loader.dataset's __getitems__"
-        if fitting.dataset.reads_together:
-            name = own if _is_known(fitting.collate) else f"{name} or {own}"
+        name = either if dataset.reads_together else own
         raise PrivateRefusal(
             f"{name} puts the rows in another order than the entries that it is "
             "given. Padding rows are known by their position, so keep the order, and sort inside "
@@ -106,31 +122,69 @@ def _is_known(collate: Collate) -> bool:
     return collate is default_collate or collate is default_convert
 
 
-def _refuse(collate: Collate, entries: list[Any]) -> None:
-    name = name_of(collate)
-    with _randomness_kept():
-        try:
-            trial = _Trial(collate, entries)
-            refusal = _odd_field(trial.two, len(entries[:2]))
-            mixes = refusal is None and trial.mixes()
-            shared = None if refusal or mixes else trial.shared_of_entries()
-        except Exception:
-            return  # The function does not accept such batches.
+def _refuse(
+    name: str, collate: Collate, entries: list[Any], before: FunctionState | None = None
+) -> None:
+    """Try a function.
+
+    Args:
+        name: what messages call it.
+        collate: the function.
+        entries: each of which it accepts; indices for one that reads them too.
+        before: what it kept before its first call; None for a function that reads a dataset, to
+            which this may not be set back, since files may be open.
+    """
+    keeps = False
+    try:
+        trial = _Trial(collate, entries, of_indices=before is None)
+        refusal = _odd_field(trial.two, len(entries[:2])) if before else None
+        if before and refusal is None:
+            keeps = trial.keeps_entries(before)
+        mixes = refusal is None and not keeps and trial.mixes()
+        joins = mixes and trial.joins()
+        shared = None if refusal or keeps or mixes else trial.shared_of_entries()
+    except Exception:
+        return  # The function does not accept such batches.
+    if keeps:
+        raise PrivateRefusal(
+            f"{name} keeps what it computes of one batch for the next (as a running mean, a "
+            "scaler that is fitted on the first batch, or numbers for labels as they come), so "
+            "one entry changes the rows of others. Compute it once from public data, before "
+            "training"
+        ) from None
     if refusal is not None:
-        raise PrivateRefusal(f"data_loader.collate_fn={name} {refusal}") from None
+        raise PrivateRefusal(f"{name} {refusal}") from None
     if shared is not None:
         raise PrivateRefusal(
-            f"data_loader.collate_fn={name} makes batch{shared} from all entries of the batch (as "
+            f"{name} makes batch{shared} from all entries of the batch (as "
             "a mean, a scale or a count), and every row's gradient would depend on it. Leave it "
             "out, and compute it for each row, or once from public data"
         ) from None
+    if joins:
+        raise PrivateRefusal(
+            f"{name} concatenates the rows of the entries (as "
+            "pack_sequence does, or torch.cat with offsets), so that no dimension is the "
+            "batch. Return padded rows [B, T] and their lengths [B], and pack them inside of the "
+            "model (pack_padded_sequence with enforce_sorted=False)"
+        ) from None
     if mixes:
         raise PrivateRefusal(
-            f"data_loader.collate_fn={name} mixes the entries of a batch: a row changes with the "
+            f"{name} mixes the entries of a batch: a row changes with the "
             "other entries (as by mixup, batch statistics, or weights that sum to 1), so one "
             "entry may change the sum by more than max_grad_norm. Make each row of its own entry "
             "alone"
         ) from None
+    if trial.is_unrepeated:
+        warnings.warn(
+            f"{name} could not be tried: it makes other rows of the same entries in each call, by "
+            "random numbers that cannot be set back (numpy.random.default_rng() or "
+            "random.SystemRandom() inside of the function) or by what it keeps. "
+            "If it mixes the entries of a batch, one entry may change the sum by more than "
+            "max_grad_norm. Draw from the global generators of torch, NumPy or Python, or from "
+            "one in an attribute or a variable of the function",
+            PrivateWarning,
+            stacklevel=2,
+        )
 
 
 def _odd_field(batch: Any, size: int) -> str | None:
@@ -153,8 +207,9 @@ def _odd_field(batch: Any, size: int) -> str | None:
 
 
 @contextmanager
-def _randomness_kept() -> Iterator[None]:
-    """Restore the global generators at the end of the block."""
+def _randomness_kept(*functions: Any) -> Iterator[None]:
+    """Restore the global generators, and those of the functions, at the end of the block."""
+    generators = FunctionState(*functions, with_data=False)
     in_numpy, in_python = np.random.get_state(), random.getstate()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -163,12 +218,7 @@ def _randomness_kept() -> Iterator[None]:
     finally:
         np.random.set_state(in_numpy)
         random.setstate(in_python)
-
-
-def _random_states() -> bytes:
-    """States of the global generators of the CPU."""
-    others = pickle.dumps((np.random.get_state(), random.getstate()))
-    return torch.get_rng_state().numpy().tobytes() + others
+        generators.restore()
 
 
 @dataclass
@@ -187,27 +237,68 @@ class _Collated:
 class _Trial:
     """Tries a collate function on batches of different entries."""
 
-    def __init__(self, collate: Collate, entries: list[Any]):
+    def __init__(self, collate: Collate, entries: list[Any], *, of_indices: bool = False):
         self._collate = collate
         self._entries = entries
+        # Datasets may read in the order of indices, and so draw for the first one first.
+        self._turns = max(1, len(entries) - 2) if of_indices else len(entries)
         # A batch of another size shows which dimensions are the batch.
         self.two = self._batch(entries[:2])
-        self._draws = False
+        self._generators = FunctionState(collate, with_data=False)
+        self._state: FunctionState | None = None
+        self._draws = self._resets = False
+        self.is_unrepeated = False
+
+    def keeps_entries(self, before: FunctionState) -> bool:
+        """Whether a batch depends on the entries of the one before it.
+
+        Args:
+            before: what the function kept before its first call.
+        """
+        deadline = time.monotonic() + _SECONDS
+        count = len(self._entries)
+        # The first call may have made a generator.
+        self._state = FunctionState(self._collate)
+        for state in (before, self._state):
+            for turn in range(count):
+                if time.monotonic() > deadline:
+                    return False
+                one, a, b, c = (self._entries[(turn + k) % count] for k in range(4))
+                batches = ([a, a, a, b], [one, a, b, one]), ([b, b, b, c], [one, a, b, one])
+                first, second = (self._last_of(state, own, turn) for own in batches)
+                if _equal(first, second) is False and all(
+                    _equal(known, self._last_of(state, own, turn))
+                    for known, own in zip((first, second), batches, strict=True)
+                    for _ in range(_REPEATS)
+                ):
+                    return True
+        return False
 
     def mixes(self) -> bool:
         """Whether an entry's row depends on the other entries, given one random state.
 
-        The order of rows is ignored, because some loaders may sort.
+        The order of rows is ignored, because some loaders may sort. A function that does not
+        repeat itself is tried again with what it keeps set back in each call. If it still does
+        not, batches that repeat one entry show whether it is random by itself.
         """
+        if self._mixes():
+            return True
+        if self.is_unrepeated and self._state is not None:
+            self._resets, self.is_unrepeated = True, False
+            if self._mixes():
+                return True
+        return self.is_unrepeated and self._is_random_by_others()
+
+    def _mixes(self) -> bool:
         deadline = time.monotonic() + _SECONDS
-        turns = len(self._entries)
+        turns = self._turns
         differ, draws_depend = False, False
-        for seed in range(_SEEDS):
-            if (seed >= turns or differ) and not self._draws:
+        for number, seed in enumerate(_SEEDS):
+            if (number >= turns or differ) and not self._draws:
                 break
-            for first, second in self._pairs(seed % turns):
+            for first, second in self._pairs(number % turns):
                 if time.monotonic() > deadline:
-                    return differ and not draws_depend and seed > turns
+                    return differ and not draws_depend and number > turns
                 try:
                     a, b = self._collated(first, seed), self._collated(second, seed)
                 except Exception:
@@ -217,23 +308,56 @@ class _Trial:
                     draws_depend |= len(first) == len(second)
                 elif not differ and _differ(a.rows, b.rows):
                     differ = self._repeats(first, seed, a) and self._repeats(second, seed, b)
+                    self.is_unrepeated |= not differ
         # Where the number of random draws depends on the entries, they shift between entries.
         return differ and not draws_depend
+
+    def joins(self) -> bool:
+        """Whether some tensor has the rows of the entries one behind the other."""
+        try:
+            ones = [dict(tensors_of(self._batch([entry]))) for entry in self._entries[:2]]
+        except Exception:
+            return False  # The function does not accept a batch of one.
+        for place, x in tensors_of(self.two):
+            parts = [one[place] for one in ones if place in one]
+            if x.ndim and len(x) > 2 and len(x) == sum(len(part) for part in parts if part.ndim):
+                return True
+        return False
+
+    def _is_random_by_others(self) -> bool:
+        """Whether batches of one entry always repeat, and batches of several hardly ever do.
+
+        If rows were random by themselves with any probability, this would come by chance once in
+        100,000 times at most.
+        """
+        several, deadline = self._entries[:4], time.monotonic() + _SECONDS
+        for entry in several:
+            first = self._collated([entry] * 4, 0).rows
+            for _ in range(_ALIKE):
+                again = self._collated([entry] * 4, 0).rows
+                if not _has_rows_of(first, again) or time.monotonic() > deadline:
+                    return False
+        found = [self._collated(several, 0).rows for _ in range(_OTHERS + 1)]
+        changes = sum(not _has_rows_of(x, y) for x, y in pairwise(found))
+        return len(several) > 1 and 4 * changes >= 3 * _OTHERS
 
     def shared_of_entries(self) -> str | None:
         """The place of a value that is no row of an entry and depends on entries, or None.
 
         A number that is a length of some tensor in the batch is as public as that length.
         """
-        if self._draws or len(self._entries) < 3:
+        if len(self._entries) < 3:
             return None
         deadline = time.monotonic() + _SECONDS
-        for turn in range(len(self._entries)):
+        for turn in range(self._turns):
             if time.monotonic() > deadline:
                 return None
             _, (first, second), *_ = self._pairs(turn)
             two = self._batch(first[:2])
-            batches = [self._batch(entries) for entries in (first, first, second, second)]
+            made = [self._made(own, _SEEDS[turn]) for own in (first, first, second, second)]
+            if made[0][2] != made[2][2]:
+                continue  # Random numbers may be others.
+            batches = [batch for batch, *_ in made]
             found = [dict(_shared(batch, two, len(first))) for batch in batches]
             lengths = [_lengths(batch) for batch in batches]
             for place in found[0]:
@@ -247,7 +371,7 @@ class _Trial:
     def _pairs(self, turn: int) -> Iterator[tuple[list[Any], list[Any]]]:
         """Batches that share one entry; each in turn, since the longest decides the padding."""
         entries = self._entries
-        one, mate, other = entries[turn], entries[turn - 1], entries[turn - 2]
+        one, mate, other = (entries[(turn + k) % len(entries)] for k in range(3))
         yield [one, mate, mate, mate], [one]
         if len(entries) > 2:
             yield [one, mate, mate, mate], [one, other, other, other]
@@ -259,15 +383,37 @@ class _Trial:
         return self._collate(list(map(copied, entries)))
 
     def _collated(self, entries: list[Any], seed: int) -> _Collated:
+        batch, before, after = self._made(entries, seed)
+        columns = _columns(batch, self.two, len(entries))
+        return _Collated([list(row) for row in zip(*columns, strict=True)], before, after)
+
+    def _last_of(self, state: FunctionState, batches: Sequence[list[Any]], seed: int) -> Any:
+        """The last of these batches, made after the others from this state of the function."""
+        assert self._state is not None
+        state.restore()
+        for entries in batches[:-1]:
+            self._made(entries, seed)
+        if not state.has_generators_of(self._state):  # made in the first call, and so anew
+            FunctionState(self._collate, with_data=False).seed(seed)
+        return self._made(batches[-1], seed)[0]
+
+    def _made(self, entries: list[Any], seed: int) -> tuple[Any, bytes, bytes]:
+        """The batch, and the random states before and after it."""
+        if self._resets and self._state is not None:
+            self._state.restore()
         # Generators of other devices are ignored.
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed)
         random.seed(seed)
-        before = _random_states()
+        self._generators.seed(seed)
+        before = self._random_states()
         batch = self._batch(entries)
-        after = _random_states()
-        columns = _columns(batch, self.two, len(entries))
-        return _Collated([list(row) for row in zip(*columns, strict=True)], before, after)
+        return batch, before, self._random_states()
+
+    def _random_states(self) -> bytes:
+        in_torch = torch.get_rng_state().numpy().tobytes()
+        others = pickle.dumps((np.random.get_state(), random.getstate()))
+        return in_torch + others + self._generators.random_states()
 
     def _repeats(self, entries: list[Any], seed: int, known: _Collated) -> bool:
         """Whether entries and random state determine a batch."""
@@ -319,6 +465,11 @@ def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
     """Whether no two rows are equal, in any order, though some have the same form."""
     found = [_equal(row, other) for row in rows for other in others]
     return False in found and True not in found
+
+
+def _has_rows_of(rows: list[list[Any]], others: list[list[Any]]) -> bool:
+    """Whether all of the other rows are among the rows."""
+    return all(any(_equal(row, other) for row in rows) for other in others)
 
 
 def _equal(x: Any, y: Any) -> bool | None:

@@ -87,20 +87,21 @@ class ReadableEntries(Dataset[Any]):
         dataset: map-style.
 
     Attributes:
+        dataset: the argument.
         reads_together: whether the dataset reads several entries at once.
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self.reads_together = _reads_together(dataset)
         self._makes_lists: bool | None = None
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
         try:
-            return self._dataset[index]
+            return self.dataset[index]
         except Exception as error:
             return Unreadable(repr(error))
 
@@ -130,7 +131,7 @@ class ReadableEntries(Dataset[Any]):
 
     def _read(self, indices: Sequence[int]) -> Any:
         try:
-            return self._dataset.__getitems__(list(indices))
+            return self.dataset.__getitems__(list(indices))
         except Exception as error:
             return Unreadable(repr(error))
 

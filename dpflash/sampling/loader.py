@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader, Dataset
 from ..isolation.copies import copied
 from ..isolation.documents import moved
 from ..isolation.example import ExampleTrial
-from ..isolation.place import PlaceTrial, fuller_left_out
+from ..isolation.place import (
+    LESS_PADDING,
+    OTHER_NEIGHBORS,
+    Place,
+    PlaceTrial,
+    fuller_left_out,
+    in_another_order,
+)
 from ..isolation.trial import Trial
 from ..packing import PackedBatch, Pairs
 from ..privacy.keys import Uncopied
@@ -30,6 +37,7 @@ from ..verification.nested import map_leaves
 from .collate import TriedCollate
 from .entries import BadShare, Collated, FittingCollate, ReadableEntries, Shorter
 from .lengths import Lengths, PadTo
+from .origins import FixedEntries
 from .other_steps import refusing_counted_steps
 from .packed import DocumentsOf, PackedCollate, PackedSampler
 from .plan import SamplingPlan
@@ -109,6 +117,11 @@ def _blank(value: Any) -> Any:
     return next(kind() for kind in _PLAIN if isinstance(value, kind))  # also of a subclass
 
 
+def _real(mark: BatchMark) -> Tensor:
+    """`[U]`, bool: which samples of a microbatch are no padding."""
+    return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
+
+
 class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     """A DataLoader that draws logical batches, in microbatches with a public number of rows.
 
@@ -177,6 +190,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             equal_sizes=plan.sampling != "poisson",
             foreign_batches=foreign_batches,
             seeds=self._seeds,
+            entries=FixedEntries(loader.dataset),
         )
         if public_length is None and isinstance(loader.collate_fn, PadTo):
             public_length = loader.collate_fn.length
@@ -393,7 +407,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             trial.sandbox.end_microbatch()
         yield from self._example_tried(mark, epoch)
         is_due = trial is not None and trial.is_due(mark.microbatch)
-        real = torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
+        real = _real(mark)
         units = None if self.has_pairs else mark.units
         is_new = trial is not None and trial.schedule.is_new(batch, real, units)
         yield from self._tried_elsewhere(made, mark, epoch, is_due=is_due)
@@ -429,14 +443,13 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     ) -> Iterator[tuple[Any, BatchMark]]:
         """What precedes a microbatch that is tried in other places, one of a draw.
 
-        Its samples have less padding, or its documents stand elsewhere in their rows.
+        Samples have less padding or exchange their rows, or documents stand elsewhere in theirs.
         """
         place_trial = self._place_trial
         begins = mark.microbatch == 0
         if place_trial is None or not place_trial.is_due(begins_draw=begins, is_tried=is_due):
             return
-        shorter = [(own, self._kept_units(kept, mark)) for own, kept in self._shorter(made, mark)]
-        for given in place_trial.runs(made.batch, shorter):
+        for given in place_trial.runs(made.batch, self._places(made, mark, epoch)):
             try:
                 # Another place, so that masks of the microbatch are those without these runs.
                 own = replace(mark.of_trial, microbatch=-2 - mark.microbatch)
@@ -451,17 +464,21 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                     place_trial.end(loop=False)
                     self.tracker.leave_trial()
 
-    def _shorter(self, made: Collated, mark: BatchMark) -> Sequence[Shorter]:
-        """The batch without its longer samples, if lengths differ."""
+    def _places(self, made: Collated, mark: BatchMark, epoch: int) -> list[Place]:
+        """Other places of the samples of a microbatch."""
         if isinstance(made.batch, PackedBatch):
             other = moved(made.batch) or copied(made.batch)
-            return [Shorter(other, [True] * mark.size)]
-        if self.has_pairs or made.shorter:
-            return made.shorter
-        rows = mark.of_rows
-        real = torch.ones(rows.size, dtype=torch.bool) if rows.real is None else rows.real
-        found = fuller_left_out(made.batch, real.tolist())
-        return () if found is None else [Shorter(*found)]
+            return [Place(other, self._kept_units([True] * mark.size, mark), OTHER_NEIGHBORS)]
+        shorter = made.shorter
+        if not shorter and not self.has_pairs:
+            cut = fuller_left_out(made.batch, _real(mark.of_rows).tolist())
+            shorter = () if cut is None else [Shorter(*cut)]
+        places = [Place(own, self._kept_units(kept, mark), LESS_PADDING) for own, kept in shorter]
+        if self.has_pairs or mark.units is None:
+            seed = self._seeds.of("places", epoch, mark.draw, mark.microbatch)
+            found = in_another_order(made.batch, _real(mark), np.random.default_rng(seed))
+            places += [] if found is None else [found]
+        return places
 
     def _kept_units(self, rows: list[bool], mark: BatchMark) -> Tensor:
         """`[U]`, bool: samples of which all rows are kept."""

@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -50,6 +50,15 @@ class LogicalBatch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LogicalBatch:
         """The same microbatches, whose tensors are put on `device` when they are loaded."""
         return LogicalBatch(self._loader, self._first, self._others, device)
+
+    def _refuse_names(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            "a LogicalBatch has no fields: it is all microbatches of a step, to iterate over. A "
+            "DPTrainer calls compute_loss for each of them: override that in place of "
+            "training_step, or call super().training_step(model, inputs) with the same inputs"
+        )
+
+    __getitem__ = keys = items = values = get = pop = _refuse_names
 
     def _moved(self, microbatch: Any) -> Any:
         if self._device is None:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -18,6 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from dpflash.accounting import (
@@ -42,6 +41,7 @@ from ..privacy.privacy_unit import (
     named,
 )
 from ..refusal import PrivateRefusal
+from .origins import refuse_repeated
 from .prepared import Prepared, wrapper_of
 from .slots import slots_of_draws, slots_of_size
 from .unit_groups import UnitGroups
@@ -112,7 +112,7 @@ class SamplingPlan:
         num_samples, batch_size = check_loader(loader, sampling=sampling)
         dataset = loader.dataset
         if groups is None:
-            _refuse_repeated(dataset)
+            refuse_repeated(dataset)
         if groups is not None and groups.are_drawn:
             num_samples = len(groups)
         elif groups is not None:
@@ -315,36 +315,6 @@ def _length(dataset: Any) -> int:
     return num_samples
 
 
-def _refuse_repeated(dataset: Dataset[Any]) -> None:
-    """Refuse a dataset that visibly has an entry twice, as oversampling makes it."""
-    whose, which = _origins(dataset, {})
-    if len(np.unique(whose * (which.max() + 1) + which)) < len(which):
-        raise ValueError(
-            "data_loader.dataset has an entry more than once (a dataset that is twice in a "
-            "ConcatDataset, or indices of a Subset that repeat), and each time it would be a "
-            "privacy unit of its own, with an epsilon too small. Take it once, and give its loss "
-            "a larger weight; or pass unit_of=, which names one unit for all of its copies"
-        )
-
-
-def _origins(dataset: Dataset[Any], known: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """For each entry the number of the dataset below Subset and ConcatDataset, and its index."""
-    if type(dataset) is ConcatDataset:
-        parts = [_origins(part, known) for part in dataset.datasets]
-        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-    if type(dataset) is Subset:
-        whose, which = _origins(dataset.dataset, known)
-        indices = np.asarray(dataset.indices)
-        if (
-            indices.dtype.kind in "iu"
-            and indices.ndim == 1
-            and abs(indices + 0.5).max(initial=0) < len(which)
-        ):
-            return whose[indices], which[indices]
-    length = len(dataset)  # type: ignore[arg-type]
-    return np.full(length, known.setdefault(id(dataset), len(known))), np.arange(length)
-
-
 def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
     """Refuse loaders whose sampling cannot be replaced or accounted for.
 
@@ -368,6 +338,11 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
             "data_loader.dataset is an IterableDataset, whose samples cannot be drawn "
             "independently; use a map-style dataset (with __len__ and __getitem__)"
         )
+    if type(loader).__module__.startswith("opacus."):
+        raise ValueError(
+            f"data_loader={type(loader).__name__} of Opacus, which draws by itself: pass the "
+            "plain DataLoader that it was made from, and make_private replaces its sampling"
+        )
     if loader.batch_size is None:
         raise ValueError(
             "data_loader has no batch_size (a batch_sampler of its own, or batching disabled), "
@@ -387,6 +362,8 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
         if isinstance(loader.sampler, SubsetRandomSampler):
             # The whole dataset would have the entries that are held out, too.
             way_out = "DataLoader(Subset(dataset, indices), batch_size=...) with its indices"
+        elif isinstance(loader.sampler, WeightedRandomSampler):
+            way_out += ", and multiply the losses by public weights of the classes"
         raise ValueError(
             f"data_loader.sampler={type(loader.sampler).__name__} cannot be {verb}: a sample's "
             f"probability is unknown. Use {way_out}"

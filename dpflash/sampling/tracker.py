@@ -15,6 +15,7 @@ from torch import Tensor
 from ..packing import Units
 from ..privacy.seeds import LoopSeeds
 from ..refusal import PrivateRefusal, PrivateWarning
+from .origins import FixedEntries
 
 STEP_OF_ANOTHER = (
     "For the step of another model through this one (a GAN's generator), freeze this model's "
@@ -36,7 +37,8 @@ OF_TOKENS = (
 SECOND = (
     "a second backward on the same batch: its samples would enter the step twice and break the "
     "bound. Add the losses up and call engine.backward once for each batch of `for batch in "
-    "loader` (microbatches accumulate until optimizer.step())"
+    "loader` (microbatches accumulate until optimizer.step()). Gradients of inputs alone, as "
+    "FGSM's, are torch.autograd.grad(losses.sum(), x); SAM's second backward is not supported"
 )
 EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
@@ -156,6 +158,7 @@ class BatchTracker:
         equal_sizes: whether all logical batches are of one size.
         foreign_batches: whether batches that are not of the loader are taken.
         seeds: of the random numbers that the loop draws during a logical batch.
+        entries: of the dataset, which no epoch may find changed.
 
     Attributes:
         foreign_batches: as given.
@@ -179,6 +182,7 @@ class BatchTracker:
         equal_sizes: bool = False,
         foreign_batches: bool = True,
         seeds: LoopSeeds | None = None,
+        entries: FixedEntries | None = None,
     ) -> None:
         self.foreign_batches = foreign_batches
         self.current: BatchMark | None = None
@@ -196,6 +200,7 @@ class BatchTracker:
         self._batch: LogicalBatch | None = None
         self._signals: deque[bool] = deque()
         self._seeds = seeds
+        self._entries = entries
         self._signalled = 0
         self._seen = 0
         self._summed = 0
@@ -330,8 +335,14 @@ class BatchTracker:
             self._batch.abandon()
 
     def begin_epoch(self) -> None:
-        """Begin an epoch; drops a logical batch that was not released."""
+        """Begin an epoch; drops a logical batch that was not released.
+
+        Raises:
+            PrivateRefusal: the dataset has other entries than before.
+        """
         self.abandon()
+        if self._entries is not None:
+            self._entries.refuse_changed()
         self.is_inside = self.is_waiting = False
         self.current = self._last_yielded = None
         self._is_trained = self._is_read = False

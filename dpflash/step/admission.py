@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _STEPPED_TWICE = (
     "optimizer.step() was called again, with no engine.backward(losses) since the last release, "
-    "so nothing was released: call it once for each batch of the private loader"
+    "so nothing was released: call it once for each batch of the private loader. Two "
+    f"engines cannot share a loss. {TOGETHER}"
 )
 _NO_BATCH = (
     "optimizer.step() with no engine.backward(losses) on a batch of this engine's loader, so "

@@ -244,7 +244,7 @@ def test_get_epsilon_refuses_a_delta_outside_of_0_1(delta):
             ["nn.LayerNorm", "without running statistics .eval() uses those of the batch too"],
         ),
         (nn.InstanceNorm1d(3, track_running_stats=True), ["track_running_stats"]),
-        (nn.EmbeddingBag(3, 3), ["nn.Embedding"]),
+        (nn.EmbeddingBag(3, 3), ["nn.Embedding(padding_idx=...)", "sum or mean"]),
         (nn.Embedding(3, 3, max_norm=1.0), ["max_norm=1.0", "max_norm=None"]),
         (nn.Embedding(3, 3, scale_grad_by_freq=True), ["scale_grad_by_freq=False"]),
         (nn.LazyLinear(3), ["lazy"]),
@@ -259,7 +259,10 @@ def test_get_epsilon_refuses_a_delta_outside_of_0_1(delta):
             prune.random_unstructured(nn.LayerNorm(3), "bias", 0.5),
             ["prune.remove(module, 'bias')"],
         ),
-        (nn.utils.weight_norm(nn.Conv1d(3, 3, 1)), ["remove_weight_norm(module, 'weight')"]),
+        (
+            nn.utils.weight_norm(nn.Conv1d(3, 3, 1)),
+            ["remove_weight_norm(module, 'weight') first, and parametrizations.weight_norm"],
+        ),
         (torch.compile(nn.Linear(3, 3)), ["torch.compile", "_orig_mod"]),
         (torch.jit.script(nn.Linear(3, 3)), ["torch.jit"]),
         (type("GradSampleModule", (nn.Tanh,), {})(), ["Opacus", "plain module"]),
@@ -410,6 +413,19 @@ def test_an_optimizer_without_what_torchs_init_makes_is_refused(kept, refused):
     model = nn.Linear(3, 2)
     given = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1), kept)
     refused(ValueError, "optimizer=Lookahead", "super().__init__(", model=model, optimizer=given)
+
+
+class SAM(torch.optim.SGD):
+    def second_step(self):
+        pass
+
+
+@pytest.mark.parametrize("kind", [SAM, torch.optim.LBFGS])
+def test_an_optimizer_that_evaluates_a_batch_twice_is_refused(kind, refused):
+    model = nn.Linear(3, 2)
+    optimizer = kind(model.parameters(), lr=0.1)
+    words = [f"optimizer={kind.__name__}", "several times"]
+    refused(ValueError, *words, model=model, optimizer=optimizer)
 
 
 def test_an_optimizer_around_another_trains_as_that_one(private):
@@ -582,7 +598,7 @@ class EveryOther(torch.utils.data.SequentialSampler):
         (lambda: DataLoader(DATA, batch_size=None), ["batch_size"]),
         (
             lambda: loader(sampler=WeightedRandomSampler(torch.ones(16), 16)),
-            ["WeightedRandomSampler", "shuffle=True"],
+            ["WeightedRandomSampler", "shuffle=True", "multiply the losses by public weights"],
         ),
         (
             lambda: loader(sampler=SubsetRandomSampler(range(8))),
@@ -1071,3 +1087,47 @@ def test_a_configuration_with_noise_conflicts_with_a_target_epsilon():
 def test_noise_is_required_where_no_target_epsilon_chooses_it(private):
     with pytest.raises(ValueError, match="noise_multiplier is missing.*make_private_with_epsilon"):
         private(nn.Linear(3, 2), noise_multiplier=UNSET)
+
+
+def test_a_complex_parameter_is_refused_with_the_one_to_use(refused):
+    class Filter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    refused(ValueError, "'w' is torch.complex64", "torch.view_as_complex", model=Filter())
+
+
+@pytest.mark.parametrize("keeps", ["buffer", "attribute"])
+def test_a_layer_that_initializes_itself_by_its_first_batch_is_refused_with_the_cause(keeps):
+    class ActNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(3))
+            self.register_buffer("is_set", torch.tensor(0))
+            self.done = False
+
+        def forward(self, x):
+            if not (self.done if keeps == "attribute" else self.is_set):
+                with torch.no_grad():
+                    if keeps == "attribute":
+                        self.shift.data = x.mean(0).clone()
+                    else:
+                        self.shift.copy_(x.mean(0))
+                    self.is_set.fill_(1)
+                self.done = True
+            return x + self.shift
+
+    model = ActNorm()
+    engine = PrivacyEngine(seed=0)
+    _, _, private_loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=loader(),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    with pytest.raises(RuntimeError, match="writes its parameters in its forward.*public data"):
+        for (x,) in private_loader:
+            model(x)
+    assert not model.shift.any() and not model.is_set and not model.done

@@ -258,3 +258,15 @@ def test_the_migration_page_names_every_public_name_of_opacus_engine_optimizer_a
 def test_a_lazy_module_is_refused_by_its_name():
     with pytest.raises(ValueError, match="module '0' is a lazy LazyLinear; run the model once"):
         dpflash.PrivacyEngine.get_compatible_module(nn.Sequential(nn.LazyLinear(2)))
+
+
+def test_a_loader_or_a_checkpoint_of_opacus_is_refused_with_what_to_pass(tmp_path):
+    loaders = pytest.importorskip("opacus.data_loader")
+    given = parts()
+    given["data_loader"] = loaders.DPDataLoader.from_data_loader(given["data_loader"])
+    with pytest.raises(ValueError, match="of Opacus.*pass the plain DataLoader"):
+        dpflash.PrivacyEngine().make_private(**given, noise_multiplier=1.0)
+    engine, *_ = private()
+    torch.save({"module_state_dict": {}, "privacy_accountant_state_dict": {}}, tmp_path / "theirs")
+    with pytest.raises(ValueError, match="a checkpoint of Opacus.*before make_private"):
+        engine.load_checkpoint(tmp_path / "theirs")

@@ -157,7 +157,7 @@ def test_losses_that_compare_pairs_are_refused():
         chosen, rejected = model(Pairs.rows(batch)["tokens"]).view(-1, 2).unbind(1)
         return -F.logsigmoid(chosen.sort().values - rejected.sort().values)
 
-    with pytest.raises(RuntimeError, match="loss of a sample changed as other samples"):
+    with pytest.raises(RuntimeError, match="loss of a sample changed as "):
         for batch in loader:
             engine.backward(sorted_losses(batch))
 

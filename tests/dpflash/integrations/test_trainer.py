@@ -327,6 +327,11 @@ class OwnStep(DPTrainer):
         return loss.detach()
 
 
+class UnpreparedStep(DPTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return model(**inputs).logits.mean()
+
+
 def test_a_loss_that_a_subclass_computes_needs_no_other(tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "tower", Tower)
     data = [{"x": torch.randn(8), "of": torch.tensor(i % 3)} for i in range(32)]
@@ -345,6 +350,8 @@ def test_a_loss_that_a_subclass_computes_needs_no_other(tmp_path, monkeypatch):
 def test_a_step_that_a_subclass_makes_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="override compute_loss instead"):
         trainer(tmp_path, kind=OwnStep).train()
+    with pytest.raises(TypeError, match="calls compute_loss for each of them: override that"):
+        trainer(tmp_path, kind=UnpreparedStep).train()
 
 
 def big_bird():

@@ -8,6 +8,7 @@ from torch.nn.utils.rnn import pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader
 
 import dpflash
+from dpflash.isolation.place import OTHER_ORDER
 
 VOCAB, LONGEST = 20, 24
 
@@ -68,9 +69,11 @@ class Text(nn.Module):
         return self.head((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
 
 
-def _train(kind, collate, losses_of=None, draws=False, reads_first=False, cuts=False, **options):
+def _train(
+    kind, collate, losses_of=None, draws=False, reads_first=False, cuts=False, seed=2, **options
+):
     torch.manual_seed(1)
-    model, engine = Text(kind), dpflash.PrivacyEngine(seed=2)
+    model, engine = Text(kind), dpflash.PrivacyEngine(seed=seed)
     model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -217,7 +220,7 @@ def test_masked_padding_trains_with_the_same_bits_as_without_trials(kind, collat
     engine, tried = _train(kind, collate)
     _, untried = _train(kind, collate, verify_first_batch=False)
     assert engine.verified is True
-    assert engine._run.place_trial.has_compared is (kind != "noise")
+    assert bool(engine._run.place_trial.compared) is (kind != "noise")
     assert all(map(torch.equal, tried, untried))
 
 
@@ -229,8 +232,82 @@ def test_random_numbers_by_the_length_leave_the_masks_of_training_as_they_are():
     assert all(map(torch.equal, tried, untried))
 
 
+def test_an_error_in_the_loop_leaves_dropout_on():
+    def fails(losses, batch):
+        raise KeyError("loop")
+
+    # Its traceback keeps the loader's iterator alive.
+    with pytest.raises(KeyError) as held:
+        _train("masked", _padded, fails)
+    assert held.tb is not None and not F.dropout(torch.ones(100), 0.5).all()
+
+
 def test_random_numbers_of_the_loop_leave_the_comparison_out():
     def noisy(losses, batch):
         return losses * (1 + torch.rand(batch["ids"].shape).sum(1))
 
     assert _train("masked", _padded, noisy)[0].verified is True
+
+
+def _without_mask_of_one_length(entries):
+    return {name: x for name, x in _of_one_length(entries).items() if name != "mask"}
+
+
+def _first_come(losses, rows):
+    """A capacity of one sample of a class, which the first rows use up."""
+    labels = rows["labels"]
+    before = torch.stack([(labels[:row] == label).sum() for row, label in enumerate(labels)])
+    return losses * (before < 1)
+
+
+def _by_row(losses, rows):
+    return losses * torch.linspace(1, 2, len(losses))
+
+
+def _of_new_generator(losses, rows):
+    generator = torch.Generator().manual_seed(3)
+    return losses * (1 + torch.rand(len(losses), generator=generator))
+
+
+@pytest.fixture
+def only_places(monkeypatch):
+    """Leave out the trial in which samples are replaced."""
+    monkeypatch.setattr("dpflash.isolation.trial.Trial.begin", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("only_places")
+@pytest.mark.parametrize("options", [{}, {"physical_batch_size": 8}, {"sampling": "shuffled"}])
+def test_a_loss_that_changes_with_the_order_of_other_samples_is_refused(options):
+    with pytest.raises(dpflash.PrivateRefusal, match="exchanged their rows, so nothing was"):
+        _train("masked", _without_mask_of_one_length, _first_come, **options)
+
+
+@pytest.mark.parametrize("by_row", [_by_row, _of_new_generator, None])
+def test_samples_that_exchange_rows_train_with_the_same_bits_as_without_trials(by_row):
+    """A loss may depend on the number of its row, which is secret and random."""
+    engine, tried = _train("masked", _of_one_length, by_row)
+    _, untried = _train("masked", _of_one_length, by_row, verify_first_batch=False)
+    assert all(map(torch.equal, tried, untried))
+    assert OTHER_ORDER in engine._run.place_trial.compared
+
+
+@pytest.mark.usefixtures("only_places")
+def test_a_loss_that_changes_with_the_order_of_other_pairs_is_refused():
+    collate = dpflash.packing.Pairs(
+        lambda entries: {"x": torch.cat([torch.stack(entries)[:, k] for k in (0, 1)])}
+    )
+    model, engine = nn.Linear(3, 1), dpflash.PrivacyEngine(seed=2)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(list(torch.randn(40, 2, 3)), batch_size=8, collate_fn=collate),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        physical_batch_size=8,
+        sampling="fixed_size",
+    )
+    with pytest.raises(dpflash.PrivateRefusal, match="exchanged their rows, so nothing was"):
+        for batch in loader:
+            losses = model(dpflash.packing.Pairs.rows(batch)["x"]).square().view(-1, 2).mean(1)
+            engine.backward(losses + losses.detach().cumsum(0))
+            optimizer.step()

@@ -774,7 +774,8 @@ def test_a_resumed_run_may_have_another_level(private, tiny_lm, next_token_loss,
         return made
 
     engine, model, optimizer, loader = private(tiny_lm(), tokens(32), noise_multiplier=1.0)
-    train(engine, model, optimizer, loader, next_token_loss, 4)  # each draw is tried first
+    train(engine, model, optimizer, loader, next_token_loss, 6)  # with trials
+    released = optimizer.releases
     engine.save_checkpoint(tmp_path / "checkpoint")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -782,9 +783,10 @@ def test_a_resumed_run_may_have_another_level(private, tiny_lm, next_token_loss,
         resumed(["clipping"], optimize="aggressive")
         resumed([], optimize="aggressive", clipping="flat")
         made = resumed([], optimize="balanced")
-        assert made[0].optimization.level == "balanced" and made[2].releases == 2
-        train(*made, next_token_loss, 4)
-        assert made[2].releases == 4
+        assert made[0].optimization.level == "balanced"
+        assert made[2].releases == released > 0
+        train(*made, next_token_loss, 6)
+        assert made[2].releases > released
 
 
 # The command

@@ -172,6 +172,17 @@ def test_a_cap_is_judged_by_the_delta_of_the_budget(private):
     assert "infinite at delta < 4.9e-10, and too large near it" in text
 
 
+def test_a_cap_is_judged_by_the_target_delta(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.DATA", DATA.repeat(16, 1))
+    options = {"batch_size": 8, "max_batch_size": 34, "target": 9.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrated(PrivacyEngine(), **options)
+    monkeypatch.setattr(f"{__name__}.DELTA", 1e-8)
+    with pytest.warns(UserWarning, match="infinite at delta < 4.9e-10, and too large near it"):
+        calibrated(PrivacyEngine(), **options)
+
+
 @pytest.mark.parametrize("planned", [{"epochs": 2}, {"epochs": None, "steps": 16}])
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
 def test_the_first_release_beyond_the_calibrated_ones_says_so_once(planned, sampling):

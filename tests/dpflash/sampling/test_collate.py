@@ -2,16 +2,17 @@
 
 import functools
 import random
+import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dpflash import PrivacyEngine, PrivateRefusal
+from dpflash import PrivacyEngine, PrivateRefusal, PrivateWarning
 from dpflash.sampling.collate import _Trial
 
 IMAGES = [
@@ -369,7 +370,9 @@ def test_a_counter_of_batches_beside_the_rows_is_taken():
 @pytest.mark.parametrize(("collate", "entries"), INNOCENT, ids=named)
 def test_a_function_that_makes_each_row_of_its_own_entry_is_taken(collate, entries):
     before = [tuple(e) if isinstance(e, tuple) else e.clone() for e in entries]
-    make(collate, Entries(entries))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivateWarning)
+        make(collate, Entries(entries))
     for entry, known in zip(entries, before, strict=True):
         assert entry == known if isinstance(entry, tuple) else torch.equal(entry, known)
 
@@ -408,6 +411,257 @@ def test_a_target_epsilon_has_the_trial():
             epochs=1,
             max_grad_norm=1.0,
         )
+
+
+NUMPY, TORCH = np.random.default_rng(0), torch.Generator()
+
+
+def mixed(batch, order):
+    x, y = default_collate(batch)
+    return 0.6 * x + 0.4 * x[torch.as_tensor(order)], y
+
+
+def by_numpy(batch):
+    return mixed(batch, NUMPY.permutation(len(batch)))
+
+
+def by_torch(batch):
+    return (lambda: mixed(batch, torch.randperm(len(batch), generator=TORCH)))()
+
+
+class ByAttribute:
+    def __init__(self):
+        self.options = {"source": [random.Random(0)]}
+
+    def __call__(self, batch):
+        source = self.options["source"][0]
+        return mixed(batch, source.sample(range(len(batch)), len(batch)))
+
+
+class ByLateGenerator:
+    generator = None
+
+    def __call__(self, batch):
+        if self.generator is None:
+            self.generator = np.random.default_rng()
+        return mixed(batch, self.generator.permutation(len(batch)))
+
+
+def by_legacy():
+    source = np.random.RandomState(0)
+    return functools.partial(lambda batch: mixed(batch, source.permutation(len(batch))))
+
+
+def by_new_ones(batch):
+    """Nothing sets them back, but one entry alone is not random."""
+    return mixed(batch, np.random.default_rng().permutation(len(batch)))
+
+
+OWN = [by_numpy, by_torch, ByAttribute(), ByLateGenerator(), by_legacy(), by_new_ones]
+
+
+@pytest.mark.parametrize("collate", OWN, ids=named)
+def test_mixing_by_a_generator_of_the_functions_own_is_refused(collate):
+    with pytest.raises(PrivateRefusal, match="mixes the entries"):
+        make(collate, Entries(IMAGES))
+    *_, loader = make(collate, Entries(IMAGES), workers=1)
+    with pytest.raises(PrivateRefusal, match="mixes the entries"):
+        loader.collate_fn(IMAGES[:4])
+
+
+@pytest.mark.parametrize(
+    "uniform",
+    [random.random, np.random.rand, lambda: float(torch.rand(())), NUMPY.random],
+    ids=["python", "numpy", "torch", "own"],
+)
+@pytest.mark.parametrize("is_low", [True, False])
+def test_mixing_in_one_batch_of_twenty_is_refused(uniform, is_low):
+    def collate(batch):
+        drawn = uniform()
+        rare = drawn < 0.05 if is_low else drawn > 0.95
+        return centred(batch) if rare else default_collate(batch)
+
+    with pytest.raises(PrivateRefusal, match="mixes the entries"):
+        make(collate, Entries(IMAGES))
+
+
+def test_generators_of_the_functions_own_are_left_as_they_were():
+    before = NUMPY.bit_generator.state, TORCH.get_state()
+    for function in (by_numpy, by_torch):
+        with pytest.raises(PrivateRefusal, match="mixes"):
+            make(function, Entries(IMAGES))
+    assert NUMPY.bit_generator.state == before[0] and torch.equal(TORCH.get_state(), before[1])
+
+
+def test_a_function_whose_randomness_cannot_be_set_back_is_named():
+    def noisy_by_new_ones(batch):
+        x, y = default_collate(batch)
+        return x + torch.as_tensor(np.random.default_rng().normal(size=x.shape)), y
+
+    with pytest.warns(PrivateWarning, match="noisy_by_new_ones could not be tried"):
+        make(noisy_by_new_ones, Entries(IMAGES))
+
+
+# What is kept of a batch for the next.
+
+
+class Kept:
+    """Keeps the mean of the last batch, or of the first, in one of several places."""
+
+    def __init__(self, where, first=False):
+        self.where, self.first = where, first
+        self.mean, self.means, self.tensor = None, [], torch.zeros(2, 4, 4)
+        self.array = np.zeros((2, 4, 4))
+        self.inner = Linked(torch.zeros(1))
+
+    def get(self):
+        if self.where == "list":
+            return self.means[-1] if self.means else None
+        if self.where in ("tensor", "array"):
+            value = torch.as_tensor(getattr(self, self.where))
+            return value.clone() if value.any() else None
+        return getattr(self.inner if self.where == "inner" else self, "mean", None)
+
+    def set(self, mean):
+        if self.where == "list":
+            self.means.append(mean)
+        elif self.where in ("tensor", "array"):
+            getattr(self, self.where)[...] = torch.as_tensor(mean)
+        else:
+            (self.inner if self.where == "inner" else self).mean = mean
+
+    def __call__(self, batch):
+        x, y = default_collate(batch)
+        known = self.get()
+        if known is None or not self.first:
+            self.set(x.mean(0))
+        return x - (self.get() if known is None else known), y
+
+
+def kept_in_a_closure():
+    greatest = 0.0
+
+    def collate(batch):
+        nonlocal greatest
+        x, y = default_collate(batch)
+        greatest = max(greatest, float(x.abs().max()))
+        return x / greatest, y
+
+    return collate
+
+
+def kept_in_an_attribute(batch):
+    x, y = default_collate(batch)
+    own = kept_in_an_attribute
+    own.mean = 0.9 * getattr(own, "mean", 0.0) + 0.1 * x.mean(0)
+    return x - own.mean, y
+
+
+RUNNING = None
+
+
+def kept_in_a_global(batch):
+    global RUNNING
+    x, y = default_collate(batch)
+    RUNNING = x.mean(0) if RUNNING is None else 0.9 * RUNNING + 0.1 * x.mean(0)
+    return x - RUNNING, y
+
+
+def numbered_labels():
+    numbers = {}
+    return lambda batch: [(x, numbers.setdefault(y, len(numbers))) for x, y in batch]
+
+
+KEPT = {
+    **{where: lambda where=where: Kept(where) for where in ("list", "tensor", "array", "inner")},
+    "first batch": lambda: Kept("attribute", first=True),
+    "closure": kept_in_a_closure,
+    "function": lambda: kept_in_an_attribute,
+    "global": lambda: kept_in_a_global,
+    "labels": numbered_labels,
+}
+
+
+@pytest.mark.parametrize("make_collate", KEPT.values(), ids=KEPT)
+def test_what_a_function_keeps_of_a_batch_for_the_next_is_refused(make_collate):
+    with pytest.raises(PrivateRefusal, match="keeps what it computes of one batch for the next"):
+        make(make_collate(), Entries(IMAGES))
+
+
+class Scaling:
+    """Counts its calls, and keeps what it made of each entry."""
+
+    def __init__(self):
+        self.calls, self.made = 0, {}
+
+    def __call__(self, batch):
+        self.calls += 1
+        rows = [self.made.setdefault(x.numpy().tobytes(), x.exp()) for x, _ in batch]
+        return torch.stack(rows) * self.calls, [y for _, y in batch]
+
+
+class LateNoise:
+    """Makes its generator in the first call, and draws more numbers for some entries."""
+
+    generator = None
+
+    def __call__(self, batch):
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(0)
+        for _, y in batch:
+            torch.rand(y, generator=self.generator)
+        return [(x + torch.randn(x.shape, generator=self.generator), y) for x, y in batch]
+
+
+@pytest.mark.parametrize("collate", [Scaling(), LateNoise()], ids=named)
+def test_counters_caches_and_late_generators_are_taken(collate):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivateWarning)
+        make(collate, Entries(IMAGES))
+
+
+# What is read together.
+
+
+class Transformed(Entries):
+    """Reads several entries at once, and transforms them together."""
+
+    def __init__(self, transform):
+        super().__init__(IMAGES)
+        self.transform = transform
+
+    def __getitems__(self, indices):
+        x = torch.stack([self.entries[i][0] for i in indices])
+        return list(zip(self.transform(x), [self.entries[i][1] for i in indices], strict=True))
+
+
+def standardized(x):
+    return (x - x.mean(0)) / (x.std(0, correction=0) + 0.1)
+
+
+def mixed_by_numpy(x):
+    return 0.6 * x + 0.4 * x[torch.as_tensor(NUMPY.permutation(len(x)))]
+
+
+def noisy_by_torch(x):
+    return x + torch.randn(x.shape, generator=TORCH)
+
+
+@pytest.mark.parametrize("transform", [standardized, mixed_by_numpy])
+@pytest.mark.parametrize("collate", [None, as_they_are], ids=["default", "own"])
+def test_entries_that_are_mixed_as_they_are_read_are_refused(transform, collate):
+    for sampling in ("poisson", "shuffled"):
+        with pytest.raises(PrivateRefusal, match="__getitems__ mixes the entries"):
+            make(collate, Transformed(transform), sampling=sampling)
+
+
+@pytest.mark.parametrize("transform", [torch.exp, noisy_by_torch])
+def test_entries_that_are_read_together_and_not_mixed_are_taken(transform):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivateWarning)
+        make(None, Transformed(transform))
+        # Random numbers of an entry depend on how many are before it.
+        make(None, ReadTogether(keeps_order=False), sampling="shuffled")
 
 
 def by_length(batch):
@@ -598,3 +852,18 @@ def test_what_a_worker_found_ends_the_loop():
     *_, loader = make(centred, Entries(IMAGES), workers=1)
     with pytest.raises(PrivateRefusal, match="centred mixes the entries"):
         list(loader)
+
+
+def packed(batch):
+    return pack_sequence(batch, enforce_sorted=False)
+
+
+def with_offsets(batch):
+    lengths = torch.tensor([0, *map(len, batch[:-1])])
+    return torch.cat(batch), lengths.cumsum(0), torch.stack([text[0] for text in batch])
+
+
+@pytest.mark.parametrize("collate", [packed, with_offsets])
+def test_rows_that_are_concatenated_are_refused_with_what_to_return(collate):
+    with pytest.raises(PrivateRefusal, match=r"concatenates the rows of.*\[B, T\]"):
+        make(collate, TEXTS)

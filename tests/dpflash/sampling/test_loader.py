@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2, chisquare, hypergeom
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
+from dpflash import PrivacyEngine, PrivateRefusal
 from dpflash.accounting import (
     FixedSizeGaussian,
     PoissonGaussian,
@@ -417,3 +419,49 @@ def test_a_loop_that_was_left_ends_quietly_at_the_exit_of_the_interpreter(monkey
     next(batches)
     monkeypatch.setattr("dpflash.sampling.seen_batches._iterated", None)
     batches.close()
+
+
+CHANGED = {
+    "indices replaced": lambda subset: setattr(subset, "indices", [3, 4] * 4),
+    "as many other indices": lambda subset: setattr(subset, "indices", list(range(2, 10))),
+    "indices changed in place": lambda subset: subset.indices.append(8),
+    "entries deleted": lambda subset: subset.dataset.pop(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+@pytest.mark.parametrize("joined", [False, True], ids=["", "joined"])
+def test_an_epoch_does_not_begin_on_a_dataset_with_other_entries(change, sampling, joined):
+    subset = Subset([torch.tensor(float(i)) for i in range(10)], [9, *range(7)])
+    data = ConcatDataset([subset, [torch.zeros(())] * 4]) if joined else subset
+    loader = private_loader(data, sampling=sampling)
+    others = as_others_do(loader)
+    list(loader)
+    subset.dataset[1] = torch.tensor(7.0)  # entries may hold something else
+    subset.indices = list(subset.indices)
+    list(loader)
+    change(subset)
+    for epoch in (loader, others):
+        with pytest.raises(PrivateRefusal, match="has other entries than in make_private"):
+            list(epoch)
+
+
+def test_an_epoch_does_not_begin_on_a_dataset_that_grew_also_with_units():
+    data = [torch.tensor(float(i)) for i in range(10)]
+    model = nn.Linear(1, 1)
+    _, _, loader = PrivacyEngine(seed=0).make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        unit_of=[0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
+        unit_sampling="example",
+        examples_per_unit=2,
+    )
+    with torch.no_grad():
+        list(loader)
+        data.append(torch.tensor(10.0))
+        with pytest.raises(PrivateRefusal, match="has other entries"):
+            list(loader)

@@ -1,0 +1,76 @@
+"""Which entries a dataset consists of, below Subset and ConcatDataset."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from ..refusal import PrivateRefusal
+
+
+class FixedEntries:
+    """The entries that a dataset has now, which draws, units and epsilon are of.
+
+    What the entries hold may change, as in a curriculum.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self._dataset = dataset
+        self._seen = _digest(dataset)
+
+    def refuse_changed(self) -> None:
+        """Refuse a dataset that has other entries now.
+
+        Raises:
+            PrivateRefusal: it has another length, or another entry below Subset or ConcatDataset.
+        """
+        if _digest(self._dataset) != self._seen:
+            raise PrivateRefusal(
+                "data_loader.dataset has other entries than in make_private (it was extended or "
+                "cut, or the indices of a Subset were replaced), but draws and epsilon are of "
+                "those. Call engine.detach(model), and make_private with the new dataset: their "
+                "epsilons add up. Whether an entry is in it must depend on that entry alone, as "
+                "by a threshold, and not on the others, as for the k hardest"
+            ) from None
+
+
+def _digest(dataset: Dataset[Any]) -> int | bytes:
+    if type(dataset) not in (Subset, ConcatDataset):
+        return len(dataset)  # type: ignore[arg-type]
+    digest = blake2b(digest_size=16)
+    for numbers in _origins(dataset, {}):
+        digest.update(numbers.data)
+    return digest.digest()
+
+
+def refuse_repeated(dataset: Dataset[Any]) -> None:
+    """Refuse a dataset that visibly has an entry twice, as oversampling makes it."""
+    whose, which = _origins(dataset, {})
+    if len(np.unique(whose * (which.max() + 1) + which)) < len(which):
+        raise ValueError(
+            "data_loader.dataset has an entry more than once (a dataset that is twice in a "
+            "ConcatDataset, or indices of a Subset that repeat), and each time it would be a "
+            "privacy unit of its own, with an epsilon too small. Take it once, and give its loss "
+            "a larger weight; or pass unit_of=, which names one unit for all of its copies"
+        )
+
+
+def _origins(dataset: Dataset[Any], known: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """For each entry the number of the dataset below Subset and ConcatDataset, and its index."""
+    if type(dataset) is ConcatDataset:
+        parts = [_origins(part, known) for part in dataset.datasets]
+        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    if type(dataset) is Subset:
+        whose, which = _origins(dataset.dataset, known)
+        indices = np.asarray(dataset.indices)
+        if (
+            indices.dtype.kind in "iu"
+            and indices.ndim == 1
+            and abs(indices + 0.5).max(initial=0) < len(which)
+        ):
+            return whose[indices], which[indices]
+    length = len(dataset)  # type: ignore[arg-type]
+    return np.full(length, known.setdefault(id(dataset), len(known))), np.arange(length)
