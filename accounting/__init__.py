@@ -13,10 +13,12 @@ from .calibration import (
 from .contour import ContourAccountant
 from .events import (
     Composed,
+    CyclicPoissonGaussian,
     Event,
     FixedSizeGaussian,
     Gaussian,
     PoissonGaussian,
+    RandomAllocationGaussian,
     SelfComposed,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
@@ -36,6 +38,7 @@ __all__ = [
     "Accountant",
     "Composed",
     "ContourAccountant",
+    "CyclicPoissonGaussian",
     "Event",
     "FixedSizeGaussian",
     "GDPAccountant",
@@ -46,6 +49,7 @@ __all__ = [
     "PRVAccountant",
     "PoissonGaussian",
     "RDPAccountant",
+    "RandomAllocationGaussian",
     "SelfComposed",
     "ShuffledGaussian",
     "TruncatedPoissonGaussian",

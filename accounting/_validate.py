@@ -6,6 +6,8 @@ from numbers import Integral, Real
 
 def _real(name: str, value: object) -> float:
     """The value as a float. Refuses booleans, NaN and values that are not numbers."""
+    if type(value) is float and value == value:
+        return value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(
             f"{name}={value!r}: expected a number, got {type(value).__name__}; "
@@ -73,6 +75,8 @@ def error_rate(**values: object) -> None:
 def whole(least: int, **values: object) -> None:
     """Refuses values that are not integers from `least` to 2^63 - 1."""
     for name, value in values.items():
+        if type(value) is int and least <= value < 1 << 63:
+            continue
         if isinstance(value, Integral) and not value < 1 << 63:
             raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller one")
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from . import _validate
 from .events import ADD_REMOVE, RELATIONS, Event, PoissonGaussian, event_from_dict
-from .pairs import Pairs, canonical
+from .pairs import Pair, Pairs, canonical
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 
@@ -207,27 +208,28 @@ class Accountant(ABC):
             return Interval(math.inf, math.inf)
         if failure:
             return with_failure(
-                failure, delta, self._epsilon_without_failure, self._delta_without_failure
+                failure,
+                delta,
+                lambda delta: self._epsilon_of(pairs, delta),
+                lambda epsilon: self._delta_of(pairs, epsilon),
             )
-        return self._epsilon_without_failure(delta)
+        return self._epsilon_of(pairs, delta)
 
     def _delta_interval(self, epsilon: float) -> Interval:
         pairs, failure = self._pairs(), self._failure()
         if any(pair.noise == 0 for pair, _ in pairs):
             return Interval(1.0, 1.0)
-        found = self._delta_without_failure(epsilon)
+        found = self._delta_of(pairs, epsilon)
         if not failure:
             return found
         cost = failure * (1 + math.exp(epsilon)) if epsilon < 700 else math.inf
         lower = None if found.lower is None else max(0.0, found.lower - cost)
         return Interval(lower, min(1.0, found.upper + cost))
 
-    def _epsilon_without_failure(self, delta: float) -> Interval:
-        pairs = self._pairs()
+    def _epsilon_of(self, pairs: Pairs, delta: float) -> Interval:
         return self._epsilon(pairs, delta) if pairs else Interval(0.0, 0.0)
 
-    def _delta_without_failure(self, epsilon: float) -> Interval:
-        pairs = self._pairs()
+    def _delta_of(self, pairs: Pairs, epsilon: float) -> Interval:
         return self._delta(pairs, epsilon) if pairs else Interval(0.0, 0.0)
 
     @classmethod
@@ -341,10 +343,16 @@ class Accountant(ABC):
 
     def _pairs(self) -> Pairs:
         """The whole history as dominating pairs, without those that reveal nothing."""
+        relation = self.neighboring_relation
+        releases = [
+            (_poisson_pairs(relation, noise, rate), steps)
+            for noise, rate, steps in self._checked(self.history)
+        ]
+        releases += [(event.pairs(), count) for event, count in self.events]
         return canonical(
             (pair, count * times)
-            for event, times in self._releases()
-            for pair, count in event.pairs()
+            for pairs, times in releases
+            for pair, count in pairs
             if pair.noise < math.inf
         )
 
@@ -366,6 +374,12 @@ class Accountant(ABC):
         for entry in history:
             _validate.phase(entry)
         return [(entry[0], entry[1], entry[2]) for entry in history]
+
+
+@lru_cache(maxsize=1 << 12)
+def _poisson_pairs(relation: str, noise: float, rate: float) -> list[tuple[Pair, int]]:
+    event = PoissonGaussian(relation=relation, noise_multiplier=noise, sample_rate=rate)
+    return event.pairs()
 
 
 def _maximum(beta: Callable[[float], float], high: float) -> float:

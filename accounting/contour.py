@@ -65,7 +65,7 @@ class ContourAccountant(Accountant):
         terms. Contours that contradict each other are dropped. If no contour has an error below
         1e-3, or a subsampled step has noise below 0.2, Chernoff's bound and PLD are used. If a
         subsampled step has noise below 0.01 or above 1e9, it is accounted for without
-        amplification.
+        amplification. With random allocation, the interval is that of PLD.
 
     Source:
         See the module. Both directions, "remove" and "add", are evaluated; the greater one counts.
@@ -82,7 +82,9 @@ class ContourAccountant(Accountant):
             return Interval(once * (1 - _EXACT), once)
         if not _has_moderate_noise(pairs):
             return Interval(0.0, whole)
-        if _is_lattice(pairs):
+        if _has_allocation(pairs):
+            found = _Bounds(0.0, math.inf)
+        elif _is_lattice(pairs):
             upper = max(axis.epsilon_bound(pairs, delta) for axis in _axes(pairs, delta))
             found = _Bounds(0.0, upper)
         else:
@@ -100,7 +102,9 @@ class ContourAccountant(Accountant):
             return Interval(once * (1 - _EXACT), once)
         if not _has_moderate_noise(pairs):
             return Interval(0.0, whole)
-        if _is_lattice(pairs):
+        if _has_allocation(pairs):
+            found = _Bounds(0.0, 1.0)
+        elif _is_lattice(pairs):
             axes = _axes(pairs, TARGET_ERROR)
             found = _Bounds(0.0, max(axis.delta_bound(pairs, epsilon) for axis in axes))
         else:
@@ -112,7 +116,12 @@ class ContourAccountant(Accountant):
 
 def _is_one_example(pairs: Pairs) -> bool:
     """Whether it is one step that one example may enter, which has a closed form."""
-    return len(pairs) == 1 and pairs[0][1] == 1 and pairs[0][0].examples == 1
+    return len(pairs) == 1 and pairs[0][1] == 1 == pairs[0][0].examples == pairs[0][0].steps
+
+
+def _has_allocation(pairs: Pairs) -> bool:
+    """Whether the cumulant is unknown, since an example is in one of several steps."""
+    return any(pair.steps > 1 for pair, _ in pairs)
 
 
 def _epsilon_of_both(pairs: Pairs, delta: float) -> _Bounds:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from .cumulant import log_mgf, rough_log_mgf
+from .cumulant import RoughCumulants, log_mgf, log_mgfs
 from .mixture import mixture_of
 from .pairs import Pair, Pairs
 
@@ -40,6 +40,7 @@ _LOG = math.log(2) / OCTAVE
 _MOST_WIDTH = 7  # a narrower contour bends into a region of large K
 _CUT_FROM = 1.5  # noise above which it may help to leave far outputs out
 _TRIES = 24
+_MOST_KNOWN = 1024  # pairs
 
 
 @dataclass(frozen=True)
@@ -94,17 +95,39 @@ def cut_probability(pairs: Pairs, cut: float | None) -> float:
     return 0.0 if cut is None else 2 * sum(count for _, count in pairs) * float(ndtr(-cut))
 
 
-@lru_cache(maxsize=1 << 14)
-def _cumulant(
-    pair: Pair, contour: Contour, piece: int, level: int, edges: bool, enough: float
+@lru_cache(maxsize=64)
+def _known_cumulants(*at: Any) -> dict[Pair, tuple[_Complex, _Real]]:
+    """What `_cumulants` has of single pairs for these arguments."""
+    return {}
+
+
+def _cumulants(
+    pairs: Pairs, contour: Contour, piece: int, level: int, edges: bool, enough: float
 ) -> tuple[_Complex, _Real]:
-    """The cumulant and its error at a piece's nodes, then at those of the strip's edges."""
+    """The composed cumulant and its error at a piece's nodes, then at the strip's edges."""
+    known = _known_cumulants(contour, piece, level, edges, enough)
+    missing = [pair for pair, _ in pairs if pair not in known]
+    if len(known) + len(missing) > _MOST_KNOWN:
+        known.clear()
+        missing = [pair for pair, _ in pairs]
+    if missing:
+        orders = _orders(contour, piece, level, edges)
+        found = log_mgfs(missing, orders, cut=contour.cut, enough=enough)
+        known.update(zip(missing, zip(*found, strict=True), strict=True))
+    counts = np.array([count for _, count in pairs], dtype=np.float64)
+    rows = [known[pair] for pair, _ in pairs]
+    values, errors = (np.array(column) for column in zip(*rows, strict=True))
+    with np.errstate(invalid="ignore"):
+        return counts @ values, counts @ errors
+
+
+def _orders(contour: Contour, piece: int, level: int, edges: bool) -> _Complex:
     orders = contour.orders(_nodes(piece, contour.step(level)), 0.0)[0]
     if edges:
         t = _nodes(piece, _EDGE_STEP)
         sides = [contour.orders(t, shift)[0] for shift in (-contour.shift, contour.shift)]
         orders = np.concatenate([orders, *sides])
-    return log_mgf(pair, orders, cut=contour.cut, enough=enough)
+    return orders
 
 
 @lru_cache(maxsize=1 << 13)
@@ -133,6 +156,7 @@ class ContourIntegral:
         self.edges = edges
         self._cut_probability = cut_probability(pairs, contour.cut)
         self._sums: dict[tuple[float, int, int], tuple[_Complex, _Real]] = {}
+        self._factors: dict[tuple[float, int, float], tuple[_Complex, _Complex]] = {}
 
     def delta(self, epsilon: float) -> tuple[float, float, float]:
         """Delta, a bound of its error (without edges: of rounding only), and its derivative."""
@@ -163,7 +187,7 @@ class ContourIntegral:
             if key not in self._sums:
                 enough = 0.0 if self.contour.small else _ENOUGH * 10.0**decades
                 at = (self.contour, piece, level, self.edges, enough)
-                self._sums[key] = _composed(self.pairs, _cumulant, *at)
+                self._sums[key] = _cumulants(self.pairs, *at)
             cumulant, error = self._sums[key]
             terms, moments, noise = self._terms(
                 epsilon, t, 0.0, cumulant[: len(t)], error[: len(t)]
@@ -238,10 +262,13 @@ class ContourIntegral:
         self, epsilon: float, t: _Real, shift: float, cumulant: _Complex, error: _Real
     ) -> tuple[_Complex, _Complex, _Real]:
         """The integrand over pi, times -m, and its noise."""
-        a, speed = self.contour.orders(t, shift)
-        m = a - 1 if self.contour.side == REMOVE else -a
+        key = (float(t[0]), len(t), shift)
+        if key not in self._factors:
+            a, speed = self.contour.orders(t, shift)
+            m = a - 1 if self.contour.side == REMOVE else -a
+            self._factors[key] = m, speed / (math.pi * a * (a - 1))
+        m, factor = self._factors[key]
         with np.errstate(all="ignore"):
-            factor = speed / (math.pi * a * (a - 1))
             whole = np.exp(cumulant - epsilon * m) * factor
             terms = whole
             if self.contour.small:
@@ -283,6 +310,9 @@ class RealAxis:
     def __init__(self, pairs: Pairs, side: int, delta: float) -> None:
         self.pairs = pairs
         self.side = side
+        self._counts = np.array([count for _, count in pairs], dtype=np.float64)
+        self._known: dict[tuple[int, float | None], float] = {}
+        self._cumulants = _rough_cumulants(tuple(pair for pair, _ in pairs))
         self.cut = _cut(delta, pairs)
         self._may_cut = any(pair.noise > _CUT_FROM or pair.examples > 1 for pair, _ in pairs)
         variance = math.fsum(count * _variance(pair) for pair, count in pairs)
@@ -292,10 +322,10 @@ class RealAxis:
         """K at the apex of k; inf if it is not computable."""
         if not _LEAST_K <= k <= _MOST_K:
             return math.inf
-        total = 0.0
-        for pair, count in self.pairs:
-            total += count * _on_axis(pair, self.side, k, cut)
-        return total if total == total else math.inf
+        if (k, cut) not in self._known:
+            total = float(self._counts @ self._cumulants.at(apex_of(self.side, k), cut))
+            self._known[k, cut] = total if total == total else math.inf
+        return self._known[k, cut]
 
     def chernoff(self, delta: float) -> tuple[float, int, float | None]:
         """Approximate least epsilon of Chernoff's bound at this delta, with its apex and cut."""
@@ -385,8 +415,9 @@ class RealAxis:
             while moved:
                 moved = False
                 for following in (k - step, k + step):
-                    if function(following) < value:
-                        k, value, moved = following, function(following), True
+                    found = function(following)
+                    if found < value:
+                        k, value, moved = following, found, True
                         break
         return k
 
@@ -412,10 +443,10 @@ def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
 def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> tuple[int, float]:
     """The nearest smaller apex with a finite K, and K there plus its rounding error."""
     for _ in range(_TRIES):
-        total, order = 0.0, np.array([apex_of(side, k) + 0j])
-        for pair, count in pairs:
-            value, error = log_mgf(pair, order, cut=cut, enough=_ENOUGH)
-            total += count * float(value[0].real + error[0])
+        order = np.array([apex_of(side, k) + 0j])
+        found, errors = log_mgfs([pair for pair, _ in pairs], order, cut=cut, enough=_ENOUGH)
+        rows = zip((found.real + errors)[:, 0].tolist(), pairs, strict=True)
+        total = math.fsum(count * value for value, (_, count) in rows)
         if math.isfinite(total):
             return k, total
         k -= OCTAVE // 2
@@ -439,6 +470,4 @@ def _variance(pair: Pair) -> float:
     return min(whole, pair.rate**2 * math.expm1(min(precision, 700.0))) or 1e-300
 
 
-@lru_cache(maxsize=1 << 16)
-def _on_axis(pair: Pair, side: int, k: int, cut: float | None) -> float:
-    return rough_log_mgf(pair, apex_of(side, k), cut)
+_rough_cumulants = lru_cache(maxsize=256)(RoughCumulants)

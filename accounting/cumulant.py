@@ -17,7 +17,9 @@ the same y, but only the real line is used.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +42,9 @@ _MARGIN = 0.22  # between a ray and the angle at which |e^(a l)| is constant
 _RAY_STEP = 2 * math.pi * _MARGIN / 34.0  # of nodes, for 34 nats
 _SPLIT = 1e-14  # error of M above which fewer orders are evaluated together
 _TOGETHER = 32  # orders of one evaluation
+_PAIRS_TOGETHER = 64
+_AT_ONCE = 1 << 15  # terms of several sums, which so stay in a cache
+_COARSE = 256  # nodes
 _MOST_NODES = 6_000
 _HEIGHTS = (0.03, 0.06, 0.12, 0.2, 0.35, 0.6, 1.0, 1.5)  # Im y, for steps
 _SMALL = 0.1
@@ -61,7 +66,7 @@ def log_mgf(
         return exact, 4 * _ROUNDING * np.abs(exact)
     excess, rounding = np.empty_like(orders), np.empty(orders.shape)
     with np.errstate(all="ignore"):
-        parts = np.array_split(np.arange(len(orders)), -(-len(orders) // _TOGETHER))
+        parts = [np.arange(len(orders))[part] for part in _parts(orders)]
         while parts:
             part = parts.pop()
             if enough:
@@ -77,11 +82,174 @@ def log_mgf(
                 parts += np.array_split(part, 2)
                 continue
             excess[part], rounding[part] = _excess(pair, orders[part], best, _DIGITS)
-        value = _log1p(excess)
-        modulus = np.maximum(np.abs(1 + excess), rounding)
-        value.real = np.where(np.abs(1 + excess) < rounding, np.log(rounding), value.real)
-        error = rounding / modulus + 2 * _ROUNDING * np.abs(value)
-    return value, error
+        return _log_of(excess, rounding)
+
+
+def log_mgfs(
+    pairs: Sequence[Pair], orders: _Complex, *, cut: float | None, enough: float
+) -> tuple[_Complex, _Real]:
+    """`log_mgf` of each pair, [pairs, orders]; on the real line many pairs are taken together."""
+    values = np.empty((len(pairs), len(orders)), complex)
+    errors = np.empty(values.shape)
+    simple = [i for i, pair in enumerate(pairs) if enough and _is_simple(pair)]
+    errors[:] = math.nan
+    with np.errstate(all="ignore"):
+        for begin in range(0, len(simple), _PAIRS_TOGETHER):
+            rows = np.array(simple[begin : begin + _PAIRS_TOGETHER])
+            excess, rounding = _real_line_excesses([pairs[i] for i in rows], orders, cut, enough)
+            values[rows], errors[rows] = _log_of(excess, rounding)
+    for part in _parts(orders):
+        for i in np.flatnonzero(np.isnan(errors[:, part.start])):
+            values[i, part], errors[i, part] = log_mgf(
+                pairs[i], orders[part], cut=cut, enough=enough
+            )
+    return values, errors
+
+
+def _parts(orders: _Complex) -> list[slice]:
+    """Orders that are evaluated together."""
+    count = -(-len(orders) // _TOGETHER)
+    ends = [len(orders) * i // count for i in range(count + 1)]
+    return [slice(begin, end) for begin, end in pairwise(ends)]
+
+
+def _is_simple(pair: Pair) -> bool:
+    return pair.rate < 1 and not pair.symmetric and pair.examples == 1
+
+
+def _log_of(excess: _Complex, rounding: _Real) -> tuple[_Complex, _Real]:
+    """The logarithm of 1 + excess, and its error."""
+    value, size = _log1p(excess), np.abs(1 + excess)
+    value.real = np.where(size < rounding, np.log(rounding), value.real)
+    return value, rounding / np.maximum(size, rounding) + 2 * _ROUNDING * np.abs(value)
+
+
+def _real_line_excesses(
+    pairs: Sequence[Pair], orders: _Complex, cut: float | None, enough: float
+) -> tuple[_Complex, _Real]:
+    """`_real_line_excess` of many simple pairs, with NaN where the real line is not enough."""
+    s, q = np.array([(pair.noise, pair.rate) for pair in pairs]).T[:, :, None]
+    path, loss, log_density = _coarse_paths(tuple(pairs), cut)
+    excess = np.empty((len(pairs), len(orders)), complex)
+    rounding = np.empty(excess.shape)
+    odds, rows = np.log1p(-q[:, 0]) - np.log(q[:, 0]), np.arange(len(pairs))
+    for part in _parts(orders):
+        # As `_window`.
+        forward, backward = orders[part].real.max(), orders[part].real.min()
+        exponent = np.maximum(0, np.maximum(loss, np.maximum(forward * loss, backward * loss)))
+        exponent += log_density
+        peak = exponent.max(axis=1)
+        significant = exponent > np.maximum(0, peak)[:, None] - (_REAL_LINE_DIGITS + 12)
+        first = np.maximum(significant.argmax(axis=1) - 1, 0)
+        last = np.minimum(path.shape[1] - significant[:, ::-1].argmax(axis=1), path.shape[1] - 1)
+        low, high = path[rows, first], path[rows, last]
+        lost = 2 * np.exp(np.minimum(700.0, exponent[rows, last])) / s[:, 0]
+        is_known = _ROUNDING * np.exp(np.minimum(700.0, peak)) + lost < enough
+        if cut is None:
+            # As `_tail_exponent`.
+            is_known &= forward < _FARTHEST * s[:, 0]
+        # As `_line_step`.
+        turn = np.abs(orders[part].imag).max() / (1 + np.exp(np.minimum(700.0, odds - high)))
+        turn /= s[:, 0]
+        strip = np.minimum(0.85 * math.pi * s[:, 0], math.sqrt(2 * _REAL_LINE_DIGITS))
+        needed = _REAL_LINE_DIGITS + strip**2 / 2 + turn * strip
+        count = (high - low) * needed / (2 * math.pi * strip) * s[:, 0]
+        is_known &= count < _MOST_NODES
+        # No bit of a pair depends on the others.
+        count = 8 * np.ceil(np.where(is_known, count, 1) / 8).astype(np.intp) + 1
+        rounding[~is_known, part] = math.nan
+        for size in set(count[is_known].tolist()):
+            alike = np.flatnonzero(is_known & (count == size))
+            together = max(1, _AT_ONCE // (size * (part.stop - part.start)))
+            for begin in range(0, len(alike), together):
+                some = alike[begin : begin + together]
+                found, error = _sums(s[some], q[some], low[some], high[some], orders[part], size)
+                excess[some, part], rounding[some, part] = found, error + lost[some, None]
+    return excess, rounding
+
+
+def _sums(
+    s: _Real, q: _Real, low: _Real, high: _Real, orders: _Complex, size: int
+) -> tuple[_Complex, _Real]:
+    """M - 1 of some pairs by that many nodes, and its rounding error."""
+    y = low[:, None] + (high - low)[:, None] * _unit_grid(size)
+    loss, log_density = _real_paths(s, q, y)
+    log_density += np.log((high - low)[:, None] / (size - 1))
+    modulus = orders.real[:, None] * loss[:, None]
+    modulus += log_density[:, None]
+    np.exp(modulus, out=modulus)
+    # e^(i x) = (1 + i t)^2 / (1 + t^2) with t = tan(x / 2), so that cos x = 2 / (1 + t^2) - 1.
+    tangent = (orders.imag / 2)[:, None] * loss[:, None]
+    np.tan(tangent, out=tangent)
+    part = np.square(tangent)
+    part += 1
+    np.divide(modulus, part, out=part)
+    total = modulus.sum(axis=2)
+    real = 2 * part.sum(axis=2) - total
+    part *= tangent
+    return real - 1 + 2j * part.sum(axis=2), 64 * _ROUNDING * total
+
+
+@lru_cache(maxsize=1024)
+def _unit_grid(size: int) -> _Real:
+    return np.linspace(0, 1, size)
+
+
+@lru_cache(maxsize=32)
+def _coarse_paths(pairs: tuple[Pair, ...], cut: float | None) -> tuple[_Real, _Real, _Real]:
+    """`_coarse_path` of simple pairs, [pairs, nodes]."""
+    s, q = np.array([(pair.noise, pair.rate) for pair in pairs]).T[:, :, None]
+    low, high = -_FARTHEST - 0.5 / s, (_FARTHEST if cut is None else cut) + 0.5 / s
+    y = (low + (high - low) * _unit_grid(_COARSE)) / s
+    return y, *_real_paths(s, q, y)
+
+
+def _real_paths(s: _Real, q: _Real, y: _Real) -> tuple[_Real, _Real]:
+    """`_real_path` of simple pairs, [pairs, nodes]."""
+    log_density = s * y
+    log_density += 0.5 / s
+    np.square(log_density, out=log_density)
+    log_density *= -0.5
+    log_density += np.log(s / math.sqrt(2 * math.pi))
+    near = np.minimum(y, 600.0)
+    return np.log1p(q * np.expm1(near)) + (y - near), log_density
+
+
+class RoughCumulants:
+    """`rough_log_mgf` of some pairs; what does not depend on the order is evaluated once."""
+
+    def __init__(self, pairs: tuple[Pair, ...]) -> None:
+        self._pairs = pairs
+        self._is_simple = all(_is_simple(pair) for pair in pairs)
+        self._known: dict[tuple[float, float | None], _Real] = {}
+        self._paths: dict[float | None, tuple[_Real, ...]] = {}
+
+    def at(self, order: float, cut: float | None) -> _Real:
+        """Of each pair; inf if beyond float64."""
+        if (order, cut) not in self._known:
+            self._known[order, cut] = self._new(order, cut)
+        return self._known[order, cut]
+
+    def _new(self, order: float, cut: float | None) -> _Real:
+        if not self._is_simple:
+            return np.array([rough_log_mgf(pair, order, cut) for pair in self._pairs])
+        with np.errstate(all="ignore"):
+            if cut not in self._paths:
+                self._paths[cut] = self._path(cut)
+            loss, log_density, weight, mean, step = self._paths[cut]
+            total = (_real_g(order * loss, log_density, weight).sum(axis=1) - order * mean) * step
+            result = np.where((total > -1) & (total < math.inf), np.log1p(total), math.inf)
+        for i, pair in enumerate(self._pairs):
+            if cut is None and _tail_exponent(pair, order) > -_DIGITS:
+                result[i] = math.inf
+        return np.asarray(result)
+
+    def _path(self, cut: float | None) -> tuple[_Real, ...]:
+        """Loss, log density and density [pairs, nodes], the sum of g(loss), and the step."""
+        y, loss, log_density = _coarse_paths(self._pairs, cut)
+        weight = np.exp(log_density)
+        mean = _real_g(loss, log_density, weight).sum(axis=1)
+        return loss, log_density, weight, mean, y[:, 1] - y[:, 0]
 
 
 def rough_log_mgf(pair: Pair, order: float, cut: float | None) -> float:
@@ -346,8 +514,8 @@ def _g(w: _Complex, log_weight: _Complex) -> _Complex:
     return value
 
 
-def _real_g(w: _Real, log_weight: _Real) -> _Real:
-    weight = np.exp(log_weight)
+def _real_g(w: _Real, log_weight: _Real, weight: _Real | None = None) -> _Real:
+    weight = np.exp(log_weight) if weight is None else weight
     small = weight * w * w * (0.5 + w / 6)
     return np.where(np.abs(w) < 1e-3, small, np.exp(w + log_weight) - weight * (1 + w))
 

@@ -22,6 +22,7 @@ from .events import (
     RELATIONS,
     REPLACE_ONE,
     Composed,
+    CyclicPoissonGaussian,
     Event,
     FixedSizeGaussian,
     Gaussian,
@@ -150,7 +151,7 @@ class _Writer:
             return _class(theirs.dp_event, "MixtureOfGaussiansDpEvent")(
                 event.noise_multiplier, [float(j) for j in counts], probabilities
             )
-        if isinstance(event, PoissonGaussian):
+        if isinstance(event, PoissonGaussian) and kind is not CyclicPoissonGaussian:
             inner = self._gaussian(event.noise_multiplier, event.relation == REPLACE_ONE)
             return theirs.PoissonSampledDpEvent(event.sample_rate, inner)
         if isinstance(event, FixedSizeGaussian):

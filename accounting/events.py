@@ -21,6 +21,7 @@ from .pairs import Pair
 ADD_REMOVE, ZERO_OUT, REPLACE_ONE = "add_remove", "zero_out", "replace_one"
 RELATIONS = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
 _MOST_EXAMPLES = 1000  # of a unit; accountants add up as many terms
+_LONGEST_BLOCK = 10**7  # steps of random allocation; longer ones take much memory
 
 _Event = TypeVar("_Event", bound="Event")
 
@@ -207,6 +208,96 @@ class TruncatedPoissonGaussian(PoissonGaussian):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CyclicPoissonGaussian(PoissonGaussian):
+    """A round of cyclic Poisson sampling with banded noise: a batch of each of the parts in turn.
+
+    A sample is in one of `bands` parts, at random or by a rule, and enters that part's batch
+    independently. The rounds of banded noise compose. A last round of fewer batches costs no more.
+
+    Attributes:
+        noise_multiplier: of the noise of a batch's column over the column's norm and the bound,
+            see `dpflash.noise.Banded`, >= 0.
+        sample_rate: the probability that a sample is in the batch of its part, in [0, 1].
+        bands: the number of parts, and of batches of a round, b >= 1.
+
+    Guarantees:
+        It costs what `PoissonGaussian` costs with this noise and rate.
+
+    Source:
+        Choquette-Choo et al. 2023 (arXiv 2306.08153), Theorem 4.
+    """
+
+    bands: int
+    sampler: ClassVar[str] = "cyclic_poisson"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.whole(1, bands=self.bands)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomAllocationGaussian(Event):
+    """A run of sums with Gaussian noise, in a few of which each sample takes part.
+
+    The steps are cut into `participations` blocks of consecutive steps, whose lengths differ by at
+    most one. Of each block each sample is in one step, chosen uniformly at random and
+    independently of the other samples and blocks. The choice stays secret. With one participation
+    the sample is in one random step of all ("balls in bins", "balanced iteration"). Several epochs
+    are one event each.
+
+    Attributes:
+        noise_multiplier: >= 0, of each step.
+        steps: T, >= 1, of the whole run.
+        participations: k, the number of steps that a sample takes part in, 1 <= k <= steps.
+
+    Guarantees:
+        Let a block have n steps. The pair (1/n) sum over t of N(e_t, noise_multiplier^2 I) against
+        N(0, noise_multiplier^2 I), in n dimensions, dominates it in both directions and is
+        attained. A step's sum changes by at most one bound if it has the sample, and the change
+        may depend on earlier outputs; so all sums together follow, step by step, from a draw of
+        the pair, scaled by the change, with noise added. Blocks are independent, so their pairs
+        compose. This also bounds the sampler that draws k of all T steps uniformly, without
+        blocks: it is the same if a random partition of the steps into sets of these lengths takes
+        the place of the blocks, and to publish that partition costs as much as the blocks do.
+
+    Source:
+        Feldman and Shenfeld 2025, Privacy amplification by random allocation (arXiv 2502.08202);
+        2026, Efficient privacy loss accounting for subsampling and random allocation (arXiv
+        2602.17284). Balls in bins: Chua et al. 2024 (arXiv 2412.16802).
+    """
+
+    noise_multiplier: float
+    steps: int
+    participations: int = 1
+    sampler: ClassVar[str] = "random_allocation"
+    relations: ClassVar[tuple[str, ...]] = (ADD_REMOVE, ZERO_OUT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _validate.non_negative(noise_multiplier=self.noise_multiplier)
+        _validate.whole(1, steps=self.steps, participations=self.participations)
+        if self.participations > self.steps:
+            raise ValueError(
+                f"participations={self.participations!r}: expected at most steps={self.steps!r}; "
+                "pass fewer participations or more steps"
+            )
+        if self.steps > _LONGEST_BLOCK * self.participations:
+            raise ValueError(
+                f"steps={self.steps!r}: expected blocks of at most {_LONGEST_BLOCK} steps; pass "
+                "more participations, or the run in parts"
+            )
+
+    def pairs(self) -> list[tuple[Pair, int]]:
+        length, longer = divmod(self.steps, self.participations)
+        counts = [(length, self.participations - longer), (length + 1, longer)]
+        return [
+            (Pair(self.noise_multiplier, 1 / steps, steps=steps), count)
+            for steps, count in counts
+            if count
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class FixedSizeGaussian(Event):
     """A sum over a batch of fixed size drawn without replacement, with Gaussian noise.
 
@@ -318,6 +409,8 @@ _KINDS: dict[str, type[Event]] = {
         PoissonGaussian,
         UnitPoissonGaussian,
         TruncatedPoissonGaussian,
+        CyclicPoissonGaussian,
+        RandomAllocationGaussian,
         FixedSizeGaussian,
         SelfComposed,
         Composed,

@@ -8,7 +8,7 @@ from scipy.special import erfcx, ndtr
 from . import _validate
 from ._search import smallest_passing
 from .accountant import Accountant, Interval
-from .pairs import Pair, Pairs, joint_noise
+from .pairs import Pair, Pairs, check_allocation, joint_noise
 
 _EXACT = 1e-9  # relative error of the closed form, which never is below the exact value
 _ROUNDING = 4e-16
@@ -147,6 +147,7 @@ class GaussianAccountant(Accountant):
 
 
 def _noise(pairs: Pairs) -> float:
+    check_allocation(pairs, "gaussian")
     for pair, _ in pairs:
         if pair.rate != 1:
             raise ValueError(

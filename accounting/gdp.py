@@ -7,7 +7,7 @@ import warnings
 
 from .accountant import Accountant, Interval
 from .gaussian import gaussian_delta, gaussian_epsilon
-from .pairs import Pair, Pairs
+from .pairs import Pair, Pairs, check_plain
 
 _LARGEST_EXPONENT = 600.0
 
@@ -52,6 +52,7 @@ class GDPAccountant(Accountant):
 
 def _noise(pairs: Pairs) -> float:
     """The noise of the closed form, 1 / mu; 0 if mu is out of float64's range."""
+    check_plain(pairs, "gdp")
     try:
         mu = math.sqrt(math.fsum(count * _squared_mean(pair) for pair, count in pairs))
     except OverflowError:
@@ -62,11 +63,6 @@ def _noise(pairs: Pairs) -> float:
 
 
 def _squared_mean(pair: Pair) -> float:
-    if pair.examples > 1:
-        raise ValueError(
-            f"examples_per_unit={pair.examples!r}: accountant='gdp' is for units of one example "
-            "only; use accountant='contour'"
-        )
     exponent = (1 / pair.noise) ** 2
     if pair.rate == 1:
         return exponent

@@ -1,7 +1,7 @@
 """Dominating pairs: the description of a mechanism that accountants use.
 
 s is the noise's standard deviation over the distance that one example moves the mean, q the sample
-rate, k the number of examples of one unit.
+rate, k the number of examples of one unit, n the number of steps one of which has the example.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Pair:
     """Two distributions that dominate a mechanism's outputs on any two neighboring datasets.
 
@@ -24,6 +24,9 @@ class Pair:
             epsilon >= 0 in both directions.
         examples: k. Above 1, sum over j of Binom(k, q)(j) N(j, s^2) against N(0, s^2), and the
             reverse; see `UnitPoissonGaussian`. Not symmetric then.
+        steps: n. Above 1, q = 1 / n and the pair is of all n steps, in one of which the example
+            takes part: the mean over t of N(e_t, s^2 I) against N(0, s^2 I), and the reverse; see
+            `RandomAllocationGaussian`. Not symmetric, and k = 1 then.
 
     Source:
         Zhu, Dong, Wang 2022, Optimal Accounting of Differential Privacy via Characteristic
@@ -36,6 +39,7 @@ class Pair:
     rate: float
     symmetric: bool = False
     examples: int = 1
+    steps: int = 1
 
     @property
     def whole_noise(self) -> float:
@@ -45,6 +49,8 @@ class Pair:
     @property
     def log_absence(self) -> float:
         """The log of the probability that no example is drawn, for q < 1."""
+        if self.steps > 1:
+            return -math.inf
         return self.examples * math.log1p(-self.rate)
 
 
@@ -58,7 +64,32 @@ def canonical(pairs: Iterable[tuple[Pair, int]]) -> Pairs:
         # At rate 1 all kinds are one Gaussian.
         whole = pair.rate == 1
         counts[Pair(pair.whole_noise, 1.0) if whole else pair] += count
-    return tuple(sorted((pair, count) for pair, count in counts.items() if count))
+    return tuple(sorted((item for item in counts.items() if item[1]), key=_order))
+
+
+def _order(item: tuple[Pair, int]) -> tuple[float, float, bool, int, int]:
+    pair = item[0]
+    return pair.noise, pair.rate, pair.symmetric, pair.examples, pair.steps
+
+
+def check_plain(pairs: Pairs, accountant: str) -> None:
+    """Refuse units of several examples, and random allocation."""
+    check_allocation(pairs, accountant)
+    for pair, _ in pairs:
+        if pair.examples > 1:
+            raise ValueError(
+                f"examples_per_unit={pair.examples!r}: accountant={accountant!r} is for units of "
+                "one example only; use accountant='contour'"
+            )
+
+
+def check_allocation(pairs: Pairs, accountant: str) -> None:
+    """Refuse random allocation, for accountants that have no bound for it."""
+    if any(pair.steps > 1 for pair, _ in pairs):
+        raise ValueError(
+            f"accountant={accountant!r} does not support RandomAllocationGaussian; use "
+            "accountant='contour' or 'pld'"
+        )
 
 
 def joint_noise(pairs: Pairs) -> float:

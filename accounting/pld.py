@@ -15,6 +15,7 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.special import erf
 
 from .accountant import Accountant, Interval
+from .allocation import mass_error
 from .gaussian import gaussian_delta, gaussian_epsilon
 from .mixture import mixture_of
 from .pairs import Pair, Pairs, joint_noise
@@ -23,6 +24,7 @@ from .pld_plan import TOLERANCE, Plan, Query, log_kernel, plan_of, spacing_of
 
 _ATTEMPTS = 5
 _SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # beyond, only closed-form bounds
+_SMALLEST_NOISE_OF_ALLOCATION = 0.1
 _MASS_ERROR = 1e-14  # relative, of one step's masses,
 _MIXTURE_ERROR = 1e-13  # if it is of several examples; and of the sums over the window:
 _SUM_ERROR = 1e-9
@@ -76,15 +78,18 @@ def _total_variation(pairs: Pairs) -> float:
 
 
 def _variation(pair: Pair) -> float:
-    """For one example q (2 Phi(1 / (2 s)) - 1)."""
+    """For one example q (2 Phi(1 / (2 s)) - 1), with q = 1 if it is in one of several steps."""
     if pair.examples > 1:
         return mixture_of(pair).total_variation()
-    return pair.rate * float(erf(1 / (pair.noise * math.sqrt(8))))
+    return pair.rate * pair.steps * float(erf(1 / (pair.noise * math.sqrt(8))))
+
+
+def _smallest_noise(pair: Pair) -> float:
+    return _SMALLEST_NOISE if pair.steps == 1 else _SMALLEST_NOISE_OF_ALLOCATION
 
 
 def _both_directions(pairs: Pairs, query: Query, closed: float) -> Interval:
-    noises = [pair.noise for pair, _ in pairs]
-    if min(noises) < _SMALLEST_NOISE or max(noises) > _LARGEST_NOISE:
+    if not all(_smallest_noise(pair) <= pair.noise <= _LARGEST_NOISE for pair, _ in pairs):
         return Interval(0.0, closed)
     found = _one_direction(pairs, 1, query, None)
     lower, upper = found.lower or 0.0, found.upper
@@ -97,6 +102,10 @@ def _both_directions(pairs: Pairs, query: Query, closed: float) -> Interval:
 
 def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) -> Interval:
     lower, upper, gap = 0.0, math.inf, math.inf
+    # Laws of random allocation are discrete: errors on the first grid are larger than planned, and
+    # some remain on any grid.
+    has_allocation = any(pair.steps > 1 for pair, _ in pairs)
+    tolerance = TOLERANCE * (10 if has_allocation else 1)
     if sign == -1 and all(pair.rate < 1 and not pair.symmetric for pair, _ in pairs):
         # No loss of an addition exceeds -log of the probability that nothing is drawn.
         most = -(1 + 1e-12) * math.fsum(n * pair.log_absence for pair, n in pairs)
@@ -111,6 +120,8 @@ def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) 
         if plan is None:
             return Interval(lower, upper)
         spacing, least = spacing_of(pairs, plan, query)
+        if has_allocation:
+            spacing /= 16
         if enough is not None:
             spacing *= 3
         for _ in range(_ATTEMPTS):
@@ -120,9 +131,9 @@ def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) 
                 return Interval(0.0, upper)
             lower = max(lower, _answer(compose(pairs, sign, plan, spacing, False), query))
             gap, before = upper - lower, gap
-            allowed = 2 * TOLERANCE * upper
+            allowed = 2 * tolerance * upper
             if query.epsilon is None:
-                allowed = max(allowed, 0.1 * TOLERANCE / plan.theta)
+                allowed = max(allowed, 0.1 * tolerance / plan.theta)
             if gap <= allowed or spacing == least or gap > 0.7 * before:
                 break
             factor = 0.8 * math.sqrt(allowed / gap) if gap < 0.99 * upper else 0.25
@@ -275,9 +286,6 @@ def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool)
     losses = offset + spacing * np.arange(begin, begin + size)
     reference = plan.epsilon
     log_scale = total - theta * reference
-    mass_error = math.fsum(
-        n * (_MASS_ERROR if pair.examples == 1 else _MIXTURE_ERROR) for pair, n in pairs
-    )
     return Composition(
         losses=losses,
         weights=masses * np.exp(np.minimum(theta * (reference - losses), 600.0)),
@@ -288,9 +296,15 @@ def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool)
         rounding=(each, norm),
         outside=math.exp(min(0.0, below.min())) + math.exp(min(0.0, above.min())),
         infinite=math.fsum(n * a.infinite for a, n in zip(atoms, counts, strict=True)),
-        relative=_SUM_ERROR + mass_error,
+        relative=_SUM_ERROR + math.fsum(n * _mass_error(pair) for pair, n in pairs),
         is_upper=is_upper,
     )
+
+
+def _mass_error(pair: Pair) -> float:
+    if pair.steps > 1:
+        return mass_error(pair)
+    return _MASS_ERROR if pair.examples == 1 else _MIXTURE_ERROR
 
 
 def _log_means(masses: Array, losses: Array, taus: Array) -> Array:

@@ -1,7 +1,7 @@
 """The distribution of one step's privacy loss, and its discretization on a grid.
 
 s is the pair's noise, q its rate, l(x) = log(1 - q + q exp((2x - 1) / (2 s^2))) its loss at the
-output x. That of a pair with several examples is in `mixture`.
+output x. That of a pair with several examples is in `mixture`, with several steps in `allocation`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.linalg import solveh_banded
 from scipy.special import erf, log_ndtr
 
+from .allocation import losses_of
 from .mixture import Mixture, mixture_of
 from .pairs import Pair
 
@@ -165,6 +166,8 @@ def _integrals(dist: LossDistribution, edges: Array, references: Array) -> tuple
 
 def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> Atoms:
     """Split each loss onto the two grid points around it; masses under P and Q are preserved."""
+    if pair.steps > 1:
+        return _split(pair, sign, spacing, span)
     dist = loss_distribution(pair, sign)
     first, last = math.floor(span[0] / spacing), math.ceil(span[1] / spacing)
     start = 0 if pair.symmetric else first
@@ -192,6 +195,48 @@ def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]
     inner = masses[drop:].copy()
     inner[0] += masses[:drop].sum()
     return Atoms(0.0, begin, inner, above_p)
+
+
+def _split(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> Atoms:
+    """As `pessimistic`, of losses that are discrete already."""
+    losses, masses, _, infinite = losses_of(pair, sign, True)
+    first = math.floor(span[0] / spacing)
+    last = max(math.ceil(span[1] / spacing), first + 1)
+    index = np.floor(losses / spacing)
+    to_upper = masses * np.expm1(spacing * index - losses) / math.expm1(-spacing)
+    is_above, is_below = index >= last, index < first
+    at = np.clip(index, first, last - 1).astype(np.intp) - first
+    to_upper[is_below] = 0.0
+    inside = ~is_above
+    found = np.bincount(at[inside], (masses - to_upper)[inside], last + 1 - first)
+    found[1:] += np.bincount(at[inside], to_upper[inside], last + 1 - first)[:-1]
+    return Atoms(0.0, first, found, infinite + float(masses[is_above].sum()))
+
+
+def _merged(
+    pair: Pair, sign: int, spacing: float, span: tuple[float, float]
+) -> tuple[int, Array, Array]:
+    """The first j, and losses and masses of cells around D j, of losses that are discrete already.
+
+    A loss takes up the length to the middles between it and its neighbors, so that a border of
+    cells may divide its mass: outputs that are equally likely may be told apart.
+    """
+    losses, of_p, of_q, _ = losses_of(pair, sign, False)
+    first = math.floor(span[0] / spacing)
+    borders = spacing * (np.arange(first, max(math.ceil(span[1] / spacing), first + 2)) + 0.5)
+    ends = np.concatenate((losses[:1], (losses[:-1] + losses[1:]) / 2, losses[-1:]))
+    places = np.concatenate(([0.0], np.interp(borders, ends, np.arange(len(ends))), [len(losses)]))
+    # Differences of sums from the nearer end keep the digits of small masses.
+    is_lower = places[1:] <= int(np.searchsorted(np.cumsum(of_p), 0.5))
+    found, rounding = [], UNIT * (4 + np.diff(places))
+    for masses in (of_p, of_q):
+        below = np.concatenate(([0.0], np.cumsum(masses)))
+        above = np.concatenate((np.cumsum(masses[::-1])[::-1], [0.0]))
+        below, above = (np.interp(places, np.arange(len(sums)), sums) for sums in (below, above))
+        inside = np.where(is_lower, np.diff(below), -np.diff(above))
+        found.append((inside, rounding * np.where(is_lower, below[1:], above[:-1])))
+    masses = np.maximum(found[0][0] - found[0][1], 0.0)
+    return first, np.log(masses / (found[1][0] + found[1][1])), masses
 
 
 def _cells(
@@ -263,10 +308,13 @@ def optimistic(
     pair: Pair, sign: int, spacing: float, span: tuple[float, float], theta: float
 ) -> Atoms:
     """Merge cells, and round their losses down to a common grid."""
-    dist = loss_distribution(pair, sign)
-    offset, first, losses, masses, inner = _cells(
-        dist, spacing, span, 0.5 if pair.symmetric else None
-    )
+    if pair.steps > 1:
+        offset, first, losses, masses = 0.0, *_merged(pair, sign, spacing, span)
+    else:
+        dist = loss_distribution(pair, sign)
+        offset, first, losses, masses, inner = _cells(
+            dist, spacing, span, 0.5 if pair.symmetric else None
+        )
     top = first + len(losses) - 1
     if pair.symmetric:
         # The cell around 0 is its own mirror image.

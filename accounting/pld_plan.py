@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from .allocation import losses_of
 from .pairs import Pair, Pairs
 from .pld_loss import Array, loss_distribution
 
@@ -45,6 +46,9 @@ class Plan:
 @lru_cache(maxsize=256)
 def _sample(pair: Pair, sign: int) -> tuple[Array, Array]:
     """A loss distribution by the midpoint rule: ascending losses, and their log masses."""
+    if pair.steps > 1:
+        losses, masses, _, _ = losses_of(pair, sign, True)
+        return losses, np.log(masses / masses.sum())
     dist = loss_distribution(pair, sign)
     low, high = dist.ends()
     step = dist.step()

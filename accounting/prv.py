@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from .accountant import Accountant, Interval
-from .pairs import Pairs
+from .pairs import Pairs, check_plain
 
 _EPSILON_ERROR = 0.01  # Opacus' defaults
 _DELTA_ERROR = 1e-3  # relative to delta
@@ -28,7 +28,7 @@ class PRVAccountant(Accountant):
     _name = "prv"
 
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
-        _check_examples(pairs)
+        check_plain(pairs, "prv")
         error = delta * _DELTA_ERROR
         domain = _composed(pairs, error, f"delta={delta!r}")
         try:
@@ -41,7 +41,7 @@ class PRVAccountant(Accountant):
         return Interval(lower, max(0.0, float(upper)))
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
-        _check_examples(pairs)
+        check_plain(pairs, "prv")
         # Opacus has no delta of an epsilon. log delta is bisected; the end that passed is of_p.
         low, high = -690.0, 0.0
         for _ in range(24):
@@ -76,15 +76,6 @@ def _composed(pairs: Pairs, delta_error: float, name: str) -> Any:
             return theirs._get_dprv(eps_error=_EPSILON_ERROR, delta_error=delta_error)
     except (ArithmeticError, MemoryError, RuntimeError, ValueError) as failure:
         raise _refusal(name, failure) from failure
-
-
-def _check_examples(pairs: Pairs) -> None:
-    for pair, _ in pairs:
-        if pair.examples > 1:
-            raise ValueError(
-                f"examples_per_unit={pair.examples!r}: accountant='prv' is for units of one "
-                "example only; use accountant='contour'"
-            )
 
 
 def _refusal(name: str, reason: object) -> ValueError:

@@ -17,7 +17,7 @@ from scipy.special import binom, gammaln
 from . import _validate
 from .accountant import Accountant, Interval
 from .cumulant import log_mgf
-from .pairs import Pair, Pairs
+from .pairs import Pair, Pairs, check_allocation
 
 _Array = NDArray[np.float64]
 
@@ -69,6 +69,7 @@ class RDPAccountant(Accountant):
 
 
 def _composed(pairs: Pairs) -> _Array:
+    check_allocation(pairs, "rdp")
     rdp = np.zeros(len(_ORDERS))
     for pair, count in pairs:
         rdp += count * _default_rdp(pair)

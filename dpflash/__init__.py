@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ._lazy import lazy
 
 if TYPE_CHECKING:
-    from . import accounting, distributed, losses, nn, patterns, sampling
+    from . import accounting, distributed, losses, nn, noise, patterns, sampling
     from .attn.boundary import Boundary, private_boundary
     from .attn.functional import attention
     from .config import PerformanceConfig, PrivacyConfig
@@ -37,6 +37,7 @@ __all__ = [
     "load",
     "losses",
     "nn",
+    "noise",
     "patterns",
     "private_boundary",
     "recommend",

@@ -52,7 +52,15 @@ from .sampling.loader import PrivateDataLoader
 from .sampling.plan import ENTRIES_OF_UNITS, SamplingPlan
 from .sampling.slots import check_slots
 from .sampling.unit_groups import UnitGroups
-from .step import Charge, ClippedSums, PrivateStep, ReleaseOptions, RoundedGaussian, Turns
+from .step import (
+    BandedGaussian,
+    Charge,
+    ClippedSums,
+    PrivateStep,
+    ReleaseOptions,
+    RoundedGaussian,
+    Turns,
+)
 from .verification.unchanged import Unchanged, check_allowed
 from .verification.uncovered import Uncovered
 
@@ -65,7 +73,7 @@ _EQUAL = (
     *("grad_sample_mode", "optimize", "physical_batch_size"),
 )
 _OF_DRAWS = (
-    *("sampling", "max_batch_size", "max_dataset_size"),
+    *("sampling", "noise_mechanism", "max_batch_size", "max_dataset_size"),
     *("dataset_size", "sample_rate", "steps_per_epoch"),
 )
 
@@ -163,7 +171,11 @@ def build(
             divides=privacy.loss_reduction != "sum",
         ),
         charge=Charge(spending, keys, plan, loader.tracker, ranks),
-        kind_of_noise=RoundedGaussian(keys, trained),
+        kind_of_noise=(
+            RoundedGaussian(keys, trained)
+            if plan.mechanism is None or plan.bands == 1
+            else BandedGaussian(plan.mechanism, keys, trained)
+        ),
         padding_rows=padding_rows(module),
     )
     _warn_of_sizes(data_loader, plan, spending.delta)
@@ -385,7 +397,7 @@ def calibrated(
             "goes on with its own noise multiplier",
             stacklevel=4,
         )
-    count = -(-steps // plan.steps_per_epoch) if plan.event_covers_epoch else steps
+    count = plan.events_of(steps)
     noise = spending.noise_for(plan.event, count, epsilon=epsilon, delta=delta)
     agreed = ranks.broadcast_from_first(repr(noise).encode(), "the noise multiplier")
     return steps, float(agreed)

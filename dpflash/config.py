@@ -24,12 +24,22 @@ from ._validate import (
 )
 from .clipping.groups import Bounds, joint_bound
 from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
+from .noise import Banded
 from .opacus_calls import known_keywords, refuse_keywords_of
 from .privacy.budget import PrivacyBudget
 from .sampling import SAMPLINGS
+from .sampling.plan import POISSONS
+from .step.block import refuse_large
 
 CLIPPINGS = ("flat", "per_layer")
 CLIP_FUNCTIONS = ("hard", "automatic")
+
+# By the bands of the noise: None for independent noise, 2 for two or more.
+_SAMPLINGS_OF_BANDS = {
+    None: ("poisson", "fixed_size", "shuffled"),
+    1: POISSONS,
+    2: ("cyclic_poisson",),
+}
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -62,9 +72,15 @@ class PrivacyConfig:
             each with an equal part of C^2). None for the optimization level's own: "flat", or
             "per_layer" where `optimize` is "aggressive" and no grad_sample_mode is given.
         clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
-        sampling: "poisson", "fixed_size" (each batch is batch_size different samples, drawn anew)
-            or "shuffled" (the loader's own epochs). Epsilon is that of the sampler: a shuffled
-            epoch costs one Gaussian step, an upper bound without amplification.
+        sampling: "poisson", "fixed_size" (each batch is batch_size different samples, drawn anew),
+            "shuffled" (the loader's own epochs) or "cyclic_poisson" (a secret part of the dataset
+            in turn, of as many as noise_mechanism has bands, and Poisson within). Epsilon is that
+            of the sampler: a shuffled epoch costs one Gaussian step, an upper bound without
+            amplification; a round of cyclic draws costs one Poisson step at as many times the
+            rate.
+        noise_mechanism: `dpflash.noise.Banded(bands=...)`, with sampling="cyclic_poisson", for
+            noise that is partly taken back in later releases. noise_multiplier and max_grad_norm
+            cannot change during training then. None, or one band, for independent noise.
         max_batch_size: a Poisson draw of more samples is cut to this many. The cut is accounted
             for; well above batch_size it costs next to nothing. Where physical_batch_size is at
             least as large, every draw is one batch of this many rows.
@@ -138,6 +154,7 @@ class PrivacyConfig:
     clipping: str | None = None
     clip_function: str = "hard"
     sampling: str = "poisson"
+    noise_mechanism: Banded | None = None
     max_batch_size: int | None = None
     max_dataset_size: int | None = None
     dataset_size: int | None = None
@@ -226,12 +243,47 @@ class PrivacyConfig:
         if self.max_batch_size is not None:
             positive_int(max_batch_size=self.max_batch_size)
             if self.sampling != "poisson":
-                raise ValueError(
-                    f"max_batch_size={self.max_batch_size} with sampling={self.sampling!r}, whose "
-                    "batches are never larger than batch_size; leave it out"
+                why = (
+                    "for which no epsilon of draws that are cut is known"
+                    if self.sampling in POISSONS
+                    else "whose batches are never larger than batch_size"
                 )
+                raise ValueError(
+                    f"max_batch_size={self.max_batch_size} with sampling={self.sampling!r}, {why};"
+                    " leave it out"
+                )
+        self._check_mechanism()
         self._check_public_size()
         self._check_units()
+
+    def _check_mechanism(self) -> None:
+        """Refuse noise and sampling that do not go together."""
+        mechanism, sampling = self.noise_mechanism, self.sampling
+        if mechanism is not None and not isinstance(mechanism, Banded):
+            raise ValueError(
+                f"noise_mechanism={mechanism!r}: expected a dpflash.noise.Banded or None; pass "
+                "dpflash.noise.Banded(bands=4)"
+            )
+        bands = None if mechanism is None else min(mechanism.bands, 2)
+        if sampling not in _SAMPLINGS_OF_BANDS[bands]:
+            way_out = {
+                None: "pass noise_mechanism=dpflash.noise.Banded(bands=4), whose bands are its "
+                "parts, or sampling='poisson'",
+                1: "pass sampling='poisson'",
+                2: "pass sampling='cyclic_poisson'",
+            }[bands]
+            raise ValueError(
+                f"sampling={sampling!r} with noise_mechanism={mechanism!r}: no epsilon is known "
+                f"for it; {way_out}"
+            )
+        if mechanism is None or mechanism.bands == 1:
+            return
+        if self.foreign_batches:
+            raise ValueError(
+                f"foreign_batches=True with noise_mechanism={mechanism!r}: in which releases a "
+                "sample of such batches is would be unknown; leave it out"
+            )
+        refuse_large(self.noise_multiplier or 0.0, mechanism.noise_scale())
 
     def _check_units(self) -> None:
         one_of(unit_sampling=(self.unit_sampling, ("unit", "example")))
@@ -308,7 +360,7 @@ class PrivacyConfig:
         named = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) is not None]
         if not named:
             return
-        if self.sampling != "poisson":
+        if self.sampling not in POISSONS:
             raise ValueError(
                 f"{named[0]} with sampling={self.sampling!r}, whose neighboring relation takes "
                 "the size of the dataset for public; leave it out, or use sampling='poisson'"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._validate import positive_int
+from ._validate import counted, positive_int
 from .checkpoint import sharded
 from .checkpoint import state as checkpoint
 from .clipping.backward import PrivateBackward
@@ -337,6 +337,9 @@ class PrivateRun:
             unit=plan.unit_in_words,
             packing=plan.packing,
             is_exact=self.settings.privacy.exact is True,
+            noise=f"{plan.mechanism!r}, {counted(plan.bands - 1, 'tensor')} of 8 bytes an element"
+            if plan.bands > 1
+            else None,
         )
 
     @property
@@ -589,7 +592,7 @@ class PrivateRun:
     def _own_state(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Contents of a checkpoint besides model and optimizer; the same on all ranks."""
         checkpoint.check_extra(extra)
-        ledger = self.spending.ledger
+        ledger, block = self.spending.ledger, self.step.charge.block.state_dict()
         return {
             "spending": self.spending.state_dict(),
             **self.keys.state_dict(),
@@ -599,11 +602,12 @@ class PrivateRun:
             **{name: getattr(self.step.options, name) for name in OF_STEPS},
             "loader": self.loader.state_dict(),
             **self._fixed,
+            **({} if block is None else {"block": block}),
             "extra": extra,
         }
 
     def _check_fits(self, where: str, state: Mapping[str, Any]) -> None:
-        missing = sorted(self._own_state({}).keys() - state.keys())
+        missing = sorted(self._own_state({}).keys() - state.keys() - {"block"})
         if missing:
             raise ValueError(
                 f"{where}: another version of dpflash wrote it, without {', '.join(missing)}; "
@@ -639,7 +643,8 @@ class PrivateRun:
         releases = None if ledger is None else ledger.releases
         self.keys.load_state_dict(state, ledger_releases=releases)
         self.loader.load_state_dict(state["loader"], key=self.keys.sampling)
-        step.resume(**{name: state[name] for name in ("releases", *OF_STEPS)})
+        options = {name: state[name] for name in ("releases", *OF_STEPS)}
+        step.resume(**options, block=state.get("block"))
 
 
 class Attachment:

@@ -51,6 +51,8 @@ def privacy_lines(
     yield f"- privacy unit: {loader.plan.unit_in_words}"
     yield f"- dataset size: {loader.dataset_size}, {size}"
     yield f"- sampling: {loader.sampler_name}"
+    if loader.plan.bands > 1:
+        yield f"- noise mechanism: {loader.plan.mechanism!r}"
     yield f"- accountant: {engine.accountant.mechanism()}"
     yield f"- steps of this run: {optimizer.releases}"
     yield f"- noise multiplier: {optimizer.noise_multiplier:.6g}"

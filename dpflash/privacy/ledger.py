@@ -9,9 +9,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
-from dpflash.accounting import Event, Gaussian, ShuffledGaussian, event_from_dict
+from dpflash.accounting import (
+    CyclicPoissonGaussian,
+    Event,
+    Gaussian,
+    ShuffledGaussian,
+    event_from_dict,
+)
 
 from .ledger_file import LedgerFile, Tail
 from .privacy_unit import SAMPLE
@@ -25,8 +31,17 @@ REFUSED = "ended by a private refusal"
 LOST = "ended with another rank, perhaps by a private refusal"
 _DIGEST = b', "digest": "%s"}\n'
 _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
-# Run and branch of a line.
-_Maker = tuple[str, str]
+
+
+class _Cover(NamedTuple):
+    """Of whom a line's event covers later steps, and how many; the branch of any if None."""
+
+    run: str
+    branch: str | None
+    steps: float
+
+    def is_of(self, line: LedgerLine) -> bool:
+        return self.run == line.run and self.branch in (None, line.branch)
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,7 @@ class Ledger:
     def _begin(self, path: str | os.PathLike[str], content: bytes) -> None:
         self.path = Path(path)
         self.lines = self._read(content)
-        self._covered: _Maker | None = None
+        self._covered: _Cover | None = None
         for line in self.lines:
             self._covered = _covered_after(self._covered, line)
         self.releases = self.lines[-1].last if self.lines else 0
@@ -165,7 +180,7 @@ class Ledger:
 
     def _read(self, content: bytes) -> list[LedgerLine]:
         lines: list[LedgerLine] = []
-        covered: _Maker | None = None
+        covered: _Cover | None = None
         running = _hash(b"")
         for number, raw in enumerate(content.split(b"\n")[:-1], start=1):
             try:
@@ -307,22 +322,25 @@ def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
         raise ValueError("its digest is wrong: this line or one before it was changed")
 
 
-def _covered_after(covered: _Maker | None, line: LedgerLine) -> _Maker | None:
-    """Which run's current shuffled epoch is paid for after this line, and before it `covered`."""
+def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
+    """Which later steps are paid for after this line, and before it `covered`."""
     if line.note is not None:
         return covered
-    maker = (line.run, line.branch)
+    own = covered if covered is not None and covered.is_of(line) else None
     if line.event is None:
-        if covered != maker:
+        if own is None or own.steps < line.steps:
             raise ValueError(
-                "event=null is for the later steps of a shuffled epoch, but no earlier line of "
-                "the same run covers its epoch"
+                "event=null is for the later steps of a shuffled epoch, or of a round of cyclic "
+                "draws, but no earlier line of the same run covers its epoch or round"
             )
-        return covered
+        return own._replace(steps=own.steps - line.steps)
     if isinstance(line.event, ShuffledGaussian):
-        return maker
+        return _Cover(line.run, line.branch, math.inf)
+    if isinstance(line.event, CyclicPoissonGaussian):
+        # A run that is resumed with a seed goes on in its round.
+        return _Cover(line.run, None, line.event.bands - 1)
     # A step on a batch of unknown origin may come between the steps of an epoch.
-    return covered if type(line.event) is Gaussian and covered == maker else None
+    return own if type(line.event) is Gaussian else None
 
 
 def _is_number(value: object) -> bool:

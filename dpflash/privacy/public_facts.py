@@ -24,6 +24,7 @@ class PublicFacts:
     unit: str = "one entry of the dataset"  # the privacy unit, in words
     packing: PackTo | None = None  # how documents are packed; None where they are not
     is_exact: bool = False  # whether the engine has `exact=True`
+    noise: str | None = None  # the mechanism of noise that is correlated over the releases
 
     def __str__(self) -> str:
         if self.slots is None:
@@ -48,6 +49,7 @@ class PublicFacts:
             f"public slots: {slots}\n"
             f"lengths: {self.lengths}\n"
             f"dataset size: {self.dataset_size}, {size}"
+            + ("" if self.noise is None else f"\nnoise mechanism: {self.noise}")
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -60,6 +62,7 @@ class PublicFacts:
             "dataset_size_declared": self.is_declared,
             "unit": self.unit,
             **({} if self.packing is None else {"packed": self._packed_in_words}),
+            **({} if self.noise is None else {"noise_mechanism": self.noise}),
         }
 
     @property

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from .loader import PrivateDataLoader
     from .logical import LogicalBatch, LogicalBatches
     from .plan import SAMPLINGS, SamplingPlan, check_loader
-    from .samplers import FixedSizeBatchSampler, PoissonBatchSampler
+    from .samplers import CyclicPoissonBatchSampler, FixedSizeBatchSampler, PoissonBatchSampler
     from .tracker import BatchMark, BatchTracker
 
 __all__ = [
     "SAMPLINGS",
     "BatchMark",
     "BatchTracker",
+    "CyclicPoissonBatchSampler",
     "FixedSizeBatchSampler",
     "LogicalBatch",
     "LogicalBatches",
@@ -30,7 +31,9 @@ __all__ = [
 # not the accounting and scipy that `loader` and `samplers` import.
 _MODULES = {
     **dict.fromkeys(("SAMPLINGS", "SamplingPlan", "check_loader"), "plan"),
-    **dict.fromkeys(("FixedSizeBatchSampler", "PoissonBatchSampler"), "samplers"),
+    **dict.fromkeys(
+        ("CyclicPoissonBatchSampler", "FixedSizeBatchSampler", "PoissonBatchSampler"), "samplers"
+    ),
     **dict.fromkeys(("LogicalBatch", "LogicalBatches"), "logical"),
     **dict.fromkeys(("BatchMark", "BatchTracker"), "tracker"),
     "PadTo": "lengths",

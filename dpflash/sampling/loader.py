@@ -40,9 +40,15 @@ from .lengths import Lengths, PadTo
 from .origins import FixedEntries
 from .other_steps import refusing_counted_steps
 from .packed import DocumentsOf, PackedCollate, PackedSampler
-from .plan import SamplingPlan
+from .plan import POISSONS, SamplingPlan
 from .prepared import Prepared
-from .samplers import DrawSampler, FixedSizeBatchSampler, PoissonBatchSampler, ShuffledBatchSampler
+from .samplers import (
+    CyclicPoissonBatchSampler,
+    DrawSampler,
+    FixedSizeBatchSampler,
+    PoissonBatchSampler,
+    ShuffledBatchSampler,
+)
 from .seen_batches import SeenBatches
 from .slots import SlotSampler
 from .tracker import BatchMark, BatchTracker
@@ -142,9 +148,9 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
 
     Attributes:
         plan: how logical batches are drawn and what the release of one costs.
-        sampler_name: "poisson", "truncated_poisson", "fixed_size", or "shuffled" for epochs
-            without amplification.
-        sample_rate: probability of a sample in a draw (both kinds of "poisson"), else None.
+        sampler_name: "poisson", "truncated_poisson", "cyclic_poisson", "fixed_size", or "shuffled"
+            for epochs without amplification.
+        sample_rate: probability of a sample in a draw (all kinds of "poisson"), else None.
         expected_batch_size: the public divisor of a step.
         steps_per_epoch: logical batches of one epoch.
         dataset_size: the public size; the size of the dataset where none was declared.
@@ -178,7 +184,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self.plan = plan
         self.dataset_size, self.steps_per_epoch = plan.dataset_size, plan.steps_per_epoch
         self.expected_batch_size = float(plan.batch_size)
-        self.sample_rate = plan.sample_rate if plan.sampling == "poisson" else None
+        self.sample_rate = plan.sample_rate if plan.sampling in POISSONS else None
         self.sampler_name = plan.sampler_name
         self.has_pairs = plan.has_pairs
         self.slots = plan.slots(ranks=rank_part[1], at_most=physical_batch_size)
@@ -187,7 +193,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self._seeds = LoopSeeds(self._current_key, rank_part[0], devices)
         self.tracker = tracker = BatchTracker(
             fetched_ahead=loader.num_workers > 0,
-            equal_sizes=plan.sampling != "poisson",
+            equal_sizes=plan.sampling not in POISSONS,
             foreign_batches=foreign_batches,
             seeds=self._seeds,
             entries=FixedEntries(loader.dataset),
@@ -217,6 +223,10 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             }
             if plan.sampling == "fixed_size":
                 source = FixedSizeBatchSampler(plan.num_samples, plan.batch_size, **drawn)
+            elif plan.sampling == "cyclic_poisson":
+                source = CyclicPoissonBatchSampler(
+                    plan.num_samples, plan.rate_of_part, parts=plan.bands, **drawn
+                )
             else:
                 source = PoissonBatchSampler(
                     plan.num_samples, plan.sample_rate, max_batch_size=plan.cut, **drawn
@@ -234,6 +244,13 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                     "in batches of another loader the rows of a pair (collate_fn=Pairs(...)) are "
                     "clipped each by itself: iterate over the loader that make_private returned, "
                     "without BatchMemoryManager; physical_batch_size= bounds its microbatches"
+                )
+            elif plan.bands > 1:
+                source.refuse_other_loaders(
+                    "noise_mechanism= of several bands needs the number of each draw, which "
+                    "another loader does not tell: iterate over the loader that make_private "
+                    "returned, without BatchMemoryManager; physical_batch_size= bounds its "
+                    "microbatches"
                 )
         options = {name: getattr(loader, name) for name in _KEPT}
         # DataLoader workers get their seeds from it, also in loaders that copy this one.

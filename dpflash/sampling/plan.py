@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +21,7 @@ from torch.utils.data import (
 )
 
 from dpflash.accounting import (
+    CyclicPoissonGaussian,
     Event,
     FixedSizeGaussian,
     PoissonGaussian,
@@ -31,6 +33,7 @@ from dpflash.accounting import (
 from dpflash.accounting.events import ADD_REMOVE, ZERO_OUT
 
 from .._validate import positive_int
+from ..noise import Banded
 from ..packing import PackTo, Pairs
 from ..privacy.privacy_unit import (
     DOCUMENT,
@@ -46,7 +49,9 @@ from .prepared import Prepared, wrapper_of
 from .slots import slots_of_draws, slots_of_size
 from .unit_groups import UnitGroups
 
-SAMPLINGS = ("poisson", "fixed_size", "shuffled")
+SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic_poisson")
+# Those in which the draws of a sample are independent, so that its number of draws is random.
+POISSONS = ("poisson", "cyclic_poisson")
 # In `scheme`: a digest of who owns which entry. PRIVATE.
 ENTRIES_OF_UNITS = "entries of each unit"
 # A probability below what delta may notice, in thousands of steps and with epsilon 10.
@@ -64,13 +69,16 @@ class SamplingPlan:
         dataset_size: the public size; num_samples where none was declared.
         has_public_size: whether one was declared.
         batch_size: samples that a draw is expected to have; the divisor of a step.
-        sample_rate: probability of a sample in a draw of either kind of "poisson".
+        sample_rate: probability of a sample in a draw, of those of `POISSONS`. With cyclic ones,
+            of a draw whose part is not known.
         steps_per_epoch: logical batches of one epoch.
         max_batch_size: a draw of more samples is cut; None for no cut.
         max_dataset_size: no dataset is larger; None where none was declared.
         groups: the entries of each privacy unit; None where each entry is one.
         packing: the collate function that packs documents; None where rows are samples.
         has_pairs: whether samples are pairs of rows, see `dpflash.packing.Pairs`.
+        mechanism: noise that is correlated over the releases, or of one band; None if there is
+            none.
     """
 
     sampling: str
@@ -86,6 +94,7 @@ class SamplingPlan:
     groups: UnitGroups | None
     packing: PackTo | None
     has_pairs: bool
+    mechanism: Banded | None = None
 
     @classmethod
     def of(
@@ -99,6 +108,7 @@ class SamplingPlan:
         sample_rate: float | None = None,
         steps_per_epoch: int | None = None,
         groups: UnitGroups | None = None,
+        noise_mechanism: Banded | None = None,
     ) -> SamplingPlan:
         """The plan for the dataset and the batch size of a plain loader.
 
@@ -124,6 +134,8 @@ class SamplingPlan:
         else:
             batch_size = min(batch_size, num_samples)
             size, rate, steps = _declared(batch_size, num_samples, None, None)
+        if noise_mechanism is not None:
+            _refuse_small_parts(noise_mechanism.bands, batch_size, rate)
         # Where no size was declared, the dataset's own is public.
         most = max_dataset_size or num_samples
         if max_batch_size is not None and num_samples > most:
@@ -151,6 +163,7 @@ class SamplingPlan:
             groups=groups,
             packing=collate if isinstance(collate, PackTo) else None,
             has_pairs=isinstance(collate, Pairs),
+            mechanism=noise_mechanism,
         )
 
     # Draws
@@ -192,6 +205,20 @@ class SamplingPlan:
     # Cost
 
     @property
+    def bands(self) -> int:
+        """How many releases of a block `event` is the cost of, see `dpflash.step.block`."""
+        return 1 if self.mechanism is None else self.mechanism.bands
+
+    @property
+    def rate_of_part(self) -> float:
+        """Probability of a sample in the draws of its part."""
+        return 1.0 if self.sample_rate * self.bands > 1 else self.sample_rate * self.bands
+
+    def events_of(self, steps: int) -> int:
+        """How many times `event` pays for so many logical batches, none of them lost."""
+        return -(-steps // (self.steps_per_epoch if self.event_covers_epoch else self.bands))
+
+    @property
     def event_covers_epoch(self) -> bool:
         """Whether `event` is the cost of a whole epoch instead of one release."""
         return self.sampling == "shuffled"
@@ -199,7 +226,8 @@ class SamplingPlan:
     def event(self, noise_multiplier: float) -> Event:
         """Cost of releasing one logical batch with this noise.
 
-        The event of a shuffled loader is a whole epoch, with its least noise multiplier.
+        The event of a shuffled loader is a whole epoch, with its least noise multiplier; that of
+        cyclic draws is a round of one logical batch of each part.
         """
         if self.sampling == "shuffled":
             return ShuffledGaussian(noise_multiplier=noise_multiplier)
@@ -218,6 +246,9 @@ class SamplingPlan:
         }
         if self.groups is not None and not self.groups.are_drawn:
             return UnitPoissonGaussian(**given, examples_per_unit=self.groups.limit)
+        if self.sampling == "cyclic_poisson":
+            given["sample_rate"] = self.rate_of_part
+            return CyclicPoissonGaussian(**given, bands=self.bands)
         if self.cut is None:
             return PoissonGaussian(**given)
         return TruncatedPoissonGaussian(**given, max_batch_size=self.cut, num_samples=self._most)
@@ -274,6 +305,8 @@ class SamplingPlan:
         }
         if self.max_dataset_size is not None:
             scheme["max_dataset_size"] = self.max_dataset_size
+        if self.mechanism is not None and self.bands > 1:
+            scheme["noise_mechanism"] = list(self.mechanism.coefficients)
         if self.groups is not None:
             # Another user in a user's place would be protected from some of the releases alone.
             scheme[ENTRIES_OF_UNITS] = self.grouping
@@ -293,6 +326,16 @@ def _declared(
             "the sample rate would be above 1; pass a smaller batch_size"
         )
     return size, batch_size / size, -(-size // batch_size)
+
+
+def _refuse_small_parts(bands: int, batch_size: int, rate: float) -> None:
+    """Refuse draws that would need more than their part of the dataset."""
+    if bands * rate > 1 and not math.isclose(bands * rate, 1, rel_tol=1e-9):
+        raise ValueError(
+            f"data_loader.batch_size={batch_size} with {bands} bands of noise_mechanism: a draw "
+            f"is of one of {bands} parts of the dataset, and no part is expected to have so many "
+            "samples; pass a smaller batch_size, or fewer bands"
+        )
 
 
 def _length(dataset: Any) -> int:

@@ -183,6 +183,61 @@ class PoissonBatchSampler(DrawSampler):
         return [int(i) for i in included]
 
 
+class CyclicPoissonBatchSampler(PoissonBatchSampler):
+    """Draws from one of several parts of the dataset in turn, each sample of it independently.
+
+    Draw t is of part t modulo the number of parts. A sample's part is a function of the key and of
+    its index, and uniformly random.
+
+    Args:
+        num_samples: size of the dataset.
+        sample_rate: probability of each sample in each draw of its part.
+        parts: the number of parts; with one it is a `PoissonBatchSampler`.
+        steps_per_epoch: logical batches of one epoch.
+        key: 32 bytes; parts are a function of it, and draw t of it and t.
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+
+    Guarantees:
+        Parts and inclusions of samples are independent: one sample more changes no other's. Two
+        draws of a sample, under one key, are a multiple of `parts` draws apart.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        sample_rate: float,
+        *,
+        parts: int,
+        steps_per_epoch: int,
+        key: bytes,
+        physical_batch_size: int | None = None,
+    ):
+        super().__init__(
+            num_samples,
+            sample_rate,
+            steps_per_epoch=steps_per_epoch,
+            key=key,
+            physical_batch_size=physical_batch_size,
+        )
+        positive_int(parts=parts)
+        self.parts = parts
+        self._known: tuple[bytes, np.ndarray] | None = None
+
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+        drawn = np.array(super().draw(index), dtype=np.int64)
+        return [int(i) for i in drawn[self._parts()[drawn] == index % self.parts]]
+
+    def _parts(self) -> np.ndarray:
+        """`[num_samples]`: the part of each sample."""
+        key = self.key
+        if self._known is None or self._known[0] != key:
+            words = uniform_words(derive_key(key, "parts"), index=0, count=self.num_samples)
+            # The words that are left out of 2^64 would make a part likelier by 2^-64 of the parts.
+            self._known = key, words % np.uint64(self.parts)
+        return self._known[1]
+
+
 class FixedSizeBatchSampler(DrawSampler):
     """Draws batch_size different samples for every logical batch; all sets are equally likely.
 

@@ -1,7 +1,7 @@
 """The private step: clipped sums, charge, noise and release of one logical batch after another."""
 
 from .charge import Charge
-from .noise import BatchNoise, RoundedGaussian
+from .noise import BandedGaussian, BatchNoise, RoundedGaussian
 from .open_batch import Clipper
 from .options import ReleaseOptions
 from .step import CAPTURED, PrivateStep
@@ -10,6 +10,7 @@ from .turns import Turns
 
 __all__ = [
     "CAPTURED",
+    "BandedGaussian",
     "BatchNoise",
     "Charge",
     "ClippedSums",

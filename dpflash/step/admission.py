@@ -31,6 +31,7 @@ _OF_A_RELEASE = (
     "max_grad_norm",
     "expected_batch_size",
     "batch of the private loader",
+    "place in its block",
 )
 
 
@@ -83,7 +84,7 @@ class Admission:
         Raises:
             BudgetSpent: it does not fit into the budget.
             ValueError: the accountant does not support this event, or ranks are about to make
-                different releases.
+                different releases; or noise or bound differ from those of its block.
             RuntimeError: the batch is not of the private loader.
             PrivateRefusal: an option changed since the first backward.
         """
@@ -93,12 +94,14 @@ class Admission:
         is_own = self._tracker.take_draw(signalled)
         options.refuse_changed()
         noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
-        numbers = multiplier, bound, options.expected_batch_size, is_own
+        block = self._charge.block
+        numbers = multiplier, bound, options.expected_batch_size, is_own, block.place
         # Public gradients are made until the release's step.
         release = dict(zip(_OF_A_RELEASE, numbers, strict=True))
         wanted = self._require_agreement("a private batch", parameters, (), release, wants_trials)
         if not is_own:
             self._refuse_foreign(signalled)
+        block.check(bound, multiplier)
         event = self._charge.admit(multiplier, is_foreign=not is_own)
         return Order(event, multiplier, bound, not is_own, wanted)
 

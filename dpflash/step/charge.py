@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..distributed.mesh import Ranks
 from ..sampling.tracker import BatchTracker
+from .block import Block
 
 if TYPE_CHECKING:
     from dpflash.accounting import Event
@@ -30,6 +31,7 @@ class Charge:
 
     Attributes:
         releases: how many releases were charged so far; each has its own noise.
+        block: of the releases over which noise is correlated.
 
     Guarantees:
         A release is in the accountant, and in the ledger, before `pay` returns its number.
@@ -44,19 +46,21 @@ class Charge:
         ranks: Ranks,
     ):
         self.releases = 0
+        self.block = Block(plan.mechanism, keys, tracker)
         self._spending = spending
         self._keys = keys
         self._plan = plan
         self._tracker = tracker
         self._ranks = ranks
-        self._calibrated: tuple[int, float] | None = None
+        self._calibrated: tuple[int, int, float] | None = None
+        self._events = 0
         self._is_first = False
         # The last epoch of a shuffled loader that was charged, and its noise.
         self._paid = (0, math.inf)
 
     def resume(self, releases: int) -> None:
         """Go on behind so many releases."""
-        self.releases = releases
+        self.releases, self._events = releases, self._plan.events_of(releases)
 
     def leave_ranks(self) -> None:
         """Continue as a process by itself."""
@@ -96,6 +100,7 @@ class Charge:
         self._charge_on_all_ranks(event, is_foreign=is_foreign)
         if not is_foreign and event is not None:
             self._paid = (self._tracker.epochs, noise_multiplier)
+        self._events += event is not None
         number = self.releases
         self.releases += 1
         return number
@@ -119,7 +124,7 @@ class Charge:
             epoch, least = self._paid
             if epoch == self._tracker.epochs and noise_multiplier >= least:
                 return None
-        return event
+        return None if self.block.is_paid else event
 
     # The budget
 
@@ -136,7 +141,7 @@ class Charge:
             return None
         fit = self._spending.remaining(self._plan.event(noise_multiplier))
         if not self._plan.event_covers_epoch:
-            return fit
+            return fit * self.block.bands + self.block.left_of_round
         left, whole = self._tracker.left_of_epoch, self._plan.steps_per_epoch
         if self._next_event(noise_multiplier) is None:
             return left + fit * whole
@@ -146,19 +151,28 @@ class Charge:
 
     def expect(self, releases: int, *, target_epsilon: float) -> None:
         """Warn at the first release beyond those that the noise was calibrated for."""
-        self._calibrated = (self.releases + releases, target_epsilon)
+        most = self._events + self._plan.events_of(releases)
+        self._calibrated = (self.releases + releases, most, target_epsilon)
 
     def warn_beyond_target(self) -> None:
         """Warn once if there are more releases than the noise was calibrated for."""
-        if self._calibrated is not None and self.releases > self._calibrated[0]:
-            (most, epsilon), self._calibrated = self._calibrated, None
-            warnings.warn(
-                f"release {self.releases}: the noise was calibrated for {most} releases, so "
-                f"epsilon is above target_epsilon={epsilon!r} from now on. Pass the epochs or "
-                "steps that you train for to make_private_with_epsilon; "
-                "budget=PrivacyBudget(...) stops training by itself",
-                stacklevel=4,
-            )
+        if self._calibrated is None:
+            return
+        most, rounds, epsilon = self._calibrated
+        is_split = self.block.bands > 1 and self._events > rounds
+        if self.releases <= most and not is_split:
+            return
+        self._calibrated = None
+        why = f"the noise was calibrated for {most} releases"
+        if is_split:
+            why += f" in {rounds} rounds of {self.block.bands}, and a draw that is not released "
+            why += "begins another round"
+        warnings.warn(
+            f"release {self.releases}: {why}, so epsilon is above target_epsilon={epsilon!r} from "
+            "now on. Pass the epochs or steps that you train for to make_private_with_epsilon; "
+            "budget=PrivacyBudget(...) stops training by itself",
+            stacklevel=4,
+        )
 
     def warn_of_forgotten_releases(self) -> None:
         """Warn if epsilon counts no releases for the steps that the optimizer has made."""

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from dpflash.kernels import NoiseStream, grid_of, settle_noise
+from dpflash.kernels import NoiseStream, add_noise_, grid_of, settle_noise
 
-from ..distributed.fsdp import first_element
+from ..distributed.fsdp import first_element, local_shape
+from ..noise.reference import FRACTION_BITS
 
 if TYPE_CHECKING:
     from dpflash.kernels.noise_triton import OpenList
 
+    from ..noise import Banded
     from ..privacy.keys import RunKeys
+
+
+# Elements for which banded noise keeps scratch memory, for each thread.
+_PART = 1 << 14
 
 
 class Noise(Protocol):
     """A kind of noise. A release with it is charged as `Charge.admit` says."""
 
-    def begin(self, step: int, bound: float, noise_multiplier: float) -> BatchNoise:
+    def begin(self, step: int, place: int, bound: float, noise_multiplier: float) -> BatchNoise:
         """The noise of a release.
 
         Args:
             step: number of the release; no other release under the same key has it.
+            place: how many releases of its block precede it, see `Block`.
             bound: the most that one sample may change the sum, in L2.
             noise_multiplier: standard deviation of the noise over the bound; 0 for no noise.
         """
@@ -43,7 +52,7 @@ class RoundedGaussian:
         self._keys = keys
         self._ids = {parameter: number for number, parameter in enumerate(trained)}
 
-    def begin(self, step: int, bound: float, noise_multiplier: float) -> BatchNoise:
+    def begin(self, step: int, place: int, bound: float, noise_multiplier: float) -> BatchNoise:
         """See `Noise.begin`."""
         return BatchNoise(
             noise_multiplier, bound, key=self._keys.noise, step=step, parameter_ids=self._ids
@@ -83,18 +92,33 @@ class BatchNoise:
         self._noised: set[nn.Parameter] = set()
         self._unsettled: list[OpenList] = []
 
+    def is_due(self, parameter: nn.Parameter) -> bool:
+        """Whether noise is still to be added to this parameter's sum."""
+        is_known = parameter in self._parameter_ids and parameter not in self._noised
+        return self._std > 0 and is_known
+
     def stream(self, parameter: nn.Parameter) -> NoiseStream | None:
         """Noise still to be added to this parameter's sum, or None."""
-        if self._std == 0 or parameter in self._noised or parameter not in self._parameter_ids:
+        if not self.is_due(parameter):
             return None
+        return self._stream(parameter, self._std, self._grid, self._step, self._unsettled)
+
+    def _stream(
+        self,
+        parameter: nn.Parameter,
+        std: float,
+        grid: float,
+        step: int,
+        unsettled: list[OpenList],
+    ) -> NoiseStream:
         return NoiseStream(
-            std=self._std,
-            grid=self._grid,
+            std=std,
+            grid=grid,
             key=self._key,
-            step=self._step,
+            step=step,
             parameter_id=self._parameter_ids[parameter],
             offset=first_element(parameter),
-            unsettled=self._unsettled,
+            unsettled=unsettled,
         )
 
     def streams(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
@@ -114,6 +138,15 @@ class BatchNoise:
                 self._unsettled[i] = entry._replace(out=out)
         self._noised.update(totals)
 
+    def add_(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add to sums over all ranks the noise that is due; it stays due until `complete`."""
+        due = {p: stream for p in totals if (stream := self.stream(p)) is not None}
+        add_noise_([totals[p] for p in due], list(due.values()))
+        self.settle()
+
+    def complete(self) -> None:
+        """The release is complete."""
+
     def settle(self) -> bool:
         """Write the noise that GPU kernels left undecided; waits for the GPU once.
 
@@ -124,3 +157,160 @@ class BatchNoise:
         # Cleared last: a step that failed above can be tried again.
         self._unsettled.clear()
         return found
+
+
+class _Past(NamedTuple):
+    """The noise of a parameter in a block, of this rank's elements, in steps of the grid.
+
+    Attributes:
+        place: how many releases it covers.
+        last: int64, of the last b - 1 of them, the newest first.
+    """
+
+    place: int = 0
+    last: tuple[Tensor, ...] = ()
+
+
+class BandedGaussian:
+    """Gaussian noise that is correlated over the releases of a block, see `dpflash.noise.Banded`.
+
+    Its integers are those of `dpflash.noise.reference`, with the draws of `dpflash.kernels` for z.
+    The noise of a block is a function of key, steps and standard deviation. So a resumed run, or a
+    parameter that was frozen for a while, draws that of the releases so far again, and no
+    checkpoint holds it.
+
+    Args:
+        mechanism: of two bands or more.
+        keys: of z.
+        trained: the parameters with private gradients.
+    """
+
+    def __init__(self, mechanism: Banded, keys: RunKeys, trained: Sequence[nn.Parameter]):
+        self._mechanism = mechanism
+        self._keys = keys
+        self._ids = {parameter: number for number, parameter in enumerate(trained)}
+        self._pasts: dict[nn.Parameter, _Past] = {}
+        self._block: tuple[bytes, int] | None = None
+
+    def begin(self, step: int, place: int, bound: float, noise_multiplier: float) -> BatchNoise:
+        """See `Noise.begin`."""
+        key = self._keys.noise
+        if self._block != (block := (key, step - place)):
+            self._pasts.clear()
+            self._block = block
+        return BandedNoise(
+            noise_multiplier,
+            bound,
+            key=key,
+            step=step,
+            parameter_ids=self._ids,
+            place=place,
+            mechanism=self._mechanism,
+            pasts=self._pasts,
+        )
+
+
+class BandedNoise(BatchNoise):
+    """The noise of one logical batch where it is correlated over a block.
+
+    Args:
+        noise_multiplier, bound, key, step, parameter_ids: see `BatchNoise`.
+        place: how many releases of its block precede it.
+        mechanism: the coefficients.
+        pasts: the noise of the block so far, to which `complete` adds that of the release.
+
+    Guarantees:
+        A sum on the grid with its noise is a function of 2^8 C S + z, in integers, and of nothing
+        else: S are the sums of the block in steps of the grid, and z, in the same unit, is a
+        rounded Gaussian of standard deviation noise_multiplier * |c| * bound or more.
+    """
+
+    def __init__(
+        self,
+        noise_multiplier: float,
+        bound: float,
+        *,
+        key: bytes,
+        step: int,
+        parameter_ids: dict[nn.Parameter, int],
+        place: int,
+        mechanism: Banded,
+        pasts: dict[nn.Parameter, _Past],
+    ):
+        super().__init__(noise_multiplier, bound, key=key, step=step, parameter_ids=parameter_ids)
+        scale = mechanism.noise_scale()
+        self._std_of_z = math.nextafter(self._std * scale, math.inf) if self._std else 0.0
+        self._unit_of_z = math.ldexp(self._grid, -FRACTION_BITS)
+        self._integers = mechanism.integers
+        self._place = place
+        self._pasts = pasts
+        self._made: dict[nn.Parameter, Tensor] = {}
+
+    def streams(self, parameters: Sequence[nn.Parameter]) -> None:
+        """None: kernels of the sums add independent noise only."""
+
+    def add_(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
+        """See `BatchNoise.add_`."""
+        due = [p for p in totals if self.is_due(p)]
+        first = min((self._past(p).place for p in due), default=self._place)
+        for place in range(first, self._place):
+            behind = [p for p in due if self._past(p).place == place]
+            self._extend(self._values(behind, place))
+        missing = [p for p in due if p not in self._made]
+        self._made |= self._values(missing, self._place)
+        for parameter in due:
+            total, y = totals[parameter].view(-1), self._made[parameter].view(-1)
+            for part in _parts(total):
+                # As independent noise does, where a sum is not on the grid.
+                steps = (total[part].double() / self._grid).round_().add_(y[part])
+                total[part] = steps.mul_(self._grid)
+
+    def complete(self) -> None:
+        """The release is complete, and the noise of the next one depends on its noise."""
+        self._extend(self._made)
+        self._made = {}
+
+    def _past(self, parameter: nn.Parameter) -> _Past:
+        return self._pasts.get(parameter, _Past())
+
+    def _extend(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        most = len(self._integers) - 1
+        for parameter, value in values.items():
+            place, last = self._past(parameter)
+            self._pasts[parameter] = _Past(place + 1, (value, *last)[:most])
+
+    def _values(
+        self, parameters: Sequence[nn.Parameter], place: int
+    ) -> dict[nn.Parameter, Tensor]:
+        """The noise of a release of the block, int64, whose past is known."""
+        step = self._step - self._place + place
+        found = {
+            p: torch.empty(local_shape(p), dtype=torch.int64, device=p.device) for p in parameters
+        }
+        # A GPU's draws are settled together, so that it is waited for once.
+        groups = [[(p, slice(0, y.numel())) for p, y in found.items() if y.is_cuda]]
+        groups += [[(p, part)] for p, y in found.items() if not y.is_cuda for part in _parts(y)]
+        for group in groups:
+            unsettled: list[OpenList] = []
+            streams, drawn = [], []
+            for parameter, part in group:
+                stream = self._stream(parameter, self._std_of_z, self._unit_of_z, step, unsettled)
+                streams.append(replace(stream, offset=stream.offset + part.start))
+                y = found[parameter].view(-1)[part]
+                drawn.append(torch.zeros_like(y, dtype=torch.float64))
+            add_noise_(drawn, streams)
+            settle_noise(unsettled)
+            for (parameter, part), z in zip(group, drawn, strict=True):
+                y = found[parameter].view(-1)[part].copy_(z.div_(self._unit_of_z))
+                past = self._past(parameter).last
+                for integer, before in zip(self._integers[1:], past, strict=False):
+                    y.sub_(before.to(y.device).view(-1)[part], alpha=integer)
+                y.add_(1 << (FRACTION_BITS - 1)).bitwise_right_shift_(FRACTION_BITS)
+        return found
+
+
+def _parts(tensor: Tensor) -> list[slice]:
+    """Parts of a flat tensor whose scratch memory fits into the caches of a CPU's cores."""
+    count = tensor.numel()
+    size = count if tensor.is_cuda else _PART * torch.get_num_threads()
+    return [slice(start, min(start + size, count)) for start in range(0, count, max(1, size))]

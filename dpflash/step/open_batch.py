@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -117,10 +117,11 @@ class OpenBatch:
         """Refuse gradients that reach a parameter past its gate, from now on."""
         self.gradients.watch(self.dropping)
 
-    def resume(self, *, releases: int, **options: float) -> None:
+    def resume(self, *, releases: int, block: Mapping[str, Any] | None, **options: float) -> None:
         """Go on where a checkpoint was written."""
         self.options.load(**options)
         self.charge.resume(releases)
+        self.charge.block.load_state_dict(block)
         self.public.drop()
         self.discard()
 

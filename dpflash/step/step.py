@@ -159,8 +159,9 @@ class PrivateStep(OpenBatch):
         if clipper is not None and order.wants_trials:
             clipper.try_next()
         number = self.charge.pay(order.event, order.noise_multiplier, is_foreign=order.is_foreign)
+        place = self.charge.block.begin(order.bound, order.noise_multiplier)
         self.tracker.charged()
-        return self._kind_of_noise.begin(number, order.bound, order.noise_multiplier)
+        return self._kind_of_noise.begin(number, place, order.bound, order.noise_multiplier)
 
     def release(self, *, signalled: bool) -> None:
         """Set the gradients of the logical batch: sums with noise, over the public divisor.
@@ -183,6 +184,8 @@ class PrivateStep(OpenBatch):
         self.charge.warn_beyond_target()
         totals = self.sums.with_noise(parameters, self.noise)
         self.gradients.set(parameters, totals, self.options.divisor)
+        self.noise.complete()
+        self.charge.block.complete()
         # Cleared last, so that an interrupted release is not made again from cleared sums.
         self.released = parameters
         self.noise = None

@@ -186,14 +186,11 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
         What this adds, it adds to copies.
         """
-        streams = {p: noise.stream(p) for p in parameters}
         alone = self.ranks.data is None
-        totals = {p: self._wide(p, copy=not (alone and s is None)) for p, s in streams.items()}
+        totals = {p: self._wide(p, copy=not alone or noise.is_due(p)) for p in parameters}
         all_reduce_all_([t for p, t in totals.items() if not is_sharded(p)], self.ranks.data)
-        due = {p: stream for p, stream in streams.items() if stream is not None}
-        add_noise_([totals[p] for p in due], list(due.values()))
-        noise.settle()
-        return [totals[p].to(wide_dtype(p)) for p in streams]
+        noise.add_(totals)
+        return [total.to(wide_dtype(p)) for p, total in totals.items()]
 
     def _wide(self, parameter: nn.Parameter, *, copy: bool) -> Tensor:
         # Ranks add in one dtype; a sum that has its noise is of this process alone.

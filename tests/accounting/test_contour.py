@@ -123,8 +123,8 @@ def test_order_and_splits_of_the_history_change_no_bit(history, delta, random):
     for noise, rate, steps in parts:
         composed.compose(PoissonGaussian(noise_multiplier=noise, sample_rate=rate), steps)
     integral_along.cache_clear()
-    contour_integral._cumulant.cache_clear()
-    contour_integral._on_axis.cache_clear()
+    contour_integral._known_cumulants.cache_clear()
+    contour_integral._rough_cumulants.cache_clear()
     found = whole.get_epsilon(delta, interval=True)
     assert found == split.get_epsilon(delta, interval=True)
     assert found == composed.get_epsilon(delta, interval=True)
@@ -454,13 +454,13 @@ def test_a_coarse_rule_admits_by_how_much_it_errs(step, monkeypatch):
     truth = module._delta_of(pairs, REMOVE, 1.8).upper
     contour = next(RealAxis(pairs, REMOVE, 1e-6).contours(1.8))
     monkeypatch.setattr(contour_integral.Contour, "step", lambda self, level: step)
-    contour_integral._cumulant.cache_clear()
+    contour_integral._known_cumulants.cache_clear()
     try:
         value, _, rounding, strip = contour_integral.ContourIntegral(pairs, contour, True)._sum(
             1.8, 0
         )
     finally:
-        contour_integral._cumulant.cache_clear()
+        contour_integral._known_cumulants.cache_clear()
     wrong = abs(value - truth)
     assert 1e-9 * truth < wrong <= strip + rounding
     assert rounding < 0.1 * wrong

@@ -25,6 +25,7 @@ from dp_accounting.rdp import RdpAccountant
 
 from dpflash.accounting import (
     Composed,
+    CyclicPoissonGaussian,
     FixedSizeGaussian,
     Gaussian,
     PoissonGaussian,
@@ -160,6 +161,11 @@ def test_where_samples_are_replaced_each_reader_is_given_its_own_noise(reading, 
     plain = make()
     plain.compose(GaussianDpEvent(2.0))
     assert theirs.get_epsilon(1e-5) == pytest.approx(plain.get_epsilon(1e-5), rel=1e-6)
+
+
+def test_a_round_of_cyclic_draws_has_no_event_of_theirs():
+    with pytest.raises(ValueError, match="CyclicPoissonGaussian has no DpEvent"):
+        to_dp_event(CyclicPoissonGaussian(noise_multiplier=1.0, sample_rate=0.1, bands=4))
 
 
 @pytest.mark.parametrize("event", [replaced(POISSON), FIXED, FIXED.convert("zero_out")])

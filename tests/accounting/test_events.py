@@ -13,10 +13,12 @@ from opacus.accountants import RDPAccountant as OpacusRDPAccountant
 from dpflash.accounting import (
     Composed,
     ContourAccountant,
+    CyclicPoissonGaussian,
     Event,
     FixedSizeGaussian,
     Gaussian,
     PoissonGaussian,
+    RandomAllocationGaussian,
     RDPAccountant,
     SelfComposed,
     ShuffledGaussian,
@@ -33,6 +35,7 @@ ANY = {
     Gaussian: {"noise_multiplier": 2.0},
     ShuffledGaussian: {"noise_multiplier": 2.0},
     PoissonGaussian: {"noise_multiplier": 2.0, "sample_rate": 0.1},
+    RandomAllocationGaussian: {"noise_multiplier": 2.0, "steps": 30, "participations": 2},
     UnitPoissonGaussian: {"noise_multiplier": 2.0, "sample_rate": 0.1, "examples_per_unit": 3},
     TruncatedPoissonGaussian: {
         "noise_multiplier": 2.0,
@@ -40,14 +43,17 @@ ANY = {
         "max_batch_size": 20,
         "num_samples": 100,
     },
+    CyclicPoissonGaussian: {"noise_multiplier": 2.0, "sample_rate": 0.1, "bands": 4},
     FixedSizeGaussian: {"noise_multiplier": 2.0, "batch_size": 10, "num_samples": 100},
 }
 HOLDS = {
     Gaussian: RELATIONS,
     ShuffledGaussian: ("zero_out", "replace_one"),
     PoissonGaussian: RELATIONS,
+    RandomAllocationGaussian: ("add_remove", "zero_out"),
     UnitPoissonGaussian: ("add_remove", "zero_out"),
     TruncatedPoissonGaussian: RELATIONS,
+    CyclicPoissonGaussian: RELATIONS,
     FixedSizeGaussian: ("zero_out", "replace_one"),
 }
 many = settings(max_examples=100, derandomize=True, deadline=None)
@@ -67,6 +73,11 @@ def simple_events(draw, relation):
         arguments["num_samples"] = draw(st.integers(1, 10**6))
     if kind is UnitPoissonGaussian:
         arguments["examples_per_unit"] = draw(st.integers(1, 1000))
+    if kind is CyclicPoissonGaussian:
+        arguments["bands"] = draw(st.integers(1, 100))
+    if kind is RandomAllocationGaussian:
+        arguments["steps"] = draw(st.integers(1, 10**6))
+        arguments["participations"] = draw(st.integers(1, arguments["steps"]))
     if kind is TruncatedPoissonGaussian:
         arguments["max_batch_size"] = draw(st.integers(1, 10**6))
     if kind is FixedSizeGaussian:

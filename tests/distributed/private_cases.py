@@ -22,8 +22,9 @@ import dpflash
 from dpflash.distributed import RankError, context_parallel, shard_sequence
 from dpflash.kernels import NoiseStream
 from dpflash.nn import LongContextLM
+from dpflash.noise import Banded
 from dpflash.patterns import Adaptive, Dilated
-from dpflash.step import PrivateStep, sums
+from dpflash.step import PrivateStep, noise, sums
 
 _release = PrivateStep.release
 
@@ -358,13 +359,16 @@ def broken_norms() -> Iterator[None]:
         yield
 
 
-def noise_of(group: object = None, *, context: int, wrapper: str = "plain") -> dict[str, Any]:
-    """What a step adds to zero gradients: the parameters' change, and who drew how much."""
+def noise_of(
+    group: object = None, *, context: int, wrapper: str = "plain", bands: int = 1, steps: int = 1
+) -> dict[str, Any]:
+    """What steps add to zero gradients: the parameters' change, and who drew how much."""
     plain = build()
     made, mesh = parallel(plain, context, wrapper)
     before = whole(plain)
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
-    made, optimizer, loader = private(engine, made)
+    options = {"noise_mechanism": Banded(bands=bands), "sampling": "cyclic_poisson"}
+    made, optimizer, loader = private(engine, made, **options if bands > 1 else {})
     drawn = [0]
     original = sums.add_noise_
 
@@ -372,12 +376,12 @@ def noise_of(group: object = None, *, context: int, wrapper: str = "plain") -> d
         drawn[0] += sum(out.numel() for out in outs)
         return original(outs, streams)
 
-    with patch.object(sums, "add_noise_", count):
+    with patch.object(sums, "add_noise_", count), patch.object(noise, "add_noise_", count):
         for x, y in loader:
             engine.backward(made(*sharded(mesh, x, y)) * 0.0)
             optimizer.step()
             optimizer.zero_grad()
-            if loader.is_last:
+            if loader.is_last and loader.releases == steps:
                 break
     return {"noise": (before - whole(plain)) * BATCH, "drawn": drawn[0]}
 

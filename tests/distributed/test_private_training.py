@@ -382,6 +382,13 @@ def test_invariant_4_noise_is_added_once_whatever_the_ranks(started, ranks, cont
         np.testing.assert_allclose(one["noise"], alone, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
+def test_banded_noise_has_the_bits_of_one_process(started, wrapper):
+    alone = cases.noise_of(context=0, bands=3, steps=5)["noise"]
+    for one in started.run(2, "noise_of", context=1, wrapper=wrapper, bands=3, steps=5):
+        np.testing.assert_array_equal(one["noise"], alone)
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),

@@ -62,7 +62,8 @@ def kernels_of_a_gpu(monkeypatch):
         return reference if any(t.dtype == torch.float64 for t in tensors) else launch
 
     monkeypatch.setattr(grads, "_backend", backend)
-    monkeypatch.setattr(sums, "add_noise_", add_noise_)
+    for module in (sums, noise):
+        monkeypatch.setattr(module, "add_noise_", add_noise_)
 
     def undecided():
         one = pytest.importorskip("triton.language").constexpr(1.0)

@@ -22,6 +22,7 @@ from dpflash.sampling.samplers import PoissonBatchSampler
 from dpflash.sampling.slots import RealRows
 from dpflash.sampling.tracker import BatchTracker
 from dpflash.step import BatchNoise, ClippedSums, PrivateStep, sums
+from dpflash.step import noise as noise_module
 
 Put = Callable[[Any, str, Any], None]
 
@@ -203,7 +204,8 @@ def _noise_of_another(noise: Callable[[Any, torch.Size], torch.Tensor], put: Put
     def add_noise_(outs: Any, streams: Any) -> Any:
         return [out.add_(noise(own, out.shape)) for out, own in zip(outs, streams, strict=True)]
 
-    put(sums, "add_noise_", add_noise_)
+    for module in (sums, noise_module):
+        put(module, "add_noise_", add_noise_)
     put(ClippedSums, "take_noise", lambda self, parameters: False)
 
 

@@ -1,0 +1,245 @@
+"""The privacy loss of one step out of n, chosen at random: certified laws of a mean of lognormals.
+
+Letters: s noise, R = e^((2x - 1) / (2 s^2)) with x ~ N(0, s^2) the likelihood ratio of one step
+that was chosen against one that was not. Of all n steps it is A = (R_1 + ... + R_n) / n, under Q a
+mean of independent copies, and
+
+    delta = E_Q (A - e^epsilon)_+  (remove),    delta = E_Q (1 - e^epsilon A)_+  (add).
+
+Both are convex in A, and remain so in compositions, where the A of parts are multiplied. So a law
+that is greater in convex order gives an upper end, and a lesser one a lower end. Splitting mass
+onto two places with the same mean makes a law greater, merging it at its mean makes it lesser,
+leaving it out does so too for these functions, and means of independent laws keep the order. Laws
+live on a grid of log A. n is reached by doubling; all terms are positive, so nothing cancels, and
+both tails keep their digits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr
+
+from .pairs import Pair
+
+_Array = NDArray[Any]
+_Index = NDArray[np.intp]
+
+_FINENESS = 1 / 24  # the spacing of a law's grid over the deviation of log A
+_REACH = 9.3  # standard deviations of x
+_TAIL = 1e-20  # mass at either end of a law that may be cut off
+_DENSE = 5.0  # deviations around the mean of log A, outside of which the grid is that of R
+_ROWS = 32  # that are evaluated together
+_UNIT = 2.0**-53
+_MASS_ERROR = 1e-13  # relative, of one step
+_POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(8)
+POSITION_ERROR = 1e-11  # of log A, of the rounding of all doublings
+
+
+@dataclass(frozen=True)
+class Law:
+    """Masses of A under Q, and the parts of them that are not on the grid.
+
+    Attributes:
+        steps: n.
+        spacing: of log A.
+        stride: the spacing of R's grid over this one, a power of 2.
+        index: log A over the spacing, ascending; of a law that is merged the greatest below.
+        mass: under Q.
+        moment: mass times A, the mass under P.
+        zero: mass under Q at A = 0.
+        infinite: mass under P at A = infinity.
+        error: relative, of the masses.
+    """
+
+    steps: int
+    spacing: float
+    stride: int
+    index: _Index
+    mass: _Array
+    moment: _Array
+    zero: float
+    infinite: float
+    error: float
+
+    def deviation(self) -> tuple[float, float]:
+        """The mean and standard deviation of log A under Q."""
+        total = self.mass.sum()
+        mean = float(self.mass @ self.index / total)
+        variance = float(self.mass @ np.square(self.index - mean) / total)
+        return mean * self.spacing, math.sqrt(variance) * self.spacing
+
+    def refined(self) -> Law:
+        """The same law on a grid of half the spacing."""
+        return replace(
+            self, spacing=self.spacing / 2, stride=2 * self.stride, index=2 * self.index
+        )
+
+
+@lru_cache(maxsize=64)
+def law_of(noise: float, steps: int, is_upper: bool) -> Law:
+    """The law of A in n steps, greater or lesser in convex order than the exact one."""
+    law = first = _one_step(1 / noise, is_upper)
+    for bit in bin(steps)[3:]:
+        for is_odd in (False, True)[: 1 + int(bit)]:
+            if _FINENESS * law.deviation()[1] / math.sqrt(2) < law.spacing / math.sqrt(2):
+                law = law.refined()
+            while first.spacing > law.spacing:
+                first = first.refined()
+            law = _trimmed(_mean(law, first if is_odd else law, is_upper), is_upper)
+    return law
+
+
+def _one_step(deviation: float, is_upper: bool) -> Law:
+    """The law of R, whose logarithm is N(-deviation^2 / 2, deviation^2)."""
+    # Doubling n halves the A of a single large R, which so stays on the grid.
+    spacing = math.log(2) / max(1, math.ceil(math.log(2) / (_FINENESS * deviation)))
+    width = spacing / deviation
+    low = math.floor((-_REACH - deviation / 2) / width)
+    high = math.ceil((_REACH + deviation / 2) / width)
+    index = np.arange(low, high + 1)
+    cells = index[:-1, None] + (1 + _POINTS) / 2
+    x = cells * width + deviation / 2  # in deviations
+    masses = np.exp(-np.square(x) / 2) * (_WEIGHTS * (width / math.sqrt(8 * math.pi)))
+    if not is_upper:
+        moment = (masses * np.exp(cells * spacing)).sum(axis=1)
+        mass = masses.sum(axis=1)
+        return Law(1, spacing, 1, index[:-1], mass, moment, 0.0, 0.0, _MASS_ERROR)
+    rise = np.expm1((1 + _POINTS) / 2 * spacing) / math.expm1(spacing)
+    mass = np.zeros(len(index))
+    mass[:-1] += (masses * (1 - rise)).sum(axis=1)
+    mass[1:] += (masses * rise).sum(axis=1)
+    # What lies below is split onto 0 and the lowest place, what lies above onto the highest place
+    # and infinity.
+    ends = np.exp(index[[0, -1]] * spacing)
+    below, above = (
+        float(ndtr(side * (end * width + deviation / 2))) for side, end in ((1, low), (-1, high))
+    )
+    below_p, above_p = (
+        float(ndtr(side * (end * width - deviation / 2))) for side, end in ((1, low), (-1, high))
+    )
+    mass[0] += below_p / ends[0]
+    mass[-1] += above
+    return Law(
+        1,
+        spacing,
+        1,
+        index,
+        mass,
+        mass * np.exp(index * spacing),
+        max(0.0, below - below_p / ends[0]),
+        max(0.0, above_p - above * ends[1]),
+        _MASS_ERROR,
+    )
+
+
+def _mean(a: Law, b: Law, is_upper: bool) -> Law:
+    """The law of the mean over the steps of both, which are independent and share a spacing."""
+    steps = a.steps + b.steps
+    of_a, of_b, spacing = a.steps / steps, b.steps / steps, a.spacing
+    # log A - log A_a depends on log A_b - log A_a only.
+    least = int(b.index[0] - a.index[-1])
+    apart = np.arange(least, int(b.index[-1] - a.index[0]) + 1)
+    shift = np.log1p(of_b * np.expm1(apart * spacing)) / spacing
+    whole = np.floor(shift)
+    rise = np.expm1((shift - whole) * spacing) / math.expm1(spacing)
+    step = whole.astype(np.intp)
+    begin = int(a.index[0] + step[int(b.index[0] - a.index[0]) - least])
+    end = int(a.index[-1] + step[int(b.index[-1] - a.index[-1]) - least])
+    size = end - begin + 2
+    found, moment = np.zeros(size), np.zeros(size)
+    for first in range(0, len(a.mass), _ROWS):
+        rows = slice(first, first + _ROWS)
+        for columns, times in _columns(a, b, first):
+            at = b.index[None, columns] - (a.index[rows, None] + least)
+            index = (step[at] + (a.index[rows, None] - begin)).ravel()
+            mass = np.multiply.outer(times * a.mass[rows], b.mass[columns])
+            if is_upper:
+                up = mass * rise[at]
+                found += np.bincount(index, (mass - up).ravel(), size)
+                moment += np.bincount(index, up.ravel(), size)
+            else:
+                found += np.bincount(index, mass.ravel(), size)
+                both = np.multiply.outer(times * of_a * a.moment[rows], b.mass[columns])
+                both += np.multiply.outer(times * a.mass[rows], of_b * b.moment[columns])
+                moment += np.bincount(index, both.ravel(), size)
+    if is_upper:
+        found[1:] += moment[:-1]
+        moment = found * np.exp(np.arange(begin, begin + size) * spacing)
+    kept = np.flatnonzero(found > 0)
+    places = kept + begin
+    # If one mean is 0, so is the other in the split.
+    zero = a.zero + b.zero
+    infinite = of_a * (a.infinite + b.zero) + of_b * (b.infinite + a.zero)
+    error = a.error + b.error + (len(a.mass) + len(b.mass) + 32) * _UNIT
+    return Law(steps, spacing, a.stride, places, found[kept], moment[kept], zero, infinite, error)
+
+
+def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
+    """Which of b's masses meet these rows of a's; of equal laws each pair once, counted twice."""
+    if a is not b:
+        return [(slice(None), 1.0)]
+    end = first + _ROWS
+    return [(slice(first, end), 1.0), (slice(end, None), 2.0)][: 1 + (end < len(b.mass))]
+
+
+def _trimmed(law: Law, is_upper: bool) -> Law:
+    """Without the ends of a law, and with R's grid outside of its middle."""
+    mass, index, spacing, stride = law.mass, law.index, law.spacing, law.stride
+    zero, infinite = law.zero, law.infinite
+    begin = int(np.searchsorted(np.cumsum(mass), _TAIL))
+    end = len(mass) - int(np.searchsorted(np.cumsum(law.moment[::-1]), _TAIL))
+    if is_upper:
+        lowest, highest = np.exp(index[[begin, end - 1]] * spacing)
+        low, high = slice(None, begin), slice(end, None)
+        lost = mass[low].sum(), law.moment[low].sum(), mass[high].sum(), law.moment[high].sum()
+        mass = mass.copy()
+        mass[begin] += lost[1] / lowest
+        mass[end - 1] += lost[2]
+        zero += max(0.0, float(lost[0] - lost[1] / lowest))
+        infinite += max(0.0, float(lost[3] - lost[2] * highest))
+    mass, index, moment = mass[begin:end], index[begin:end], law.moment[begin:end]
+    if not is_upper:
+        index = np.floor(np.log(moment / mass) / spacing).astype(np.intp)
+    middle, deviation = law.deviation()
+    far = np.abs(index * spacing - middle) / (_DENSE * deviation)
+    width = np.minimum(np.exp2(np.floor(np.log2(np.maximum(far, 1.0)))), stride).astype(np.intp)
+    coarse = np.floor_divide(index, width) * width
+    start = int(coarse.min())
+    if is_upper:
+        rise = np.expm1((index - coarse) * spacing) / np.expm1(width * spacing)
+        size = int((coarse + width).max()) - start + 1
+        found = np.bincount(coarse - start, mass * (1 - rise), size)
+        found += np.bincount(coarse - start + width, mass * rise, size)
+    else:
+        found = np.bincount(coarse - start, mass)
+    kept = np.flatnonzero(found > 0)
+    places = kept + start
+    if is_upper:
+        moment = found[kept] * np.exp(places * spacing)
+    else:
+        moment = np.bincount(coarse - start, moment)[kept]
+    error = law.error + 8 * _UNIT
+    return Law(law.steps, spacing, stride, places, found[kept], moment, zero, infinite, error)
+
+
+def losses_of(pair: Pair, sign: int, is_upper: bool) -> tuple[_Array, _Array, _Array, float]:
+    """The ascending losses, their masses under P and Q, and the mass of P at infinite loss."""
+    law = law_of(pair.noise, pair.steps, is_upper)
+    log_a = law.index * law.spacing if is_upper else np.log(law.moment / law.mass)
+    order = np.argsort(sign * log_a, kind="stable")
+    losses = sign * log_a[order] + (POSITION_ERROR if is_upper else -POSITION_ERROR)
+    mass, moment = law.mass[order], law.moment[order]
+    if sign == 1:
+        return losses, moment, mass, law.infinite
+    return losses, mass, moment, law.zero
+
+
+def mass_error(pair: Pair) -> float:
+    """The relative error of the masses of `losses_of`."""
+    return max(law_of(pair.noise, pair.steps, is_upper).error for is_upper in (True, False))

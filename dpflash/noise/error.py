@@ -1,0 +1,70 @@
+"""Expected error of banded noise on a workload, and the coefficients with the least of it."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Array = NDArray[np.float64]
+
+
+def workload(steps: int, momentum: float, weight_decay: float) -> _Array:
+    """`[T]`: how much a gradient moves the parameters of each later step, without learning rate.
+
+    The coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)); ones for 0 and 0.
+    """
+    impulse = np.zeros(steps)
+    impulse[0] = 1.0
+    summed = divided(impulse, np.array([1.0, weight_decay - 1.0]))
+    return divided(summed, np.array([1.0, -momentum]))
+
+
+def squared_errors(coefficients: _Array, responses: _Array) -> _Array:
+    """`[T]`: variance of the workload's output at each step, for z of variance 1."""
+    return np.cumsum(divided(responses, coefficients) ** 2)
+
+
+def square_root(bands: int) -> _Array:
+    """`[b]`: of the lower-triangular C with C C = A, the prefix sums: binom(2 i, i) / 4^i."""
+    i = np.arange(1, bands)
+    return np.cumprod(np.concatenate([[1.0], (2 * i - 1) / (2 * i)]))
+
+
+@functools.lru_cache(maxsize=256)
+def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> tuple[float, ...]:
+    """The coefficients, c_0 = 1, of least mean squared error times squared column norm."""
+    from scipy.optimize import minimize
+
+    responses = workload(steps, momentum, weight_decay)
+    weights = np.arange(steps, 0, -1) / steps  # a coefficient of B is in so many rows
+
+    def loss(free: _Array) -> tuple[float, _Array]:
+        """Logarithm of |c|^2 sum of w_i B_i^2, and its gradient, for B = A / C as power series."""
+        c = np.concatenate([[1.0], free])
+        b = divided(responses, c)
+        norm, error = c @ c, (weights * b) @ b
+        adjoint = divided((weights * b)[::-1], c)[::-1]
+        of_error = np.array([adjoint[k:] @ b[: steps - k] for k in range(1, bands)])
+        return float(np.log(norm * error)), 2 * (free / norm - of_error / error)
+
+    if bands == 1:
+        return (1.0,)
+    found = minimize(
+        loss,
+        square_root(bands)[1:],
+        jac=True,
+        method="L-BFGS-B",
+        bounds=[(0.0, 1.0)] * (bands - 1),
+        options={"maxiter": 1000, "ftol": 1e-14, "gtol": 1e-8},
+    )
+    # The optimum falls in every workload that was tried; `Banded` requires it.
+    return (1.0, *np.minimum.accumulate(found.x).tolist())
+
+
+def divided(series: _Array, divisor: _Array) -> _Array:
+    """The first coefficients of a quotient of power series, as many as the dividend has."""
+    from scipy.signal import lfilter
+
+    return np.asarray(lfilter([1.0], divisor, series))
