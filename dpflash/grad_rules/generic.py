@@ -7,8 +7,8 @@ gradient for it is the per-sample gradient. It is as slow as vmap; common layers
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..clipping.forward import ALL_ROWS, is_recomputing
 from ..isolation.copies import copied
 from ..isolation.dropout import WithoutDropout
+from ..isolation.function_state import FunctionState
 from ..packing import Units
 from ..random_state import RandomState, random_state_kept
 from ..refusal import PrivateRefusal
@@ -192,11 +193,16 @@ class PrivateLeaf(PrivateModule):
         real = backward.step.rows.mask_of(size)
         if not backward.proof.is_on or real is not None and real.sum() < 2:
             return
-        random_state = RandomState(device)
-        with WithoutDropout(), torch.no_grad(), random_state_kept(device):
+        random_state, own_copy = RandomState(device), copy_to_store_in(self)
+        own = FunctionState(own_copy, with_data=False)
+        own_state = own.random_states()
+        with WithoutDropout(), torch.no_grad(), random_state_kept(device), self._buffers_kept():
             args, kwargs = copied(given)
-            expected = copy_to_store_in(self).forward(*args, **kwargs)
+            with self._buffers_kept():
+                expected = own_copy.forward(*args, **kwargs)
             is_random = not RandomState(device).equals(random_state)
+            is_random |= own.random_states() != own_state
+            own.restore()
             if not is_random and _is_mixed(one_by_one(), expected):
                 raise PrivateRefusal(_MIXES.format(described(self))) from None
         self._dpflash.compared.add(mode)
@@ -209,6 +215,17 @@ class PrivateLeaf(PrivateModule):
         with suppress(Exception), torch.no_grad(), random_state_kept():
             functional_call(self._copy(), used, args, kwargs)
         return any(not torch.equal(used[n], p) for n, p in own.items())
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Restore the buffers that a forward writes in place."""
+        held = [(x, x.clone()) for x in self._buffers.values() if x is not None]
+        try:
+            yield
+        finally:
+            for x, before in held:
+                if not torch.equal(x, before):
+                    x.copy_(before)
 
     def _copy(self) -> nn.Module:
         """The module without hooks, whose forward leaves nothing in the module itself."""

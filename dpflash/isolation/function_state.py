@@ -34,7 +34,9 @@ class FunctionState:
     These are in their closures, in the globals that their code names, in attributes of objects
     and of their classes, and in small containers there. Larger containers, more than 2^20
     numbers in tensors and arrays, and what dpflash, torch, NumPy and the standard library keep,
-    are not among them.
+    are not among them. Data is that of objects whose classes come from the packages of the
+    functions: set back, others would no longer fit what belongs to them (open files, threads that
+    wait on a queue).
 
     Args:
         functions: functions, or objects with methods.
@@ -42,18 +44,18 @@ class FunctionState:
     """
 
     def __init__(self, *functions: Any, with_data: bool = True) -> None:
-        self._with_data = with_data
         self._generators: list[tuple[Any, partial[Any]]] = []
         self._restores: list[Callable[[], None]] = []
         self._numbers = 0
+        self._own = {_package_of(value) for value in functions} | {"__main__"}
         seen: dict[int, Any] = {}
-        level = list(functions)
+        level = [(value, with_data) for value in functions]
         for _ in range(_DEEP):
-            parts: list[Any] = []
-            for value in level:
+            parts: list[tuple[Any, bool]] = []
+            for value, self._holds in level:
                 if id(value) not in seen and len(seen) < _MOST_OBJECTS:
                     seen[id(value)] = value
-                    parts += self._parts_of(value)
+                    parts += [(part, self._holds) for part in self._parts_of(value)]
             level = parts
 
     def restore(self) -> None:
@@ -122,6 +124,7 @@ class FunctionState:
     def _parts_of_object(self, value: Any) -> Iterator[Any]:
         if type(value) is partial:
             yield from (value.func, *value.args, *value.keywords.values())
+        self._holds &= _package_of(value) in self._own
         try:  # without code of its class
             own = object.__getattribute__(value, "__dict__")
         except AttributeError:
@@ -136,7 +139,7 @@ class FunctionState:
                     yield part.__func__ if is_method else part
 
     def _hold(self, restore: Callable[[], None]) -> None:
-        if self._with_data:
+        if self._holds:
             self._restores.append(restore)
 
     def _hold_array(self, value: Any) -> None:
@@ -147,12 +150,21 @@ class FunctionState:
         else:
             can_be_set = value.flags.writeable and not value.dtype.hasobject
         count = math.prod(value.shape)
-        if self._with_data and can_be_set and self._numbers + count <= _MOST_NUMBERS:
+        if self._holds and can_be_set and self._numbers + count <= _MOST_NUMBERS:
             self._numbers += count
             if isinstance(value, Tensor):
                 self._hold(partial(_write_tensor, value, value.detach().clone()))
             else:
                 self._hold(partial(_write_array, value, value.copy()))
+
+
+def _package_of(value: Any) -> str:
+    """The package that a function, or the class of another object, comes from."""
+    if type(value) is MethodType:
+        value = value.__self__
+    is_function = isinstance(value, FunctionType)
+    module = value.__module__ if is_function else type(value).__module__
+    return (module or "").partition(".")[0]
 
 
 def _is_of_library(module: str | None) -> bool:

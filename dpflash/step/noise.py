@@ -266,18 +266,22 @@ class BandedNoise(BatchNoise):
                 total[part] = steps.mul_(self._grid)
 
     def complete(self) -> None:
-        """The release is complete, and the noise of the next one depends on its noise."""
-        self._extend(self._made)
-        self._made = {}
+        """The release is complete, and the noise of the next one depends on its noise.
+
+        If it is made again after all, it has the same noise.
+        """
+        made = self._made.items()
+        self._extend({p: y for p, y in made if self._past(p).place == self._place})
 
     def _past(self, parameter: nn.Parameter) -> _Past:
         return self._pasts.get(parameter, _Past())
 
     def _extend(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        most = len(self._integers) - 1
+        most, extended = len(self._integers) - 1, {}
         for parameter, value in values.items():
             place, last = self._past(parameter)
-            self._pasts[parameter] = _Past(place + 1, (value, *last)[:most])
+            extended[parameter] = _Past(place + 1, (value, *last)[:most])
+        self._pasts.update(extended)  # all at once, whatever interrupts it
 
     def _values(
         self, parameters: Sequence[nn.Parameter], place: int

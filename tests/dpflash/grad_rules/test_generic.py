@@ -85,12 +85,32 @@ def test_a_leaf_that_mixes_samples_is_refused(change, trained):
     trained(Leaf(change), verify_first_batch=False)
 
 
+class Counting(Leaf):
+    """Counts its calls in place, and trains as far as they say."""
+
+    def forward(self, x):
+        self.mean += 1
+        return super().forward(x) / self.mean
+
+
+def test_a_buffer_that_is_written_in_place_is_written_once_a_call(trained):
+    assert (trained(Counting(), allow_buffers=["mean"]).mean == 1).all()
+
+
 APART = {
     "normalized": lambda x: F.layer_norm(x, (WIDTH,)),
     "dropout": lambda x: F.dropout(x, 0.5),
     "noise": lambda x: x + torch.randn_like(x),
     "choice": lambda x: x * F.one_hot(x.argmax(1), WIDTH),
 }
+
+
+def test_numbers_of_a_leafs_own_generator_are_not_called_mixing(trained):
+    generator = torch.Generator()
+    noisy = Leaf(lambda x: x + torch.randn(x.shape[-1:], generator=generator))
+    noisy.generator = generator
+    with pytest.raises(PrivateRefusal, match="from a generator of its own"):
+        trained(noisy)
 
 
 @pytest.mark.parametrize("change", APART.values(), ids=APART)

@@ -1,7 +1,10 @@
 """A collate function that mixes the entries of a batch is refused before training, by name."""
 
 import functools
+import queue
 import random
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -854,7 +857,7 @@ def test_what_a_worker_found_ends_the_loop():
         list(loader)
 
 
-def packed(batch):
+def in_one_sequence(batch):
     return pack_sequence(batch, enforce_sorted=False)
 
 
@@ -863,7 +866,59 @@ def with_offsets(batch):
     return torch.cat(batch), lengths.cumsum(0), torch.stack([text[0] for text in batch])
 
 
-@pytest.mark.parametrize("collate", [packed, with_offsets])
+@pytest.mark.parametrize("collate", [in_one_sequence, with_offsets])
 def test_rows_that_are_concatenated_are_refused_with_what_to_return(collate):
     with pytest.raises(PrivateRefusal, match=r"concatenates the rows of.*\[B, T\]"):
         make(collate, TEXTS)
+
+
+class Watched:
+    """Tells a thread of each batch."""
+
+    def __init__(self):
+        self.queue, self.seen = queue.Queue(maxsize=2), []
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def watch(self):
+        while True:
+            self.seen.append(self.queue.get())
+
+    def __call__(self, batch):
+        self.queue.put(len(batch), timeout=10)
+        return torch.stack(batch)
+
+
+class Lazy:
+    """Of a library: reads its file when it is first used, and closes it."""
+
+    __module__ = "library.images"
+
+    def __init__(self, path):
+        self.file, self.tiles = open(path, "rb"), [1]  # noqa: SIM115
+
+    def load(self):
+        if self.tiles:
+            self.value, self.tiles = len(self.file.read()), []
+            self.file.close()
+        return self.value
+
+
+class WithLogo:
+    def __init__(self, path):
+        self.logo = Lazy(path)
+
+    def __call__(self, batch):
+        return torch.stack(batch) + self.logo.load()
+
+
+def test_threads_and_files_that_a_function_uses_work_as_before(tmp_path):
+    (tmp_path / "logo").write_bytes(b"12")
+    logo, watched = WithLogo(tmp_path / "logo"), Watched()
+    for collate in (logo, watched):
+        make(collate, [*VECTORS])
+        assert len(collate(VECTORS[:3])) == 3
+    for _ in range(1000):
+        if watched.queue.empty():
+            break
+        time.sleep(0.01)
+    assert watched.queue.empty()

@@ -20,6 +20,7 @@ from dpflash.noise.reference import correlated
 from dpflash.privacy.ledger import Ledger, _covered_after
 from dpflash.sampling import CyclicPoissonBatchSampler
 from dpflash.step import noise as noise_module
+from dpflash.step.block import Block
 from dpflash.step.gradients import Gradients
 
 BANDED = Banded(bands=3, coefficients=(1.0, 0.75, 0.3))
@@ -156,11 +157,15 @@ def test_a_release_that_was_charged_and_dropped_ends_its_block(banded, recorded,
     assert assert_reference(engine, recorded) == [2, 2]
 
 
-def test_an_interrupted_release_is_made_again_with_the_same_bits(banded, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Gradients, "set"), (Block, "complete")], ids=["before", "behind"]
+)
+def test_an_interrupted_release_is_made_again_with_the_same_bits(owner, name, banded, monkeypatch):
+    """Also where its noise is part of the past already."""
     whole = train(banded(), 5)
     engine, made, optimizer, loader = run = banded()
     train(run, 3)
-    original, calls = Gradients.set, []
+    original, calls = getattr(owner, name), []
 
     def once(self, *given):
         calls.append(given)
@@ -168,7 +173,7 @@ def test_an_interrupted_release_is_made_again_with_the_same_bits(banded, monkeyp
             raise KeyboardInterrupt
         return original(self, *given)
 
-    monkeypatch.setattr(Gradients, "set", once)
+    monkeypatch.setattr(owner, name, once)
     for (x,) in loader:
         try:
             engine.backward(losses_of(made, x))
