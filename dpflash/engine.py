@@ -475,7 +475,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         by one, it went through your own torch.compile, or an argument that differs between calls
         is neither a tensor with the samples first nor a list with an element for each sample),
         and "forward" that the model returns a scalar loss. "by construction" where the loop gives
-        `backward` a function. PRIVATE, as are `trials`: it tells how many samples were drawn.
+        `backward` a function. PRIVATE, like `trials`: it depends on how many samples were drawn.
         """
         return self._described("verified").verified
 

@@ -279,7 +279,7 @@ class PrivateRun:
             return True
         if trial is not None and trial.decides and not trial.is_by_sample:
             self._refuse_tried(trial.refusal(losses))
-        # Last: what else is refused has a message that tells more.
+        # Last, since messages of other refusals are more precise.
         if place_trial is not None:
             if place_trial.waits:
                 place_trial.take(losses)

@@ -160,6 +160,8 @@ class FunctionState:
 
 def _package_of(value: Any) -> str:
     """The package that a function, or the class of another object, comes from."""
+    while type(value) is partial:
+        value = value.func
     if type(value) is MethodType:
         value = value.__self__
     is_function = isinstance(value, FunctionType)

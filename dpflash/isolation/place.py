@@ -1,11 +1,11 @@
 """PlaceTrial: the loss of a sample must not depend on its place in the batch.
 
-The place is how far the sample is padded, and before and behind which others it is; of a packed
-document it is where in its row the document stands. Before a microbatch is trained on, it is run
-with samples in other places, without dropout: half of them in each other's rows, the shorter ones
-by themselves, without the padding that only the longer ones need, or the documents of each row in
-the reverse order. The losses must be those of training up to rounding. If the model has dropout,
-they are compared with another run without it.
+The place is how far the sample is padded, and which samples are in the rows before and after it;
+of a packed document it is where in its row the document stands. Before a microbatch is trained on,
+it is run with samples in other places, without dropout: half of them in each other's rows, the
+shorter ones by themselves, without the padding that only the longer ones need, or the documents of
+each row in the reverse order. The losses must be those of training up to rounding. If the model
+has dropout, they are compared with another run without it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ OTHER_ORDER = Kind(
 )
 
 
-# Those that `engine.trials` tells of.
+# The kinds that `engine.trials` names.
 OF_ROWS = (LESS_PADDING, OTHER_ORDER)
 OF_DOCUMENTS = (OTHER_NEIGHBORS,)
 
@@ -150,10 +150,11 @@ class PlaceTrial:
             places: of its samples. Ranks run one in a draw, in turn.
         """
         if self._has_ranks:
+            if self._tried:
+                return
             none = Place(copied(batch), torch.zeros(0, dtype=torch.bool), LESS_PADDING)
-            turn = self._turn % len(places) if places else 0
-            places = [] if self._tried else [*places[turn:], none][:1]
-            self._turn += len(places)
+            places = [places[self._turn % len(places)] if places else none]
+            self._turn += 1
         else:
             places = [place for place in places if place.kind not in self._tried]
             places = [place for place in places if bool(place.kept.any())]

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader
 
 import dpflash
-from dpflash.isolation.place import OTHER_ORDER
+from dpflash.isolation.place import LESS_PADDING, OTHER_ORDER, Place, PlaceTrial
 
 VOCAB, LONGEST = 20, 24
 
@@ -311,3 +311,14 @@ def test_a_loss_that_changes_with_the_order_of_other_pairs_is_refused():
             losses = model(dpflash.packing.Pairs.rows(batch)["x"]).square().view(-1, 2).mean(1)
             engine.backward(losses + losses.detach().cumsum(0))
             optimizer.step()
+
+
+def test_ranks_run_one_place_of_a_draw_by_turns():
+    trial = PlaceTrial(None, has_ranks=True, devices=())
+    places = [Place(kind.how, torch.ones(2).bool(), kind) for kind in (LESS_PADDING, OTHER_ORDER)]
+    first = []
+    for _ in range(4):
+        assert trial.is_due(begins_draw=True, is_tried=True)
+        first.append(next(iter(trial.runs("batch", places))))
+        assert not list(trial.runs("batch", places))
+    assert first == 2 * [LESS_PADDING.how, OTHER_ORDER.how]
