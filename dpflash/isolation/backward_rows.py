@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..packing import Units
-from ..verification.digests import row_summaries
+from ..verification.digests import greatest, row_summaries
 from ..verification.two_backwards import grad_before_backward
 from ..verification.watch import Watch, WatchedGate
 
@@ -126,15 +126,15 @@ class BackwardRows:
             return
         self.dtypes.add(rows.dtype)
         flat = rows.reshape(len(rows), rows.shape[1:].numel())
-        greatest = torch.linalg.vector_norm(flat, torch.inf, 1) if flat.numel() else flat.sum(1)
+        sizes = greatest(flat)
         # Sums with zeros of other samples may be 0.0 or -0.0.
         parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
         summaries = torch.cat([row_summaries(part + 0.0, rounds=self.rounds) for part in parts])
         if units is not None:
-            greatest = units.padded(greatest).amax(1)
+            sizes = units.padded(sizes).amax(1)
             summaries = row_summaries(units.padded(summaries))
-        self.left_out |= ~greatest.isfinite().cpu()
-        use = _Use(summaries, (greatest != 0).cpu(), next(self._numbers), rows.shape[1:])
+        self.left_out |= ~sizes.isfinite().cpu()
+        use = _Use(summaries, (sizes != 0).cpu(), next(self._numbers), rows.shape[1:])
         self.uses.setdefault(slot, []).append(use)
         self.layers[slot] = layer
         if self.refusal is None and bool((~self.weights & use.nonzero & ~self.left_out).any()):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..packing import Units
-from ..verification.digests import row_summaries
+from ..verification.digests import greatest, row_summaries
 from ..verification.nested import tensors_of
 
 OUTPUT = "the model's output"
@@ -21,6 +21,7 @@ class ForwardRows:
 
     Args:
         compares: whether modules that run sample by sample compare with a forward of the batch.
+        only_dtypes: whether dtypes are all that is recorded.
         units: the samples where they are no rows.
 
     Attributes:
@@ -30,8 +31,11 @@ class ForwardRows:
         scalars: outputs of one number with a gradient, such as a loss that the model makes itself.
     """
 
-    def __init__(self, *, compares: bool = False, units: Units | None = None) -> None:
+    def __init__(
+        self, *, compares: bool = False, only_dtypes: bool = False, units: Units | None = None
+    ) -> None:
         self.compares = compares
+        self.only_dtypes = only_dtypes
         self.units = units
         self.size = 0
         self.layers: list[str] = []
@@ -76,6 +80,9 @@ class ForwardRows:
             self._note(OUTPUT, units.flattened(x, OUTPUT), units)
 
     def _note(self, where: str, x: Tensor, units: Units | None) -> None:
+        self.dtypes.add(x.dtype)
+        if self.only_dtypes:
+            return
         self.where.append(where)
         shape, summaries = x.shape, row_summaries(x)
         if units is not None:
@@ -83,14 +90,10 @@ class ForwardRows:
             summaries = row_summaries(units.padded(summaries))
         self.shapes.append(shape)
         self.summaries.append(summaries)
-        self.dtypes.add(x.dtype)
         if x.is_floating_point() and x.numel():
-            rows = x.detach().reshape(len(x), -1)
-            greatest = torch.linalg.vector_norm(rows, torch.inf, 1)
-            if units is not None:
-                greatest = units.padded(greatest).amax(1)
-            self._greatest.append(greatest.argmax())
-            self._least.append(greatest.argmin())
+            sizes = greatest(x) if units is None else units.padded(greatest(x)).amax(1)
+            self._greatest.append(sizes.argmax())
+            self._least.append(sizes.argmin())
 
     def telling(self, samples: list[int]) -> list[int]:
         """Rows that most often had the greatest entry of the batch, and those that most often had

@@ -232,7 +232,8 @@ class ForwardWrapper:
     ) -> Any:
         before = RandomState(self._parameter_device)
         # Not for the whole run: an error in the loop would leave dropout off.
-        with self._recorded(tensors) as rows, place_trial.without_dropout:
+        recorded = self._recorded(tensors, only_dtypes=True)
+        with recorded as rows, place_trial.without_dropout:
             outputs = self._eagerly(module, self._autocast_dtype(), args, kwargs)
         is_random = not RandomState(self._parameter_device).equals(before)
         place_trial.forward(rows.dtypes, is_random=is_random)
@@ -356,10 +357,12 @@ class ForwardWrapper:
         return rows
 
     @contextlib.contextmanager
-    def _recorded(self, tensors: list[Tensor], *, compares: bool = False) -> Iterator[ForwardRows]:
+    def _recorded(
+        self, tensors: list[Tensor], *, compares: bool = False, only_dtypes: bool = False
+    ) -> Iterator[ForwardRows]:
         """The rows of the forward inside the block."""
         forward = self._backward.forward
-        rows = ForwardRows(compares=compares, units=forward.units)
+        rows = ForwardRows(compares=compares, only_dtypes=only_dtypes, units=forward.units)
         forward.record(rows)
         try:
             yield rows

@@ -71,6 +71,16 @@ def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
     return sums
 
 
+def greatest(x: Tensor) -> Tensor:
+    """`[B]`: the greatest absolute value of each row of x `[B, ...]`, NaN where it has a NaN."""
+    rows = x.detach().reshape(len(x), x.shape[1:].numel())
+    if not rows.numel():
+        return rows.abs().sum(1)
+    # Faster than a norm on CPUs, some rows at a time for its copy.
+    parts = rows.split(max(1, _AT_ONCE.get(x.device.type, 1 << 22) // rows.shape[1]))
+    return torch.cat([part.abs().amax(1) for part in parts])
+
+
 def differing(one: Tensor, two: Tensor, tolerance: float) -> Tensor:
     """`[B]`, bool: rows whose summaries differ.
 
