@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dpflash.verification import digests
-from dpflash.verification.digests import differing, row_digests, row_summaries
+from dpflash.verification.digests import differing, greatest, row_digests, row_summaries
 
 DTYPES = [
     torch.float32,
@@ -93,3 +93,19 @@ def test_where_a_device_does_not_repeat_itself_rounding_is_allowed_and_more_is_n
 def test_summaries_of_other_shapes_differ_in_all_rows():
     one, two = row_summaries(torch.ones(3, 2)), row_summaries(torch.ones(2, 2))
     assert differing(one, two, 1.0).tolist() == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_greatest_entries_show_nan_and_infinity(dtype):
+    x = torch.arange(-12.0, 12.0).view(4, 2, 3).to(dtype)
+    x[1, 0, 1], x[2, 1, 2] = float("nan"), -float("inf")
+    found = greatest(x)
+    assert found[[0, 3]].tolist() == [12.0, 11.0]
+    assert found[1].isnan() and found[2] == float("inf")
+    assert greatest(x[:, :, :0]).tolist() == [0.0] * 4
+    assert greatest(x[:0]).tolist() == []
+
+
+def test_greatest_entries_of_long_rows_are_taken_some_rows_at_a_time():
+    x = torch.randn(5, 3 * digests._AT_ONCE["cpu"] // 4)
+    assert torch.equal(greatest(x), torch.linalg.vector_norm(x, torch.inf, 1))
