@@ -195,9 +195,12 @@ def build(
         )
         trial = Trial(sandbox, schedule)
         # Ranks of a context have the losses of their own tokens, which are others elsewhere.
-        if privacy.loss_reduction is None and (plan.packing is None or ranks.context is None):
+        if plan.packing is None or ranks.context is None:
             place_trial = PlaceTrial(
-                sandbox, has_ranks=ranks.everyone is not None, devices=_devices_of(module)
+                sandbox,
+                has_ranks=ranks.everyone is not None,
+                devices=_devices_of(module),
+                loss_reduction=privacy.loss_reduction,
             )
         if privacy.example is not None:
             example = ExampleTrial(privacy.example, sandbox)

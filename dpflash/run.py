@@ -272,7 +272,10 @@ class PrivateRun:
         trial, place_trial = self.trial, self.place_trial
         if place_trial is not None and place_trial.is_running:
             self.step.begin_trial()
-            place_trial.take(losses)
+            if losses.ndim:
+                place_trial.take(losses)
+            else:
+                place_trial.take_scalar(losses)
             self._refuse_tried(None)  # A rank that has ended is noticed before the next forward.
             return True
         if self.backward.record(losses):

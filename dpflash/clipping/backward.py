@@ -297,6 +297,8 @@ class PrivateBackward:
             batch, units = self.step.tracker.place(), self.forward.units
             leading = (self.forward.state.batch_size,) if units is None else units.shape
             refusal = self._refusal(losses, batch or self.forward.number, leading)
+            if losses is None and refusal is None and self.place_trial is not None:
+                refusal = self._of_places(self.place_trial)
             refuse_together(refusal, group, "engine.backward")
         is_new = self.trial is not None and self.trial.has_new_path()
         if not self.step.sums.is_sharded and ranks.data is not None:
@@ -322,6 +324,13 @@ class PrivateBackward:
         if group is not ranks.context:
             agree(operation, samples, ranks.context)
         return any(row[0] for row in rows), any(row[1] for row in rows)
+
+    def _of_places(self, place_trial: PlaceTrial) -> str | None:
+        """Why a backward that the loop calls is refused for its places."""
+        if place_trial.refused is not None and self.trial is not None:
+            # A loop that catches the error meets it again.
+            self.trial.restart(place_trial.refused)
+        return place_trial.refused
 
     def try_next(self) -> None:
         """Try the next microbatches, as all ranks do."""
@@ -381,6 +390,8 @@ class PrivateBackward:
         """The model's outputs, wrapped for the proof where the loss may be a scalar."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
+        if self.place_trial is not None and self.place_trial.is_running:
+            return self.place_trial.ends_at(outputs, size)
         return self.proof.cross(outputs, size, self, is_altered=self.recording is not None)
 
     def _wants_proof(self, size: int | None) -> bool:

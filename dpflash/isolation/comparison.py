@@ -124,7 +124,9 @@ def _first_difference(
     return None
 
 
-def changed_losses(before: Tensor, now: Tensor, *, eps: float | None = None) -> Tensor:
+def changed_losses(
+    before: Tensor, now: Tensor, *, eps: float | None = None, sizes: Tensor | None = None
+) -> Tensor:
     """`[U]`, bool, on the CPU: samples whose losses `[U]` differ.
 
     They must be equal bit for bit where a deterministic device repeats a computation. Elsewhere
@@ -134,13 +136,14 @@ def changed_losses(before: Tensor, now: Tensor, *, eps: float | None = None) -> 
         before, now: of two runs.
         eps: that of the coarsest dtype of a computation in which rounding differs; None where it
             is repeated.
+        sizes: `[U]`, what differences are relative to; None for the losses.
     """
     now = now.detach()
     apart, both = (before - now).abs(), before.isfinite() & now.isfinite()
     if eps is None and is_deterministic(now.device):
         allowed = torch.zeros_like(apart)
     else:
-        sizes = torch.maximum(before.abs(), now.abs())
+        sizes = torch.maximum(before.abs(), now.abs()) if sizes is None else sizes
         least = float(sizes[both].mean()) if bool(both.any()) else 0.0
         allowed = (eps or torch.finfo(now.dtype).eps) ** (2 / 3) * sizes.clamp(min=least)
     same = both & (apart <= allowed) | ~(before.isfinite() | now.isfinite())

@@ -25,6 +25,7 @@ from .copies import copied
 from .dropout import WithoutDropout
 from .rows import exchanged, mask_sums, rows_of
 from .sandbox import Sandbox
+from .scalar_losses import ScalarLosses
 
 
 class Kind(NamedTuple):
@@ -96,6 +97,7 @@ class PlaceTrial:
         sandbox: of model and loop.
         has_ranks: whether there are other ranks, which must run as many microbatches.
         devices: the model's devices other than the CPU.
+        loss_reduction: the declared one, or None.
 
     Attributes:
         is_running: whether one of the runs is under way.
@@ -106,7 +108,12 @@ class PlaceTrial:
     """
 
     def __init__(
-        self, sandbox: Sandbox, *, has_ranks: bool, devices: Collection[torch.device]
+        self,
+        sandbox: Sandbox,
+        *,
+        has_ranks: bool,
+        devices: Collection[torch.device],
+        loss_reduction: str | None = None,
     ) -> None:
         self.is_running = self.waits = False
         self.compared: set[Kind] = set()
@@ -116,6 +123,7 @@ class PlaceTrial:
         self._places: list[Place] = []
         self._turn = 0
         self._losses: list[Tensor] = []
+        self._declared, self._scalar = loss_reduction, ScalarLosses("")
         self._dtypes: set[torch.dtype] = set()
         self._words = 0
         self._is_random = self._is_by_sample = False
@@ -165,7 +173,7 @@ class PlaceTrial:
         self._losses, self._is_random = [], False
         self.without_dropout, self._is_by_sample = WithoutDropout(), False
         yield from (place.batch for place in places)
-        if self._has_ranks or self.without_dropout.seen or self._is_by_sample:
+        if self._has_ranks or self.without_dropout.seen or self._is_by_sample or self._declared:
             yield copied(batch)
         else:
             self.waits = len(self._losses) == len(places)
@@ -174,6 +182,7 @@ class PlaceTrial:
         """A run begins."""
         self._sandbox.enter()
         self.is_running = True
+        self._scalar = ScalarLosses(self._declared or "")
 
     def start(self) -> None:
         """The loop gets the microbatch now, with its generators seeded."""
@@ -194,6 +203,15 @@ class PlaceTrial:
         self._dtypes |= dtypes
         self._is_random |= is_random
 
+    def ends_at(self, outputs: Any, size: int) -> Any:
+        """The model's outputs, at which backwards of a scalar loss end; see `ScalarLosses`."""
+        return self._scalar.ends_at(outputs, size)
+
+    def take_scalar(self, loss: Tensor) -> None:
+        """A scalar loss of a run, of which the loop has not called the backward."""
+        if self._scalar.outputs and loss.requires_grad:
+            torch.autograd.grad(loss, self._scalar.outputs, allow_unused=True)
+
     def end(self, *, loop: bool = True) -> None:
         """A run is over; restores model and loop."""
         if not self.is_running:
@@ -205,15 +223,21 @@ class PlaceTrial:
             same = torch.equal(self._expected.get_state(), torch.get_rng_state())
             self._is_random |= not same or self._others != self._other_states()
         self._sandbox.leave(loop=loop)
+        if loop and self._scalar.losses is not None:
+            self._dtypes |= self._scalar.dtypes
+            self.take(self._scalar.losses, self._scalar.sizes)
 
     def _other_states(self) -> tuple[Any, ...]:
         own = [generator.get_state().numpy().tobytes() for generator in self._generators]
         return random.getstate(), repr(np.random.get_state(legacy=False)), *own
 
-    def take(self, losses: Tensor) -> None:
+    def take(self, losses: Tensor, sizes: Tensor | None = None) -> None:
         """Losses `[U]` of a run, or of the microbatch itself where it `waits`.
 
         The last ones are compared with those of the other runs; see `refused`.
+
+        Args:
+            sizes: see `changed_losses`.
         """
         self._losses.append(losses.detach().clone())
         if len(self._losses) <= len(self._places):
@@ -228,7 +252,7 @@ class PlaceTrial:
         # A loop that catches the error meets it again.
         self.refused = None
         for found, place in zip(before, self._places, strict=True):
-            if bool((changed_losses(found, now, eps=eps) & place.kept).any()):
+            if bool((changed_losses(found, now, eps=eps, sizes=sizes) & place.kept).any()):
                 self.refused = place.kind.refusal
                 break
             self.compared.add(place.kind)
