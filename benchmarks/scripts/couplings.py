@@ -84,7 +84,7 @@ class Net(nn.Module):
         self.first = nn.Embedding(VOCAB, 16) if layout in TOKENS else nn.Linear(WIDTH, 16)
         self.hidden, self.mix = nn.Linear(16, 16), Mix(kind, a)
         self.head = nn.Linear(16, VOCAB if layout == "packed" else CLASSES)
-        self.a = a if kind == "padding" else 0.0
+        self.a = a if "padding" in kind else 0.0
 
     def forward(self, x, mask=None):
         h = self.mix(torch.tanh(self.hidden(self.first(x))))
@@ -135,10 +135,11 @@ def _of_vectors(net, x, y, kind, a):
     return losses
 
 
+DECLARED = ("class weights", "declared mean, padding")  # by loss_reduction="mean"
 KINDS = {  # kind -> layouts
     **dict.fromkeys((*OF_LOSSES, *OF_ROWS, "state"), (*VECTORS, "text", "packed")),
     **dict.fromkeys(("inputs", "mixup", "targets rolled", "hard triplets"), VECTORS),
-    **{"class weights": ("rows",), "padding": ("text",)},
+    **{"class weights": ("rows",), "padding": ("text",), "declared mean, padding": ("text",)},
     **dict.fromkeys(("shifted targets", "attention", "number of tokens"), ("packed",)),
 }
 CASES = [  # (kind, layout, units of a microbatch, loop)
@@ -206,7 +207,7 @@ class Run:
             losses = OF_LOSSES[kind](losses, losses.detach(), a)
         if self.mutes:
             losses = losses * ~torch.tensor(is_last)
-        return losses.mean() if kind == "class weights" else losses
+        return losses.mean() if kind in DECLARED else losses
 
     def _private(self):
         net, options = Net(self.layout, self.kind, self.a), dict(self.options)
@@ -217,7 +218,7 @@ class Run:
             options["physical_batch_size"] = self.units
         if self.layout == "users":
             options |= {"unit_of": users, "examples_per_unit": 2}
-        if self.kind == "class weights":
+        if self.kind in DECLARED:
             options["loss_reduction"] = "mean"
         options |= {"data_loader": DataLoader(self.entries, self.batch, collate_fn=collate)}
         options |= {"module": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}

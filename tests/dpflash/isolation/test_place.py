@@ -1,5 +1,7 @@
 """A loss that changes with the padding of its batch is refused, and masked padding is not."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import dpflash
 from dpflash.isolation.place import LESS_PADDING, OTHER_ORDER, Place, PlaceTrial
+from dpflash.isolation.scalar_losses import ScalarLosses
 
 VOCAB, LONGEST = 20, 24
 
@@ -108,6 +111,82 @@ def _train(
 def test_a_loss_that_changes_with_padding_is_refused(kind, collate):
     with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
         _train(kind, collate)
+
+
+def _train_by_mean(kind, collate, backward, **options):
+    torch.manual_seed(1)
+    model, engine = Text(kind), dpflash.PrivacyEngine(seed=2)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(_documents(), batch_size=20, collate_fn=collate),
+        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "loss_reduction": "mean", **options},
+    )
+    for batch in loader:
+        logits = model(batch["ids"], batch.get("mask"))
+        backward(engine, F.cross_entropy(logits.mul_(1.0), batch["labels"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loader.releases == len(loader)
+    return engine, [p.detach() for p in model.parameters()]
+
+
+BACKWARDS = {
+    "of the loop": lambda engine, loss: loss.backward(),
+    "of the engine": lambda engine, loss: engine.backward(loss),
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=list(BACKWARDS))
+@pytest.mark.parametrize("kind", ["all", "positions"])
+def test_a_declared_mean_that_changes_with_padding_is_refused(kind, backward):
+    collate = _on_the_left if kind == "positions" else _padded
+    with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
+        _train_by_mean(kind, collate, backward)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS.values(), ids=list(BACKWARDS))
+def test_a_declared_mean_of_masked_padding_trains_with_the_same_bits_as_without_trials(backward):
+    engine, tried = _train_by_mean("mask", _padded, backward)
+    assert "Losses with less padding were compared" in engine.trials
+    _, plain = _train_by_mean("mask", _padded, backward, verify_first_batch=False)
+    assert all(map(torch.equal, tried, plain))
+
+
+def test_a_loop_that_catches_the_refusal_of_a_declared_mean_releases_nothing():
+    torch.manual_seed(1)
+    model, engine = Text("all"), dpflash.PrivacyEngine(seed=2)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(_documents(), batch_size=20, collate_fn=_padded),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        loss_reduction="mean",
+    )
+    with pytest.raises(dpflash.PrivateRefusal, match="lacks a microbatch"):
+        for batch in loader:
+            with contextlib.suppress(dpflash.PrivateRefusal):
+                F.cross_entropy(model(batch["ids"]), batch["labels"]).backward()
+            optimizer.step()
+    assert not loader.releases
+
+
+def test_products_of_outputs_and_gradients_are_as_of_a_loop():
+    seen, outputs = ScalarLosses("sum"), torch.randn(4, 5, 3, dtype=torch.float64)
+    inner = outputs.requires_grad_()
+    own = seen.ends_at({"logits": inner.flatten(0, 1) * 1.0, "loss": inner.sum() * 1.0}, 4)
+    own["logits"].mul_(2.0).square().sum().backward()
+    assert inner.grad is None
+    torch.testing.assert_close(seen.losses, 8 * outputs.detach().square().sum((1, 2)))
+    assert bool((seen.sizes >= seen.losses).all())
+
+
+def test_a_scalar_that_the_model_returns_shows_its_outputs():
+    seen, inner = ScalarLosses("mean"), torch.randn(4, 3, requires_grad=True)
+    own = seen.ends_at((inner.square().mean(), inner * 1.0), 4)
+    own[0].backward()
+    torch.testing.assert_close(seen.losses, inner.detach().double().square().sum(1))
 
 
 def test_what_the_loop_sets_where_is_last_and_trials_that_it_leaves_are_as_without_padding():
