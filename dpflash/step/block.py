@@ -173,7 +173,7 @@ class Allocation(Block):
         if self.is_paid and noise_multiplier < self._noise:
             raise ValueError(
                 f"noise_multiplier={noise_multiplier!r} in an epoch of random allocation that was "
-                f"charged with {self._noise!r}: no epsilon is known for less in some of its steps, "
+                f"charged with {self._noise!r}: no epsilon is known for less in a part of it, "
                 "so nothing was released; set it back until the epoch ends, or pass "
                 "sampling='poisson'"
             )
