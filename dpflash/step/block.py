@@ -141,7 +141,7 @@ class Allocation(Block):
     def __init__(self, steps: int, keys: RunKeys, tracker: BatchTracker):
         super().__init__(None, keys, tracker)
         self._steps = steps
-        self._noise = 0.0
+        self._least = 0.0
 
     @property
     def is_paid(self) -> bool:
@@ -170,10 +170,11 @@ class Allocation(Block):
         Raises:
             ValueError: naming it.
         """
-        if self.is_paid and noise_multiplier < self._noise:
+        least = self._least
+        if self.is_paid and noise_multiplier < least:
             raise ValueError(
                 f"noise_multiplier={noise_multiplier!r} in an epoch of random allocation that was "
-                f"charged with {self._noise!r}: no epsilon is known for less in a part of it, "
+                f"charged with {least!r}: no epsilon is known for less in a part of it, "
                 "so nothing was released; set it back until the epoch ends, or pass "
                 "sampling='poisson'"
             )
@@ -181,7 +182,7 @@ class Allocation(Block):
     def begin(self, bound: float, noise_multiplier: float) -> int:
         """A release begins that is paid for; of a draw, it is its epoch."""
         if self._tracker.current is not None and not self.is_paid:
-            self._last, self._noise = self._epoch, noise_multiplier
+            self._last, self._least = self._epoch, noise_multiplier
         return 0
 
     def complete(self) -> None:
@@ -191,14 +192,14 @@ class Allocation(Block):
         """See `Block.state_dict`."""
         if self._keys.seed is None or self._last is None:
             return None
-        return {"last": list(self._last), "noise_multiplier": self._noise}
+        return {"last": list(self._last), "noise_multiplier": self._least}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on in the epoch of a checkpoint, if the keys are the same."""
         self._last = None
         if state is not None:
             stream, returns, epoch = state["last"]
-            self._last, self._noise = (stream, returns, epoch), state["noise_multiplier"]
+            self._last, self._least = (stream, returns, epoch), state["noise_multiplier"]
 
 
 def refuse_large(noise_multiplier: float, scale: float) -> None:
