@@ -182,6 +182,50 @@ def test_a_loop_that_leaves_an_epoch_goes_on_in_it(allocated):
     assert epochs(run) == 2
 
 
+def test_draws_that_workers_fetched_ahead_are_lost_in_their_epoch(allocated):
+    budget = PrivacyBudget(epsilon(2) * (1 + 1e-9), DELTA, when_spent="stop")
+    engine, made, optimizer, loader = run = allocated(workers=1, budget=budget)
+    draws = []
+    for _ in range(20):
+        for (x,) in loader:
+            engine.backward(losses_of(made, x))
+            draws.append(loader._mark.draw)
+            optimizer.step()
+            if loader.is_last:
+                break
+    used = sorted(set(draws))
+    assert len(used) == loader.releases < 2 * STEPS and used[-1] < 2 * STEPS
+    assert epochs(run) == len({draw // STEPS for draw in used}) == 2
+
+
+def test_with_trials_pairs_are_in_one_draw_of_an_epoch():
+    x, own, engine = (
+        torch.randn(SAMPLES, 2, 3),
+        nn.Sequential(nn.Linear(3, 2)),
+        dpflash.PrivacyEngine(seed=0),
+    )
+    x[:, 0, 0] = torch.arange(SAMPLES)
+
+    def collate(pairs):
+        return {"x": torch.stack(pairs, 1).flatten(0, 1)}
+
+    made, optimizer, loader = engine.make_private(
+        module=own,
+        optimizer=torch.optim.SGD(own.parameters(), lr=0.1),
+        data_loader=DataLoader(x, batch_size=BATCH, collate_fn=dpflash.packing.Pairs(collate)),
+        noise_multiplier=NOISE,
+        max_grad_norm=1.0,
+        sampling="random_allocation",
+    )
+    found = []
+    for batch in loader:
+        engine.backward(losses_of(made, dpflash.packing.Pairs.rows(batch)["x"]))
+        found += batch["x"][loader.is_real, 0, 0].tolist()
+        optimizer.step()
+    assert sorted(found) == list(range(SAMPLES))
+    assert epochs((engine,)) == 1 and loader.releases == STEPS
+
+
 def test_a_release_that_was_charged_and_dropped_has_paid_for_its_epoch(allocated, monkeypatch):
     engine, made, optimizer, loader = run = allocated()
 
