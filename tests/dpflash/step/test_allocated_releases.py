@@ -457,3 +457,13 @@ def test_a_checkpoint_of_another_sampler_or_epoch_is_refused(allocated, tmp_path
     for other in ({"sampling": "poisson"}, {"dataset_size": 40}):
         with pytest.raises(ValueError, match="the checkpoint does not fit"):
             allocated(**other)[0].load_checkpoint(tmp_path / "run.pt")
+
+
+def test_a_signalled_batch_without_a_draw_is_no_part_of_a_paid_epoch(allocated):
+    engine, made, optimizer, loader = run = allocated()
+    train(run, 2)
+    size = loader.tracker.emitted[0]
+    optimizer.signal_skip_step(do_skip=False)
+    with pytest.raises(dpflash.PrivateRefusal, match="the batch is not of the private loader"):
+        engine.backward(losses_of(made, data(size)))
+    assert epochs(run) == 1 and loader.releases == 2
