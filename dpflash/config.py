@@ -28,7 +28,7 @@ from .noise import Banded
 from .opacus_calls import known_keywords, refuse_keywords_of
 from .privacy.budget import PrivacyBudget
 from .sampling import SAMPLINGS
-from .sampling.plan import POISSONS
+from .sampling.plan import ALLOCATION, INDEPENDENT
 from .step.block import refuse_large
 
 CLIPPINGS = ("flat", "per_layer")
@@ -36,8 +36,8 @@ CLIP_FUNCTIONS = ("hard", "automatic")
 
 # By the bands of the noise: None for independent noise, 2 for two or more.
 _SAMPLINGS_OF_BANDS = {
-    None: ("poisson", "fixed_size", "shuffled"),
-    1: POISSONS,
+    None: ("poisson", "fixed_size", "shuffled", ALLOCATION),
+    1: INDEPENDENT,
     2: ("cyclic_poisson",),
 }
 
@@ -73,11 +73,13 @@ class PrivacyConfig:
             "per_layer" where `optimize` is "aggressive" and no grad_sample_mode is given.
         clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
         sampling: "poisson", "fixed_size" (each batch is batch_size different samples, drawn anew),
-            "shuffled" (the loader's own epochs) or "cyclic_poisson" (a secret part of the dataset
-            in turn, of as many as noise_mechanism has bands, and Poisson within). Epsilon is that
-            of the sampler: a shuffled epoch costs one Gaussian step, an upper bound without
-            amplification; a round of cyclic draws costs one Poisson step at as many times the
-            rate.
+            "shuffled" (the loader's own epochs), "cyclic_poisson" (a secret part of the dataset
+            in turn, of as many as noise_mechanism has bands, and Poisson within) or
+            "random_allocation" (each sample in exactly one draw of each epoch, at random and in
+            secret). Epsilon is that of the sampler: a shuffled epoch costs one Gaussian step, an
+            upper bound without amplification; a round of cyclic draws costs one Poisson step at
+            as many times the rate; an epoch of random allocation is paid with its first release,
+            and noise_multiplier cannot fall before its end.
         noise_mechanism: `dpflash.noise.Banded(bands=...)`, with sampling="cyclic_poisson", for
             noise that is partly taken back in later releases. noise_multiplier and max_grad_norm
             cannot change during training then. None, or one band, for independent noise.
@@ -92,8 +94,9 @@ class PrivacyConfig:
         dataset_size: a public size of the dataset. Sample rate, steps of an epoch and the divisor
             come from it alone; the number of entries, which is private, may differ and is never
             compared with it. With None the number of entries counts as public, and the relation
-            is "zero_out". Poisson sampling only.
+            is "zero_out". Poisson sampling and random allocation only.
         sample_rate: in place of dataset_size, the rate itself, with steps_per_epoch.
+            Not with random allocation, whose rate is one over the steps of an epoch.
         steps_per_epoch: logical batches of an epoch, with sample_rate.
         unit_of: where a privacy unit, such as a user, has several entries of the dataset: the unit
             of each entry (a list or an array), or a function from an entry to its unit. With
@@ -245,7 +248,7 @@ class PrivacyConfig:
             if self.sampling != "poisson":
                 why = (
                     "for which no epsilon of draws that are cut is known"
-                    if self.sampling in POISSONS
+                    if self.sampling in INDEPENDENT
                     else "whose batches are never larger than batch_size"
                 )
                 raise ValueError(
@@ -360,10 +363,15 @@ class PrivacyConfig:
         named = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) is not None]
         if not named:
             return
-        if self.sampling not in POISSONS:
+        if self.sampling not in INDEPENDENT:
             raise ValueError(
                 f"{named[0]} with sampling={self.sampling!r}, whose neighboring relation takes "
                 "the size of the dataset for public; leave it out, or use sampling='poisson'"
+            )
+        if self.sampling == ALLOCATION and self.dataset_size is None:
+            raise ValueError(
+                f"{named[0]} with sampling={self.sampling!r}, whose rate is one over the steps of "
+                "an epoch; pass dataset_size, or leave it out"
             )
         if (self.sample_rate is None) != (self.steps_per_epoch is None):
             raise ValueError(

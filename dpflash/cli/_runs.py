@@ -16,6 +16,7 @@ from dpflash.accounting import (
     Event,
     FixedSizeGaussian,
     PoissonGaussian,
+    RandomAllocationGaussian,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
     UnitPoissonGaussian,
@@ -28,7 +29,7 @@ from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, convert_event
 from ._parser import add_options
 
 POISSON, FIXED_SIZE, SHUFFLED = "poisson", "fixed_size", "shuffled"
-TRUNCATED_POISSON = "truncated_poisson"
+TRUNCATED_POISSON, ALLOCATION = "truncated_poisson", "random_allocation"
 
 # Sampler -> the arguments that it uses, besides the noise.
 _USES = {
@@ -36,12 +37,14 @@ _USES = {
     FIXED_SIZE: ("batch_size", "num_samples", "steps"),
     SHUFFLED: ("epochs",),
     TRUNCATED_POISSON: ("sample_rate", "batch_size", "num_samples", "max_batch_size", "steps"),
+    ALLOCATION: ("batch_size", "num_samples", "epochs"),
 }
 _EVENTS: dict[str, Any] = {
     POISSON: PoissonGaussian,
     FIXED_SIZE: FixedSizeGaussian,
     SHUFFLED: ShuffledGaussian,
     TRUNCATED_POISSON: TruncatedPoissonGaussian,
+    ALLOCATION: RandomAllocationGaussian,
 }
 # What to do with an argument that a sampler does not use.
 _INSTEAD = {
@@ -56,8 +59,9 @@ _OPTIONS = {
     "--delta D": DELTA,
     "--sampler SAMPLER": "how batches are sampled: poisson (default; each sample enters each "
     "batch independently), fixed_size (a random subset of --batch-size samples for each step), "
-    "shuffled (epochs of disjoint batches, no amplification) or truncated_poisson (poisson, "
-    "truncated to --max-batch-size)",
+    "shuffled (epochs of disjoint batches, no amplification), truncated_poisson (poisson, "
+    "truncated to --max-batch-size) or random_allocation (each sample is in one batch of each "
+    "epoch, at random)",
     "--sample-rate Q": "probability that a sample is in a batch: expected batch size / data set "
     "size; or pass these two as --batch-size and --num-samples",
     "--batch-size B": "(expected) number of samples per batch",
@@ -66,9 +70,10 @@ _OPTIONS = {
     "--examples-per-unit K": "maximum number of samples of one user, or of another unit, all of "
     "which epsilon then protects together; each sample is drawn and clipped on its own; only with "
     "--sampler poisson (default: each sample is a unit)",
-    "--steps N": "number of optimizer steps; with --sampler shuffled pass --epochs instead",
-    "--epochs N": "number of epochs of a shuffled loader; each costs one full step, however many "
-    "batches it has; only with --sampler shuffled",
+    "--steps N": "number of optimizer steps; with --sampler shuffled or random_allocation pass "
+    "--epochs instead",
+    "--epochs N": "number of epochs of a shuffled loader, each of which costs one full step, "
+    "however many batches it has, or of random_allocation",
     "--neighboring-relation RELATION": "which data sets are neighbors: add_remove (one sample "
     "more or less), zero_out (one replaced by nothing) or replace_one (one replaced by any "
     "other); default: add_remove for poisson and truncated_poisson, zero_out for shuffled, "
@@ -85,7 +90,7 @@ class Run:
 
     sampler: str
     neighboring_relation: str
-    count: int | None  # number of steps, or of epochs of a shuffled loader
+    count: int | None  # number of steps, or of epochs
     sample_rate: float | None
     batch_size: int | None
     num_samples: int | None
@@ -93,14 +98,20 @@ class Run:
     examples_per_unit: int | None  # the most samples of one unit; None if each sample is a unit
 
     @property
-    def is_shuffled(self) -> bool:
+    def counts_epochs(self) -> bool:
         """Whether `count` is a number of epochs instead of steps."""
-        return self.sampler == SHUFFLED
+        return "epochs" in _USES[self.sampler]
 
     @property
     def lacks_rate(self) -> bool:
         """Whether the sample rate is unknown and the sampler needs one."""
-        return self.sample_rate is None and not self.is_shuffled
+        return self.sample_rate is None and self.sampler != SHUFFLED
+
+    @property
+    def steps(self) -> int:
+        """Steps of an epoch of random allocation."""
+        assert self.batch_size is not None and self.num_samples is not None
+        return -(-self.num_samples // self.batch_size)
 
     def event(self, noise_multiplier: float) -> Event:
         """The event of one step, or of one epoch of a shuffled loader, with this noise."""
@@ -115,7 +126,7 @@ class Run:
 
     def epoch(self) -> int:
         """Expected number of events in one epoch."""
-        if self.is_shuffled:
+        if self.counts_epochs:
             return 1
         assert self.sample_rate is not None
         return epochs_to_steps(epochs=1, sample_rate=self.sample_rate)
@@ -154,14 +165,14 @@ def run_of(args: argparse.Namespace) -> Run:
     run = Run(
         sampler=args.sampler,
         neighboring_relation=args.neighboring_relation or _EVENTS[args.sampler].relation,
-        count=args.epochs if args.sampler == SHUFFLED else args.steps,
+        count=args.epochs if "epochs" in _USES[args.sampler] else args.steps,
         sample_rate=_sample_rate(args),
         **{name: getattr(args, name) for name in COUNTS[:4]},
     )
     if run.lacks_rate and run.sampler != POISSON:
         raise ValueError(
             f"batch_size=None: the {run.sampler} sampler needs it; pass --batch-size B"
-            + ("" if run.sampler == FIXED_SIZE else ", or --sample-rate Q")
+            + (", or --sample-rate Q" if run.sampler == TRUNCATED_POISSON else "")
         )
     # Create an event, so that invalid values raise before a search starts.
     (replace(run, sample_rate=1.0) if run.lacks_rate else run).event(1.0)
@@ -181,7 +192,7 @@ def _refuse_unused(args: argparse.Namespace) -> None:
             rate = _sample_rate(args)
             steps = "" if not rate else f" {epochs_to_steps(epochs=value, sample_rate=rate)}"
             instead = f"pass --steps{steps}"
-        elif name == "sample_rate" and args.sampler == FIXED_SIZE:
+        elif name == "sample_rate" and args.sampler in (FIXED_SIZE, ALLOCATION):
             instead = "pass --batch-size and --num-samples"
         raise ValueError(
             f"{name}={value!r}: the {args.sampler} sampler does not use it; {instead}"
@@ -198,7 +209,7 @@ def _sample_rate(args: argparse.Namespace) -> float | None:
                 f"sample_rate={rate!r}, batch_size={batch_size!r}: expected one of them; drop "
                 "--sample-rate or --batch-size"
             )
-    is_counted = args.sampler in (FIXED_SIZE, TRUNCATED_POISSON)
+    is_counted = args.sampler in (FIXED_SIZE, TRUNCATED_POISSON, ALLOCATION)
     if args.sampler == TRUNCATED_POISSON and args.max_batch_size is None:
         raise ValueError(
             "max_batch_size=None: the truncated_poisson sampler needs it; pass --max-batch-size K"
@@ -227,6 +238,8 @@ def _sample_rate(args: argparse.Namespace) -> float | None:
             f"batch_size={batch_size!r}: expected at most num_samples={num_samples!r}; pass a "
             "smaller batch"
         )
+    if args.sampler == ALLOCATION:
+        return 1 / -(-num_samples // batch_size)
     return float(batch_size / num_samples)
 
 

@@ -39,7 +39,7 @@ _MAX_POINTS = 200
 _OPTIONS = {
     "--delta D": DELTA,
     "--epsilon E": "privacy budget; report how many more steps of the last kind (epochs of a "
-    "shuffled loader, rounds of cyclic draws) it allows",
+    "shuffled loader or of random allocation, rounds of cyclic draws) it allows",
     "--accountant NAME": f"name of the accountant (default: {DEFAULT_ACCOUNTANT})",
 }
 
@@ -161,7 +161,7 @@ def _tables(report: dict[str, Any], accountant: Accountant) -> str:
     if lower is not None:
         summary.append(("epsilon (lower bound)", rounded_down(lower)))
     if remaining is not None:
-        names = {"shuffled": "epochs", "cyclic_poisson": "rounds"}
+        names = {"shuffled": "epochs", "random_allocation": "epochs", "cyclic_poisson": "rounds"}
         name = names.get(report["runs"][-1]["sampler"], "steps")
         summary.append((f"remaining {name}", str(remaining)))
     header = list(_COLUMNS.values())

@@ -13,7 +13,7 @@ from dpflash.accounting import Accountant, get_sample_rate, noise_multiplier_for
 
 from ._figures import check_plot, draw, epsilon_curve, save, tradeoff_of
 from ._parser import add_options
-from ._runs import COUNTS, POISSON, Run, accounting, add_run_arguments, run_of
+from ._runs import ALLOCATION, COUNTS, POISSON, Run, accounting, add_run_arguments, run_of
 from ._tables import (
     add_output_arguments,
     as_json,
@@ -99,7 +99,7 @@ def _run_calibrate(args: argparse.Namespace) -> int:
 
 def _check_one_unknown(args: argparse.Namespace, run: Run) -> None:
     known = {"noise_multiplier": args.noise_multiplier, _count_name(run): run.count}
-    if not run.is_shuffled:
+    if not run.counts_epochs:
         known["sample_rate"] = run.sample_rate
     unknown = [name for name, value in known.items() if value is None]
     if len(unknown) == 1:
@@ -113,7 +113,7 @@ def _check_one_unknown(args: argparse.Namespace, run: Run) -> None:
 
 
 def _count_name(run: Run) -> str:
-    return "epochs" if run.is_shuffled else "steps"
+    return "epochs" if run.counts_epochs else "steps"
 
 
 def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
@@ -135,7 +135,7 @@ def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
     if count == 0:
         raise ValueError(
             f"target_epsilon={args.target_epsilon!r}: not even one "
-            f"{'epoch' if run.is_shuffled else 'step'} fits into it at delta="
+            f"{'epoch' if run.counts_epochs else 'step'} fits into it at delta="
             f"{args.delta!r}, noise_multiplier={args.noise_multiplier!r}; raise one of them"
         )
     return replace(run, count=count), args.noise_multiplier
@@ -205,8 +205,8 @@ def _report(
         "advantage": None if is_slow else accountant.get_advantage(),
         "noise_multiplier": noise_multiplier,
         **{name: getattr(run, name) for name in ("sample_rate", *COUNTS[:4])},
-        "steps": None if run.is_shuffled else run.count,
-        "epochs": run.count if run.is_shuffled else None,
+        "steps": None if run.counts_epochs else run.count,
+        "epochs": run.count if run.counts_epochs else None,
         "accountant": accountant.mechanism(),
         "is_bound": accountant.is_bound,
         "sampler": run.sampler,
@@ -254,12 +254,12 @@ def _figure(
     event, count = run.event(noise_multiplier), run.count
     assert count is not None
     curves = [epsilon_curve(args.accountant, event, count, args.delta)]
-    if args.accountant != "rdp":
+    if args.accountant != "rdp" and run.sampler != ALLOCATION:
         curves.append(epsilon_curve("rdp", event, count, args.delta, is_thin=True))
     return draw(
         curves,
         tradeoff_of(accountant),
         delta=args.delta,
-        unit="epoch" if run.is_shuffled else "step",
+        unit="epoch" if run.counts_epochs else "step",
         target_epsilon=getattr(args, "target_epsilon", None),
     )

@@ -15,6 +15,7 @@ from dpflash.accounting import (
     CyclicPoissonGaussian,
     Event,
     Gaussian,
+    RandomAllocationGaussian,
     ShuffledGaussian,
     event_from_dict,
 )
@@ -330,8 +331,9 @@ def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
     if line.event is None:
         if own is None or own.steps < line.steps:
             raise ValueError(
-                "event=null is for the later steps of a shuffled epoch, or of a round of cyclic "
-                "draws, but no earlier line of the same run covers its epoch or round"
+                "event=null is for the later steps of an epoch (shuffled, or of random "
+                "allocation), or of a round of cyclic draws, but no earlier line of the same run "
+                "covers its epoch or round"
             )
         return own._replace(steps=own.steps - line.steps)
     if isinstance(line.event, ShuffledGaussian):
@@ -339,6 +341,8 @@ def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
     if isinstance(line.event, CyclicPoissonGaussian):
         # A run that is resumed with a seed goes on in its round.
         return _Cover(line.run, None, line.event.bands - 1)
+    if isinstance(line.event, RandomAllocationGaussian):
+        return _Cover(line.run, None, line.event.steps - 1)
     # A step on a batch of unknown origin may come between the steps of an epoch.
     return own if type(line.event) is Gaussian else None
 

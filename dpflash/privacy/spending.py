@@ -17,6 +17,7 @@ from dpflash.accounting import (
     Gaussian,
     Interval,
     PoissonGaussian,
+    RandomAllocationGaussian,
     create_accountant,
     noise_multiplier_for,
     remaining_steps,
@@ -258,6 +259,8 @@ class Spending:
         other entries could read from it whose the last one is.
         """
         self.check(event)
+        if self.is_ours and isinstance(event, RandomAllocationGaussian):
+            self._after(event, 0.5)  # refuses accountants that have no bound for it
         if self.ledger is not None and is_unnamed(unit):
             raise ValueError(
                 f"unit_name=None with unit_of and ledger={str(self.ledger.path)!r}, whose lines "
@@ -439,6 +442,7 @@ class Spending:
         limit, delta = self.budget.epsilon, self.budget.delta
         spent, after = self.epsilon(delta).upper, self._after(event, delta)
         names = {"shuffled": "epoch", "none": "step on a batch of unknown origin"}
+        names["random_allocation"] = "epoch of random allocation"
         name = names.get(event.sampler, f"{event.sampler} step")
         if after == math.inf and event.failure() > 0:
             return (
@@ -486,7 +490,8 @@ def convert_event(event: Event, relation: str) -> Event:
             "has no guarantee for it, since one more sample could change all others; use "
             f"{ZERO_OUT!r}"
         )
-    if isinstance(event, PoissonGaussian) and (event.relation, relation) == (ZERO_OUT, ADD_REMOVE):
+    takes_size = isinstance(event, PoissonGaussian | RandomAllocationGaussian)
+    if takes_size and (event.relation, relation) == (ZERO_OUT, ADD_REMOVE):
         raise ValueError(
             f"neighboring_relation={relation!r}: the {event.sampler} sampler took the size of the "
             "dataset as public, and its sample rate changes with one more sample; pass "

@@ -9,7 +9,12 @@ if TYPE_CHECKING:
     from .loader import PrivateDataLoader
     from .logical import LogicalBatch, LogicalBatches
     from .plan import SAMPLINGS, SamplingPlan, check_loader
-    from .samplers import CyclicPoissonBatchSampler, FixedSizeBatchSampler, PoissonBatchSampler
+    from .samplers import (
+        CyclicPoissonBatchSampler,
+        FixedSizeBatchSampler,
+        PoissonBatchSampler,
+        RandomAllocationBatchSampler,
+    )
     from .tracker import BatchMark, BatchTracker
 
 __all__ = [
@@ -23,6 +28,7 @@ __all__ = [
     "PadTo",
     "PoissonBatchSampler",
     "PrivateDataLoader",
+    "RandomAllocationBatchSampler",
     "SamplingPlan",
     "check_loader",
 ]
@@ -32,7 +38,11 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("SAMPLINGS", "SamplingPlan", "check_loader"), "plan"),
     **dict.fromkeys(
-        ("CyclicPoissonBatchSampler", "FixedSizeBatchSampler", "PoissonBatchSampler"), "samplers"
+        (
+            *("CyclicPoissonBatchSampler", "FixedSizeBatchSampler", "PoissonBatchSampler"),
+            "RandomAllocationBatchSampler",
+        ),
+        "samplers",
     ),
     **dict.fromkeys(("LogicalBatch", "LogicalBatches"), "logical"),
     **dict.fromkeys(("BatchMark", "BatchTracker"), "tracker"),

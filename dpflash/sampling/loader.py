@@ -40,13 +40,14 @@ from .lengths import Lengths, PadTo
 from .origins import FixedEntries
 from .other_steps import refusing_counted_steps
 from .packed import DocumentsOf, PackedCollate, PackedSampler
-from .plan import POISSONS, SamplingPlan
+from .plan import INDEPENDENT, SamplingPlan
 from .prepared import Prepared
 from .samplers import (
     CyclicPoissonBatchSampler,
     DrawSampler,
     FixedSizeBatchSampler,
     PoissonBatchSampler,
+    RandomAllocationBatchSampler,
     ShuffledBatchSampler,
 )
 from .seen_batches import SeenBatches
@@ -148,9 +149,9 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
 
     Attributes:
         plan: how logical batches are drawn and what the release of one costs.
-        sampler_name: "poisson", "truncated_poisson", "cyclic_poisson", "fixed_size", or "shuffled"
-            for epochs without amplification.
-        sample_rate: probability of a sample in a draw (all kinds of "poisson"), else None.
+        sampler_name: "poisson", "truncated_poisson", "cyclic_poisson", "random_allocation",
+            "fixed_size", or "shuffled" for epochs without amplification.
+        sample_rate: probability of a sample in a draw; None for "fixed_size" and "shuffled".
         expected_batch_size: the public divisor of a step.
         steps_per_epoch: logical batches of one epoch.
         dataset_size: the public size; the size of the dataset where none was declared.
@@ -183,8 +184,8 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     ):
         self.plan = plan
         self.dataset_size, self.steps_per_epoch = plan.dataset_size, plan.steps_per_epoch
-        self.expected_batch_size = float(plan.batch_size)
-        self.sample_rate = plan.sample_rate if plan.sampling in POISSONS else None
+        self.expected_batch_size = plan.expected_batch_size
+        self.sample_rate = plan.sample_rate if plan.sampling in INDEPENDENT else None
         self.sampler_name = plan.sampler_name
         self.has_pairs = plan.has_pairs
         self.slots = plan.slots(ranks=rank_part[1], at_most=physical_batch_size)
@@ -193,7 +194,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self._seeds = LoopSeeds(self._current_key, rank_part[0], devices)
         self.tracker = tracker = BatchTracker(
             fetched_ahead=loader.num_workers > 0,
-            equal_sizes=plan.sampling not in POISSONS,
+            equal_sizes=plan.sampling not in INDEPENDENT,
             foreign_batches=foreign_batches,
             seeds=self._seeds,
             entries=FixedEntries(loader.dataset),
@@ -223,6 +224,8 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             }
             if plan.sampling == "fixed_size":
                 source = FixedSizeBatchSampler(plan.num_samples, plan.batch_size, **drawn)
+            elif plan.is_allocated:
+                source = RandomAllocationBatchSampler(plan.num_samples, **drawn)
             elif plan.sampling == "cyclic_poisson":
                 source = CyclicPoissonBatchSampler(
                     plan.num_samples, plan.rate_of_part, parts=plan.bands, **drawn
@@ -245,12 +248,13 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
                     "clipped each by itself: iterate over the loader that make_private returned, "
                     "without BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
-            elif plan.bands > 1:
+            elif plan.bands > 1 or plan.is_allocated:
+                what = "noise_mechanism= of several bands" if plan.bands > 1 else "sampling="
+                what += "" if plan.bands > 1 else repr(plan.sampling)
                 source.refuse_other_loaders(
-                    "noise_mechanism= of several bands needs the number of each draw, which "
-                    "another loader does not tell: iterate over the loader that make_private "
-                    "returned, without BatchMemoryManager; physical_batch_size= bounds its "
-                    "microbatches"
+                    f"{what} needs the number of each draw, which another loader does not tell: "
+                    "iterate over the loader that make_private returned, without "
+                    "BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
         options = {name: getattr(loader, name) for name in _KEPT}
         # DataLoader workers get their seeds from it, also in loaders that copy this one.

@@ -25,6 +25,7 @@ from dpflash.accounting import (
     Event,
     FixedSizeGaussian,
     PoissonGaussian,
+    RandomAllocationGaussian,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
     UnitPoissonGaussian,
@@ -49,9 +50,10 @@ from .prepared import Prepared, wrapper_of
 from .slots import slots_of_draws, slots_of_size
 from .unit_groups import UnitGroups
 
-SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic_poisson")
-# Those in which the draws of a sample are independent, so that its number of draws is random.
-POISSONS = ("poisson", "cyclic_poisson")
+ALLOCATION = "random_allocation"
+SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic_poisson", ALLOCATION)
+# Those in which samples are drawn independently of each other, so that draws vary in size.
+INDEPENDENT = ("poisson", "cyclic_poisson", ALLOCATION)
 # In `scheme`: a digest of who owns which entry. PRIVATE.
 ENTRIES_OF_UNITS = "entries of each unit"
 # A probability below what delta may notice, in thousands of steps and with epsilon 10.
@@ -68,9 +70,9 @@ class SamplingPlan:
         num_samples: how many samples, which are entries, or units where these are drawn.
         dataset_size: the public size; num_samples where none was declared.
         has_public_size: whether one was declared.
-        batch_size: samples that a draw is expected to have; the divisor of a step.
-        sample_rate: probability of a sample in a draw, of those of `POISSONS`. With cyclic ones,
-            of a draw whose part is not known.
+        batch_size: samples of a batch of the loader.
+        sample_rate: probability of a sample in a draw, of those of `INDEPENDENT`. With cyclic
+            ones, of a draw whose part is not known.
         steps_per_epoch: logical batches of one epoch.
         max_batch_size: a draw of more samples is cut; None for no cut.
         max_dataset_size: no dataset is larger; None where none was declared.
@@ -134,6 +136,8 @@ class SamplingPlan:
         else:
             batch_size = min(batch_size, num_samples)
             size, rate, steps = _declared(batch_size, num_samples, None, None)
+        if sampling == ALLOCATION:
+            rate = 1 / steps
         if noise_mechanism is not None:
             _refuse_small_parts(noise_mechanism.bands, batch_size, rate)
         # Where no size was declared, the dataset's own is public.
@@ -167,6 +171,13 @@ class SamplingPlan:
         )
 
     # Draws
+
+    @property
+    def expected_batch_size(self) -> float:
+        """Samples that a draw is expected to have; the divisor of a step."""
+        if self.sampling == ALLOCATION:
+            return self.dataset_size / self.steps_per_epoch
+        return float(self.batch_size)
 
     @property
     def cut(self) -> int | None:
@@ -216,18 +227,24 @@ class SamplingPlan:
 
     def events_of(self, steps: int) -> int:
         """How many times `event` pays for so many logical batches, none of them lost."""
-        return -(-steps // (self.steps_per_epoch if self.event_covers_epoch else self.bands))
+        is_epoch = self.event_covers_epoch or self.is_allocated
+        return -(-steps // (self.steps_per_epoch if is_epoch else self.bands))
 
     @property
     def event_covers_epoch(self) -> bool:
-        """Whether `event` is the cost of a whole epoch instead of one release."""
+        """Whether `event` is the cost of a whole epoch of the loader's own batches."""
         return self.sampling == "shuffled"
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether `event` is the cost of an epoch of random allocation."""
+        return self.sampling == ALLOCATION
 
     def event(self, noise_multiplier: float) -> Event:
         """Cost of releasing one logical batch with this noise.
 
-        The event of a shuffled loader is a whole epoch, with its least noise multiplier; that of
-        cyclic draws is a round of one logical batch of each part.
+        The event of a shuffled loader, or of random allocation, is a whole epoch, with its least
+        noise multiplier; that of cyclic draws is a round of one logical batch of each part.
         """
         if self.sampling == "shuffled":
             return ShuffledGaussian(noise_multiplier=noise_multiplier)
@@ -242,8 +259,10 @@ class SamplingPlan:
         given: dict[str, Any] = {
             "relation": ADD_REMOVE if is_public else ZERO_OUT,
             "noise_multiplier": noise_multiplier,
-            "sample_rate": self.sample_rate,
         }
+        if self.is_allocated:
+            return RandomAllocationGaussian(**given, steps=self.steps_per_epoch)
+        given["sample_rate"] = self.sample_rate
         if self.groups is not None and not self.groups.are_drawn:
             return UnitPoissonGaussian(**given, examples_per_unit=self.groups.limit)
         if self.sampling == "cyclic_poisson":
@@ -300,7 +319,7 @@ class SamplingPlan:
         scheme = {
             "sampler": self.sampler_name,
             "num_samples": self.dataset_size,
-            "expected_batch_size": float(self.batch_size),
+            "expected_batch_size": self.expected_batch_size,
             "max_batch_size": self.max_batch_size,
         }
         if self.max_dataset_size is not None:

@@ -68,9 +68,9 @@ class DrawSampler(Uncopied, ABC):
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
         """(number of the draw, its samples on all ranks) over one epoch."""
+        self._tracker.begin_epoch(self.position)
         if not self._tracker.may_begin(True):
             return
-        self._tracker.begin_epoch()
         steps = self.steps_per_epoch if self.pass_remainder is None else self.pass_remainder
         self.pass_remainder = None
         for step in range(steps):
@@ -236,6 +236,41 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
             # The words that are left out of 2^64 would make a part likelier by 2^-64 of the parts.
             self._known = key, words % np.uint64(self.parts)
         return self._known[1]
+
+
+class RandomAllocationBatchSampler(DrawSampler):
+    """Draws each sample once in an epoch, in a step that is chosen at random ("balls in bins").
+
+    Epoch e is draws e T to (e + 1) T - 1, with T the steps of an epoch, whichever passes they are
+    made in. A sample's step is a function of the key, the epoch and its index.
+
+    Args:
+        num_samples: size of the dataset.
+        steps_per_epoch: T, logical batches of one epoch.
+        key: 32 bytes; the steps of epoch e are a function of (key, e).
+        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+
+    Guarantees:
+        Under one key each sample is in exactly one draw of each epoch, which is uniform to 2^-64,
+        and independent of other samples and epochs: one sample more changes no other's. Empty
+        draws are emitted as empty lists.
+    """
+
+    _known: tuple[bytes, int, np.ndarray] | None = None
+
+    def draw(self, index: int) -> list[int]:
+        """The samples of draw `index`, ascending; the same for the same key and index."""
+        epoch, step = divmod(index, self.steps_per_epoch)
+        return [int(i) for i in (self._steps(epoch) == step).nonzero()[0]]
+
+    def _steps(self, epoch: int) -> np.ndarray:
+        """`[num_samples]`: the step of each sample in an epoch."""
+        key = self.key
+        if self._known is None or self._known[:2] != (key, epoch):
+            own = derive_key(key, "allocation")
+            words = uniform_words(own, index=epoch, count=self.num_samples)
+            self._known = key, epoch, words % np.uint64(self.steps_per_epoch)
+        return self._known[2]
 
 
 class FixedSizeBatchSampler(DrawSampler):

@@ -334,8 +334,11 @@ class BatchTracker:
         if self._batch is not None:
             self._batch.abandon()
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, next_draw: int | None = None) -> None:
         """Begin an epoch; drops a logical batch that was not released.
+
+        Args:
+            next_draw: the first draw of the epoch; None for a shuffled one.
 
         Raises:
             PrivateRefusal: the dataset has other entries than before.
@@ -345,6 +348,7 @@ class BatchTracker:
             self._entries.refuse_changed()
         self.is_inside = self.is_waiting = False
         self.current = self._last_yielded = None
+        self.next_draw = self.next_draw if next_draw is None else next_draw
         self._is_trained = self._is_read = False
         self._releases_before = self.releases
         self.dropped()

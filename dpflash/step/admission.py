@@ -91,10 +91,12 @@ class Admission:
         options, sums = self._options, self._sums
         multiplier = options.noise_multiplier
         bound = sums.bound if sums.has_begun else options.max_grad_norm
+        block = self._charge.block
         is_own = self._tracker.take_draw(signalled)
+        # A draw without a number may be of an epoch, or a round, that is not paid for.
+        is_own &= block.round[0] == 1 or self._tracker.current is not None
         options.refuse_changed()
         noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
-        block = self._charge.block
         numbers = multiplier, bound, options.expected_batch_size, is_own, block.place
         # Public gradients are made until the release's step.
         release = dict(zip(_OF_A_RELEASE, numbers, strict=True))

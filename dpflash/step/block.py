@@ -58,9 +58,13 @@ class Block:
         return self.place % self.bands > 0
 
     @property
-    def left_of_round(self) -> int:
-        """How many releases of the next draws are charged already."""
-        return -self.place % self.bands
+    def round(self) -> tuple[int, str]:
+        """How many releases an event pays for, and what else begins another one, in words."""
+        return self.bands, f"rounds of {self.bands}, and a draw that is not released"
+
+    def remaining(self, events: int) -> int:
+        """How many more releases so many events pay for, none of them lost."""
+        return events * self.bands + (-self.place % self.bands)
 
     @property
     def _stream(self) -> tuple[str, int]:
@@ -116,6 +120,86 @@ class Block:
         bound, noise_multiplier = state["numbers"]
         self._length, self._last = int(state["length"]), (stream, returns, draw)
         self._numbers = bound, noise_multiplier
+
+
+class Allocation(Block):
+    """The epoch of random allocation that is paid for: its later releases cost nothing more.
+
+    Epoch e are draws e T to (e + 1) T - 1 under one key, each sample in one of them. Its event is
+    for all of these together, so draws that are lost, and loops that leave an epoch and begin
+    anew, add nothing to it. Another key is another allocation, which is paid for anew and whole.
+
+    Args:
+        steps: T, the draws of an epoch.
+        keys, tracker: see `Block`.
+
+    Guarantees:
+        The releases that one event pays for are of draws of one epoch under one key, with at
+        least the noise of the event.
+    """
+
+    def __init__(self, steps: int, keys: RunKeys, tracker: BatchTracker):
+        super().__init__(None, keys, tracker)
+        self._steps = steps
+        self._least = 0.0
+
+    @property
+    def is_paid(self) -> bool:
+        """Whether the epoch of the next release's draw was charged."""
+        return self._last == self._epoch
+
+    @property
+    def _epoch(self) -> tuple[str, int, int]:
+        return (*self._stream, self._tracker.next_draw // self._steps)
+
+    @property
+    def round(self) -> tuple[int, str]:
+        """See `Block.round`."""
+        return self._steps, f"epochs of {self._steps}, and a checkpoint loaded without a seed"
+
+    def remaining(self, events: int) -> int:
+        """See `Block.remaining`."""
+        left = self._steps - self._tracker.next_draw % self._steps
+        if self.is_paid:
+            return left + events * self._steps
+        return left + (events - 1) * self._steps if events else 0
+
+    def check(self, bound: float, noise_multiplier: float) -> None:
+        """Refuse less noise than the epoch was charged with.
+
+        Raises:
+            ValueError: naming it.
+        """
+        least = self._least
+        if self.is_paid and noise_multiplier < least:
+            raise ValueError(
+                f"noise_multiplier={noise_multiplier!r} in an epoch of random allocation that was "
+                f"charged with {least!r}: no epsilon is known for less in a part of it, "
+                "so nothing was released; set it back until the epoch ends, or pass "
+                "sampling='poisson'"
+            )
+
+    def begin(self, bound: float, noise_multiplier: float) -> int:
+        """A release begins that is paid for; of a draw, it is its epoch."""
+        if self._tracker.current is not None and not self.is_paid:
+            self._last, self._least = self._epoch, noise_multiplier
+        return 0
+
+    def complete(self) -> None:
+        """Nothing: the epoch is paid for, whether or not the release is complete."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """See `Block.state_dict`."""
+        if self._keys.seed is None or self._last is None:
+            return None
+        return {"last": list(self._last), "noise_multiplier": self._least}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on in the epoch of a checkpoint, if the keys are the same."""
+        self._last = None
+        if state is not None:
+            stream, returns, epoch = state["last"]
+            self._last, self._least = (stream, returns, epoch), state["noise_multiplier"]
 
 
 def refuse_large(noise_multiplier: float, scale: float) -> None:

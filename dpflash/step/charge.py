@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..distributed.mesh import Ranks
 from ..sampling.tracker import BatchTracker
-from .block import Block
+from .block import Allocation, Block
 
 if TYPE_CHECKING:
     from dpflash.accounting import Event
@@ -31,7 +31,7 @@ class Charge:
 
     Attributes:
         releases: how many releases were charged so far; each has its own noise.
-        block: of the releases over which noise is correlated.
+        block: of the releases over which noise is correlated, or which an event pays for.
 
     Guarantees:
         A release is in the accountant, and in the ledger, before `pay` returns its number.
@@ -46,7 +46,11 @@ class Charge:
         ranks: Ranks,
     ):
         self.releases = 0
-        self.block = Block(plan.mechanism, keys, tracker)
+        self.block = (
+            Allocation(plan.steps_per_epoch, keys, tracker)
+            if plan.is_allocated
+            else Block(plan.mechanism, keys, tracker)
+        )
         self._spending = spending
         self._keys = keys
         self._plan = plan
@@ -141,7 +145,7 @@ class Charge:
             return None
         fit = self._spending.remaining(self._plan.event(noise_multiplier))
         if not self._plan.event_covers_epoch:
-            return fit * self.block.bands + self.block.left_of_round
+            return self.block.remaining(fit)
         left, whole = self._tracker.left_of_epoch, self._plan.steps_per_epoch
         if self._next_event(noise_multiplier) is None:
             return left + fit * whole
@@ -159,14 +163,14 @@ class Charge:
         if self._calibrated is None:
             return
         most, rounds, epsilon = self._calibrated
-        is_split = self.block.bands > 1 and self._events > rounds
+        size, in_words = self.block.round
+        is_split = size > 1 and self._events > rounds
         if self.releases <= most and not is_split:
             return
         self._calibrated = None
         why = f"the noise was calibrated for {most} releases"
         if is_split:
-            why += f" in {rounds} rounds of {self.block.bands}, and a draw that is not released "
-            why += "begins another round"
+            why += f" in {rounds} {in_words} begins another one"
         warnings.warn(
             f"release {self.releases}: {why}, so epsilon is above target_epsilon={epsilon!r} from "
             "now on. Pass the epochs or steps that you train for to make_private_with_epsilon; "

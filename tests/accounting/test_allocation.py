@@ -28,6 +28,9 @@ from dpflash.accounting.dp_events import to_dp_event
 from dpflash.accounting.pairs import Pair
 from dpflash.accounting.pld_loss import optimistic, pessimistic
 
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = json.loads((ROOT / "benchmarks" / "results" / "random_allocation.json").read_text())
+
 # Of PLD_accounting 2.0 (arXiv 2602.17284), gaussian_allocation_epsilon_range at its defaults.
 PEER = json.loads(Path(__file__).with_name("allocation_peer.json").read_text())
 
@@ -267,3 +270,23 @@ def test_what_cannot_express_it_refuses_it():
         event(1.0, 10, relation="replace_one")
     with pytest.raises(ValueError, match="participations=11: expected at most steps=10"):
         event(1.0, 10, 11)
+
+
+@pytest.mark.parametrize("index", [2, 17])
+def test_noise_at_equal_epsilon_is_reproduced(index):
+    row = FIGURES[index]
+    accountant = ContourAccountant()
+    given = {"noise_multiplier": row["noise_multiplier"], "steps": row["steps_per_epoch"]}
+    accountant.compose(RandomAllocationGaussian(**given), row["epochs"])
+    found = accountant.get_epsilon(row["delta"])
+    assert 0.999 * row["epsilon"] < found <= row["epsilon"] < row["epsilon_of_poisson"]
+
+
+def test_documented_figures_are_those_of_the_script():
+    page = (ROOT / "docs" / "accounting.md").read_text()
+    for run in range(0, len(FIGURES), 4):
+        rows = FIGURES[run : run + 4]
+        assert [row["epsilon"] for row in rows] == [0.5, 1.0, 3.0, 8.0]
+        ratios = " | ".join(f"{row['ratio']:.2f}" for row in rows)
+        assert f"| {rows[0]['steps_per_epoch']} | {rows[0]['epochs']} | {ratios} |" in page
+    assert len(FIGURES) == 24 and max(row["ratio"] for row in FIGURES) < 1

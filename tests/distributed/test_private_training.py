@@ -247,6 +247,13 @@ def test_batches_of_fixed_size_are_dealt_out_too(started):
     assert_as_alone(together, alone)
 
 
+def test_random_allocation_is_dealt_out_too(started):
+    options = {"sampling": "random_allocation", "steps": 5}  # an epoch
+    together = started.run(2, "train", context=1, **options)
+    assert sum(sum(one["sizes"]) for one in together) == cases.SAMPLES
+    assert_as_alone(together, _single(**options))
+
+
 def test_the_ranks_shares_of_a_draw_are_the_draw(started):
     together = started.run(4, "shares", batch_size=7, physical_batch_size=2)
     draws = together[0][0]

@@ -9,6 +9,7 @@ from dpflash.accounting import (
     ContourAccountant,
     FixedSizeGaussian,
     PoissonGaussian,
+    RandomAllocationGaussian,
     RDPAccountant,
     ShuffledGaussian,
 )
@@ -281,3 +282,22 @@ def test_what_ledgers_have_in_common_counts_once(tmp_path, capsys):
 def test_a_branch_pays_for_its_own_shuffled_epoch(ledger):
     with pytest.raises(ValueError, match="no earlier line of the same run covers its epoch"):
         Ledger(ledger).append(run="second", event=None, accountant="rdp", branch="b")
+
+
+def test_epochs_of_random_allocation_are_counted(tmp_path, capsys):
+    event = RandomAllocationGaussian(noise_multiplier=1.0, steps=8)
+    written = Ledger(tmp_path / "ledger.jsonl")
+    for later in (7, 2):  # the second was left early
+        written.append(run="a", event=event, accountant="contour")
+        written.append(run="a", event=None, accountant="contour", count=later)
+    accountant = ContourAccountant()
+    accountant.compose(event, 2)
+    spent = accountant.get_epsilon(1e-5)
+    accountant.compose(event, 3)
+    limit = repr(accountant.get_epsilon(1e-5))
+    words = ["budget", str(written.path), "--delta", "1e-5", "--epsilon", limit]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["epsilon"], report["steps"], report["remaining_steps"]) == (spent, 11, 3)
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["remaining", "epochs", "3"]

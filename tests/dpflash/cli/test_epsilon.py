@@ -14,6 +14,7 @@ import pytest
 from dpflash.accounting import (
     FixedSizeGaussian,
     PoissonGaussian,
+    RandomAllocationGaussian,
     ShuffledGaussian,
     TruncatedPoissonGaussian,
     UnitPoissonGaussian,
@@ -28,6 +29,7 @@ TARGET = ["calibrate", "--target-epsilon", "3", "--delta", "1e-5"]
 FIXED = ["--sampler", "fixed_size", "--batch-size", "10", "--num-samples", "1000"]
 TRUNCATED = ["--sampler", "truncated_poisson", "--num-samples", "10000", "--max-batch-size", "200"]
 SHUFFLED = ["--sampler", "shuffled"]
+ALLOCATION = ["--sampler", "random_allocation", "--batch-size", "10"]
 
 # words of the sampler, words of the length, the event, how often, sampler, its own relation.
 SAMPLERS = {
@@ -54,6 +56,11 @@ SAMPLERS = {
     "shuffled": (
         SHUFFLED, ["--epochs", "3"], lambda s: ShuffledGaussian(noise_multiplier=s), 3,
         "shuffled", "zero_out",
+    ),
+    "random_allocation": (
+        [*ALLOCATION, "--num-samples", "999"], ["--epochs", "3"],
+        lambda s: RandomAllocationGaussian(noise_multiplier=s, steps=100), 3,
+        "random_allocation", "add_remove",
     ),
     "truncated_poisson": (
         [*TRUNCATED, "--batch-size", "100"], ["--steps", "300"],
@@ -140,10 +147,10 @@ def test_every_sampler_is_accounted_for_by_its_own_event_and_relation(case, caps
     assert set(report) == KEYS
     assert report["epsilon"] == spent(event(2.0), count).get_epsilon(1e-5)
     assert report["sampler"] == sampler and report["neighboring_relation"] == relation
-    is_shuffled = sampler == "shuffled"
-    assert report["steps"] == (None if is_shuffled else count)
-    assert report["epochs"] == (count if is_shuffled else None)
-    assert report["sample_rate"] == (None if is_shuffled else 0.01)
+    has_epochs = "--epochs" in length
+    assert report["steps"] == (None if has_epochs else count)
+    assert report["epochs"] == (count if has_epochs else None)
+    assert report["sample_rate"] == (None if sampler == "shuffled" else 0.01)
 
 
 @pytest.mark.parametrize("relation", ["add_remove", "zero_out", "replace_one"])
@@ -153,7 +160,7 @@ def test_a_relation_is_answered_for_or_refused_by_name(case, relation, capsys):
     words = ["epsilon", "--noise-multiplier", "2", "--delta", "1e-5", *words, *length]
     words += ["--neighboring-relation", relation]
     if (relation, sampler) in (("add_remove", "shuffled"), ("add_remove", "fixed_size")) or (
-        (relation, case) == ("replace_one", "poisson-of-units")
+        relation == "replace_one" and case in ("poisson-of-units", "random_allocation")
     ):
         message = refusal_of(capsys, *words)
         assert message.startswith(f"neighboring_relation={relation!r}: the {sampler} sampler")
@@ -272,11 +279,11 @@ def calibrates(case, capsys):
     assert 2.99 < report["epsilon"] == spent(found, count).get_epsilon(1e-5) <= 3.0
     noise = str(1.01 * report["noise_multiplier"])
     report = report_of(capsys, *TARGET, *words, "--noise-multiplier", noise)
-    most = report["epochs"] if case == "shuffled" else report["steps"]
+    most = report["epochs"] if "--epochs" in length else report["steps"]
     assert most >= count
     step = event(float(noise))
     assert spent(step, most).get_epsilon(1e-5) <= 3.0 < spent(step, most + 1).get_epsilon(1e-5)
-    epoch = 1 if case == "shuffled" else 100
+    epoch = 1 if "--epochs" in length else 100
     assert report["epsilon_one_more_epoch"] == spent(step, most + epoch).get_epsilon(1e-5)
 
 
@@ -317,7 +324,7 @@ def test_one_more_epoch_is_a_whole_number_of_steps_rounded_up(capsys):
 # refusals
 
 WORDS = {"NOISY": NOISY, "RUN": RUN, "PART": [*NOISY, "--delta", "1e-5"], "TARGET": TARGET}
-WORDS |= {"FIXED": FIXED, "SHUFFLED": SHUFFLED, "CAPPED": TRUNCATED[:4]}
+WORDS |= {"FIXED": FIXED, "SHUFFLED": SHUFFLED, "CAPPED": TRUNCATED[:4], "ALLOCATION": ALLOCATION}
 REFUSED = {
     "epsilon --noise-multiplier -1 RUN": "noise_multiplier=-1.0: expected",
     "NOISY RUN --delta 0": "delta=0.0: expected",
@@ -333,6 +340,9 @@ REFUSED = {
     "NOISY RUN SHUFFLED": "sample_rate=0.01: the shuffled sampler does not use it",
     "PART --steps 3 SHUFFLED": "steps=3: the shuffled sampler does not use it; pass the number",
     "NOISY RUN FIXED": "sample_rate=0.01: the fixed_size sampler does not use it",
+    "PART ALLOCATION --epochs 3": "num_samples=None: the random_allocation sampler needs it",
+    "PART ALLOCATION --num-samples 99": "epochs=None: the random_allocation sampler needs it",
+    "NOISY RUN ALLOCATION": "sample_rate=0.01: the random_allocation sampler does not use it",
     "NOISY RUN --max-batch-size 9": "max_batch_size=9: the poisson sampler does",
     "PART SHUFFLED --epochs 2 --examples-per-unit 9": "examples_per_unit=9: the shuffled sampler",
     "NOISY RUN --examples-per-unit 0": "examples_per_unit=0: expected",
