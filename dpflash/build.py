@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -15,7 +17,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from ._validate import positive_int
+from ._validate import counted, positive_int
 from .clipping.backward import PrivateBackward
 from .clipping.context_gate import ContextGate
 from .clipping.device_speed import ceilings_for
@@ -23,7 +25,7 @@ from .clipping.gate import Gate
 from .clipping.groups import Group
 from .clipping.planner import Planner, default_memory_budget
 from .clipping.precision import narrow_parameters, refuse_coarse_mean
-from .config import PerformanceConfig, PrivacyConfig, Settings
+from .config import AUTO, PerformanceConfig, PrivacyConfig, Settings
 from .distributed.mesh import Ranks
 from .distributed.validate import check_module, digests_of, require_same_data, synchronize_ranks
 from .grad_rules.convert import Layer, attach, check_model, make_groups
@@ -35,6 +37,7 @@ from .isolation.proof import Proof
 from .isolation.sandbox import Sandbox
 from .isolation.schedule import Schedule
 from .isolation.trial import Trial
+from .noise import Banded, compare_bands
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, joined, listed, trained_parameters
@@ -365,7 +368,18 @@ def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPl
             unit_name=privacy.unit_name,
         )
     declared = {name: getattr(privacy, name) for name in _OF_DRAWS}
+    if declared["noise_mechanism"] == AUTO:
+        declared["noise_mechanism"] = None
     return SamplingPlan.of(data_loader, **declared, groups=groups)
+
+
+def memory_of_states(given: Given, performance: PerformanceConfig) -> tuple[int, int]:
+    """How many parameters are trained, and the bytes that states of their noise may take."""
+    if not isinstance(given.module, nn.Module):
+        return 1, 1  # is refused later
+    trained = trained_parameters(given.module, listed(given.optimizer))
+    memory = performance.memory_budget or default_memory_budget(trained[0].device)
+    return sum(parameter.numel() for parameter in trained), memory
 
 
 def calibrated(
@@ -377,10 +391,12 @@ def calibrated(
     steps: int | None,
     epsilon: float,
     delta: float,
-) -> tuple[int, float]:
-    """The logical batches of a run, and the noise multiplier that spends (epsilon, delta) on them.
+    state_memory: tuple[int, int] | None = None,
+) -> tuple[SamplingPlan, int, float]:
+    """The plan, its steps, and the noise multiplier that spends (epsilon, delta) on them.
 
-    The noise is that of the first rank.
+    The noise is that of the first rank. With `memory_of_states` the plan gets the bands of the
+    least error.
     """
     if steps is None:
         assert epochs is not None
@@ -400,10 +416,56 @@ def calibrated(
             "goes on with its own noise multiplier",
             stacklevel=4,
         )
+    if state_memory is not None:
+        plan = _with_bands(plan, spending, ranks, steps, epsilon, delta, state_memory)
     count = plan.events_of(steps)
     noise = spending.noise_for(plan.event, count, epsilon=epsilon, delta=delta)
     agreed = ranks.broadcast_from_first(repr(noise).encode(), "the noise multiplier")
-    return steps, float(agreed)
+    return plan, steps, float(agreed)
+
+
+def _with_bands(
+    plan: SamplingPlan,
+    spending: Spending,
+    ranks: Ranks,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    state_memory: tuple[int, int],
+) -> SamplingPlan:
+    """The plan with the bands of the least error: Poisson draws for one, else cyclic ones."""
+    parameters, memory = state_memory
+    # A size that sample_rate gives is rounded, and a part must not be smaller than a batch.
+    size = math.floor(plan.batch_size / plan.sample_rate * (1 + 1e-9))
+    found = compare_bands(
+        num_samples=size,
+        batch_size=plan.batch_size,
+        epochs=steps * plan.batch_size / size,
+        target_epsilon=epsilon,
+        target_delta=delta,
+        parameters=parameters,
+        max_memory=memory,
+        relation=plan.event(1.0).relation,
+        accountant=spending.accountant,
+    )
+    chosen = ranks.broadcast_from_first(
+        json.dumps(found[0].noise.coefficients).encode(), "the bands of the noise"
+    )
+    coefficients = json.loads(chosen)
+    noise = Banded(bands=len(coefficients), coefficients=tuple(coefficients))
+    ratio = found[0].expected_error / next(
+        run.expected_error for run in found if run.noise.bands == 1
+    )
+    _log.info(
+        "noise_mechanism='auto': %s, with %.3g times the error of independent noise, and states "
+        "of %.3g MB",
+        counted(noise.bands, "band"),
+        ratio,
+        noise.state_bytes(parameters) / 1e6,
+    )
+    if noise.bands == 1:
+        return plan
+    return replace(plan, sampling="cyclic_poisson", mechanism=noise)
 
 
 def _agree(

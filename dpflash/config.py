@@ -31,6 +31,7 @@ from .sampling import SAMPLINGS
 from .sampling.plan import ALLOCATION, INDEPENDENT
 from .step.block import refuse_large
 
+AUTO = "auto"  # noise_mechanism: as many bands as have the least error
 CLIPPINGS = ("flat", "per_layer")
 CLIP_FUNCTIONS = ("hard", "automatic")
 
@@ -82,7 +83,10 @@ class PrivacyConfig:
             and noise_multiplier cannot fall before its end.
         noise_mechanism: `dpflash.noise.Banded(bands=...)`, with sampling="cyclic_poisson", for
             noise that is partly taken back in later releases. noise_multiplier and max_grad_norm
-            cannot change during training then. None, or one band, for independent noise.
+            cannot change during training then. None, or one band, for independent noise. "auto",
+            which `make_private_with_epsilon` takes without sampling, for the number of bands with
+            the least error of the iterates (`dpflash.noise.compare_bands`), of those whose states
+            fit into memory_budget, and the sampling that goes with it.
         max_batch_size: a Poisson draw of more samples is cut to this many. The cut is accounted
             for; well above batch_size it costs next to nothing. Where physical_batch_size is at
             least as large, every draw is one batch of this many rows.
@@ -157,7 +161,7 @@ class PrivacyConfig:
     clipping: str | None = None
     clip_function: str = "hard"
     sampling: str = "poisson"
-    noise_mechanism: Banded | None = None
+    noise_mechanism: Banded | str | None = None
     max_batch_size: int | None = None
     max_dataset_size: int | None = None
     dataset_size: int | None = None
@@ -262,10 +266,13 @@ class PrivacyConfig:
     def _check_mechanism(self) -> None:
         """Refuse noise and sampling that do not go together."""
         mechanism, sampling = self.noise_mechanism, self.sampling
+        if isinstance(mechanism, str) and mechanism == AUTO:
+            self._check_auto()
+            return
         if mechanism is not None and not isinstance(mechanism, Banded):
             raise ValueError(
-                f"noise_mechanism={mechanism!r}: expected a dpflash.noise.Banded or None; pass "
-                "dpflash.noise.Banded(bands=4)"
+                f"noise_mechanism={mechanism!r}: expected a dpflash.noise.Banded, 'auto' or None; "
+                "pass dpflash.noise.Banded(bands=4)"
             )
         bands = None if mechanism is None else min(mechanism.bands, 2)
         if sampling not in _SAMPLINGS_OF_BANDS[bands]:
@@ -287,6 +294,25 @@ class PrivacyConfig:
                 "sample of such batches is would be unknown; leave it out"
             )
         refuse_large(self.noise_multiplier or 0.0, mechanism.noise_scale())
+
+    def _check_auto(self) -> None:
+        """Refuse what banded noise does not go with, as more bands than one may be chosen."""
+        if self.sampling != "poisson":
+            raise ValueError(
+                f"sampling={self.sampling!r} with noise_mechanism='auto', which chooses it with "
+                "the bands; leave sampling out, or pass dpflash.noise.Banded(bands=4)"
+            )
+        refused = {
+            "max_batch_size": (self.max_batch_size, None),
+            "foreign_batches": (self.foreign_batches, False),
+            "unit_sampling": (self.unit_sampling, "unit"),
+        }
+        for name, (value, usual) in refused.items():
+            if value != usual:
+                raise ValueError(
+                    f"{name}={value!r} with noise_mechanism='auto': no epsilon of banded noise is "
+                    f"known for it; leave {name} out, or noise_mechanism"
+                )
 
     def _check_units(self) -> None:
         one_of(unit_sampling=(self.unit_sampling, ("unit", "example")))
@@ -482,6 +508,12 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
                 f"privacy.{name}={getattr(privacy, name)!r} with make_private, which does not "
                 "know the number of steps; call make_private_with_epsilon(epochs=...)"
             )
+    if privacy.noise_mechanism == AUTO:
+        raise ValueError(
+            "noise_mechanism='auto' with make_private, which does not know epsilon and the number "
+            "of steps; call make_private_with_epsilon(epochs=...), or pass "
+            "dpflash.noise.Banded(bands=4)"
+        )
     if privacy.noise_multiplier is None:
         raise ValueError(
             "noise_multiplier is missing: pass it, or call make_private_with_epsilon, which "

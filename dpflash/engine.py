@@ -22,10 +22,11 @@ from dpflash.accounting import Accountant, Interval
 
 from ._validate import probability
 from .audit.engine import audit as audit_engine
-from .build import Given, build, calibrated, sampling_plan
+from .build import Given, build, calibrated, memory_of_states, sampling_plan
 from .check import run_check
 from .check.compatible import get_compatible_module, is_compatible, validate
 from .config import (
+    AUTO,
     FIELDS,
     TARGETS,
     PerformanceConfig,
@@ -297,12 +298,15 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if (epochs is None) == (steps is None):
             raise TypeError("make_private_with_epsilon needs epochs= or steps=, one of the two")
         plan = sampling_plan(data_loader, asked)
-        steps, noise = calibrated(
-            plan, self._spending, self._ranks,
-            epochs=epochs, steps=steps, epsilon=target_epsilon, delta=target_delta,
-        )  # fmt: skip
-        asked = replace(asked, noise_multiplier=noise)
         given = Given(module, optimizer, data_loader)
+        memory = memory_of_states(given, performance) if asked.noise_mechanism == AUTO else None
+        plan, steps, noise = calibrated(
+            plan, self._spending, self._ranks, epochs=epochs, steps=steps,
+            epsilon=target_epsilon, delta=target_delta, state_memory=memory,
+        )  # fmt: skip
+        asked = replace(
+            asked, noise_multiplier=noise, noise_mechanism=plan.mechanism, sampling=plan.sampling
+        )
         made = self._make_private(given, asked, performance, plan, target_delta)
         self._running().step.charge.expect(steps, target_epsilon=target_epsilon)
         return made

@@ -29,6 +29,7 @@ def rows():
                 epochs=epochs,
                 target_epsilon=epsilon,
                 target_delta=DELTA,
+                bands=[1 << i for i in range((num_samples // batch_size).bit_length())],
             )
             (one,) = (x for x in found if x.noise.bands == 1)
             for x in sorted(found, key=lambda x: x.noise.bands):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from dpflash.accounting import Accountant, Event, create_accountant
+from dpflash.noise import BandsOfRun
 
 from ._tables import described
 
@@ -139,6 +140,30 @@ def draw(
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
+    return figure
+
+
+def draw_errors(runs: Sequence[BandsOfRun], best: BandsOfRun) -> Any:
+    """A matplotlib Figure: the error over the bands, a line for each batch size and epochs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for size, epochs in dict.fromkeys((run.batch_size, run.epochs) for run in runs):
+        own = [run for run in runs if (run.batch_size, run.epochs) == (size, epochs)]
+        axes.plot(
+            [run.noise.bands for run in own],
+            [run.scaled_error for run in own],
+            ".-",
+            label=f"batch size {size}, {epochs:g} epochs",
+        )
+    axes.plot([best.noise.bands], [best.scaled_error], "o", color=_GREY, label="best")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("bands")
+    axes.set_ylabel("error at the target epsilon")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
     return figure
 
 

@@ -17,16 +17,23 @@ _TYPES: dict[str, type] = {
 def add_options(
     parser: argparse._ActionsContainer, options: Mapping[str, str], required: Collection[str] = ()
 ) -> None:
-    """Add options from a table of their usages and helps: "--delta D", or "--pack" of a flag."""
+    """Add options from a table of their usages and helps.
+
+    A usage is "--delta D", "--batch-size B..." for one value or more, or "--pack" for a flag.
+    """
     for usage, text in options.items():
         flag, _, word = usage.partition(" ")
         if not word:
             parser.add_argument(flag, action="store_true", help=text)
             continue
+        several = "+" if word.endswith("...") else None
+        word = word.removesuffix("...")
         assert word in _TYPES or len(word) > 1, usage
         kind = _TYPES.get(word, str)
         is_required = flag in required
-        parser.add_argument(flag, type=kind, metavar=word, help=text, required=is_required)
+        parser.add_argument(
+            flag, type=kind, metavar=word, help=text, required=is_required, nargs=several
+        )
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

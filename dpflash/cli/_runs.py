@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from dpflash._validate import large_delta, one_of, optional, positive_int, probability
 from dpflash.accounting import (
     Accountant,
+    CyclicPoissonGaussian,
     Event,
     FixedSizeGaussian,
     PoissonGaussian,
@@ -24,12 +25,14 @@ from dpflash.accounting import (
     epochs_to_steps,
 )
 from dpflash.accounting.events import RELATIONS
+from dpflash.noise import Banded
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, convert_event
 
 from ._parser import add_options
 
 POISSON, FIXED_SIZE, SHUFFLED = "poisson", "fixed_size", "shuffled"
-TRUNCATED_POISSON, ALLOCATION = "truncated_poisson", "random_allocation"
+TRUNCATED_POISSON, CYCLIC_POISSON = "truncated_poisson", "cyclic_poisson"
+ALLOCATION = "random_allocation"
 
 # Sampler -> the arguments that it uses, besides the noise.
 _USES = {
@@ -38,6 +41,7 @@ _USES = {
     SHUFFLED: ("epochs",),
     TRUNCATED_POISSON: ("sample_rate", "batch_size", "num_samples", "max_batch_size", "steps"),
     ALLOCATION: ("batch_size", "num_samples", "epochs"),
+    CYCLIC_POISSON: ("sample_rate", "batch_size", "num_samples", "bands", "steps"),
 }
 _EVENTS: dict[str, Any] = {
     POISSON: PoissonGaussian,
@@ -45,14 +49,21 @@ _EVENTS: dict[str, Any] = {
     SHUFFLED: ShuffledGaussian,
     TRUNCATED_POISSON: TruncatedPoissonGaussian,
     ALLOCATION: RandomAllocationGaussian,
+    CYCLIC_POISSON: CyclicPoissonGaussian,
 }
 # What to do with an argument that a sampler does not use.
 _INSTEAD = {
     "steps": "pass the number of epochs as --epochs",
     "max_batch_size": "drop it, or pass --sampler truncated_poisson",
     "examples_per_unit": "drop it, or pass --sampler poisson",
+    "bands": "drop it, or pass --sampler cyclic_poisson",
 }
-COUNTS = ("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "steps", "epochs")
+# The first are attributes of a run.
+COUNTS = (
+    *("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "bands"),
+    *("steps", "epochs"),
+)
+OF_RUN = COUNTS[:5]
 
 DELTA = "delta of the guarantee, well below 1 / data set size, e.g. 1e-6"
 _OPTIONS = {
@@ -60,7 +71,8 @@ _OPTIONS = {
     "--sampler SAMPLER": "how batches are sampled: poisson (default; each sample enters each "
     "batch independently), fixed_size (a random subset of --batch-size samples for each step), "
     "shuffled (epochs of disjoint batches, no amplification), truncated_poisson (poisson, "
-    "truncated to --max-batch-size) or random_allocation (each sample is in one batch of each "
+    "truncated to --max-batch-size), cyclic_poisson (poisson from a part of the data set in "
+    "turn, for noise of --bands) or random_allocation (each sample is in one batch of each "
     "epoch, at random)",
     "--sample-rate Q": "probability that a sample is in a batch: expected batch size / data set "
     "size; or pass these two as --batch-size and --num-samples",
@@ -70,6 +82,8 @@ _OPTIONS = {
     "--examples-per-unit K": "maximum number of samples of one user, or of another unit, all of "
     "which epsilon then protects together; each sample is drawn and clipped on its own; only with "
     "--sampler poisson (default: each sample is a unit)",
+    "--bands N": "number of steps that banded noise is correlated over, and of parts of the data "
+    "set, with cyclic_poisson",
     "--steps N": "number of optimizer steps; with --sampler shuffled or random_allocation pass "
     "--epochs instead",
     "--epochs N": "number of epochs of a shuffled loader, each of which costs one full step, "
@@ -96,6 +110,7 @@ class Run:
     num_samples: int | None
     max_batch_size: int | None
     examples_per_unit: int | None  # the most samples of one unit; None if each sample is a unit
+    bands: int | None  # of the noise
 
     @property
     def counts_epochs(self) -> bool:
@@ -117,15 +132,30 @@ class Run:
         """The event of one step, or of one epoch of a shuffled loader, with this noise."""
         kind = UnitPoissonGaussian if self.examples_per_unit else _EVENTS[self.sampler]
         own = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
+        if self.bands is not None:
+            own["sample_rate"] = Banded(bands=self.bands).rate_of_part(own["sample_rate"])
         event = kind(noise_multiplier=noise_multiplier, **own)
         return convert_event(event, self.neighboring_relation)
+
+    @property
+    def unit(self) -> str:
+        """What an event is the cost of: a step, an epoch, or a round of so many steps."""
+        if self.bands is not None:
+            return f"round of {self.bands} steps"
+        return "epoch" if self.counts_epochs else "step"
+
+    def events(self, count: int | None = None) -> int:
+        """How many events `count` steps or epochs cost, by default all."""
+        count = self.count if count is None else count
+        assert count is not None
+        return -(-count // (self.bands or 1))
 
     def spills(self, delta: float) -> bool:
         """Whether batches are truncated too often for any finite epsilon at delta."""
         return self.count is not None and self.event(1.0).failure() * self.count >= delta
 
     def epoch(self) -> int:
-        """Expected number of events in one epoch."""
+        """Expected number of steps in one epoch; 1 where epochs are counted."""
         if self.counts_epochs:
             return 1
         assert self.sample_rate is not None
@@ -136,17 +166,19 @@ class Run:
         return create_accountant(name, neighboring_relation=self.neighboring_relation)
 
     def spent(self, name: str, noise_multiplier: float, count: int | None = None) -> Accountant:
-        """An accountant of the whole run, or of `count` of its events."""
+        """An accountant of the whole run, or of `count` of its steps or epochs."""
         accountant = self.accountant(name)
-        count = self.count if count is None else count
-        assert count is not None
-        accountant.compose(self.event(noise_multiplier), count)
+        accountant.compose(self.event(noise_multiplier), self.events(count))
         return accountant
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe a run."""
-    add_options(parser, _OPTIONS, required=["--delta"])
+def add_run_arguments(
+    parser: argparse.ArgumentParser, usages: Mapping[str, str] | None = None
+) -> None:
+    """Add the arguments that describe a run. `usages` replaces usages of options by others."""
+    usages = usages or {}
+    options = {usages.get(usage, usage): text for usage, text in _OPTIONS.items()}
+    add_options(parser, options, required=["--delta"])
     parser.set_defaults(sampler=POISSON, accountant=DEFAULT_ACCOUNTANT)
 
 
@@ -167,12 +199,16 @@ def run_of(args: argparse.Namespace) -> Run:
         neighboring_relation=args.neighboring_relation or _EVENTS[args.sampler].relation,
         count=args.epochs if "epochs" in _USES[args.sampler] else args.steps,
         sample_rate=_sample_rate(args),
-        **{name: getattr(args, name) for name in COUNTS[:4]},
+        **{name: getattr(args, name) for name in OF_RUN},
     )
     if run.lacks_rate and run.sampler != POISSON:
         raise ValueError(
             f"batch_size=None: the {run.sampler} sampler needs it; pass --batch-size B"
             + (", or --sample-rate Q" if run.sampler == TRUNCATED_POISSON else "")
+        )
+    if run.sampler == CYCLIC_POISSON and run.bands is None:
+        raise ValueError(
+            "bands=None: the cyclic_poisson sampler needs it; pass --bands N, or --sampler poisson"
         )
     # Create an event, so that invalid values raise before a search starts.
     (replace(run, sample_rate=1.0) if run.lacks_rate else run).event(1.0)

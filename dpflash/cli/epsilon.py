@@ -13,7 +13,8 @@ from dpflash.accounting import Accountant, get_sample_rate, noise_multiplier_for
 
 from ._figures import check_plot, draw, epsilon_curve, save, tradeoff_of
 from ._parser import add_options
-from ._runs import ALLOCATION, COUNTS, POISSON, Run, accounting, add_run_arguments, run_of
+from ._quality import QUALITY, add_quality_arguments, run_quality
+from ._runs import ALLOCATION, OF_RUN, POISSON, Run, accounting, add_run_arguments, run_of
 from ._tables import (
     add_output_arguments,
     as_json,
@@ -34,6 +35,14 @@ _NOISE = {
 }
 
 
+# Options of which `calibrate --for quality` compares several values.
+_SEVERAL = {
+    "--batch-size B": "--batch-size B...",
+    "--bands N": "--bands N...",
+    "--epochs N": "--epochs X...",
+}
+
+
 def add_epsilon_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash epsilon`."""
     parser.description = f"Compute the epsilon of a run from its noise. {_ASSUMPTIONS}"
@@ -48,11 +57,13 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compute the least noise, the most steps or the greatest sample rate with which a run "
         "meets an epsilon, whichever of --noise-multiplier, --steps and --sample-rate is not "
-        f"given. {_ASSUMPTIONS}"
+        f"given. {_ASSUMPTIONS} With --for quality: the bands of noise, batch size and epochs "
+        "with the least error at that epsilon."
     )
     target = {"--target-epsilon E": "maximum epsilon at the end of the run, e.g. 3"}
     add_options(parser, {**target, **_NOISE}, required=["--target-epsilon"])
-    add_run_arguments(parser)
+    add_run_arguments(parser, _SEVERAL)
+    add_quality_arguments(parser)
     add_output_arguments(parser)
     parser.set_defaults(run=_run_calibrate)
 
@@ -79,6 +90,9 @@ def _run_epsilon(args: argparse.Namespace) -> int:
 def _run_calibrate(args: argparse.Namespace) -> int:
     positive(target_epsilon=args.target_epsilon)
     finite(target_epsilon=args.target_epsilon)
+    if getattr(args, "for") is not None:
+        return run_quality(args)
+    _take_single(args)
     run = run_of(args)
     optional(positive, noise_multiplier=args.noise_multiplier, sample_rate=run.sample_rate)
     optional(finite, noise_multiplier=args.noise_multiplier)
@@ -95,6 +109,21 @@ def _run_calibrate(args: argparse.Namespace) -> int:
         }
         _print(args, run, noise_multiplier, found)
     return 0
+
+
+def _take_single(args: argparse.Namespace) -> None:
+    """Put the only value in the place of lists, and refuse what is of --for quality alone."""
+    for name in ("parameters", "max_memory"):
+        if (value := getattr(args, name)) is not None:
+            raise ValueError(f"{name}={value!r}: drop it, or pass --for {QUALITY}")
+    for name in ("batch_size", "bands", "epochs"):
+        values = getattr(args, name)
+        if values is None:
+            continue
+        if len(values) > 1:
+            raise ValueError(f"{name}={values!r}: pass one, or --for {QUALITY} to compare them")
+        (value,) = values
+        setattr(args, name, int(value) if value == value // 1 else value)
 
 
 def _check_one_unknown(args: argparse.Namespace, run: Run) -> None:
@@ -135,17 +164,16 @@ def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
     if count == 0:
         raise ValueError(
             f"target_epsilon={args.target_epsilon!r}: not even one "
-            f"{'epoch' if run.counts_epochs else 'step'} fits into it at delta="
-            f"{args.delta!r}, noise_multiplier={args.noise_multiplier!r}; raise one of them"
+            f"{run.unit} fits into it at delta={args.delta!r}, "
+            f"noise_multiplier={args.noise_multiplier!r}; raise one of them"
         )
-    return replace(run, count=count), args.noise_multiplier
+    return replace(run, count=count * (run.bands or 1)), args.noise_multiplier
 
 
 def _noise(args: argparse.Namespace, run: Run) -> float:
-    assert run.count is not None
     exact = noise_multiplier_for(
         run.event,
-        run.count,
+        run.events(),
         target_epsilon=args.target_epsilon,
         target_delta=args.delta,
         accountant=run.accountant(args.accountant),
@@ -204,7 +232,7 @@ def _report(
         "delta": args.delta,
         "advantage": None if is_slow else accountant.get_advantage(),
         "noise_multiplier": noise_multiplier,
-        **{name: getattr(run, name) for name in ("sample_rate", *COUNTS[:4])},
+        **{name: getattr(run, name) for name in ("sample_rate", *OF_RUN)},
         "steps": None if run.counts_epochs else run.count,
         "epochs": run.count if run.counts_epochs else None,
         "accountant": accountant.mechanism(),
@@ -226,6 +254,7 @@ def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str
                 "num_samples": "data set size",
                 "max_batch_size": "largest batch",
                 "examples_per_unit": "samples of a unit, at most",
+                "bands": "bands",
                 "steps": "steps",
                 "epochs": "epochs",
                 "neighboring_relation": "neighboring relation",
@@ -251,8 +280,7 @@ def _figure(
     args: argparse.Namespace, run: Run, noise_multiplier: float, accountant: Accountant
 ) -> Any:
     """Plot of epsilon over steps, with the RDP accountant for comparison, and trade-off curve."""
-    event, count = run.event(noise_multiplier), run.count
-    assert count is not None
+    event, count = run.event(noise_multiplier), run.events()
     curves = [epsilon_curve(args.accountant, event, count, args.delta)]
     if args.accountant != "rdp" and run.sampler != ALLOCATION:
         curves.append(epsilon_curve("rdp", event, count, args.delta, is_thin=True))
@@ -260,6 +288,6 @@ def _figure(
         curves,
         tradeoff_of(accountant),
         delta=args.delta,
-        unit="epoch" if run.counts_epochs else "step",
+        unit=run.unit,
         target_epsilon=getattr(args, "target_epsilon", None),
     )

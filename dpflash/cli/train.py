@@ -86,6 +86,10 @@ _OPTIONS = {
     "--max-epsilon E": "end the training before the step that would exceed it (default: no limit)",
     "--noise-multiplier S": "noise over clipping bound, instead of a target; 0 for a run without "
     "privacy",
+    "--bands NUMBER": "banded noise: the number of steps that the noise is correlated over, which "
+    "takes (bands - 1) x 8 bytes for each trained parameter, or auto for the one with the least "
+    "error at --target-epsilon whose states fit into a quarter of the device's memory (default: "
+    "{bands}, independent noise)",
     "--pack": "pack whole documents into rows of --seq-len tokens, so that a step trains on all "
     "of a sampled document",
     "--allow-large-delta": "accept a delta that is not below 1 / number of units",
@@ -251,13 +255,17 @@ def _target(job: Any) -> str:
     return f"epsilon {config.target_epsilon:g} after the last step, "
 
 
+def _bands(job: Any) -> str:
+    return "" if job.noise.bands == 1 else f" of {job.noise.bands} bands"
+
+
 def _announcement(job: Any) -> list[str]:
     config, state, ranks = job.config, job.state, job.ranks
     lines = [
         f"data      {config.data}: {_documents(job)}",
         f"privacy   {_unit(config)} is one unit; {_target(job)}noise multiplier "
-        f"{state.noise_multiplier:.4g}, {config.clipping} clipping at {config.max_grad_norm:g}, "
-        f"delta {config.delta:g}",
+        f"{state.noise_multiplier:.4g}{_bands(job)}, {config.clipping} clipping at "
+        f"{config.max_grad_norm:g}, delta {config.delta:g}",
     ]
     if config.model is not None:
         adapters = f", LoRA of rank {config.lora_rank}" if config.lora_rank else ""

@@ -19,6 +19,7 @@ from . import error
 from .reference import FRACTION_BITS
 
 _SHOWN = 4
+_BYTES = 8  # of an element of the noise that training keeps
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -197,6 +198,10 @@ class Banded:
                 "part of the dataset is smaller than a batch; pass fewer bands or smaller batches"
             )
         return min(1.0, rate)
+
+    def state_bytes(self, elements: int) -> int:
+        """Bytes of the b - 1 tensors of noise that training keeps, of so many elements each."""
+        return (self.bands - 1) * _BYTES * elements
 
     def expected_error(
         self,

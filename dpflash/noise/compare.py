@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from dpflash.accounting import Accountant, epochs_to_steps, noise_multiplier_for
+from dpflash.accounting import (
+    Accountant,
+    PoissonGaussian,
+    epochs_to_steps,
+    noise_multiplier_for,
+)
 from dpflash.accounting.events import ADD_REMOVE
 
-from .._validate import positive_int, probability
+from .._validate import optional, positive_int, probability
 from .banded import Banded
+from .reference import MOST_NOISE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,24 +25,43 @@ class BandsOfRun:
 
     Attributes:
         noise: optimized for the run; one band is independent noise.
+        batch_size: expected batch size.
+        epochs: of the run.
+        steps: of the run.
         noise_multiplier: the least that meets the target under cyclic Poisson sampling.
         expected_error: of the iterates of mean gradients (`Banded.expected_error` times the noise
             multiplier, over the batch size), for bound and learning rate 1.
     """
 
     noise: Banded
+    batch_size: int
+    epochs: float
+    steps: int
     noise_multiplier: float
     expected_error: float
+
+    @property
+    def scaled_error(self) -> float:
+        """`expected_error` if the learning rates of all steps add up to 1, over the bound.
+
+        It compares runs of other batch sizes and epochs, which have other numbers of steps: the
+        learning rate grows with the batch size, and falls with the epochs. It is the error by the
+        noise alone. That a model learns less in fewer and larger steps, or more in more epochs,
+        is not in it.
+        """
+        return self.expected_error / self.steps
 
 
 def compare_bands(
     *,
     num_samples: int,
-    batch_size: int,
-    epochs: float,
+    batch_size: int | Sequence[int],
+    epochs: float | Sequence[float],
     target_epsilon: float,
     target_delta: float,
     bands: Sequence[int] | None = None,
+    parameters: int | None = None,
+    max_memory: int | None = None,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     relation: str = ADD_REMOVE,
@@ -45,53 +71,84 @@ def compare_bands(
 
     Args:
         num_samples: size of the dataset (units, if these are drawn).
-        batch_size: expected batch size, at most num_samples.
-        epochs: > 0; the run has `epochs_to_steps` steps.
+        batch_size: expected batch size, at most num_samples; or several, to compare.
+        epochs: > 0; the run has `epochs_to_steps` steps. Or several, to compare.
         target_epsilon, target_delta, accountant: see `dpflash.accounting.get_noise_multiplier`.
-        bands: numbers of bands to compare; None for powers of two from 1 on. All are at most the
-            number of steps and num_samples / batch_size.
+        bands: numbers of bands to compare, each at most the number of steps and
+            num_samples / batch_size; None for powers of two from 1 on, until the error has risen
+            twice. Noise of several bands that training could not draw exactly is left out.
+        parameters: how many are trained, with max_memory.
+        max_memory: leave out bands whose states (`Banded.state_bytes`) take more bytes.
         momentum, weight_decay: see `Banded.expected_error`.
         relation: of the events.
 
     Returns:
-        One entry for each number of bands, the least error first. With one band among them, the
-        first is never worse than independent noise with Poisson sampling.
+        One entry for each number of bands, batch size and epochs, the least `scaled_error` first.
+        With one band among them, the first is never worse than independent noise with Poisson
+        sampling. A last round of fewer steps than bands is charged whole, as in training.
 
     Raises:
         ValueError: an argument is out of its range, or no noise meets the target.
     """
-    positive_int(num_samples=num_samples, batch_size=batch_size)
+    sizes = batch_size if isinstance(batch_size, Sequence) else [batch_size]
+    lengths = epochs if isinstance(epochs, Sequence) else [epochs]
+    positive_int(num_samples=num_samples)
     probability(target_delta=target_delta)
-    if batch_size > num_samples:
+    optional(positive_int, parameters=parameters, max_memory=max_memory)
+    if (parameters is None) != (max_memory is None):
         raise ValueError(
-            f"batch_size={batch_size!r}: expected at most num_samples={num_samples!r}; pass a "
-            "smaller batch"
+            f"parameters={parameters!r} with max_memory={max_memory!r}: states take memory for "
+            "each parameter; pass both, or neither"
         )
-    rate = batch_size / num_samples
-    steps = epochs_to_steps(epochs=epochs, sample_rate=rate)
-    if bands is None:
-        most = min(steps, num_samples // batch_size)
-        bands = [1 << i for i in range(most.bit_length())]
     found = []
-    for count in bands:
-        noise = Banded.optimized(
-            bands=count, steps=steps, momentum=momentum, weight_decay=weight_decay
-        )
-        noise_multiplier = noise_multiplier_for(
-            lambda value, noise=noise: noise.event(  # type: ignore[misc]
-                noise_multiplier=value, sample_rate=rate, steps=steps, relation=relation
-            ),
-            1,
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            accountant=accountant,
-        )
-        per_unit = noise.expected_error(steps=steps, momentum=momentum, weight_decay=weight_decay)
-        found.append(
-            BandsOfRun(
-                noise=noise,
-                noise_multiplier=noise_multiplier,
-                expected_error=noise_multiplier * per_unit / batch_size,
+    for size, length in product(sizes, lengths):
+        positive_int(batch_size=size)
+        if size > num_samples:
+            raise ValueError(
+                f"batch_size={size!r}: expected at most num_samples={num_samples!r}; pass a "
+                "smaller batch"
             )
+        rate = size / num_samples
+        steps = epochs_to_steps(epochs=length, sample_rate=rate)
+        most = min(steps, num_samples // size)
+        errors: list[float] = []
+        for count in [1 << i for i in range(most.bit_length())] if bands is None else bands:
+            noise = Banded.optimized(
+                bands=count, steps=steps, momentum=momentum, weight_decay=weight_decay
+            )
+            if max_memory is not None and noise.state_bytes(parameters or 0) > max_memory:
+                continue
+            part = noise.rate_of_part(rate)
+            noise_multiplier = noise_multiplier_for(
+                lambda value, part=part: PoissonGaussian(  # type: ignore[misc]
+                    noise_multiplier=value, sample_rate=part, relation=relation
+                ),
+                -(-steps // count),
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+                accountant=accountant,
+            )
+            if count > 1 and noise_multiplier * noise.noise_scale() >= MOST_NOISE:
+                continue
+            per_unit = noise.expected_error(
+                steps=steps, momentum=momentum, weight_decay=weight_decay
+            )
+            run = BandsOfRun(
+                noise=noise,
+                batch_size=size,
+                epochs=length,
+                steps=steps,
+                noise_multiplier=noise_multiplier,
+                expected_error=noise_multiplier * per_unit / size,
+            )
+            found.append(run)
+            errors.append(run.expected_error)
+            # More bands than those of the least error have more and more of it.
+            if bands is None and len(errors) > 2 and errors[-3] < errors[-2] < errors[-1]:
+                break
+    if not found:
+        raise ValueError(
+            f"bands={bands!r}: noise of so many bands would not be exact, or its states take more "
+            f"than max_memory={max_memory!r} bytes; pass fewer bands"
         )
-    return sorted(found, key=lambda choice: choice.expected_error)
+    return sorted(found, key=lambda run: run.scaled_error)

@@ -17,6 +17,9 @@ from collections.abc import Sequence
 
 # More bits would leave less room for z, which is exact in float64 (`dpflash.kernels.noise`).
 FRACTION_BITS = 8
+# Standard deviation of z over the bound must be less: of `_validate._MOST_NOISE`, 2^14, the
+# fraction takes 8 bits.
+MOST_NOISE = 2.0**6
 
 
 def correlated(z: Sequence[int], integers: Sequence[int]) -> list[int]:

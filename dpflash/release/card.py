@@ -111,7 +111,8 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         "steps": f"{report['steps']}{lost}",
         "accountant": report["accountant"],
         "clipping": f"{report['clipping']}, max_grad_norm {report['max_grad_norm']:g}",
-        "noise multiplier": f"{report['noise_multiplier']:.6g}",
+        "noise multiplier": f"{report['noise_multiplier']:.6g}"
+        + (f", banded noise of {report['bands']} bands" if report.get("bands", 1) > 1 else ""),
         "expected batch size": f"{report['expected_batch_size']}",
         "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
     }

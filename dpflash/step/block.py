@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..noise.reference import MOST_NOISE
 from ..privacy.keys import derive_key
 from ..sampling.tracker import BatchTracker
 
 if TYPE_CHECKING:
     from ..noise import Banded
     from ..privacy.keys import RunKeys
-
-# z has 8 more bits than the grid of the sums, so of `_validate._MOST_NOISE` these are left.
-_MOST_NOISE = 2.0**6
 
 
 class Block:
@@ -212,7 +210,7 @@ def refuse_large(noise_multiplier: float, scale: float) -> None:
     Raises:
         ValueError: naming it.
     """
-    most = _MOST_NOISE / scale
+    most = MOST_NOISE / scale
     if noise_multiplier >= most:
         raise ValueError(
             f"noise_multiplier={noise_multiplier!r} with this noise_mechanism: expected less than "

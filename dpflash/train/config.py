@@ -9,10 +9,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dpflash.accounting import epochs_to_steps, get_noise_multiplier
+from dpflash.accounting import epochs_to_steps
 
 from .. import _validate
 from ..clipping.planner import DEFAULT_LEVEL, LEVELS, clipping_for
+from ..noise import Banded, compare_bands
 from ..patterns import from_text
 from ..privacy.spending import DEFAULT_ACCOUNTANT
 from ..refusal import PrivateRefusal
@@ -63,6 +64,7 @@ class TrainingConfig:
     # epsilon after all steps; None if noise_multiplier is given
     target_epsilon: float | None = 8.0
     noise_multiplier: float | None = None
+    bands: int | str = 1  # of the noise; "auto" for those with the least error
     delta: float = 1e-5
     allow_large_delta: bool = False
     max_epsilon: float | None = None
@@ -125,6 +127,15 @@ class TrainingConfig:
             )
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise ValueError("target_epsilon=None: pass target_epsilon or noise_multiplier")
+        if isinstance(self.bands, str) and self.bands.isdecimal():
+            self._set(bands=int(self.bands))
+        if self.bands != "auto":
+            _validate.positive_int(bands=self.bands)
+        elif self.noise_multiplier is not None:
+            raise ValueError(
+                f"bands='auto' with noise_multiplier={self.noise_multiplier!r}: bands are chosen "
+                "for a target_epsilon; pass it instead, or a number of bands"
+            )
         if self.max_epsilon is not None and self.noise_multiplier == 0:
             raise ValueError(
                 f"max_epsilon={self.max_epsilon!r} with noise_multiplier=0: a run without noise "
@@ -314,6 +325,7 @@ class TrainingState:
     config: dict[str, Any]
     data_digest: str
     noise_multiplier: float
+    coefficients: list[float]  # of the noise: one for each band
     init_seed: int
     window_key: bytes
     bits_before: float | None = None
@@ -391,19 +403,36 @@ def _read(path: str, config: TrainingConfig, suffixes: Collection[str] | None) -
     )
 
 
-def noise_for(config: TrainingConfig, num_units: int) -> float:
-    """The noise multiplier of a job: the configured one, or the one that meets target_epsilon."""
+def noise_for(
+    config: TrainingConfig, num_units: int, state_memory: tuple[int, int] | None = None
+) -> tuple[float, Banded]:
+    """The noise of a job: its multiplier, configured or for target_epsilon, and its coefficients.
+
+    Args:
+        config: of the job.
+        num_units: used only if dataset_size is None.
+        state_memory: for bands="auto": how many parameters are trained, and the bytes that states
+            of their noise may take.
+    """
     size, noun = config.dataset_size or num_units, config.noun
     problem = _validate.large_delta(config.delta, size, noun)
     if problem is not None and not config.allow_large_delta and config.noise_multiplier != 0:
         raise ValueError(f"{problem}, or allow it with --allow-large-delta")
+    steps = config.num_steps(num_units)
     if config.noise_multiplier is not None:
-        return float(config.noise_multiplier)
+        assert isinstance(config.bands, int)
+        return float(config.noise_multiplier), Banded.optimized(bands=config.bands, steps=steps)
     assert config.target_epsilon is not None
-    return get_noise_multiplier(
+    parameters, memory = state_memory or (None, None)
+    best, *_ = compare_bands(
+        num_samples=size,
+        batch_size=config.batch_size,
+        epochs=steps * config.sample_rate(num_units),
         target_epsilon=config.target_epsilon,
         target_delta=config.delta,
-        sample_rate=config.sample_rate(num_units),
-        steps=config.num_steps(num_units),
+        bands=None if config.bands == "auto" else [int(config.bands)],
+        parameters=parameters,
+        max_memory=memory,
         accountant=config.accountant,
     )
+    return best.noise_multiplier, best.noise

@@ -91,6 +91,9 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
         "sampler": engine.sampler,
         "accountant": config.accountant,
         "noise_multiplier": state.noise_multiplier,
+        "noise_mechanism": "independent" if job.noise.bands == 1 else "banded",
+        "bands": job.noise.bands,
+        "noise_state_bytes": job.noise.state_bytes(num_trained(job.model)),
         "max_grad_norm": config.max_grad_norm,
         "clipping": config.clipping,
         "sample_rate": config.sample_rate(job.num_units),
@@ -238,6 +241,11 @@ def _title(report: dict[str, Any]) -> str:
         f"{counted(report['steps'], 'step')} of about "
         f"{counted(report['expected_batch_size'], noun_in(report))}"
     )
+
+
+def num_trained(model: torch.nn.Module) -> int:
+    """The number of parameters that are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def peak_memory_mb(device: str) -> float:

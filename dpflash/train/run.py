@@ -27,9 +27,10 @@ from tqdm import tqdm
 from dpflash.accounting import PoissonGaussian, remaining_steps
 
 from ..checkpoint import sharded as sharded_checkpoint
-from ..clipping.planner import clipping_for
+from ..clipping.planner import clipping_for, default_memory_budget
 from ..engine import PrivacyEngine
 from ..nn import LongContextLM
+from ..noise import Banded
 from ..optimize.levels import Optimization
 from ..packing import PackedBatch
 from ..privacy.budget import PrivacyBudget
@@ -44,7 +45,7 @@ from .launch import Launch
 from .metrics import append_metrics
 from .packed import WholeDocuments, pack_of
 from .ranks import Team
-from .report import make_report, peak_memory_mb, write_report
+from .report import make_report, num_trained, peak_memory_mb, write_report
 
 # A single process writes a file, several ranks a folder. They have different names, so that the
 # new checkpoint is complete on disk before the one that it replaces is removed.
@@ -90,6 +91,7 @@ class TrainingRun:
         self.left_out = corpus.left_out
         self.ranks = team.as_dict()
         self.checkpoint = folder / (CHECKPOINT if team.mesh is None else CHECKPOINT_FOLDER)
+        self.noise = Banded(bands=len(state.coefficients), coefficients=tuple(state.coefficients))
         self._team = team
         team.ranks.agree(
             "dpflash train",
@@ -135,6 +137,8 @@ class TrainingRun:
                 self._windows, batch_size=config.batch_size, collate_fn=self.pack
             ),
             noise_multiplier=state.noise_multiplier,
+            noise_mechanism=None if self.noise.bands == 1 else self.noise,
+            sampling="poisson" if self.noise.bands == 1 else "cyclic_poisson",
             budget=None if self._was_spent else budget,
             max_grad_norm=config.max_grad_norm,
             clipping=None if config.clipping == default_clipping else config.clipping,
@@ -170,19 +174,26 @@ class TrainingRun:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"out={str(folder)!r}: is a file; choose another name")
         corpus = Corpus.read(config)
+        state_memory = None
+        if config.bands == "auto":
+            memory = default_memory_budget(torch.device(config.device))
+            state_memory = num_trained(language_model(config).build()), memory
+        noise_multiplier, noise = noise_for(config, corpus.train.num_units, state_memory)
         values = [
-            noise_for(config, corpus.train.num_units),
+            noise_multiplier,
+            noise.coefficients,
             secrets.randbits(62) if config.seed is None else config.seed,
             derive_key(master_key(config.seed), "windows").hex(),
         ]
         team = launch.connect(config)
-        noise_multiplier, init_seed, window_key = json.loads(
+        noise_multiplier, coefficients, init_seed, window_key = json.loads(
             team.ranks.broadcast_from_first(json.dumps(values).encode(), "the keys of the run")
         )
         state = TrainingState(
             config=config.as_dict(),
             data_digest=corpus.digest,
             noise_multiplier=noise_multiplier,
+            coefficients=coefficients,
             init_seed=init_seed,
             window_key=bytes.fromhex(window_key),
         )
@@ -295,10 +306,11 @@ class TrainingRun:
         """
         if self._ledger_releases() == 0:
             return True
+        # Of several bands, a round.
         step = PoissonGaussian(
             relation=self._engine.neighboring_relation,
             noise_multiplier=self.state.noise_multiplier,
-            sample_rate=self.config.sample_rate(self.num_units),
+            sample_rate=self.noise.rate_of_part(self.config.sample_rate(self.num_units)),
         )
         return 0 < remaining_steps(
             self._engine.accountant,

@@ -142,6 +142,38 @@ def test_epsilon_is_that_of_dpflash_epsilon_and_meets_the_target(data, tmp_path,
     assert json.loads(capsys.readouterr().out)["epsilon"] == report["epsilon"]
 
 
+@pytest.mark.parametrize("bands", ["auto", "3"])
+def test_bands_are_trained_accounted_for_and_reported(bands, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    changes = {"bands": bands, "steps": 7, "target_epsilon": 6, "no_baseline": ""}
+    words = [word for word in options(data, **changes) if word]
+    assert main([*words, "--out", str(out)]) == 0
+    report = report_of(out)
+    trained = report["bands"]
+    assert trained > 1 and bands in ("auto", str(trained))
+    assert f" of {trained} bands, " in capsys.readouterr().out
+    assert (report["sampler"], report["noise_mechanism"]) == ("cyclic_poisson", "banded")
+    assert report["noise_state_bytes"] == (trained - 1) * 8 * report["num_parameters"]
+    assert 0.97 * 6 < report["epsilon"] <= 6
+    words = ["epsilon", "--json", "--sampler", "cyclic_poisson", "--bands", str(trained)]
+    words += ["--steps", "7", "--delta", "1e-3", "--accountant", "rdp"]
+    words += ["--neighboring-relation", "zero_out"]
+    for name in ("noise_multiplier", "sample_rate"):
+        words += [f"--{name.replace('_', '-')}", repr(report[name])]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon"] == report["epsilon"]
+
+
+def test_a_resumed_run_with_bands_has_the_noise_of_one_that_was_not_stopped(data, tmp_path):
+    made = config(data, bands=3, steps=8, baseline=False)
+    whole = TrainingRun.start(made, tmp_path / "whole").run()
+    with pytest.raises(Interrupted):
+        TrainingRun.start(made, tmp_path / "out").run(should_stop=stop_after(6))
+    resumed = TrainingRun.resume(tmp_path / "out").run()
+    assert resumed["epsilon"] == whole["epsilon"] and resumed["bands"] == 3
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "out"))
+
+
 def test_a_declared_size_gives_the_rate_and_is_for_add_remove(data, tmp_path):
     changes = {"dataset_size": 400, "steps": 2, "baseline": False}
     report = TrainingRun.start(config(data, **changes), tmp_path / "out").run()
@@ -436,6 +468,9 @@ def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
         ({"clipping": "sideways"}, "clipping='sideways'"),
         ({"accountant": "none"}, "accountant='none'"),
         ({"heads": 3}, "num_heads=3"),
+        ({"bands": "some"}, "bands='some'"),
+        ({"bands": "auto", "noise_multiplier": 1}, "bands='auto' with noise_multiplier=1"),
+        ({"bands": 7}, "bands=7"),
         ({"seed": -1}, "seed=-1"),
         ({"max_epsilon": 3, "noise_multiplier": 0}, "max_epsilon=3"),
         ({"data": "nowhere"}, "nowhere: no such file or folder"),

@@ -74,7 +74,13 @@ SAMPLERS = {
 RUN_OF_POISSON = {
     **{"delta": 1e-5, "noise_multiplier": 1.1, "sample_rate": 0.01, "batch_size": None},
     **{"num_samples": None, "max_batch_size": None, "examples_per_unit": None, "steps": 1000},
-    **{"epochs": None, "accountant": "contour", "is_bound": True, "sampler": "poisson"},
+    **{
+        "bands": None,
+        "epochs": None,
+        "accountant": "contour",
+        "is_bound": True,
+        "sampler": "poisson",
+    },
     "neighboring_relation": "add_remove",
 }
 KEYS = {"epsilon", "epsilon_lower", "advantage", *RUN_OF_POISSON}

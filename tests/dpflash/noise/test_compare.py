@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dpflash.accounting import create_accountant, get_noise_multiplier
+from dpflash.accounting import (
+    CyclicPoissonGaussian,
+    create_accountant,
+    get_noise_multiplier,
+)
 from dpflash.noise import compare_bands
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,3 +78,64 @@ def test_more_bands_than_batches_of_an_epoch_are_refused():
         _run(run, [9])
     with pytest.raises(ValueError, match="batch_size=50: expected at most num_samples=40"):
         _run({**run, "num_samples": 40}, [1])
+
+
+RUN = {"num_samples": 400, "target_epsilon": 8.0, "target_delta": 1e-3}
+
+
+def test_a_last_round_of_fewer_steps_is_paid_whole_as_in_training():
+    (found,) = compare_bands(**RUN, batch_size=50, epochs=1.25, bands=[4])
+    assert found.steps == 10
+
+    def epsilon(rounds):
+        accountant = create_accountant("contour")
+        noise = found.noise_multiplier
+        event = CyclicPoissonGaussian(noise_multiplier=noise, sample_rate=0.5, bands=4)
+        accountant.compose(event, rounds)
+        return accountant.get_epsilon(1e-3)
+
+    assert 0.99 * 8 < epsilon(3) <= 8
+
+
+def test_runs_are_compared_at_one_sum_of_learning_rates():
+    found = compare_bands(**RUN, batch_size=[25, 50], epochs=[1, 2], bands=[1, 2])
+    alone = compare_bands(**RUN, batch_size=50, epochs=2, bands=[2])[0]
+    of = {(run.batch_size, run.epochs, run.noise.bands): run for run in found}
+    assert len(of) == 8 and of[50, 2, 2] == alone
+    assert [run.steps for run in (of[25, 1, 1], of[50, 2, 1])] == [16, 16]
+    errors = [run.expected_error / run.steps for run in found]
+    assert errors == sorted(errors) == [run.scaled_error for run in found]
+    # By hand: independent noise of T steps has iterates of the variances 1, ..., T.
+    run = of[25, 2, 1]
+    deviation = run.noise_multiplier / 25 * (33 / 2) ** 0.5
+    assert run.scaled_error == pytest.approx(deviation / 32, rel=1e-12)
+
+
+@pytest.mark.parametrize("memory, most", [(8 * 3 * 100, 4), (8 * 3 * 100 - 1, 2), (1, 1)])
+def test_states_of_all_parameters_fit_into_the_memory(memory, most):
+    found = compare_bands(**RUN, batch_size=50, epochs=2, parameters=100, max_memory=memory)
+    assert max(run.noise.bands for run in found) == most
+    assert max(run.noise.state_bytes(100) for run in found) <= memory
+
+
+def test_a_memory_without_parameters_and_bands_that_cannot_be_drawn_are_refused():
+    run = {**RUN, "batch_size": 50, "epochs": 2}
+    with pytest.raises(ValueError, match="parameters=None with max_memory=9"):
+        compare_bands(**run, max_memory=9)
+    with pytest.raises(ValueError, match=r"bands=\[4\]: .*max_memory=9 bytes"):
+        compare_bands(**run, bands=[4], parameters=100, max_memory=9)
+    tight = {**run, "target_epsilon": 0.03}
+    assert {x.noise.bands for x in compare_bands(**tight, bands=[1, 4, 8])} == {1, 4}
+    with pytest.raises(
+        ValueError, match=r"bands=\[8\]: noise of so many bands would not be exact"
+    ):
+        compare_bands(**tight, bands=[8])
+
+
+def test_the_search_ends_where_the_error_has_risen_twice():
+    run = {"num_samples": 10_000, "batch_size": 250, "epochs": 2, "target_delta": 1e-5}
+    for epsilon in (1.0, 8.0):
+        tried = compare_bands(**run, target_epsilon=epsilon)
+        (best, *_) = compare_bands(**run, target_epsilon=epsilon, bands=[1, 2, 4, 8, 16, 32])
+        assert tried[0] == best
+        assert max(x.noise.bands for x in tried) == min(4 * best.noise.bands, 32)

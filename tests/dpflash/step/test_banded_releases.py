@@ -432,6 +432,79 @@ def test_a_split_round_warns_that_the_target_is_exceeded(banded):
             train(run, 1)
 
 
+# noise_mechanism="auto"
+
+
+def auto(method="make_private_with_epsilon", samples=60, batch_size=4, epsilon=8.0, **options):
+    engine = dpflash.PrivacyEngine(seed=0)
+    own = model()
+    target = {"target_epsilon": epsilon, "target_delta": 1e-3, "epochs": 2}
+    found = getattr(engine, method)(
+        module=own,
+        optimizer=torch.optim.SGD(own.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(data(samples)), batch_size=batch_size),
+        max_grad_norm=1.0,
+        verify_first_batch=False,
+        noise_mechanism="auto",
+        **(target if method != "make_private" else {}),
+        **options,
+    )
+    return engine, *found
+
+
+def test_auto_takes_the_bands_of_the_least_error_and_meets_the_target(caplog):
+    with caplog.at_level("INFO", logger="dpflash.build"):
+        run = auto()
+    engine, _, _, loader = run
+    best = dpflash.noise.compare_bands(
+        num_samples=60, batch_size=4, epochs=2, target_epsilon=8.0, target_delta=1e-3
+    )[0]
+    assert best.noise.bands > 1 and loader.plan.mechanism == best.noise
+    assert f"noise_mechanism='auto': {best.noise.bands} bands, with 0." in caplog.text
+    assert f"Banded(bands={best.noise.bands}" in str(engine.public)
+    assert engine.sampler == "cyclic_poisson"
+    train(run, 30)
+    assert 0.97 * 8 < engine.get_epsilon(1e-3) <= 8
+
+
+def test_auto_is_independent_noise_where_bands_gain_nothing_or_have_no_memory(caplog):
+    for run in (
+        auto(epsilon=0.5, batch_size=30),
+        auto(memory_budget=8 * 42 - 1),
+        auto(sample_rate=0.6, steps_per_epoch=2),  # two parts would be smaller than a batch
+    ):
+        engine, _, _, loader = run
+        assert loader.plan.mechanism is None and engine.sampler == "poisson"
+    parameters = sum(p.numel() for p in model().parameters())
+    assert parameters == 42
+    assert auto(memory_budget=8 * 42)[3].plan.bands == 2
+
+
+def test_auto_leaves_no_part_smaller_than_a_batch_where_a_rate_is_declared():
+    # The size that the rate gives is rounded up to 16, of which four parts would have a batch.
+    plan = auto(epsilon=30.0, sample_rate=0.255, steps_per_epoch=4)[3].plan
+    assert plan.dataset_size == 16 and plan.bands == 2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"method": "make_private", "noise_multiplier": 1.0}, "make_private, which does not know"),
+        ({"sampling": "cyclic_poisson"}, "sampling='cyclic_poisson' with .*; leave sampling out"),
+        ({"poisson_sampling": False}, "sampling='shuffled' with .*; leave sampling out"),
+        ({"max_batch_size": 9}, "max_batch_size=9 with .*; leave max_batch_size out"),
+        ({"foreign_batches": True}, "foreign_batches=True with .*; leave foreign_batches out"),
+        (
+            {"unit_of": [0] * 60, "examples_per_unit": 2, "unit_sampling": "example"},
+            "unit_sampling='example' with .*; leave unit_sampling out",
+        ),
+    ],
+)
+def test_what_auto_cannot_choose_for_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        auto(**options)
+
+
 # What is refused
 
 
