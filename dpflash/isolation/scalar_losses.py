@@ -53,7 +53,7 @@ class ScalarLosses:
             self.dtypes.add(x.dtype)
             of_rows = x.ndim and len(x) and len(x) % size == 0
             if is_scalar(x) and size != 1:
-                own.register_hook(lambda grad: [self._add(row, row) for row in rows] and None)
+                own.register_hook(lambda grad: self._add_squares(rows))
             elif of_rows:
                 held = own.detach().reshape(size, -1)
                 own.register_hook(lambda grad: self._add(held, grad.reshape(size, -1)))
@@ -61,6 +61,10 @@ class ScalarLosses:
             return own.clone()
 
         return map_tensors(cut, outputs)
+
+    def _add_squares(self, outputs: list[Tensor]) -> None:
+        for x in outputs:
+            self._add(x, x)
 
     def _add(self, outputs: Tensor, grads: Tensor) -> None:
         """Add the products of outputs `[B, n]` and their gradients."""
