@@ -1,7 +1,5 @@
 """A loss that changes with the padding of its batch is refused, and masked padding is not."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -151,25 +149,6 @@ def test_a_declared_mean_of_masked_padding_trains_with_the_same_bits_as_without_
     assert "Losses with less padding were compared" in engine.trials
     _, plain = _train_by_mean("mask", _padded, backward, verify_first_batch=False)
     assert all(map(torch.equal, tried, plain))
-
-
-def test_a_loop_that_catches_the_refusal_of_a_declared_mean_releases_nothing():
-    torch.manual_seed(1)
-    model, engine = Text("all"), dpflash.PrivacyEngine(seed=2)
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(_documents(), batch_size=20, collate_fn=_padded),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        loss_reduction="mean",
-    )
-    with pytest.raises(dpflash.PrivateRefusal, match="lacks a microbatch"):
-        for batch in loader:
-            with contextlib.suppress(dpflash.PrivateRefusal):
-                F.cross_entropy(model(batch["ids"]), batch["labels"]).backward()
-            optimizer.step()
-    assert not loader.releases
 
 
 def test_products_of_outputs_and_gradients_are_as_of_a_loop():
