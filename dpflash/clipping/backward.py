@@ -521,7 +521,8 @@ class PrivateBackward:
             "per sample"
             if (misfit := self.forward.misfit)
             else "losses has another number of entries than the batch that the model saw: give "
-            "one loss per sample of the forward, batch first"
+            "one loss per sample of the forward, batch first; or, where a loop calls the model on "
+            "x[None], pass the function of one row: engine.backward(loss_fn, batch)"
         )
         raise PrivateRefusal(
             f"{why}. {ALL_ROWS}. {SHARED}",

@@ -46,6 +46,7 @@ class _Call:
         sizes: first dimensions of the tensors that the model was given.
         batch_size: of the input of its first private operation.
         first: the module of that operation.
+        begins_with_indices: whether that operation looked up indices.
         flattened: modules whose input has a row for each token, samples in order.
         shared: modules whose input of one row is what all samples share, in order.
     """
@@ -53,6 +54,7 @@ class _Call:
     sizes: frozenset[int]
     batch_size: int | None = None
     first: str = ""
+    begins_with_indices: bool = False
     flattened: set[str] = field(default_factory=set)
     shared: dict[str, None] = field(default_factory=dict)
 
@@ -232,6 +234,7 @@ class PrivateForward:
             PrivateRefusal: x may be one sample as well.
         """
         leading, call, state = x.shape[0], self._call, self.state
+        are_indices = not (x.is_floating_point() or x.is_complex())
         if is_recomputing():
             known = state.batch_size
             shared = leading == 1 and name in state.shared and known is not None
@@ -242,18 +245,30 @@ class PrivateForward:
             return leading
         if call.batch_size is None:
             call.batch_size, call.first = self._first_batch_size(x, call), name
+            call.begins_with_indices = are_indices
         size = call.batch_size
         if leading != size and is_flattened(x, size):
             call.flattened.add(name)
             return size
         if leading != size and (leading != 1 or size == 1):
-            why = (
-                f"the first, '{call.first}', got [1, ...]: pass it what all samples share, such "
-                "as positions, as x.expand(B, ...), or freeze it with requires_grad_(False)"
-                if size == 1
-                else "rows for tokens are taken only where autograd's graph shows them to be "
-                "[B, ...] flattened, samples first"
-            )
+            is_first_odd = call.begins_with_indices and size not in call.sizes
+            if size == 1:
+                why = (
+                    f"the first, '{call.first}', got [1, ...]: pass it what all samples share, "
+                    "such as positions, as x.expand(B, ...), or freeze it with "
+                    "requires_grad_(False)"
+                )
+            elif is_first_odd or are_indices:
+                owner = call.first if is_first_odd else name
+                why = (
+                    f"where all samples share the indices of '{owner}', as relative positions "
+                    "[T, T], give it indices.expand(B, *indices.shape)"
+                )
+            else:
+                why = (
+                    "rows for tokens are taken only where autograd's graph shows them to be "
+                    "[B, ...] flattened, samples first"
+                )
             self.misfit = self.misfit or (
                 f"module '{name}' got another first dimension than layers before it; {why}. "
             )

@@ -24,6 +24,7 @@ from ..clipping.groups import (
     per_layer_groups,
     with_bounds,
 )
+from ..verification.optimizer_hooks import hook_of_optimizer
 from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class, plain_forward
 from .batch_second import BatchSecond, batch_second
@@ -97,6 +98,8 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     if _was_compiled(module):
         _refuse_compiled(name, module)
     _check_computed(name, module)
+    if (refusal := hook_of_optimizer(name, module)) is not None:
+        raise ValueError(refusal)
     if isinstance(module, _BatchNorm) and (is_inside or not _is_frozen(module)):
         freeze = ", or freeze it: .eval() and requires_grad_(False) before make_private"
         if module.running_mean is None:

@@ -154,10 +154,12 @@ class PrivateLeaf(PrivateModule):
                     ) from None
                 if self._writes_parameters(given):
                     raise RuntimeError(
-                        f"{described(self)} writes its parameters in its forward, as in a "
-                        "data-dependent initialization by the first batch, which would leave "
-                        "without noise. Initialize it before make_private, by a forward of public "
-                        "data"
+                        f"{described(self)} writes its parameters in its forward, which would "
+                        "leave without noise. Use what is computed of them, as F.linear(x, "
+                        "self.weight * self.mask), or write masked, normalized and limited "
+                        "weights (torch.renorm) behind optimizer.step() where loader.is_last. For "
+                        "an initialization by the first batch run a forward of public data before "
+                        "make_private"
                     ) from error
                 if not ("vmap" in str(error) or "functorch" in str(error)):
                     raise
@@ -209,7 +211,11 @@ class PrivateLeaf(PrivateModule):
 
     def _writes_parameters(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
         """Whether a forward changes the parameters it runs with; reads shapes of samples alone."""
-        own = self.own_parameters()
+        # Not as the last forward left them, which a mask or a limit on norms changes no more.
+        own = {
+            n: x.detach() + 1e4 if x.is_floating_point() else x.detach()
+            for n, x in self.own_parameters().items()
+        }
         used = {n: x.detach().clone() for n, x in (*own.items(), *self.named_buffers())}
         args, kwargs = map_tensors(torch.ones_like, given)
         with suppress(Exception), torch.no_grad(), random_state_kept():

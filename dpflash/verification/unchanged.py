@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
+from itertools import chain, repeat, starmap
 from operator import is_
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..refusal import PrivateRefusal, PrivateWarning
 from .attributes import OwnAttributes
 from .contents import EVERY, Comparisons, digest, version
 from .entries import Entries
+from .optimizer_hooks import hook_of_optimizer
 from .rewritten import Rewritten
 
 
@@ -183,7 +184,8 @@ class Unchanged:
             return (
                 f"{_listed(rewritten)} changed inside a forward: data that a forward writes into "
                 "a trained parameter gets no noise and is released with the weights. Let the "
-                "optimizer alone train it, initialize it before make_private or on public data "
+                "optimizer alone train it (a mask or a limit on norms: behind optimizer.step() "
+                "where loader.is_last), initialize it before make_private or on public data "
                 "inside engine.public_data(), and bring the weights back by "
                 "model.load_state_dict; if what the forward writes depends on no data, nor on the "
                 f"number of forwards, pass allow_buffers=[{_listed(rewritten)}]"
@@ -262,10 +264,10 @@ class Unchanged:
         return self._structure.changes
 
     def _entered(self) -> str | None:
-        """A message that names a parameter which entered the model; None if there is none."""
+        """A message that names a parameter, or an optimizer's hook, that entered; None if none."""
         name = self._structure.entered(self._allowed)
         if name is None:
-            return None
+            return self._structure.hooked
         return (
             f"'{name}' entered the model after make_private, took another parameter's place, or "
             "left its own, as for pruning and parametrizations: its gradient would be neither "
@@ -313,6 +315,7 @@ class _Structure:
 
     Attributes:
         changes: how often they were found to be others.
+        hooked: a message that names an optimizer's hook; None if there is none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -323,6 +326,8 @@ class _Structure:
 
     def _note(self) -> None:
         self.changes += 1
+        named = self._module.named_modules()
+        self.hooked = next(filter(None, starmap(hook_of_optimizer, named)), None)
         modules = list(self._module.modules())
         # fully_shard puts other parameters into a module for its forward.
         shards = {id(m) for m in modules if any(map(_is_shard, m._parameters.values()))}

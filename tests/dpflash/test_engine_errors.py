@@ -1131,3 +1131,53 @@ def test_a_layer_that_initializes_itself_by_its_first_batch_is_refused_with_the_
         for (x,) in private_loader:
             model(x)
     assert not model.shift.any() and not model.is_set and not model.done
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.set_(torch.renorm(w, 2, 0, 1.0)),
+        lambda w: w.mul_(torch.ones_like(w).tril()),
+        lambda w: w.copy_(nn.functional.normalize(w, dim=1)),
+    ],
+    ids=["renorm", "mask", "normalize"],
+)
+def test_a_layer_that_limits_its_weights_is_refused_with_the_cause(write, private):
+    """Also where the forward before has limited them, and this one changes nothing."""
+
+    class Limited(nn.Linear):
+        def forward(self, x):
+            self.weight.data = write(self.weight.data.clone())
+            return super().forward(x)
+
+    model = Limited(3, 3)
+    model(torch.ones(1, 3))
+    _, model, _, _ = private(model)
+    with pytest.raises(RuntimeError, match=r"writes its parameters.*self\.mask.*torch\.renorm"):
+        model(torch.ones(4, 3))
+
+
+def test_a_tied_autoencoder_is_told_where_its_weight_belongs(private):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return nn.functional.linear(self.encoder(x), self.encoder.weight.t())
+
+    engine, model, _, _ = private(Tied())
+    with pytest.raises(PrivateRefusal, match="'encoder.weight'.*module that uses it twice"):
+        engine.backward(model(torch.ones(4, 3)).square().sum(1))
+
+
+def test_losses_of_a_loop_over_rows_are_told_the_call_for_them(private):
+    engine, model, _, loader = private(nn.Linear(3, 2), torch.ones(8, 3))
+    (x,) = next(iter(loader))
+
+    def loss(model, row):
+        return model(row).square().sum()
+
+    with pytest.raises(PrivateRefusal, match=r"x\[None\].*engine\.backward\(loss_fn, batch\)"):
+        engine.backward(torch.stack([loss(model, row[None]) for row in x]))
+    engine.backward(loss, x)

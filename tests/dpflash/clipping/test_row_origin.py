@@ -206,6 +206,28 @@ def test_a_sum_of_rows_in_two_orders_is_refused(private):
         engine.backward(losses(model, batch()))
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_indices_that_samples_share_are_told_to_be_expanded(is_first, private):
+    class Relative(nn.Module):
+        def __init__(self, *sizes):
+            super().__init__()
+            self.bias, self.body = nn.Embedding(5, 1), nn.Linear(5, 5)
+            self.sizes = sizes
+
+        def forward(self, x):
+            indices = (torch.arange(3)[:, None] - torch.arange(3) + 2).expand(*self.sizes, 3, 3)
+            bias = self.bias(indices) if is_first else None
+            y = self.body(x)
+            bias = self.bias(indices) if bias is None else bias
+            return bias.squeeze(-1) @ y
+
+    engine, model, _, _ = private(Relative())
+    with pytest.raises(PrivateRefusal, match=r"indices of 'bias'.*indices\.expand\(B, \*indices"):
+        engine.backward(losses(model, batch()))
+    engine, model, _, _ = private(Relative(4))
+    engine.backward(losses(model, batch()))
+
+
 def test_inputs_without_gradients_are_told_by_the_view_that_they_are(private, sums):
     class First(nn.Module):
         def __init__(self, rows):

@@ -1,0 +1,46 @@
+"""Finds optimizers that look into forwards of the model, as K-FAC does for its preconditioner."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def hook_of_optimizer(name: str, module: nn.Module) -> str | None:
+    """A message that names an optimizer with a hook on a module; None if there is none."""
+    hooks = (
+        *(module._forward_hooks, module._forward_pre_hooks),
+        *(module._backward_hooks, module._backward_pre_hooks),
+    )
+    for hook in chain.from_iterable(held.values() for held in hooks):
+        owner = _owner(hook)
+        if isinstance(owner, torch.optim.Optimizer) or _is_preconditioner(owner):
+            return (
+                f"{type(owner).__name__} has a hook on module '{name}', as K-FAC has to keep "
+                "statistics of activations: these are of private data, are neither clipped nor "
+                "noised, and would move the weights in step(). Use an optimizer without hooks "
+                "(torch.optim.AdamW), or compute the preconditioner of public data alone, on "
+                "copy.deepcopy(model), which takes the hooks in the model's place"
+            )
+    return None
+
+
+def _owner(hook: Callable[..., Any]) -> Any:
+    """The object whose method a hook is, or was made in."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    cells = getattr(hook, "__closure__", None) or ()
+    names = hook.__code__.co_freevars if cells else ()
+    made_in = next((cell for n, cell in zip(names, cells, strict=True) if n == "self"), None)
+    return getattr(hook, "__self__", None) if made_in is None else made_in.cell_contents
+
+
+def _is_preconditioner(owner: object) -> bool:
+    """Whether it steps and has a state, as kfac-pytorch's, which is no torch.optim.Optimizer."""
+    names = ("step", "load_state_dict")
+    return not isinstance(owner, nn.Module) and all(hasattr(owner, n) for n in names)
