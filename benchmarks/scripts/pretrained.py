@@ -7,7 +7,7 @@ description; a user is a maintainer. `--wheel` and `--packages` are
     pip download --no-deps wordllama==0.4.0.post1
     /usr/lib/apt/apt-helper cat-file /var/lib/apt/lists/*_main_binary-amd64_Packages* > Packages
 
-and opake is measured where it is installed (pip install 'opake[dpftrl]==0.16.1').
+and opake has to be installed (pip install 'opake[dpftrl]==0.16.1').
 
     python benchmarks/scripts/pretrained.py --wheel FILE.whl --packages Packages --runs RUNS.jsonl
 
@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import dpflash
 from dpflash.bench.environment import environment
-from dpflash.bench.output import write_picture, write_text
+from dpflash.bench.output import markdown_table, write_picture, write_text
 from dpflash.noise import Banded, compare_bands
 
 TUNINGS, UNITS, EPSILONS = ("frozen", "LoRA", "full"), ("entry", "user"), (1.0, 3.0, 8.0)
@@ -49,7 +49,7 @@ NONPRIVATE = "no privacy"
 DELTA, MAX_GRAD_NORM = 1e-5, 1.0
 SECTIONS, TOKENS, WIDTH, RANK = 30, 16, 128, 8
 # Units of a step, epochs, and entries of a unit in one step.
-RUN = {"entry": (500, 3, 1), "user": (100, 5, 8)}
+RUN = {"entry": (250, 3, 1), "user": (100, 5, 8)}
 SEEDS, TUNING_SEED = range(5), 100
 LEARNING_RATES = (4.0, 8.0)  # and on by factors of 2 while the best is the first or last
 PAD, UNKNOWN = 0, 1
@@ -64,9 +64,9 @@ class Texts(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is private, what is held out, what is public, and the pretrained table."""
+    """What is private, for each unit, what is held out, what is public, and the table."""
 
-    private: Texts
+    private: dict[str, Texts]
     test: Texts
     public: Texts
     table: Tensor
@@ -121,16 +121,19 @@ def make_task(wheel: Path, packages: Path) -> Task:
     rows = torch.zeros(len(vocabulary) + 2, WIDTH)
     rows[2:] = table[torch.tensor(vocabulary), :WIDTH].float()
     private, test, public = (texts(splits[name]) for name in ("private", "test", "public"))
+    # Half of the texts, where each is a unit, still are nine times as many as the users.
+    half = Texts(private.tokens[::2], private.labels[::2], private.maintainers[::2])
     about = {
         "wheel": wheel.name,
         "packages_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "private": len(private.labels),
+        "entries": len(half.labels),
         "users": len(set(private.maintainers)),
+        "entries_of_users": len(private.labels),
         "test": len(test.labels),
         "public": len(public.labels),
         "vocabulary": len(rows),
     }
-    return Task(private, test, public, rows, about)
+    return Task({"entry": half, "user": private}, test, public, rows, about)
 
 
 class Classifier(nn.Module):
@@ -204,7 +207,7 @@ class Run(NamedTuple):
     """What a method needs to train: all but no privacy draw about `batch` of `units`."""
 
     setting: Setting
-    task: Task
+    private: Texts
     model: Classifier
     learning_rate: float
     seed: int
@@ -256,13 +259,13 @@ def train_dpflash(run: Run) -> float:
     if run.setting.method == "banded":
         given.update(noise_mechanism=run.noise(), sampling="cyclic_poisson")
     if run.setting.unit == "user":
-        given.update(unit_of=run.task.private.maintainers, examples_per_unit=RUN["user"][2])
+        given.update(unit_of=run.private.maintainers, examples_per_unit=RUN["user"][2])
     engine = dpflash.PrivacyEngine(seed=run.seed)
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=run.model,
         optimizer=run.optimizer(),
         data_loader=DataLoader(
-            TensorDataset(run.task.private.tokens, run.task.private.labels), batch_size=run.batch
+            TensorDataset(run.private.tokens, run.private.labels), batch_size=run.batch
         ),
         target_epsilon=run.setting.epsilon,
         target_delta=DELTA,
@@ -407,12 +410,13 @@ def trained(task: Task, setting: Setting, learning_rate: float, seed: int) -> di
     """The line of one run."""
     torch.manual_seed(seed)
     model = Classifier(task.table, setting.tuning)
-    dataset: Any = TensorDataset(task.private.tokens, task.private.labels)
+    private = task.private[setting.unit]
+    dataset: Any = TensorDataset(private.tokens, private.labels)
     if setting.unit == "user":
-        dataset = Users(task.private, RUN["user"][2])
+        dataset = Users(private, RUN["user"][2])
     units = len(dataset)
     bands = next(iter(noise_of(setting.unit, setting.epsilon, units))) if setting.epsilon else 1
-    run = Run(setting, task, model, learning_rate, seed, dataset, units, bands)
+    run = Run(setting, private, model, learning_rate, seed, dataset, units, bands)
     begin = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -499,7 +503,6 @@ def gathered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "validation": {rate: round(tried[rate], 4) for rate in sorted(tried)},
                 "accuracy": [round(x["accuracy"], 4) for x in final],
                 "loss": [round(x["loss"], 4) for x in final],
-                "seconds": statistics.median(x["seconds"] for x in final),
             }
         )
     independent = {
@@ -515,6 +518,34 @@ def gathered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
             row["gain"] = round(statistics.mean(row["accuracy"]) - statistics.mean(base), 4)
             row["gain_ci95"] = [round(float(x), 4) for x in interval]
     return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The page's table: mean accuracies and their standard deviations."""
+    found = {Setting(*(row[name] for name in Setting._fields)): row for row in rows}
+
+    def cell(method: str, *key: Any) -> str | None:
+        row = found.get(Setting(method, *key))
+        if row is None:
+            return None
+        mean, deviation = statistics.mean(row["accuracy"]), statistics.stdev(row["accuracy"])
+        bands = f", {row['bands']} bands" if method == "banded" else ""
+        return f"{100 * mean:.1f} ± {100 * deviation:.1f}{bands}"
+
+    lines = []
+    for unit, tuning, epsilon in itertools.product(UNITS, TUNINGS, EPSILONS):
+        banded = found.get(Setting("banded", unit, tuning, epsilon), {})
+        gain = None
+        if "gain" in banded:
+            low, high = (100 * x for x in banded["gain_ci95"])
+            gain = f"{100 * banded['gain']:+.1f} ({low:+.1f} to {high:+.1f})"
+        cells = [cell(method, unit, tuning, epsilon) for method in METHODS]
+        if any(cells):
+            plain = cell(NONPRIVATE, unit, tuning, None)
+            lines.append(
+                [f"{unit}, {tuning}", f"{epsilon:g}", cells[0], cells[1], gain, *cells[2:], plain]
+            )
+    return markdown_table(["", "epsilon", *METHODS[:2], "gain", *METHODS[2:], NONPRIVATE], lines)
 
 
 def draw(rows: list[dict[str, Any]], title: str) -> Any:
@@ -546,6 +577,7 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
         panel.set_xticks(list(places.values()), labels)
         panel.set(title=f"the unit is {'an entry' if unit == 'entry' else 'a user'}")
         panel.set_xlabel("epsilon, what is trained")
+        panel.set_xlim(-0.6, max(places.values()) + 0.6)
         panel.grid(axis="y", color="#dddddd", linewidth=0.5)
     panels[0].set_ylabel("test accuracy over dpflash's\nindependent noise (points)")
     panels[0].legend(fontsize=8)
@@ -579,6 +611,7 @@ def main() -> None:
     lines = ",\n".join(json.dumps(row) for row in rows)
     write_text(given.out, f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
     title = f"Sections of Debian packages, {len(SEEDS)} seeds, {found['device']}, {found['date']}"
+    print(table(rows))
     write_picture(given.out.with_suffix(".png"), draw(rows, title))
 
 
