@@ -46,16 +46,16 @@ class Block:
     @property
     def place(self) -> int:
         """How many releases of its block precede that of the current draw."""
+        return self.place_of(None)
+
+    def place_of(self, draw: int | None) -> int:
+        """How many releases of its block precede that of a draw; None for the current one."""
         if self.bands == 1 or self._last is None:
             return 0
-        mark = self._tracker.current
-        draw = self._tracker.next_draw if mark is None else mark.draw
+        if draw is None:
+            mark = self._tracker.current
+            draw = self._tracker.next_draw if mark is None else mark.draw
         return self._length if self._last == (*self._stream, draw - 1) else 0
-
-    @property
-    def is_paid(self) -> bool:
-        """Whether the release of the current draw is part of a round that was charged."""
-        return self.place % self.bands > 0
 
     @property
     def left_of_round(self) -> int:
