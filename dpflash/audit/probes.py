@@ -32,7 +32,9 @@ _PACKED, _ENTRIES = (32, 1 / 4, 16), 2
 _DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
 # Whose sums are exact unless rounding is asked for.
 _EXACT_MODES = ("auto", "instantiate")
-_NOISE_RELEASES, _NOISE_WIDTH, _NOISE_CANARIES = 16, 2048, 64
+_NOISE_RELEASES, _NOISE_WIDTH = 16, 2048
+# Of each part, so of each draw: mean gradients over a power of two are still on the grid.
+_NOISE_CANARIES = 64
 # Of the sampler alone: so many draws for each release that is read.
 _DRAWS = 100
 # (units, sample rate, releases), of which three in four draw nobody.
@@ -161,12 +163,13 @@ class Prober:
         mode = self.performance.grad_sample_mode
         exact = self.privacy.exact is not False and mode in _EXACT_MODES
         asked = self._asked(1.0, _NOISE_RELEASES, exact=exact)
-        run = self._run(asked, _NOISE_WIDTH, numbers=np.arange(_NOISE_CANARIES))
+        canaries = _NOISE_CANARIES * mechanism_of(asked).bands
+        run = self._run(asked, _NOISE_WIDTH + canaries, numbers=np.arange(canaries))
         found = list(run.releases())
         vectors, grid = _noise_of(found, run, asked), grid_of(asked.bound)
         return Noise(
             vectors=vectors,
-            alone=vectors[..., _NOISE_CANARIES:],
+            alone=vectors[..., canaries:],
             multiples=np.stack([release.sums / grid for release in found]) if exact else None,
             std_in_steps=(asked.noise_multiplier or 0.0) * asked.bound / grid,
         )
