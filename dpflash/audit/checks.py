@@ -6,6 +6,7 @@ together that is at most `MOST_FALSE_ALARMS`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,16 +41,30 @@ class Check:
 
 @dataclass(frozen=True)
 class Drawn:
-    """How often N units were in T draws."""
+    """How often N units were in T draws, or in T rounds of draws of the parts in turn."""
 
     counts: NDArray[np.int64]  # `[N]`: draws that each unit was in
     sizes: NDArray[np.int64]  # `[T]`: units of each draw
     most: int  # how often some unit was in one draw
+    moved: int = 0  # units in draws of several parts
 
     @classmethod
-    def of(cls, included: NDArray[np.int64]) -> Drawn:
-        """Of `[T, N]`: how often each unit is in each draw."""
-        return cls(included.sum(0), included.sum(1), int(included.max()))
+    def of(cls, included: Iterable[NDArray[np.int64]], parts: int = 1) -> Drawn:
+        """Of `[N]` for each draw: how often each unit is in it. `parts` draws are a round."""
+        sizes, most = [], 0
+        counts = whole = np.zeros(0, dtype=np.int64)
+        seen = np.zeros((parts, 0), dtype=bool)
+        for number, draw in enumerate(included):
+            part = number % parts
+            if not number:
+                counts, seen = np.zeros_like(draw), np.zeros((parts, len(draw)), dtype=bool)
+            seen[part] |= draw > 0
+            whole = draw + whole if part else draw
+            if part == parts - 1:
+                counts += whole
+                sizes.append(int(whole.sum()))
+                most = max(most, int(whole.max()))
+        return cls(counts, np.array(sizes), most, int((seen.sum(0) > 1).sum()))
 
 
 def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Generator) -> Check:
@@ -62,6 +77,7 @@ def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Genera
     draws, units = sizes.size, counts.size
     if rate == 1:
         missing = int((counts != draws).sum() + (sizes != units).sum()) + (drawn.most != 1)
+        missing += drawn.moved
         return Check(name, not missing, 0.0, f"{missing} of {units} not included once a draw")
     of_counts = _continuous(counts, draws, rate, rng)
     values = {
@@ -70,6 +86,7 @@ def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Genera
         "inclusions": _two_sided(int(counts.sum()), draws * units, rate),
         "count of one unit": min(1.0, units * float(2 * ndtr(-np.abs(of_counts).max()))),
         "inclusions of a unit in one release": float(drawn.most <= 1),
+        "units in draws of several parts": float(not drawn.moved),
     }
     worst = min(values, key=lambda key: values[key])
     value = min(1.0, 4 * values[worst])
@@ -132,6 +149,21 @@ def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
     value = 2 * pairs.size * float(beta(half, half).sf(min(1.0, (1 + pairs.max()) / 2)))
     found = f"largest of {pairs.size} correlations {pairs.max():.3g}; p {min(1.0, value):.2g}"
     return Check(name, value > RATE, RATE, found)
+
+
+def check_noise_lags(name: str, noise: NDArray[np.float64]) -> Check:
+    """Is the noise `[T, ...]` of releases any fixed number of releases apart independent?
+
+    It sees correlations that are small between any two of them, such as those that another
+    coefficient leaves: over all pairs, the mean product is nearly normal.
+    """
+    rows = noise.reshape(len(noise), -1)
+    products, pairs = rows @ rows.T, rows.shape[1] * np.arange(len(rows) - 1, 0, -1)
+    found = [products.trace(lag) for lag in range(1, len(rows))] / np.sqrt(pairs)
+    worst = int(np.abs(found).argmax())
+    value = 2 * len(found) * float(ndtr(-abs(found[worst])))
+    text = f"{found[worst]:.3g} standard errors at lag {worst + 1}; p {min(1.0, value):.2g}"
+    return Check(name, value > RATE, RATE, text)
 
 
 def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:

@@ -1,7 +1,8 @@
 """Short runs of the engine that measure one thing each, for the named checks.
 
 With little noise a release shows who contributed how much; with the audited noise and few
-canaries it shows the noise. `dpflash.audit.checks` tests what is read here.
+canaries it shows the noise. `dpflash.audit.checks` tests what is read here. With banded noise
+there is a round of releases, with draws of the parts in turn, where there is one release else.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import nn
 from dpflash.kernels import grid_of
 
 from ..config import PerformanceConfig, PrivacyConfig
+from ..noise.error import squared_errors
 from .checks import Drawn
 from .layers import LayersRun
 from .packed import PackedRun
-from .releases import NewEngine, Run, as_it_is
+from .releases import NewEngine, Release, Run, as_it_is, mechanism_of, whitened
 
 # Noise multiplier with which contributions are read off.
 LITTLE = 2.0**-8
@@ -30,7 +32,9 @@ _PACKED, _ENTRIES = (32, 1 / 4, 16), 2
 _DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
 # Whose sums are exact unless rounding is asked for.
 _EXACT_MODES = ("auto", "instantiate")
-_NOISE_RELEASES, _NOISE_WIDTH, _NOISE_CANARIES = 16, 2048, 64
+_NOISE_RELEASES, _NOISE_WIDTH = 16, 2048
+# Of each part, so of each draw: mean gradients over a power of two are still on the grid.
+_NOISE_CANARIES = 64
 # Of the sampler alone: so many draws for each release that is read.
 _DRAWS = 100
 # (units, sample rate, releases), of which three in four draw nobody.
@@ -56,11 +60,11 @@ class Contributions:
 class Noise:
     """The noise of some releases."""
 
-    # `[T x tables, n]`: the noise of each table in each release, over its claimed standard
-    # deviation
+    # `[T, tables, n]`: the noise of each table in each release, over its claimed standard
+    # deviation, see `whitened`
     vectors: NDArray[np.float64]
-    alone: NDArray[np.float64]  # `[T x tables, m]`: of the elements to which no canary contributes
-    # `[T x tables, n]`: the released sums over the grid; whole numbers are claimed. None where no
+    alone: NDArray[np.float64]  # `[T, tables, m]`: of the elements to which no canary contributes
+    # `[T, tables, n]`: the released sums over the grid; whole numbers are claimed. None where no
     # exact sums are claimed.
     multiples: NDArray[np.float64] | None
     std_in_steps: float  # the claimed standard deviation over the grid
@@ -79,7 +83,7 @@ class Probes:
     users: Contributions  # of two entries each
     layers: Contributions  # in the weights and biases of a linear layer and a norm
     noise: Noise  # at the audited noise multiplier
-    # `[T x tables, n]`: noise of releases that drew nobody, over its claimed standard deviation
+    # `[T, tables, n]`: noise of releases that drew nobody, over its claimed standard deviation
     empty: NDArray[np.float64]
 
 
@@ -94,8 +98,7 @@ class Prober:
 
     def read(self) -> Probes:
         """Run all probes."""
-        rate = self.privacy.sample_rate
-        assert rate is not None
+        rate = mechanism_of(self.privacy).rate_of_part(self.privacy.sample_rate or 1.0)
         units = int(min(_MOST_UNITS, max(_LEAST_UNITS, _DRAWN / rate)))
         return Probes(
             inclusions=self.contributions(units, rate, _AUDITED_RELEASES),
@@ -130,14 +133,9 @@ class Prober:
 
     def sampler(self, units: int, rate: float, draws: int) -> Drawn:
         """Draws of the private loader's sampler, which no model sees."""
-        run = self._run(self._asked(rate, draws), units)
-        counts, sizes, most = np.zeros(units, dtype=np.int64), [], 0
-        for drawn in run.loader.batch_sampler:
-            found = np.bincount(np.asarray(drawn, dtype=np.int64), minlength=units)
-            counts += found
-            sizes.append(len(drawn))
-            most = max(most, int(found.max()))
-        return Drawn(counts, np.array(sizes), most)
+        bands = mechanism_of(self.privacy).bands
+        run = self._run(self._asked(rate, 1), units)
+        return Drawn.of(run.draws(draws), bands)
 
     def layers(self) -> Contributions:
         """Releases of canaries whose gradients lie in weights and biases of layers."""
@@ -165,18 +163,15 @@ class Prober:
         mode = self.performance.grad_sample_mode
         exact = self.privacy.exact is not False and mode in _EXACT_MODES
         asked = self._asked(1.0, _NOISE_RELEASES, exact=exact)
-        run = self._run(asked, _NOISE_WIDTH, numbers=np.arange(_NOISE_CANARIES))
-        sums = np.stack([release.sums for release in run.releases()])
-        signal = np.zeros_like(sums)
-        signal[:, :, :_NOISE_CANARIES] = run.bounds[:, None]
-        assert asked.noise_multiplier is not None
-        std, grid = asked.noise_multiplier * asked.bound, grid_of(asked.bound)
-        vectors = ((sums - signal) / std).reshape(-1, sums.shape[-1])
+        canaries = _NOISE_CANARIES * mechanism_of(asked).bands
+        run = self._run(asked, _NOISE_WIDTH + canaries, numbers=np.arange(canaries))
+        found = list(run.releases())
+        vectors, grid = _noise_of(found, run, asked), grid_of(asked.bound)
         return Noise(
             vectors=vectors,
-            alone=vectors[:, _NOISE_CANARIES:],
-            multiples=(sums / grid).reshape(vectors.shape) if exact else None,
-            std_in_steps=std / grid,
+            alone=vectors[..., canaries:],
+            multiples=np.stack([release.sums / grid for release in found]) if exact else None,
+            std_in_steps=(asked.noise_multiplier or 0.0) * asked.bound / grid,
         )
 
     def empty(self) -> NDArray[np.float64]:
@@ -184,19 +179,28 @@ class Prober:
         units, rate, releases = _EMPTY
         asked = self._asked(rate, releases)
         run = self._run(asked, _NOISE_WIDTH, numbers=np.arange(units))
-        assert asked.noise_multiplier is not None
-        std = asked.noise_multiplier * asked.bound
-        empty = [release.sums / std for release in run.releases() if not release.drawn.any()]
-        return np.concatenate(empty)
+        found = list(run.releases())
+        is_empty = [not release.drawn.any() for release in found]
+        return _noise_of(found, run, asked)[is_empty]
 
     def _asked(self, rate: float, releases: int, **changes: Any) -> PrivacyConfig:
-        return replace(self.privacy, sample_rate=rate, steps_per_epoch=releases, **changes)
+        bands = mechanism_of(self.privacy).bands
+        own = {"sample_rate": rate / bands, "steps_per_epoch": releases * bands, **changes}
+        return replace(self.privacy, **own)
 
     def _run(
         self, asked: PrivacyConfig, canaries: int, *, kind: type[Run] = Run, **options: Any
     ) -> Run:
         options |= {"canaries": canaries, "device": self.device}
         return kind(self.new_engine(), asked, self.performance, **options)
+
+
+def _noise_of(found: list[Release], run: Run, asked: PrivacyConfig) -> NDArray[np.float64]:
+    """`[T, tables, n]`: noise of releases over its claimed standard deviation."""
+    noise = [release.sums - release.drawn * run.bounds[:, None] for release in found]
+    assert asked.noise_multiplier is not None
+    std = asked.noise_multiplier * asked.bound
+    return whitened(np.stack(noise), mechanism_of(asked)) / std
 
 
 def _contributions(run: Run, asked: PrivacyConfig) -> Contributions:
@@ -207,11 +211,16 @@ def _contributions(run: Run, asked: PrivacyConfig) -> Contributions:
     # Of the entries of a user, a draw has all.
     drawn = np.stack([release.drawn for release in found]) // (asked.examples_per_unit or 1)
     assert asked.sample_rate is not None
+    mechanism = mechanism_of(asked)
+    # The noise of the last release, which is the largest.
+    impulse, coefficients = np.eye(1, len(found))[0], np.array(mechanism.coefficients)
+    growth = float(squared_errors(coefficients, impulse)[-1]) ** 0.5
+    little = LITTLE * asked.bound * mechanism.noise_scale() * growth
     return Contributions(
         units=(sums / unit[:, None]).reshape(len(found), -1),
         background=np.array([release.background for release in found]) / common,
         drawn=np.tile(drawn, tables),
-        std=LITTLE * asked.bound / float(unit.min()),
-        background_std=LITTLE * asked.bound / common,
-        rate=asked.sample_rate,
+        std=little / float(unit.min()),
+        background_std=little / common,
+        rate=mechanism.rate_of_part(asked.sample_rate),
     )

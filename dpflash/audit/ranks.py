@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from ..config import PerformanceConfig, PrivacyConfig
 from ..distributed import ContextParallel
 from .probes import Contributions, Prober
-from .releases import Run, as_it_is
+from .releases import Run, as_it_is, mechanism_of, whitened
 
 if TYPE_CHECKING:
     from ..engine import PrivacyEngine
@@ -56,7 +56,9 @@ def read_rank_noise(
 
     Returns (`[T x tables, n / ranks]` of this rank's rows, `[T x tables, n]` of whole tables).
     """
-    asked = replace(audited.privacy, sample_rate=1.0, steps_per_epoch=_NOISE_RELEASES)
+    mechanism = mechanism_of(audited.privacy)
+    rate, steps = 1 / mechanism.bands, _NOISE_RELEASES * mechanism.bands
+    asked = replace(audited.privacy, sample_rate=rate, steps_per_epoch=steps)
     assert asked.noise_multiplier is not None
     found = []
     for is_sharded in (True, False):
@@ -68,7 +70,7 @@ def read_rank_noise(
         run.dataset.include(np.zeros(_NOISE_WIDTH, dtype=np.bool_))
         sums = np.stack([release.sums for release in run.releases()])
         std = asked.noise_multiplier * asked.bound
-        found.append((sums / std).reshape(-1, sums.shape[-1]))
+        found.append((whitened(sums, mechanism) / std).reshape(-1, sums.shape[-1]))
     return found[0], found[1]
 
 

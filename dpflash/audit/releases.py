@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..config import PerformanceConfig, PrivacyConfig
+from ..noise import Banded
 
 if TYPE_CHECKING:
     from ..engine import PrivacyEngine
@@ -100,6 +101,23 @@ class Release:
     drawn: NDArray[np.int64]
 
 
+def mechanism_of(privacy: PrivacyConfig) -> Banded:
+    """The noise of these settings; independent noise has one band."""
+    mechanism = privacy.noise_mechanism
+    return mechanism if isinstance(mechanism, Banded) else Banded(bands=1)
+
+
+def whitened(releases: NDArray[np.float64], mechanism: Banded) -> NDArray[np.float64]:
+    """C y over |c|, of y `[T, ...]`: the noise of different releases is independent in it.
+
+    Its standard deviation is noise_multiplier * max_grad_norm.
+    """
+    found = np.zeros_like(releases)
+    for i, c in enumerate(mechanism.coefficients[: len(releases)]):
+        found[i:] += c * releases[: len(releases) - i]
+    return found / mechanism.noise_scale()
+
+
 def as_it_is(model: nn.Module) -> None:
     """Prepares nothing."""
 
@@ -153,6 +171,13 @@ class Run:
             for name in group.parameters
         }
         self.bounds = np.array([parts[name] for name, _ in model.named_parameters()])
+
+    def draws(self, count: int) -> Iterator[NDArray[np.int64]]:
+        """`[entries]` of each of so many draws of the sampler: how often each entry is in it."""
+        sampler: Any = self.loader.batch_sampler
+        for index in range(count):
+            drawn = np.array(sampler.draw(index), dtype=np.int64)
+            yield np.bincount(drawn, minlength=len(self.dataset))
 
     def releases(self) -> Iterator[Release]:
         """The releases of one epoch, in order."""

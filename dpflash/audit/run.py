@@ -25,14 +25,16 @@ from .checks import (
     check_inclusions,
     check_lattice,
     check_noise_correlation,
+    check_noise_lags,
     check_noise_scale,
     check_repeats,
     check_same,
 )
 from .probes import Prober, Probes
 from .ranks import Audited, RankFindings, RankProbes
+from .releases import mechanism_of
 from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
-from .scores import numbers_of, plan_for, score
+from .scores import numbers_of, plan_for, releases_of, score
 from .strength import Strength
 
 # Scores look reversed where those of members are lower than the others by so many standard errors.
@@ -50,7 +52,7 @@ def auditable(
     the dataset and the budget; microbatches, the memory budget, autocast and torch.compile.
     """
     positive_int(steps=steps)
-    if privacy.sampling != "poisson":
+    if privacy.sampling not in ("poisson", "cyclic_poisson"):
         raise ValueError(
             f"sampling={privacy.sampling!r}: the audit's claim is about Poisson sampling; audit "
             "a run with sampling='poisson' (sample_rate=1 for every sample in every batch)"
@@ -118,20 +120,21 @@ def run_audit(
     probability(delta=delta, confidence=confidence)
     _refuse_slow(str(audited.arguments.get("accountant")))
     privacy, performance = audited.privacy, audited.performance
-    rate, noise, steps = numbers_of(privacy)
-    releases = steps * (1 + Strength(noise, rate).further_runs(canaries, steps))
+    rate, noise, rounds = numbers_of(privacy)
+    total = releases_of(privacy) * (1 + Strength(noise, rate).further_runs(canaries, rounds))
     rng = np.random.default_rng(seed)
     with (
         RankProbes(audited) if ranks else nullcontext() as started,
-        tqdm(total=releases, desc="audit", unit="release", disable=not progress) as bar,
+        tqdm(total=total, desc="audit", unit="release", disable=not progress) as bar,
     ):
         scored = score(
             audited.new_engine, privacy, performance,
             canaries=canaries, delta=delta, confidence=confidence, rng=rng, device=device,
             progress=bar.update,
         )  # fmt: skip
-        probes = Prober(audited.new_engine, privacy, performance, device).read()
-        checks = [check_charges(scored.charged, scored.due), *named_checks(probes, rng)]
+        prober = Prober(audited.new_engine, privacy, performance, device)
+        probes, bands = prober.read(), mechanism_of(privacy).bands
+        checks = [check_charges(scored.charged, scored.due), *named_checks(probes, rng, bands)]
         if started is not None:
             checks += rank_checks(started.read())
     plan = plan_for(privacy, len(scored.scores), delta=delta, confidence=confidence, rng=rng)
@@ -142,7 +145,7 @@ def run_audit(
     assessment = replace(assessment, epsilon_lower_gaussian=scored.epsilon_lower)
     return _report(
         scored.claim, assessment, checks=tuple(checks),
-        confidence=confidence, canaries=canaries, steps=steps, mode=WHITE_BOX,
+        confidence=confidence, canaries=canaries, steps=privacy.steps_per_epoch, mode=WHITE_BOX,
         seeded=seed is not None, privacy_unit=privacy_unit,
     )  # fmt: skip
 
@@ -223,8 +226,8 @@ def _refuse_slow(mechanism: str) -> None:
         )
 
 
-def named_checks(probes: Probes, rng: np.random.Generator) -> list[Check]:
-    """The checks of one process."""
+def named_checks(probes: Probes, rng: np.random.Generator, bands: int = 1) -> list[Check]:
+    """The checks of one process, with as many bands of the noise as it was probed with."""
     inclusions, divisor, noise = probes.inclusions, probes.divisor, probes.noise
     contributions = {
         "canaries in padding rows": probes.padding,
@@ -234,7 +237,7 @@ def named_checks(probes: Probes, rng: np.random.Generator) -> list[Check]:
     }
     included = np.rint(inclusions.units).astype(np.int64)
     checks = [
-        check_inclusions("inclusion counts", Drawn.of(included), inclusions.rate, rng),
+        check_inclusions("inclusion counts", Drawn.of(included, bands), inclusions.rate, rng),
         check_inclusions("draws of the sampler", probes.sampler, inclusions.rate, rng),
         *(
             check_contributions(name, read.units, read.drawn, read.std)
@@ -248,7 +251,11 @@ def named_checks(probes: Probes, rng: np.random.Generator) -> list[Check]:
         ),
         check_noise_scale("noise scale", noise.vectors),
         check_noise_scale("noise of empty draws", probes.empty),
-        check_noise_correlation("noise across steps and parameters", noise.vectors),
+        check_noise_correlation(
+            "noise across steps and parameters",
+            noise.vectors.reshape(-1, noise.vectors.shape[-1]),
+        ),
+        check_noise_lags("noise of steps apart", noise.vectors),
         check_repeats(noise.alone, noise.std_in_steps),
     ]
     if noise.multiples is not None:

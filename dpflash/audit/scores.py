@@ -14,6 +14,12 @@ Two experiments, by the sample rate q of the audited run:
   likelihood ratio of the whole run. Of the steps x canaries products one score a canary remains:
   the products of one canary share its coin, and no independent claim covers each.
 
+With banded noise of b bands, q is the rate of the draws of a canary's part, and a round of b
+releases from one of its part on takes the place of a release: with x its products with the
+canary's direction over max_grad_norm, y is the sum over i < b of c_i (C x)_(t+i) / |c|^2, which is
+the canary's contribution and noise of standard deviation sigma, independent for each round. b - 1
+releases more complete the last round of every part.
+
 In both the coins are fair and independent, which the one-run bound needs, and the scores are
 independent given the coins, which the verdict and the Gaussian bound need.
 """
@@ -21,8 +27,9 @@ independent given the coins, which the verdict and the Gaussian bound need.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +39,7 @@ from dpflash.accounting import Accountant, Event, create_accountant
 
 from ..config import PerformanceConfig, PrivacyConfig
 from .bounds import Claim, Plan
-from .releases import NewEngine, Run
+from .releases import NewEngine, Run, mechanism_of
 from .strength import Strength, log_likelihood_ratio
 
 if TYPE_CHECKING:
@@ -71,60 +78,108 @@ def score(
     Where one run is too short for a tight bound, further runs have all canaries in the data.
     `progress` is called after each release.
     """
-    rate, noise, steps = numbers_of(privacy)
+    rate, noise, rounds = numbers_of(privacy)
     anew = rate == 1
+    asked = replace(privacy, steps_per_epoch=releases_of(privacy))
     coins = rng.random(canaries) < 0.5
     # An engine needs an entry: where no canary is in, the first one, with loss 0.
     numbers = None if anew or not coins.any() else np.flatnonzero(coins)
     engine = new_engine()
-    run = Run(engine, privacy, performance, canaries=canaries, numbers=numbers, device=device)
+    run = Run(engine, asked, performance, canaries=canaries, numbers=numbers, device=device)
     run.dataset.include(coins)
     strength = Strength(noise, rate)
     total, scores, included = np.zeros(canaries), [], []
-    for y in _products(run, privacy.bound):
+    for who, y, had in _products(run, privacy, coins, rng, anew=anew):
         found = log_likelihood_ratio(y, noise, rate)
-        strength.note(y, coins)
+        strength.note(y, had)
         if anew:
             scores.append(found)
-            included.append(coins)
-            coins = rng.random(canaries) < 0.5
-            run.dataset.include(coins)
+            included.append(had)
         else:
-            total += found
+            total[who] += found
         progress()
-    for _ in range(strength.further_runs(canaries, steps)):
-        whole_run = Run(new_engine(), privacy, performance, canaries=canaries, device=device)
-        for y in _products(whole_run, privacy.bound):
-            strength.note(y, np.ones(canaries, dtype=bool))
+    everyone = np.ones(canaries, dtype=bool)
+    for _ in range(strength.further_runs(canaries, rounds)):
+        whole_run = Run(new_engine(), asked, performance, canaries=canaries, device=device)
+        for _, y, had in _products(whole_run, privacy, everyone, rng):
+            strength.note(y, had)
             progress()
-    once, whole = (_composed(engine, run.loader.plan.event(noise), n) for n in (1, steps))
+    plan = run.loader.plan
+    counts = 1, rounds, plan.events_of(releases_of(privacy))
+    once, whole, due = (_composed(engine, plan.event(noise), count) for count in counts)
     limit, lower = strength.noise_multiplier(confidence), 0.0
     if math.isfinite(limit):
-        found_event = run.loader.plan.event(limit)
-        lower = float(_composed(engine, found_event, 1 if anew else steps).get_epsilon(delta))
+        count = 1 if anew else rounds
+        lower = float(_composed(engine, plan.event(limit), count).get_epsilon(delta))
     return Scored(
         scores=np.concatenate(scores) if anew else total,
         included=np.concatenate(included) if anew else coins,
         claim=Claim(once if anew else whole, delta, _in_words(privacy)),
         charged=engine.get_epsilon(delta),
-        due=float(whole.get_epsilon(delta)),
+        due=float(due.get_epsilon(delta)),
         epsilon_lower=lower,
     )
 
 
-def _products(run: Run, bound: float) -> Iterator[NDArray[np.float64]]:
-    """`[canaries]` of each release: its product with a canary's direction, over the bound."""
-    direction = run.bounds / math.sqrt(float((run.bounds**2).sum())) / bound
-    for release in run.releases():
-        yield direction @ release.sums
+_Products = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.bool_]]
+
+
+def _products(
+    run: Run,
+    privacy: PrivacyConfig,
+    coins: NDArray[np.bool_],
+    rng: np.random.Generator,
+    *,
+    anew: bool = False,
+) -> Iterator[_Products]:
+    """After each release: the canaries `[n]` whose round it ends, the products y, and their coins.
+
+    `coins` `[canaries]` are those of the first release; with `anew` others are drawn for each.
+    """
+    mechanism = mechanism_of(privacy)
+    bands, c = mechanism.bands, np.array(mechanism.coefficients)
+    parts = _parts(run, bands, rng)
+    direction = run.bounds / math.sqrt(float((run.bounds**2).sum())) / privacy.bound
+    last: deque[NDArray[np.float64]] = deque(maxlen=bands)
+    y, had = np.zeros(run.canaries), coins
+    for number, release in enumerate(run.releases()):
+        last.appendleft(direction @ release.sums)
+        private = sum((k * x for k, x in zip(c, last, strict=False)), start=np.zeros_like(y))
+        place = (number - parts) % bands
+        y = np.where(place == 0, 0.0, y) + c[place] * private / (c @ c)
+        had = np.where(place == 0, coins, had)
+        who = np.flatnonzero((place == bands - 1) & (number >= parts + bands - 1))
+        yield who, y[who], had[who]
+        if anew:
+            coins = rng.random(run.canaries) < 0.5
+            run.dataset.include(coins)
+
+
+def _parts(run: Run, bands: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """`[canaries]`: the draws, modulo the bands, that a canary may be in.
+
+    Of one that is in none, which so adds nothing to any release, they are as good as any.
+    """
+    parts = rng.integers(bands, size=run.canaries)
+    if bands > 1:
+        for number, drawn in enumerate(run.draws(run.loader.steps_per_epoch)):
+            parts[run.dataset.numbers[drawn > 0]] = number % bands
+    return parts
 
 
 def numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
-    """(sample rate, noise multiplier, number of releases)."""
+    """(sample rate, noise multiplier, number of releases), of a part's rounds where there are."""
     rate, noise = privacy.sample_rate, privacy.noise_multiplier
     steps = privacy.steps_per_epoch
     assert rate is not None and noise is not None and steps is not None
-    return rate, noise, steps
+    mechanism = mechanism_of(privacy)
+    return mechanism.rate_of_part(rate), noise, -(-steps // mechanism.bands)
+
+
+def releases_of(privacy: PrivacyConfig) -> int:
+    """How many releases have all rounds of each part."""
+    bands = mechanism_of(privacy).bands
+    return numbers_of(privacy)[2] * bands + bands - 1
 
 
 def _composed(engine: PrivacyEngine, event: Event, count: int) -> Accountant:
@@ -136,10 +191,13 @@ def _composed(engine: PrivacyEngine, event: Event, count: int) -> Accountant:
 
 
 def _in_words(privacy: PrivacyConfig) -> str:
-    rate, noise, steps = numbers_of(privacy)
+    rate, noise, rounds = numbers_of(privacy)
+    bands = mechanism_of(privacy).bands
+    of = "" if bands == 1 else f" of {bands} releases with banded noise"
+    one, several = ("release", "releases") if bands == 1 else ("round" + of, "rounds" + of)
     if rate == 1:
-        return f"one release, noise multiplier {noise:g}, no subsampling"
-    return f"{steps} releases, noise multiplier {noise:g}, Poisson sampling at rate {rate:g}"
+        return f"one {one}, noise multiplier {noise:g}, no subsampling"
+    return f"{rounds} {several}, noise multiplier {noise:g}, Poisson sampling at rate {rate:g}"
 
 
 def plan_for(
@@ -151,8 +209,8 @@ def plan_for(
     rng: np.random.Generator,
 ) -> Plan:
     """The plan for scores of the claimed mechanism, by simulating it."""
-    rate, noise, steps = numbers_of(privacy)
-    releases = 1 if rate == 1 else steps
+    rate, noise, rounds = numbers_of(privacy)
+    releases = 1 if rate == 1 else rounds
     count = min(_SIMULATED, max(2_000, _SIMULATED_RELEASES // releases))
     included = rng.random(count) < 0.5
     scores = np.zeros(count)

@@ -92,7 +92,7 @@ class _Unreleased:
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         self._clipper.begin_microbatch(samples, units)
 
-    def may_begin(self, new_epoch: bool) -> bool:
+    def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
         return True
 
     def begin_backward(self) -> None:

@@ -352,7 +352,11 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # The samplers ask too, but DataLoader workers fetch batches ahead of the releases.
-        if not self.tracker.may_begin(True):
+        draw = None if self._draws is None else self._draws.position
+        if not self.tracker.may_begin(True, draw):
+            if draw is not None and self.plan.bands > 1:
+                # What is left of a round belongs to a draw that the loop has left.
+                self.tracker.resume(draw, returns=self.tracker.returns)
             return
         self.tracker.abandon()
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
@@ -376,7 +380,8 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
             self.seen.observe(rows, mark, each)
             self.seed_loop()
             yield batch
-            if mark.last and not self.tracker.may_begin(False):
+            behind = None if self._draws is None else mark.draw + 1
+            if mark.last and not self.tracker.may_begin(False, behind):
                 return
 
     def seed_loop(self, purpose: str = "loop") -> None:

@@ -140,8 +140,8 @@ class LogicalBatch(Protocol):
     def begin_row(self) -> None:
         """A row of the microbatch is trained on by itself."""
 
-    def may_begin(self, new_epoch: bool) -> bool:
-        """Whether the loader may draw one more logical batch."""
+    def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
+        """Whether the loader may draw one more logical batch, that of a number if it has one."""
 
     def abandon(self) -> None:
         """Drop the logical batch: the loop began another epoch."""
@@ -219,9 +219,12 @@ class BatchTracker:
         """Report to `batch` the microbatches that the loader yields."""
         self._batch = batch
 
-    def may_begin(self, new_epoch: bool) -> bool:
-        """Whether the loader may draw one more logical batch, which may begin an epoch."""
-        return self._batch is None or self._batch.may_begin(new_epoch)
+    def may_begin(self, new_epoch: bool, draw: int | None = None) -> bool:
+        """Whether the loader may draw one more logical batch, which may begin an epoch.
+
+        Without its number, `draw`, it is the one behind that of the loop.
+        """
+        return self._batch is None or self._batch.may_begin(new_epoch, draw)
 
     @contextmanager
     def inside(self) -> Iterator[None]:

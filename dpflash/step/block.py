@@ -44,16 +44,20 @@ class Block:
     @property
     def place(self) -> int:
         """How many releases of its block precede that of the current draw."""
+        return self.place_of(None)
+
+    def place_of(self, draw: int | None) -> int:
+        """How many releases of its block precede that of a draw; None for the current one."""
         if self.bands == 1 or self._last is None:
             return 0
-        mark = self._tracker.current
-        draw = self._tracker.next_draw if mark is None else mark.draw
+        if draw is None:
+            mark = self._tracker.current
+            draw = self._tracker.next_draw if mark is None else mark.draw
         return self._length if self._last == (*self._stream, draw - 1) else 0
 
-    @property
-    def is_paid(self) -> bool:
-        """Whether the release of the current draw is part of a round that was charged."""
-        return self.place % self.bands > 0
+    def has_paid(self, draw: int | None = None) -> bool:
+        """Whether the release of a draw, by default the current one, was charged with others."""
+        return self.place_of(draw) % self.bands > 0
 
     @property
     def round(self) -> tuple[int, str]:
@@ -141,14 +145,13 @@ class Allocation(Block):
         self._steps = steps
         self._least = 0.0
 
-    @property
-    def is_paid(self) -> bool:
-        """Whether the epoch of the next release's draw was charged."""
-        return self._last == self._epoch
+    def has_paid(self, draw: int | None = None) -> bool:
+        """Whether the epoch of a draw, by default that of the next release, was charged."""
+        return self._last == self._epoch_of(draw)
 
-    @property
-    def _epoch(self) -> tuple[str, int, int]:
-        return (*self._stream, self._tracker.next_draw // self._steps)
+    def _epoch_of(self, draw: int | None = None) -> tuple[str, int, int]:
+        draw = self._tracker.next_draw if draw is None else draw
+        return (*self._stream, draw // self._steps)
 
     @property
     def round(self) -> tuple[int, str]:
@@ -158,7 +161,7 @@ class Allocation(Block):
     def remaining(self, events: int) -> int:
         """See `Block.remaining`."""
         left = self._steps - self._tracker.next_draw % self._steps
-        if self.is_paid:
+        if self.has_paid():
             return left + events * self._steps
         return left + (events - 1) * self._steps if events else 0
 
@@ -169,7 +172,7 @@ class Allocation(Block):
             ValueError: naming it.
         """
         least = self._least
-        if self.is_paid and noise_multiplier < least:
+        if self.has_paid() and noise_multiplier < least:
             raise ValueError(
                 f"noise_multiplier={noise_multiplier!r} in an epoch of random allocation that was "
                 f"charged with {least!r}: no epsilon is known for less in a part of it, "
@@ -179,8 +182,8 @@ class Allocation(Block):
 
     def begin(self, bound: float, noise_multiplier: float) -> int:
         """A release begins that is paid for; of a draw, it is its epoch."""
-        if self._tracker.current is not None and not self.is_paid:
-            self._last, self._least = self._epoch, noise_multiplier
+        if self._tracker.current is not None and not self.has_paid():
+            self._last, self._least = self._epoch_of(), noise_multiplier
         return 0
 
     def complete(self) -> None:

@@ -121,23 +121,28 @@ class Charge:
         if not self._ranks.is_first:
             charge()
 
-    def _next_event(self, noise_multiplier: float, *, new_epoch: bool = False) -> Event | None:
+    def _next_event(
+        self, noise_multiplier: float, *, new_epoch: bool = False, draw: int | None = None
+    ) -> Event | None:
         event = self._plan.event(noise_multiplier)
         if self._plan.event_covers_epoch and not new_epoch:
             # Batches of an epoch are disjoint, so the step with the least noise covers all.
             epoch, least = self._paid
             if epoch == self._tracker.epochs and noise_multiplier >= least:
                 return None
-        return None if self.block.is_paid else event
+        return None if self.block.has_paid(draw) else event
 
     # The budget
 
-    def may_begin(self, noise_multiplier: float, *, new_epoch: bool) -> bool:
+    def may_begin(
+        self, noise_multiplier: float, *, new_epoch: bool, draw: int | None = None
+    ) -> bool:
         """Whether the budget allows the release of a logical batch that is not drawn yet."""
         budget = self._spending.budget
         if budget is None or budget.when_spent != "stop":
             return True
-        return self._spending.fits(self._next_event(noise_multiplier, new_epoch=new_epoch))
+        event = self._next_event(noise_multiplier, new_epoch=new_epoch, draw=draw)
+        return self._spending.fits(event)
 
     def remaining_steps(self, noise_multiplier: float) -> int | None:
         """How many more releases the budget allows; None without a budget."""

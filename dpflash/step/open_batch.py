@@ -157,9 +157,10 @@ class OpenBatch:
         if self._clipper is not None:
             self._clipper.begin_microbatch(1, None)
 
-    def may_begin(self, new_epoch: bool) -> bool:
+    def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
         """Whether the budget allows the release of a logical batch that is not drawn yet."""
-        return self.charge.may_begin(self.options.noise_multiplier, new_epoch=new_epoch)
+        noise_multiplier = self.options.noise_multiplier
+        return self.charge.may_begin(noise_multiplier, new_epoch=new_epoch, draw=draw)
 
     def abandon(self) -> None:
         """Drop the logical batch: the loop began another epoch."""

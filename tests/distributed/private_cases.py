@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,9 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.distributed import RankError, context_parallel, shard_sequence
-from dpflash.kernels import NoiseStream
+from dpflash.distributed.fsdp import first_element
+from dpflash.kernels import NoiseStream, gaussian_noise_, grid_of
 from dpflash.nn import LongContextLM
 from dpflash.noise import Banded
+from dpflash.noise.reference import correlated
 from dpflash.patterns import Adaptive, Dilated
 from dpflash.step import PrivateStep, noise, sums
 
@@ -369,21 +372,48 @@ def noise_of(
     engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
     options = {"noise_mechanism": Banded(bands=bands), "sampling": "cyclic_poisson"}
     made, optimizer, loader = private(engine, made, **options if bands > 1 else {})
-    drawn = [0]
-    original = sums.add_noise_
+    drawn, integers = [0], []
+    original, add_ = sums.add_noise_, noise.BandedNoise.add_
+
+    def keep(self: Any, totals: Any) -> None:
+        add_(self, totals)
+        ids = self._parameter_ids
+        integers.append({ids[p]: (first_element(p), y.flatten()) for p, y in self._made.items()})
 
     def count(outs: list[Tensor], streams: list[NoiseStream]) -> Sequence[Tensor]:
         drawn[0] += sum(out.numel() for out in outs)
         return original(outs, streams)
 
-    with patch.object(sums, "add_noise_", count), patch.object(noise, "add_noise_", count):
+    with (
+        patch.object(sums, "add_noise_", count),
+        patch.object(noise, "add_noise_", count),
+        patch.object(noise.BandedNoise, "add_", keep),
+    ):
         for x, y in loader:
             engine.backward(made(*sharded(mesh, x, y)) * 0.0)
             optimizer.step()
             optimizer.zero_grad()
             if loader.is_last and loader.releases == steps:
                 break
-    return {"noise": (before - whole(plain)) * BATCH, "drawn": drawn[0]}
+    return {
+        "noise": (before - whole(plain)) * BATCH,
+        "drawn": drawn[0],
+        "integers": integers,
+        "key": engine._keys.noise,
+    }
+
+
+def integers_of(key: bytes, shape: Sequence[int], number: int, *, bands: int, steps: int) -> Any:
+    """`[steps, n]`: what the reference adds to a parameter, for the noise of `noise_of`."""
+    mechanism, unit = Banded(bands=bands), grid_of(1.0) / 2**8
+    std = math.nextafter(math.nextafter(1.0, math.inf) * mechanism.noise_scale(), math.inf)
+    z = []
+    for step in range(steps):
+        out = torch.zeros(tuple(shape), dtype=torch.float64)
+        gaussian_noise_(out, std=std, grid=unit, key=key, step=step, parameter_id=number)
+        z.append((out.flatten() / unit).long().tolist())
+    of_elements = [correlated(element, mechanism.integers) for element in zip(*z, strict=True)]
+    return torch.tensor(of_elements).T
 
 
 def refusals(group: object = None) -> dict[str, str]:

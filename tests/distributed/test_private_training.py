@@ -396,6 +396,24 @@ def test_banded_noise_has_the_bits_of_one_process(started, wrapper):
         np.testing.assert_array_equal(one["noise"], alone)
 
 
+@pytest.mark.cases(0)
+@pytest.mark.parametrize(("context", "wrapper"), [(1, "plain"), (1, "fsdp"), (2, "fsdp2d")])
+def test_banded_noise_of_4_ranks_is_that_of_the_reference_in_integers(started, context, wrapper):
+    of_steps = {"bands": 3, "steps": 5}
+    sizes = [parameter.shape for parameter in cases.build().parameters()]
+    together = started.run(4, "noise_of", context=context, wrapper=wrapper, **of_steps)
+    covered = [set() for _ in sizes]
+    for one in together:
+        assert len(one["integers"]) == 5
+        for number, shape in enumerate(sizes):
+            wanted = cases.integers_of(one["key"], shape, number, **of_steps)
+            for step, made in enumerate(one["integers"]):
+                first, found = made[number]
+                assert found.tolist() == wanted[step, first : first + len(found)].tolist()
+            covered[number] |= set(range(first, first + len(found)))
+    assert [len(elements) for elements in covered] == [shape.numel() for shape in sizes]
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),

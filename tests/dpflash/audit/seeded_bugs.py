@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from dpflash.clipping.context_gate import ContextGate
@@ -18,7 +19,7 @@ from dpflash.clipping.deferred import DeferredGradients
 from dpflash.distributed import collectives
 from dpflash.engine import PrivacyEngine
 from dpflash.kernels import grads, squared_norm
-from dpflash.sampling.samplers import PoissonBatchSampler
+from dpflash.sampling.samplers import CyclicPoissonBatchSampler, PoissonBatchSampler
 from dpflash.sampling.slots import RealRows
 from dpflash.sampling.tracker import BatchTracker
 from dpflash.step import BatchNoise, ClippedSums, PrivateStep, sums
@@ -246,6 +247,55 @@ def _ranks_share_one_noise(put: Put) -> None:
     put(BatchNoise, "stream", stream)
 
 
+def _state_not_applied(put: Put) -> None:
+    put(noise_module.BandedNoise, "_past", lambda self, p: _place_alone(self._pasts.get(p)))
+
+
+def _place_alone(past: Any) -> Any:
+    return noise_module._Past(0 if past is None else past.place)
+
+
+def _of_banded_noise(change: Callable[[Any], None]) -> Callable[[Put], None]:
+    def apply(put: Put) -> None:
+        original = noise_module.BandedNoise.__init__
+
+        def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+            original(self, *arguments, **keywords)
+            change(self)
+
+        put(noise_module.BandedNoise, "__init__", init)
+
+    return apply
+
+
+def _shift_coefficients(noise: Any) -> None:
+    noise._integers = (noise._integers[0], *noise._integers[2:], 0)
+
+
+def _forget_norm_of_column(noise: Any) -> None:
+    noise._std_of_z = noise._std
+
+
+def _parts_drawn_anew(put: Put) -> None:
+    """In each round, so that a sample's draws may be neighbors."""
+
+    def draw(self: Any, index: int) -> list[int]:
+        drawn = PoissonBatchSampler.draw(self, index)
+        parts = np.random.default_rng(index // self.parts).integers(self.parts, size=9999)
+        return [i for i in drawn if parts[i] == index % self.parts]
+
+    put(CyclicPoissonBatchSampler, "draw", draw)
+
+
+def _replayed_z(put: Put) -> None:
+    original = noise_module.BandedNoise._stream
+
+    def stream(self: Any, parameter: Any, std: float, grid: float, step: int, *rest: Any) -> Any:
+        return original(self, parameter, std, grid, step // 2, *rest)
+
+    put(noise_module.BandedNoise, "_stream", stream)
+
+
 # Of one process.
 BUGS: dict[str, Callable[[Put], None]] = {
     "noise halved": _less_noise(0.5),
@@ -266,6 +316,14 @@ BUGS: dict[str, Callable[[Put], None]] = {
     "entries clipped one by one": _entries_clipped_one_by_one,
     "float lattice": _float_lattice,
     "coarse noise on the grid": _coarse_noise_on_the_grid,
+}
+# Of one process with banded noise.
+BANDED_BUGS: dict[str, Callable[[Put], None]] = {
+    "state not applied": _state_not_applied,
+    "coefficients shifted": _of_banded_noise(_shift_coefficients),
+    "norm of the column forgotten": _of_banded_noise(_forget_norm_of_column),
+    "draws closer than the bands": _parts_drawn_anew,
+    "z replayed": _replayed_z,
 }
 # Of two ranks.
 RANK_BUGS: dict[str, Callable[[Put], None]] = {

@@ -10,6 +10,7 @@ from dpflash.audit.checks import (
     check_inclusions,
     check_lattice,
     check_noise_correlation,
+    check_noise_lags,
     check_noise_scale,
     check_repeats,
     check_same,
@@ -89,11 +90,12 @@ def test_without_subsampling_every_unit_is_in_every_release(rng):
 
 
 def test_honest_noise_passes_and_its_p_values_are_not_too_small(rng):
-    values = {"scale": [], "correlation": [], "lattice": []}
+    values = {"scale": [], "correlation": [], "lags": [], "lattice": []}
     for _ in range(40):
         vectors = rng.standard_normal((8, 1000))
         values["scale"].append(p_of(check_noise_scale("scale", vectors)))
         values["correlation"].append(p_of(check_noise_correlation("steps", vectors)))
+        values["lags"].append(p_of(check_noise_lags("steps", vectors)))
         values["lattice"].append(p_of(check_lattice(np.rint(vectors * STEPS), STEPS)))
     for found in values.values():
         assert kstest(found, "uniform", alternative="greater").pvalue > 1e-4
@@ -104,6 +106,24 @@ def test_repeats_of_honest_noise_are_as_many_as_expected(rng):
     vectors = np.rint(rng.standard_normal((8, 2000)) * few) / few
     check = check_repeats(vectors, few)
     assert check.ok and 40 < int(check.found.split()[0]) < 140
+
+
+def test_a_small_correlation_of_all_steps_fails(rng):
+    vectors = rng.standard_normal((32, 2000))
+    vectors[4:] += 0.03 * vectors[:-4]
+    assert check_noise_correlation("steps", vectors).ok
+    check = check_noise_lags("steps", vectors)
+    assert not check.ok and "at lag 4;" in check.found
+
+
+def test_rounds_have_each_unit_in_one_part(rng):
+    parts = rng.integers(4, size=128)
+    draws = (parts == np.arange(320)[:, None] % 4) & (rng.random((320, 128)) < 1 / 4)
+    assert check_inclusions("", Drawn.of(draws.astype(int), 4), 1 / 4, rng).ok
+    # Its next draw would be one draw later.
+    draws[7, np.flatnonzero(parts == 0)[0]] = draws[8, np.flatnonzero(parts == 0)[0]] = True
+    check = check_inclusions("", Drawn.of(draws.astype(int), 4), 1 / 4, rng)
+    assert not check.ok and "units in draws of several parts" in check.found
 
 
 @pytest.mark.parametrize("part", [0.5, 0.97])

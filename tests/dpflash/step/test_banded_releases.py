@@ -363,6 +363,30 @@ def test_a_budget_counts_rounds(banded):
     assert run[3].releases == 4 + 6 and run[0].remaining_steps() == 0
 
 
+@pytest.mark.parametrize("lost", ["left", "read", "fetched ahead"])
+def test_a_loop_ends_where_a_lost_draw_leaves_no_round(lost, banded):
+    """Two releases of the last round are left, and no other draw may have their places."""
+    event = CyclicPoissonGaussian(
+        relation="zero_out", noise_multiplier=0.5, sample_rate=0.2, bands=3
+    )
+    two = ContourAccountant(neighboring_relation="zero_out")
+    two.compose(event, 2)
+    budget = PrivacyBudget(two.get_epsilon(1e-5) * (1 + 1e-9), 1e-5, when_spent="stop")
+    options = {"workers": 2} if lost == "fetched ahead" else {}
+    engine, made, optimizer, loader = run = banded(budget=budget, accountant="contour", **options)
+    train(run, 4)
+    if lost == "left":
+        lose_a_draw(loader)
+    batches = iter(loader)
+    if lost == "read":
+        with torch.no_grad():
+            next(batches)
+    for (x,) in batches:
+        engine.backward(losses_of(made, x))
+        optimizer.step()
+    assert list(loader) == [] and loader.releases == 4 and engine.remaining_steps() == 0
+
+
 def test_noise_for_an_epsilon_is_that_of_the_rounds():
     own = model()
     engine = dpflash.PrivacyEngine(seed=0)
