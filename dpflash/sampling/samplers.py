@@ -16,7 +16,7 @@ from .tracker import EARLIER_EPOCH, BatchTracker
 
 
 class FixedDraws(Fixed):
-    """What epsilon is computed from: private loaders and samplers keep it as make_private set it."""
+    """Private loaders and samplers, which keep what epsilon is computed from."""
 
     fixed_by = "make_private"
     instead_of_setting = {

@@ -57,7 +57,8 @@ class Fixed:
             if name not in _settable_properties(kind):
                 way_out = self.instead_of_setting.get(name, self.instead_of_setting_others)
                 raise AttributeError(
-                    f"{kind.__name__}.{name} cannot be set: {self.fixed_by} has fixed it; {way_out}"
+                    f"{kind.__name__}.{name} cannot be set: {self.fixed_by} has fixed it; "
+                    + way_out
                 )
         super().__setattr__(name, value)
 
