@@ -190,7 +190,15 @@ class Accountant(ABC):
         self._events = [(event.convert(neighboring_relation), n) for event, n in self._events]
         self.neighboring_relation = neighboring_relation
 
-    def get_epsilon(self, delta: float, interval: bool = False) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        if name == "get_privacy_spent":  # of earlier versions of Opacus
+            raise AttributeError(
+                f"{type(self).__name__}.get_privacy_spent: call get_epsilon(delta), which returns "
+                "epsilon alone"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def get_epsilon(self, delta: float, interval: bool = False, **unknown: Any) -> Any:
         """Epsilon of the whole history at this delta.
 
         Args:
@@ -204,6 +212,11 @@ class Accountant(ABC):
         Raises:
             ValueError: delta is out of its range, or the history is malformed.
         """
+        if unknown:
+            raise TypeError(
+                f"get_epsilon has no argument {next(iter(unknown))!r}: {type(self).__name__} "
+                "chooses orders and precision itself; write get_epsilon(delta)"
+            )
         _validate.probability(delta=delta)
         found = self._epsilon_interval(float(delta))
         return found if interval else found.upper
