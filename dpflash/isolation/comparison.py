@@ -36,8 +36,8 @@ _LAYERS = (
     "{where} changed as other samples of the batch were replaced, so nothing was released. Run "
     "the same layers on all rows of each batch: a loop that ends when all samples have halted "
     "takes a fixed number of steps (those that have halted with weight 0), a branch on the batch "
-    "is taken per sample (torch.where), and in place of nn.AdaptiveLogSoftmaxWithLoss, which leaves out "
-    "clusters without targets, use nn.Linear or dpflash.nn.LinearCrossEntropy"
+    "is taken per sample (torch.where), and in place of nn.AdaptiveLogSoftmaxWithLoss, which "
+    "leaves out clusters without targets, use nn.Linear or dpflash.nn.LinearCrossEntropy"
 )
 _LENGTH = (
     "{where} changed as other samples of the batch were replaced, so nothing was released: the "
