@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
 
 from . import _validate
 from .events import ADD_REMOVE, RELATIONS, Event, PoissonGaussian, event_from_dict
 from .pairs import Pair, Pairs, canonical
 
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
+_T = TypeVar("_T")
 
 _ROUNDS = 64
 _FIRST_SLACK = 1e-9
@@ -23,6 +26,24 @@ class Interval(NamedTuple):
 
     lower: float | None
     upper: float
+
+
+class _Held(list[_T]):
+    """The releases of an engine, which a caller cannot change in place."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(
+            "the history of a PrivacyEngine's accountant is not changed in place: call "
+            "accountant.step(noise_multiplier=..., sample_rate=...), or assign a history that "
+            "holds this one too, accountant.history += [...]"
+        )
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __imul__ = _refuse
+    __iadd__ = list.__add__  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (list(self),)
 
 
 class Accountant(ABC):
@@ -38,7 +59,7 @@ class Accountant(ABC):
     Attributes:
         history: one (noise_multiplier, sample_rate, steps) per phase of equal steps with Poisson
             sampling, in the order of the steps. It may be assigned; it is checked when it is
-            read.
+            read. Of an engine's accountant it may only grow, see `hold`.
         events: (event, count) of everything else, as `compose` recorded it.
         is_bound: whether the reported epsilon is an upper bound.
 
@@ -54,8 +75,65 @@ class Accountant(ABC):
     def __init__(self, *, neighboring_relation: str = ADD_REMOVE) -> None:
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
         self.neighboring_relation = neighboring_relation
-        self.history: list[Phase] = []
-        self.events: list[tuple[Event, int]] = []
+        self._is_held = False
+        self._history: list[Phase] = []
+        self._events: list[tuple[Event, int]] = []
+
+    @property
+    def history(self) -> list[Phase]:
+        return _Held(self._history) if self._is_held else self._history
+
+    @history.setter
+    def history(self, phases: list[Phase]) -> None:
+        if self._is_held:
+            phases = self._checked(phases)
+            self._require_all("history", phases, self._events)
+        self._history = phases
+
+    @property
+    def events(self) -> list[tuple[Event, int]]:
+        return _Held(self._events) if self._is_held else self._events
+
+    @events.setter
+    def events(self, events: list[tuple[Event, int]]) -> None:
+        if self._is_held:
+            events = list(events)
+            self._require_all("events", self._history, events)
+        self._events = events
+
+    def hold(self) -> None:
+        """Refuse to lose releases from now on, by an earlier state or by another history.
+
+        An engine calls this. Copies of the accountant are free.
+        """
+        self._is_held = True
+
+    def for_trial(self) -> Self:
+        """A copy with a history of its own, to spend on trial."""
+        trial = copy.copy(self)
+        trial._history, trial._events = list(self._history), list(self._events)
+        return trial
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_is_held": False}  # copies and pickled accountants are free
+
+    def _require_all(
+        self,
+        name: str,
+        phases: Iterable[Phase],
+        events: Iterable[tuple[Event, int]],
+        relation: str | None = None,
+    ) -> None:
+        """Refuse releases that are not at least those that were counted so far."""
+        given = _counts(phases, events)
+        own = [(e.convert(relation or e.relation), count) for e, count in self._events]
+        if any(given[key] < count for key, count in _counts(self._history, own).items()):
+            raise ValueError(
+                f"{name} lacks releases that this accountant of a PrivacyEngine has counted: they "
+                "were made, so epsilon would be too small, also where the model gets earlier "
+                "weights. For what an earlier state had spent, load it into an accountant of its "
+                "own; resume a run in a new engine, before its first release"
+            )
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Record one step in the history.
@@ -69,10 +147,10 @@ class Accountant(ABC):
         """
         _validate.non_negative(noise_multiplier=noise_multiplier)
         _validate.rate(sample_rate=sample_rate)
-        steps = 0
-        if self.history and tuple(self.history[-1][:2]) == (noise_multiplier, sample_rate):
-            steps = self.history.pop()[2]
-        self.history.append((noise_multiplier, sample_rate, steps + 1))
+        steps, history = 0, self._history
+        if history and tuple(history[-1][:2]) == (noise_multiplier, sample_rate):
+            steps = history.pop()[2]
+        history.append((noise_multiplier, sample_rate, steps + 1))
 
     def compose(self, event: Event, count: int = 1) -> None:
         """Record an event of any kind, `count` times.
@@ -98,9 +176,9 @@ class Accountant(ABC):
                 f"event.relation={event.relation!r}: this accountant's epsilon is for "
                 f"{self.neighboring_relation!r}; {remedy}"
             )
-        if self.events and self.events[-1][0] == event:
-            count += self.events.pop()[1]
-        self.events.append((event, count))
+        if self._events and self._events[-1][0] == event:
+            count += self._events.pop()[1]
+        self._events.append((event, count))
 
     def convert(self, neighboring_relation: str) -> None:
         """Account for the whole history under another neighboring relation from now on.
@@ -109,10 +187,18 @@ class Accountant(ABC):
             ValueError: some event has no guarantee under it; nothing is changed then.
         """
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
-        self.events = [(event.convert(neighboring_relation), n) for event, n in self.events]
+        self._events = [(event.convert(neighboring_relation), n) for event, n in self._events]
         self.neighboring_relation = neighboring_relation
 
-    def get_epsilon(self, delta: float, interval: bool = False) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        if name == "get_privacy_spent":  # of earlier versions of Opacus
+            raise AttributeError(
+                f"{type(self).__name__}.get_privacy_spent: call get_epsilon(delta), which returns "
+                "epsilon alone"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def get_epsilon(self, delta: float, interval: bool = False, **unknown: Any) -> Any:
         """Epsilon of the whole history at this delta.
 
         Args:
@@ -126,6 +212,11 @@ class Accountant(ABC):
         Raises:
             ValueError: delta is out of its range, or the history is malformed.
         """
+        if unknown:
+            raise TypeError(
+                f"get_epsilon has no argument {next(iter(unknown))!r}: {type(self).__name__} "
+                "chooses orders and precision itself; write get_epsilon(delta)"
+            )
         _validate.probability(delta=delta)
         found = self._epsilon_interval(float(delta))
         return found if interval else found.upper
@@ -285,7 +376,8 @@ class Accountant(ABC):
 
         Raises:
             ValueError: the state is empty, lacks a key, is of another mechanism, or its history is
-                malformed. The current history is unchanged then.
+                malformed, or lacks releases of the engine whose accountant this is. The current
+                history is unchanged then.
         """
         if not state_dict:
             raise ValueError(
@@ -339,16 +431,18 @@ class Accountant(ABC):
                         f"neighboring_relation={relation!r}; pass the result of state_dict()"
                     )
                 events.append((event, count))
-        self.history, self.neighboring_relation, self.events = phases, relation, events
+        if self._is_held:
+            self._require_all("state_dict", phases, events, relation)
+        self._history, self.neighboring_relation, self._events = phases, relation, events
 
     def _pairs(self) -> Pairs:
         """The whole history as dominating pairs, without those that reveal nothing."""
         relation = self.neighboring_relation
         releases = [
             (_poisson_pairs(relation, noise, rate), steps)
-            for noise, rate, steps in self._checked(self.history)
+            for noise, rate, steps in self._checked(self._history)
         ]
-        releases += [(event.pairs(), count) for event, count in self.events]
+        releases += [(event.pairs(), count) for event, count in self._events]
         return canonical(
             (pair, count * times)
             for pairs, times in releases
@@ -357,23 +451,33 @@ class Accountant(ABC):
         )
 
     def _failure(self) -> float:
-        return math.fsum(event.failure() * count for event, count in self.events)
+        return math.fsum(event.failure() * count for event, count in self._events)
 
     def _releases(self) -> list[tuple[Event, int]]:
         """(event, count) of all: the checked history, without phases of 0 steps, and events."""
         relation = self.neighboring_relation
         steps: list[tuple[Event, int]] = [
             (PoissonGaussian(relation=relation, noise_multiplier=noise, sample_rate=rate), count)
-            for noise, rate, count in self._checked(self.history)
+            for noise, rate, count in self._checked(self._history)
             if count > 0
         ]
-        return steps + self.events
+        return steps + self._events
 
     @staticmethod
     def _checked(history: list[Phase] | tuple[Phase, ...]) -> list[Phase]:
         for entry in history:
             _validate.phase(entry)
         return [(entry[0], entry[1], entry[2]) for entry in history]
+
+
+def _counts(phases: Iterable[Phase], events: Iterable[tuple[Event, int]]) -> Counter[Any]:
+    """How often each step and each event was released."""
+    found: Counter[Any] = Counter()
+    for noise, rate, steps in phases:
+        found[noise, rate] += steps
+    for event, count in events:
+        found[event] += count
+    return found
 
 
 @lru_cache(maxsize=1 << 12)

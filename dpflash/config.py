@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from ._validate import (
     finite,
@@ -227,6 +227,12 @@ class PrivacyConfig:
             raise ValueError(
                 "clipping='per_block' was removed: per_layer is faster and smaller; pass "
                 "clipping='per_layer', or 'flat' for one norm over all parameters"
+            )
+        if isinstance(self.clipping, str) and self.clipping == "adaptive":
+            raise ValueError(
+                "clipping='adaptive': there is no bound here that follows the samples' norms; "
+                "leave clipping out, and pass clip_function='automatic', which needs no tuned "
+                "max_grad_norm, or set optimizer.max_grad_norm by a public schedule"
             )
         one_of(clipping=(self.clipping, (None, *CLIPPINGS)))
         one_of(clip_function=(self.clip_function, CLIP_FUNCTIONS))
@@ -452,9 +458,12 @@ class PerformanceConfig:
     physical_batch_size: int | None = None
     memory_budget: int | None = None
     optimize: str = DEFAULT_LEVEL
+    # The mode that was passed, of each object.
+    asked_mode: ClassVar[str]
 
     def __post_init__(self) -> None:
         mode = self.grad_sample_mode
+        object.__setattr__(self, "asked_mode", mode)
         if mode == "no_op":
             raise ValueError(
                 "grad_sample_mode='no_op': gradients without clipping have no guarantee; use "
@@ -482,7 +491,7 @@ class Settings:
     """Both configurations of a private model, which fit each other.
 
     Attributes:
-        privacy, performance: as they were passed, with clipping filled in.
+        privacy, performance: as they were passed, with clipping and mode filled in.
         noise_multiplier, clipping: those of `privacy`.
         asked_clipping: as it was passed; None for the optimization level's own.
     """
@@ -519,6 +528,8 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
             "noise_multiplier is missing: pass it, or call make_private_with_epsilon, which "
             "chooses it for a target epsilon"
         )
+    if clipping != "flat" and performance.asked_mode == "hooks":  # Opacus' default
+        mode, performance = "auto", replace(performance, grad_sample_mode="auto")
     infinite = math.isinf(privacy.bound)
     if privacy.bounds is not None and clipping == "flat":
         raise ValueError(
@@ -532,8 +543,8 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
         )
     if clipping != "flat" and mode != "auto":
         raise ValueError(
-            f"grad_sample_mode={mode!r} with clipping={clipping!r}: modes belong to "
-            "clipping='flat'; leave grad_sample_mode='auto' here"
+            f"grad_sample_mode={performance.asked_mode!r} with clipping={clipping!r}: modes "
+            "belong to clipping='flat'; leave grad_sample_mode='auto' here"
         )
     if privacy.exact is True and mode not in ("auto", "instantiate"):
         raise ValueError(

@@ -413,6 +413,11 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
             f"optimizer={type(optimizer).__name__} of {library}, which leaves out steps: pass the "
             "optimizer that was prepared or set up, and prepare what make_private returns"
         )
+    if type(optimizer).__module__.startswith("opacus."):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} of Opacus, which clips and adds noise itself: "
+            "pass its original_optimizer"
+        )
     if not all(hasattr(optimizer, name) for name in _OF_OPTIMIZERS):
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: its __init__ does not call that of "

@@ -170,7 +170,9 @@ def check_fits(
             ) from None
         raise ValueError(
             f"{where} the data loader: saved with {saved}, now {now}. Call "
-            "make_private with the same data, units (unit_of) and batch size"
+            "make_private with the same data, units (unit_of) and batch size. To go on with "
+            "others, load the checkpoint there, call engine.detach(model), and make_private of "
+            "that engine with the new loader: the epsilons add up"
         )
     if state["spending"]["accountant"]["mechanism"] != mechanism:
         raise ValueError(

@@ -28,8 +28,9 @@ SHARED = (
 )
 ALL_ROWS = (
     "Where rows are filtered (h[y >= 0]) or routed, keep all rows and give the others weight 0; "
-    "where pairs are stacked into the batch (torch.cat([a, b])), call the model twice, or stack "
-    "them in dimension 1"
+    "where pairs or K views are stacked into the batch (torch.cat([a, b])), stack them in "
+    "dimension 1, make them inside the model, or call it twice; where it gets a part of the batch "
+    "or one sample at a time, make one call of all rows"
 )
 
 

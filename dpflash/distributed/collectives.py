@@ -65,7 +65,9 @@ def exchanging(operation: str, group: ProcessGroup | None) -> Iterator[None]:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RankError(
             f"{operation}: rank {rank_in(group)} of {world_size(group)} lost the others "
-            f"({reason[0]}). One of them died, or did not get here within the group's timeout. "
+            f"({reason[0]}). One of them died, or did not get here within the group's timeout; "
+            "most likely one rank alone made a call that all make, such as `if rank == 0: "
+            "engine.save_checkpoint(...)`. "
             "End all ranks, look for the first error in their outputs, and resume from the last "
             "checkpoint"
         ) from error

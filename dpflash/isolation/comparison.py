@@ -14,6 +14,7 @@ from ..verification.digests import differing, is_deterministic, tolerance
 from .backward_rows import BackwardRows
 from .forward_rows import OUTPUT, ForwardRows
 
+_WHICH = "which layers"
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
     "released. Make it per sample; engine.check helps to find where. Before it\n"
@@ -23,11 +24,20 @@ _CHANGED = (
     "whole shape, then mask) or from a generator of its own\n"
     "  - or is of another model that the loop trains with each microbatch (train it where "
     "loader.is_last)\n"
+    "  - or the loop fetches the next batch before this one's step, as prefetchers do (pass "
+    "num_workers= to the DataLoader instead)\n"
     "  - or gets rows of another engine's loader (models that share a loss are one module with "
     "one engine)\n"
     "  - or the loop writes weights in each iteration (clamps, pruning masks: do so where "
     "loader.is_last, behind optimizer.step())\n"
     "  - or sets an attribute of the model where loader.is_last (do so behind optimizer.step())"
+)
+_LAYERS = (
+    "{where} changed as other samples of the batch were replaced, so nothing was released. Run "
+    "the same layers on all rows of each batch: a loop that ends when all samples have halted "
+    "takes a fixed number of steps (those that have halted with weight 0), a branch on the batch "
+    "is taken per sample (torch.where), and in place of nn.AdaptiveLogSoftmaxWithLoss, which "
+    "leaves out clusters without targets, use nn.Linear or dpflash.nn.LinearCrossEntropy"
 )
 _LENGTH = (
     "{where} changed as other samples of the batch were replaced, so nothing was released: the "
@@ -73,6 +83,8 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
     if where == OUTPUT and one[1:2] == one[:1]:
         return _COMPARED
     is_packed = first.units is not None and not first.units.are_rows
+    if not is_packed and (where.startswith(_WHICH) or one[:1] != two[:1]):
+        return _LAYERS.format(where=where)
     if not is_packed and one != two and one[:1] == two[:1]:
         return _LENGTH.format(where=where)
     return (_CHANGED_DOCUMENT if is_packed else _CHANGED).format(where=where)
@@ -112,7 +124,7 @@ def _first_difference(
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
             where = (first.where[i:] + second.where[i:])[0]
-            return f"which layers run, seen at {where},", torch.Size(), torch.Size()
+            return f"{_WHICH} run, seen at {where},", torch.Size(), torch.Size()
         one, two = first.shapes[i], second.shapes[i]
         if one != two:
             return f"the shape of {first.where[i]}", one, two

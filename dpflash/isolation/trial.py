@@ -45,6 +45,8 @@ _CHANGED = (
     "  - weights that the loop writes in each iteration (clamps, pruning masks): do so where "
     "loader.is_last, behind optimizer.step()\n"
     "  - losses multiplied by loader.is_real: leave that out, padding counts for nothing\n"
+    "  - the next batch fetched before this one's step, as prefetchers do: pass num_workers= to "
+    "the DataLoader instead\n"
     "  - another batch that the loop fetches for each microbatch, or a model of another engine: "
     "those that share a loss are one module with one engine\n"
     "  - an attribute of the model that is set where loader.is_last: set it behind the step\n"

@@ -62,6 +62,8 @@ class Spending:
         one_of(neighboring_relation=(relation, (None, *RELATIONS)))
         self.accountant: Accountant = as_accountant(accountant)
         self.is_ours = isinstance(self.accountant, Accountant)
+        if self.is_ours:
+            self.accountant.hold()
         if self.is_ours and relation is None:
             own = self.accountant.neighboring_relation
             relation = None if own == ADD_REMOVE else own
@@ -80,6 +82,7 @@ class Spending:
         self._relation = ADD_REMOVE if relation is None else relation
         self._remaining: _Remaining | None = None
         self._last: Event | None = None
+        self._counted: tuple[int, tuple[float, ...]] | None = None
         if relation is not None:
             self._convert(relation)
         self.ledger = ledger
@@ -102,6 +105,7 @@ class Spending:
 
     def epsilon(self, delta: float) -> Interval:
         """Both ends of epsilon at delta; inf after a release without noise."""
+        self._require_counted()
         if self.noiseless:
             return Interval(math.inf, math.inf)
         if self.is_empty:
@@ -123,6 +127,7 @@ class Spending:
             self.noiseless = True
             return
         self._compose(self.accountant, event, count)
+        self._note_counted()
 
     def adopt(self, event: Event) -> Event:
         """Convert the event and the history to a common relation, and return the event.
@@ -148,6 +153,7 @@ class Spending:
         """
         if event is None:
             return
+        self._require_counted()
         self.check(event)
         if not self.fits(event):
             raise BudgetSpent(self._refusal(event))
@@ -334,10 +340,29 @@ class Spending:
         elif self.ledger is None:
             self.accountant.history = [tuple(p) for p in state["accountant"]["history"]]
             self._relation = common_relation((self._relation, state["relation"]))
+        self._note_counted()
         self.noiseless |= state["noiseless"]
         self.has_foreign_batches |= state["has_foreign_batches"]
 
     # Internals
+
+    def _note_counted(self) -> None:
+        """Remember the length and the last phase of a history that is not ours."""
+        history = [] if self.is_ours else self.accountant.history
+        self._counted = (len(history), tuple(history[-1])) if history else None
+
+    def _require_counted(self) -> None:
+        """Refuse a history of Opacus' accountants that has lost releases; ours does so itself."""
+        if self._counted is None:
+            return
+        count, last = self._counted
+        now = tuple(self.accountant.history[count - 1 : count])
+        if not now or tuple(now[0][:2]) != last[:2] or now[0][2] < last[2]:
+            raise RuntimeError(
+                "the history of the engine's accountant lacks releases that were made: it was "
+                "cleared, replaced, or loaded from an earlier state, so epsilon would be too "
+                "small. Put it back; resume a run in a new engine, before its first release"
+            )
 
     def _mechanism(self) -> str:
         """The accountant's name in ledger lines; of one that is not ours, its class name."""

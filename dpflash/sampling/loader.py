@@ -45,6 +45,7 @@ from .prepared import Prepared
 from .samplers import (
     CyclicPoissonBatchSampler,
     DrawSampler,
+    FixedDraws,
     FixedSizeBatchSampler,
     PoissonBatchSampler,
     RandomAllocationBatchSampler,
@@ -129,7 +130,7 @@ def _real(mark: BatchMark) -> Tensor:
     return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
 
 
-class PrivateDataLoader(Prepared, Uncopied, DataLoader):
+class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     """A DataLoader that draws logical batches, in microbatches with a public number of rows.
 
     The samples of a draw are in secret random rows of its microbatches. The other rows are padding
@@ -161,8 +162,6 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         lengths: compares the shapes of its batches.
         seen: recognises its batches where the model gets them.
         tracker: follows the loop over its batches.
-        bad_entries: samples so far that could not be read or put into a batch, which a padding
-            row replaced, and entries of the dataset without a unit. PRIVATE.
     """
 
     no_copy = (
@@ -204,7 +203,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         self.lengths = Lengths(public_length)
         self.seen = SeenBatches()
         groups = plan.groups
-        self.bad_entries = 0 if groups is None else groups.left_out
+        self._bad_entries = 0 if groups is None else groups.left_out
         self._bad_share = BadShare(1 if groups is None or groups.are_drawn else groups.limit)
         self._mark: BatchMark | None = None
         self._trial: Trial | None = None
@@ -331,6 +330,14 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
     def is_last(self) -> bool:
         """Whether the current microbatch ends its logical batch, which step() releases."""
         return self._current_mark().last
+
+    @property
+    def bad_entries(self) -> int:
+        """Samples so far that a padding row replaced, and entries of no unit. PRIVATE.
+
+        Such samples could not be read or put into a batch.
+        """
+        return self._bad_entries
 
     @property
     def releases(self) -> int:
@@ -532,7 +539,7 @@ class PrivateDataLoader(Prepared, Uncopied, DataLoader):
         """The mark of a batch in which padding is in place of some entries."""
         left = mark.without(bad)
         count = mark.count
-        self.bad_entries += count - left.count
+        self._bad_entries += count - left.count
         self._bad_share.observe(count, count - left.count, is_last=mark.last)
         return left
 

@@ -11,10 +11,27 @@ from torch.utils.data import BatchSampler
 
 from .._validate import optional, positive_int
 from ..privacy.keys import Uncopied, derive_key, uniform_words
+from ..verification.settable import Fixed
 from .tracker import EARLIER_EPOCH, BatchTracker
 
 
-class DrawSampler(Uncopied, ABC):
+class FixedDraws(Fixed):
+    """Private loaders and samplers, which keep what epsilon is computed from."""
+
+    fixed_by = "make_private"
+    instead_of_setting = {
+        "collate_fn": "pass it to the DataLoader that make_private gets",
+        "physical_batch_size": "pass it to make_private",
+        "position": "a checkpoint sets it, engine.load_checkpoint(path)",
+    }
+    instead_of_setting_others = (
+        "draws and epsilon are of that value. For another batch size or dataset in the same run "
+        "call engine.detach(model), and engine.make_private with a new DataLoader and the plain "
+        "optimizer: the epsilons add up"
+    )
+
+
+class DrawSampler(FixedDraws, Uncopied, ABC):
     """Draws logical batches; each is a function of (key, number of the draw).
 
     Iteration yields this rank's samples only, at most physical_batch_size at a time. It is for
@@ -26,9 +43,7 @@ class DrawSampler(Uncopied, ABC):
         key: 32 bytes; draw t is a function of (key, t).
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
 
-    Attributes:
-        rank_part: (number of this rank, number of ranks) that split each draw. All ranks yield the
-            same number of microbatches of a draw; some may be empty.
+    Public attributes are set once, in `__init__`.
     """
 
     no_copy = "it would make the same draws; iterate over the loader that make_private returned"
@@ -46,9 +61,9 @@ class DrawSampler(Uncopied, ABC):
         self.num_samples = num_samples
         self.steps_per_epoch = steps_per_epoch
         self.physical_batch_size = physical_batch_size
-        self.position = 0
-        self.rank_part = (0, 1)
-        self.pass_remainder: int | None = None
+        self._position = 0
+        self._rank_part = (0, 1)
+        self._remainder: int | None = None
         self._tracker = BatchTracker()
         self._key = key
         self._refusal: str | None = None
@@ -60,7 +75,20 @@ class DrawSampler(Uncopied, ABC):
     def follow(self, tracker: BatchTracker, rank_part: tuple[int, int]) -> None:
         """Report epochs and draws to a tracker, and yield one rank's part of each draw."""
         self._tracker = tracker
-        self.rank_part = rank_part
+        self._rank_part = rank_part
+
+    @property
+    def position(self) -> int:
+        """The number of the next draw."""
+        return self._position
+
+    @property
+    def rank_part(self) -> tuple[int, int]:
+        """(number of this rank, number of ranks) that split each draw.
+
+        All ranks yield the same number of microbatches of a draw; some may be empty.
+        """
+        return self._rank_part
 
     @abstractmethod
     def draw(self, index: int) -> list[int]:
@@ -71,13 +99,13 @@ class DrawSampler(Uncopied, ABC):
         self._tracker.begin_epoch(self.position)
         if not self._tracker.may_begin(True):
             return
-        steps = self.steps_per_epoch if self.pass_remainder is None else self.pass_remainder
-        self.pass_remainder = None
+        steps = self.steps_per_epoch if self._remainder is None else self._remainder
+        self._remainder = None
         for step in range(steps):
             if step and not self._tracker.may_begin(False):
                 return
-            draw = self.position
-            self.position += 1
+            draw = self._position
+            self._position += 1
             drawn = self.draw(draw)
             self._tracker.emitted.append(len(self._own(drawn)))
             yield draw, drawn
@@ -115,10 +143,9 @@ class DrawSampler(Uncopied, ABC):
             self._key, reached = key, (0, 0)
         if (returns, position) < reached:
             returns = reached[0] + 1
-        self.position = position
+        self._position = position
         self._tracker.resume(position, returns=returns)
-        remainder = -position % self.steps_per_epoch
-        self.pass_remainder = remainder or None
+        self._remainder = -position % self.steps_per_epoch or None
 
     def _own(self, drawn: list[int]) -> list[int]:
         number, count = self.rank_part
@@ -323,7 +350,7 @@ def _least(words: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argpartition(words, count - 1)[:count])
 
 
-class ShuffledBatchSampler(BatchSampler):
+class ShuffledBatchSampler(FixedDraws, BatchSampler):
     """The batches of the user's loader; reports where an epoch begins, also for other loaders."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):

@@ -100,7 +100,9 @@ def _sum_of_tails(sizes: NDArray[np.int64], num_samples: int, sample_rate: float
 class Draws(Protocol):
     """A sampler of logical batches."""
 
-    rank_part: tuple[int, int]
+    @property
+    def rank_part(self) -> tuple[int, int]:
+        """(number of this rank, number of ranks) that split each draw."""
 
     @property
     def key(self) -> bytes:

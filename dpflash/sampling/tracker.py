@@ -32,7 +32,8 @@ FOREIGN = (
 )
 OF_TOKENS = (
     "Of losses of tokens take the mean of each row: losses.view(len(x), -1).mean(1), or "
-    "dpflash.losses.cross_entropy(logits, targets)"
+    "dpflash.losses.cross_entropy(logits, targets). Compute several views of each sample inside "
+    "the model, and take the mean of their losses"
 )
 SECOND = (
     "a second backward on the same batch: its samples would enter the step twice and break the "

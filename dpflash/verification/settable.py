@@ -1,4 +1,4 @@
-"""Refuses to set public attributes that a class does not declare, which would do nothing."""
+"""Refuses to set public attributes that a class does not declare, or that were set before."""
 
 from __future__ import annotations
 
@@ -36,6 +36,31 @@ class OnlySettable:
         if not settable:
             return text + "no attribute can be set"
         return text + f"what can be set: {', '.join(settable)}"
+
+
+class Fixed:
+    """A class whose public attributes keep what its `__init__` gave them.
+
+    Setting one again, or a public name of the class, raises an AttributeError with the way out.
+    Settable properties and names with an underscore are left to the class, and new names to
+    frameworks that mark objects.
+    """
+
+    fixed_by: ClassVar[str] = "its __init__"
+    # What to do instead of setting these names, and of setting others.
+    instead_of_setting: ClassVar[Mapping[str, str]] = {}
+    instead_of_setting_others: ClassVar[str] = "make another one"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind = type(self)
+        if not name.startswith("_") and (name in vars(self) or hasattr(kind, name)):
+            if name not in _settable_properties(kind):
+                way_out = self.instead_of_setting.get(name, self.instead_of_setting_others)
+                raise AttributeError(
+                    f"{kind.__name__}.{name} cannot be set: {self.fixed_by} has fixed it; "
+                    + way_out
+                )
+        super().__setattr__(name, value)
 
 
 def _settable_properties(kind: type) -> list[str]:

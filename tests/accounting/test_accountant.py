@@ -142,3 +142,12 @@ def test_a_state_belongs_to_the_mechanism_that_wrote_it(kind):
         else:
             with pytest.raises(ValueError, match=f"mechanism '{kind.mechanism()}'"):
                 other().load_state_dict(accountant.state_dict())
+
+
+def test_calls_of_earlier_versions_of_opacus_are_refused_with_the_way_out():
+    accountant = RDPAccountant()
+    with pytest.raises(AttributeError, match=r"get_privacy_spent: call get_epsilon\(delta\)"):
+        accountant.get_privacy_spent(delta=1e-5)
+    with pytest.raises(TypeError, match=r"no argument 'alphas'.*write get_epsilon\(delta\)"):
+        accountant.get_epsilon(1e-5, alphas=[2.0])
+    assert not hasattr(accountant, "another")

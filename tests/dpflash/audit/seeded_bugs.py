@@ -108,11 +108,11 @@ def _rate_above_the_claimed(put: Put) -> None:
 
     def draw(self: Any, index: int) -> list[int]:
         rate = self.sample_rate
-        self.sample_rate = min(1.0, 1.1 * rate)
+        vars(self)["sample_rate"] = min(1.0, 1.1 * rate)
         try:
             return original(self, index)
         finally:
-            self.sample_rate = rate
+            vars(self)["sample_rate"] = rate
 
     put(PoissonBatchSampler, "draw", draw)
 

@@ -72,6 +72,8 @@ def test_groups_tell_their_bounds_and_the_sensitivity(private):
     [
         ({"clipping": "per_block"}, "'per_block' was removed: per_layer is faster and smaller"),
         ({"clipping": "per_layer", "grad_sample_mode": "instantiate"}, "modes belong to"),
+        ({"clipping": "per_layer", "grad_sample_mode": "ew"}, "grad_sample_mode='ew' with"),
+        ({"clipping": "adaptive"}, "no bound here that follows"),
         ({"clip_function": "automatic", "max_grad_norm": math.inf}, "needs a finite bound"),
         ({"clip_function": "soft"}, "clip_function='soft'"),
     ],
@@ -82,3 +84,8 @@ def test_ways_to_clip_that_cannot_be_are_refused(options, message, private):
         private(Model(), **options)
     with pytest.raises(ValueError, match="no private model"):
         dpflash.PrivacyEngine().groups()
+
+
+def test_opacus_default_mode_passes_with_clipping_of_layers(private):
+    engine, *_ = private(Model(), clipping="per_layer", grad_sample_mode="hooks")
+    assert len(list(engine.groups())) > 1

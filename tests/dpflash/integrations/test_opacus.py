@@ -714,3 +714,21 @@ def test_an_adaptive_ghost_engine_whose_quantile_is_noised_elsewhere_is_refused(
 def test_norms_on_a_gpu_are_those_of_the_loop(model, x):
     norms = ghost_norms(copy.deepcopy(model).cuda(), x.cuda())
     torch.testing.assert_close(norms.double().cpu(), loop_norms(model, x), rtol=1e-4, atol=0)
+
+
+def test_an_optimizer_of_opacus_is_refused_and_names_the_one_to_pass():
+    model = nn.Linear(3, 2)
+    theirs = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+    )
+    with pytest.raises(ValueError, match="of Opacus.*pass its original_optimizer"):
+        dpflash.PrivacyEngine().make_private(
+            module=model,
+            optimizer=theirs,
+            data_loader=DataLoader(TensorDataset(torch.zeros(8, 3)), batch_size=4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )

@@ -1,5 +1,7 @@
 """Epsilon is computed for the sampler that drew the batches, under its neighboring relation."""
 
+import copy
+import pickle
 import re
 import warnings
 
@@ -633,3 +635,66 @@ def test_the_accountant_state_of_a_checkpoint_by_opacus_goes_on_in_ours(private,
             ),
             rel=1e-12,
         )
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_size"])
+@pytest.mark.parametrize("has_ledger", [False, True], ids=["", "ledger"])
+def test_an_engines_accountant_loses_no_release(sampling, has_ledger, private, tmp_path):
+    ledger = tmp_path / "l" if has_ledger else None
+    made = private(
+        nn.Linear(3, 2),
+        DATA,
+        noise_multiplier=1.0,
+        sampling=sampling,
+        accountant="contour",
+        ledger=ledger,
+        foreign_batches=False,
+    )
+    accountant = made[0].accountant
+    train(*made)
+    earlier, spent = copy.deepcopy(accountant.state_dict()), made[0].get_epsilon(DELTA)
+    train(*made)
+    after = made[0].get_epsilon(DELTA)
+    assert after > spent > 0
+    name = "history" if sampling == "poisson" else "events"
+    held = getattr(accountant, name)
+    with pytest.raises(ValueError, match="state_dict lacks releases"):
+        accountant.load_state_dict(earlier)
+    with pytest.raises(ValueError, match=f"{name} lacks releases"):
+        setattr(accountant, name, [])
+    for change in (held.clear, held.pop, held.reverse):
+        with pytest.raises(TypeError, match="not changed in place"):
+            change()
+    assert made[0].get_epsilon(DELTA) == after and isinstance(held, list)
+    # A copy, and an accountant of its own, are free.
+    meter = copy.deepcopy(accountant)
+    meter.load_state_dict(earlier)
+    assert meter.get_epsilon(DELTA) == spent and pickle.loads(pickle.dumps(held)) == held
+    accountant.load_state_dict(accountant.state_dict())
+    if sampling == "poisson":
+        accountant.history += [(2.0, 0.5, 1)]
+        assert made[0].get_epsilon(DELTA) > after
+    fresh = PrivacyEngine()
+    fresh.accountant.load_state_dict(earlier)
+    assert fresh.get_epsilon(DELTA) == spent
+
+
+@needs_opacus
+@opacus_warnings
+def test_a_history_of_opacus_that_lost_releases_is_refused(private):
+    theirs = opacus.accountants.RDPAccountant()
+    made = private(
+        nn.Linear(3, 2), DATA, noise_multiplier=1.0, accountant=theirs, foreign_batches=False
+    )
+    train(*made)
+    whole, releases = list(theirs.history), made[2].releases
+    for lost in ([], [(1.0, RATE, 1)]):
+        theirs.history = lost
+        with pytest.raises(RuntimeError, match="lacks releases that were made"):
+            made[0].get_epsilon(DELTA)
+        with pytest.raises(RuntimeError, match="lacks releases that were made"):
+            train(*made)
+        assert made[2].releases == releases
+    theirs.history = whole
+    train(*made)
+    assert made[0].get_epsilon(DELTA) > 0

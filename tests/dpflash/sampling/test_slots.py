@@ -18,6 +18,7 @@ from dpflash.check.subject import Subject
 from dpflash.privacy.keys import uniform_words
 from dpflash.sampling import BatchMark, PoissonBatchSampler, PrivateDataLoader, SamplingPlan
 from dpflash.sampling.slots import MOST_PADDING, SlotSampler, slots_of_draws, slots_of_size
+from dpflash.sampling.tracker import BatchTracker
 
 KEY = bytes(range(32))
 KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
@@ -29,7 +30,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(ki
 def rows_of(num_samples, rate, draws=50, rank_part=(0, 1), key=KEY, **options):
     """The slot sampler of Poisson draws, and the draws."""
     source = PoissonBatchSampler(num_samples, rate, steps_per_epoch=draws, key=key)
-    source.rank_part = rank_part
+    source.follow(BatchTracker(), rank_part)
     slots = slots_of_draws(num_samples, rate, ranks=rank_part[1], **options)
     return SlotSampler(source, slots), source
 

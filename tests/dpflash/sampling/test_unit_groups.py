@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dpflash import PrivateRefusal
 from dpflash.packing import Units
 from dpflash.sampling import PoissonBatchSampler
+from dpflash.sampling.tracker import BatchTracker
 from dpflash.sampling.unit_groups import UnitGroups
 from dpflash.sampling.unit_slots import UnitSlots
 
@@ -175,7 +176,7 @@ def test_rows_of_a_slot_are_entries_of_one_drawn_unit(ranks):
     groups, seen = groups_of(owners, 3), {}
     for rank in range(ranks):
         draws = PoissonBatchSampler(len(groups), 0.5, steps_per_epoch=6, key=KEY)
-        draws.rank_part = (rank, ranks)
+        draws.follow(BatchTracker(), (rank, ranks))
         slots = UnitSlots(draws, 2, groups)
         for rows in slots:
             mark = slots.marks.popleft()

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash.noise import Banded
 
 DATA = torch.randn(16, 3)
 
@@ -156,3 +158,52 @@ def test_learning_rate_schedulers_and_those_of_opacus_work_as_before(private):
 def test_an_engine_without_a_model_refuses_too():
     with pytest.raises(AttributeError, match="PrivacyEngine.seed=3"):
         dpflash.PrivacyEngine().seed = 3
+
+
+SAMPLINGS = {
+    "poisson": {},
+    "fixed_size": {"sampling": "fixed_size"},
+    "shuffled": {"poisson_sampling": False},
+    "cyclic_poisson": {
+        "sampling": "cyclic_poisson",
+        "noise_mechanism": Banded.optimized(bands=2, steps=8),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_what_draws_and_epsilon_are_of_cannot_be_set(kind, private):
+    run = private(
+        nn.Linear(3, 2), DATA, noise_multiplier=1.0, foreign_batches=False, **SAMPLINGS[kind]
+    )
+    engine, _, _, loader = run
+    assert loader.sampler_name == kind
+    for holder in (loader, loader.batch_sampler):
+        names = [*vars(holder), *vars(type(holder))]
+        for name in (n for n in names if not n.startswith("_")):
+            with pytest.raises(AttributeError, match=f"{name} cannot be set: make_private"):
+                setattr(holder, name, 1.0)
+        holder._mark_of_a_framework = 1
+    one_step(run)
+    with pytest.raises(AttributeError, match="pass it to the DataLoader that make_private"):
+        loader.collate_fn = list
+
+
+def test_another_batch_size_in_a_run_is_another_make_private_of_the_engine(private):
+    run = private(nn.Linear(3, 2), DATA, noise_multiplier=1.0, one_part=True)
+    engine, model, optimizer, loader = run
+    with pytest.raises(AttributeError, match=r"engine\.detach.*new DataLoader and the plain"):
+        loader.batch_sampler.sample_rate = 1.0
+    one_step(run)
+    before, model = engine.get_epsilon(1e-5), engine.detach(model)
+    made = engine.make_private(
+        module=model,
+        optimizer=optimizer.original_optimizer,
+        data_loader=DataLoader(TensorDataset(DATA), batch_size=8),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        physical_batch_size=16,
+    )
+    one_step((engine, *made))
+    assert [phase[1] for phase in engine.accountant.history] == [0.25, 0.5]
+    assert engine.get_epsilon(1e-5) > before
