@@ -28,6 +28,7 @@ from opacus.optimizers import (  # noqa: E402
 )
 from opacus.utils.batch_memory_manager import BatchMemoryManager  # noqa: E402
 
+import dpflash  # noqa: E402
 from dpflash.accounting import RDPAccountant, create_accountant  # noqa: E402
 from dpflash.accounting.registry import ACCOUNTANTS  # noqa: E402
 from dpflash.integrations import opacus as integration  # noqa: E402
