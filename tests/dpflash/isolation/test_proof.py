@@ -1328,3 +1328,38 @@ def test_samples_that_are_all_as_long_as_the_batch_are_not_taken_for_batches(pri
     with pytest.warns(dpflash.PrivateWarning, match="could not be replaced"):
         engine.backward(model(xs).square().sum(1))
     assert engine.verified == "gradients"
+
+
+class Halting(nn.Module):
+    """Runs its layer until all samples of the batch have halted, or, `fixed`, four times."""
+
+    def __init__(self, fixed):
+        super().__init__()
+        self.layer, self.head, self.fixed = nn.Linear(3, 3), nn.Linear(3, 2), fixed
+
+    def forward(self, x):
+        for _ in range(4):
+            going = x[:, :1] > 0
+            if not self.fixed and not going.any():
+                break
+            x = torch.where(going, self.layer(x) - 0.5, x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_loop_that_halts_with_its_batch_is_told_to_run_a_fixed_number_of_steps(fixed, private):
+    data = torch.zeros(16, 3)
+    data[::8, 0] = 1.0
+    engine, model, optimizer, loader = private(Halting(fixed), data, one_part=True)
+
+    def train():
+        for _ in range(4):
+            for (x,) in loader:
+                engine.backward(model(x).square().mean(1))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if fixed:
+        return train()
+    with pytest.raises(dpflash.PrivateRefusal, match="takes a fixed number of steps"):
+        train()
