@@ -31,7 +31,7 @@ class SeenBatches:
     """The batches that the loop has received of a private loader, by digests of their rows.
 
     Padding rows are known by their position in the current batch. So the model may not get one of
-    another private loader, or one that this loader gave before. Whether rows are in the loader's
+    another private loader, or one that this loader gave before, trials too. Whether rows are in the loader's
     order is seen by trials, see `dpflash.isolation.trial`.
     """
 
@@ -39,7 +39,6 @@ class SeenBatches:
         self._left = _LOOKED_AT
         self._batch: list[_Rows] = []
         self._tensors: list[Tensor] = []
-        self._is_trial = False
         self._size: int | None = None
         # Hashes of whole tensors in earlier batches, and of single rows.
         self._past: OrderedDict[int, None] = OrderedDict()
@@ -82,14 +81,12 @@ class SeenBatches:
         """
         for rows in self._batch:
             if rows.is_distinctive:
-                if not self._is_trial:
-                    self._past[rows.hash] = None
+                self._past[rows.hash] = None
                 self._past_rows.update((row, None) for row in rows.hashes)
         for past in (self._past, self._past_rows, self._shared):
             while len(past) > _REMEMBERED:
                 past.popitem(last=False)
         self._batch, self._size = [], None
-        self._is_trial = mark.is_trial
         self._row_of_each = _row_of_each(mark, each)
         self._rows = mark.size * each
         tensors = self._tensors = batch_tensors(batch, self._rows)

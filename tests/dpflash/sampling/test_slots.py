@@ -385,6 +385,22 @@ def test_batches_that_are_not_the_one_at_hand_are_refused(kind, late, private):
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_batch_that_is_kept_from_the_first_trial_is_refused(copies, private):
+    torch.manual_seed(0)
+    slots = {"physical_batch_size": 30, "max_batch_size": 30}
+    engine, model, optimizer, loader = private(
+        nn.Linear(9, 2), torch.randn(60, 9), batch_size=12, **slots
+    )
+    (kept,) = next(iter(loader))
+    kept = kept.clone() if copies else kept
+    with pytest.raises(dpflash.PrivateRefusal, match="gave before the current one"):
+        for _ in loader:
+            engine.backward(model(kept).square().mean(1))
+            optimizer.step()
+    assert not loader.releases
+
+
 class Gated(nn.Module):
     def __init__(self):
         super().__init__()
