@@ -31,8 +31,8 @@ class SeenBatches:
     """The batches that the loop has received of a private loader, by digests of their rows.
 
     Padding rows are known by their position in the current batch. So the model may not get one of
-    another private loader, or one that this loader gave before, trials too. Whether rows are in the loader's
-    order is seen by trials, see `dpflash.isolation.trial`.
+    another private loader, or one that this loader gave before, also as a trial. Whether rows are
+    in the loader's order is seen by trials, see `dpflash.isolation.trial`.
     """
 
     def __init__(self) -> None:
