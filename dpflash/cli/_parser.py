@@ -26,13 +26,14 @@ def add_options(
         if not word:
             parser.add_argument(flag, action="store_true", help=text)
             continue
-        several = "+" if word.endswith("...") else None
-        word = word.removesuffix("...")
+        takes_several = word.endswith("...") and "," not in word
+        word = word.removesuffix("...") if takes_several else word
         assert word in _TYPES or len(word) > 1, usage
         kind = _TYPES.get(word, str)
         is_required = flag in required
+        nargs = "+" if takes_several else None
         parser.add_argument(
-            flag, type=kind, metavar=word, help=text, required=is_required, nargs=several
+            flag, type=kind, metavar=word, help=text, required=is_required, nargs=nargs
         )
 
 
