@@ -171,6 +171,10 @@ class PrivateBackward:
             watch = recording.backward if recording.had_backward else recording.watch()
             self._run = BackwardRun("prove", () if watch is None else (watch,))
             return
+        is_elsewhere = self.place_trial is not None and self.place_trial.is_running
+        if is_elsewhere and self.loss_reduction is not None:
+            self._run = BackwardRun("prove")
+            return
         held = None if trial is None else trial.held_backward
         if trial is not None and held is not None and self.is_compared:
             text = trial.of_gradients(self.loss_reduction)
@@ -386,12 +390,14 @@ class PrivateBackward:
             self.discard()
             raise
 
-    def expect_scalar(self, outputs: Any, size: int) -> Any:
+    def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
         """The model's outputs, wrapped for the proof where the loss may be a scalar."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
-            return self.place_trial.ends_at(outputs, size)
+            # The loop may ask for the gradients of inputs, as FGSM does.
+            asks = any(x.requires_grad for x in inputs)
+            return outputs if asks else self.place_trial.ends_at(outputs, size)
         return self.proof.cross(outputs, size, self, is_altered=self.recording is not None)
 
     def _wants_proof(self, size: int | None) -> bool:
