@@ -37,7 +37,10 @@ def _owner(hook: Callable[..., Any]) -> Any:
     cells = getattr(hook, "__closure__", None) or ()
     names = hook.__code__.co_freevars if cells else ()
     made_in = next((cell for n, cell in zip(names, cells, strict=True) if n == "self"), None)
-    return getattr(hook, "__self__", None) if made_in is None else made_in.cell_contents
+    try:
+        return getattr(hook, "__self__", None) if made_in is None else made_in.cell_contents
+    except ValueError:  # an empty cell
+        return None
 
 
 def _is_preconditioner(owner: object) -> bool:
