@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ._lazy import lazy
 
 if TYPE_CHECKING:
-    from . import accounting, distributed, losses, nn, noise, patterns, sampling
+    from . import accounting, distributed, losses, nn, noise, optim, patterns, sampling
     from .attn.boundary import Boundary, private_boundary
     from .attn.functional import attention
     from .config import PerformanceConfig, PrivacyConfig
@@ -38,6 +38,7 @@ __all__ = [
     "losses",
     "nn",
     "noise",
+    "optim",
     "patterns",
     "private_boundary",
     "recommend",

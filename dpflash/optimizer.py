@@ -12,6 +12,7 @@ from torch import nn
 
 from dpflash.kernels import refuse_capture
 
+from .optim import AdamBC
 from .privacy.keys import Uncopied
 from .sampling.other_steps import refuse_counted_step, wrapped_optimizers
 from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
@@ -300,7 +301,11 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             refuse_counted_step(self.original_optimizer)
         self._releasing = True
         try:
-            self.original_optimizer.step()
+            if isinstance(self.original_optimizer, AdamBC):
+                std = self._step.released_std if kind == "release" else 0.0
+                self.original_optimizer.step(noise_std=std)
+            else:
+                self.original_optimizer.step()
         finally:
             self._releasing = False
         return result

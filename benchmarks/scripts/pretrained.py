@@ -45,13 +45,21 @@ from dpflash.noise import Banded, compare_bands
 
 TUNINGS, UNITS, EPSILONS = ("frozen", "LoRA", "full"), ("entry", "user"), (1.0, 3.0, 8.0)
 METHODS = ("independent", "banded", "Opacus", "opake", "opake banded")
+# With dpflash's independent noise, at epsilon 3; all other methods are plain gradient descent.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "AdamW": functools.partial(torch.optim.AdamW, betas=(0.9, 0.99), weight_decay=0.0),
+    "AdamBC": functools.partial(dpflash.optim.AdamBC, betas=(0.9, 0.99)),
+}
 NONPRIVATE = "no privacy"
 DELTA, MAX_GRAD_NORM = 1e-5, 1.0
 SECTIONS, TOKENS, WIDTH, RANK = 30, 16, 128, 8
 # Units of a step, epochs, and entries of a unit in one step.
 RUN = {"entry": (250, 3, 1), "user": (100, 5, 8)}
 SEEDS, TUNING_SEED = range(5), 100
-LEARNING_RATES = (4.0, 8.0)  # and on by factors of 2 while the best is the first or last
+# And on by factors of 2 while the best is the first or last.
+LEARNING_RATES, OTHER_RATES = (4.0, 8.0), {"momentum": (0.4, 0.8), "AdamW": (0.01, 0.02)}
+OTHER_RATES["AdamBC"] = OTHER_RATES["AdamW"]
 PAD, UNKNOWN = 0, 1
 
 
@@ -224,9 +232,10 @@ class Run(NamedTuple):
         return -(-RUN[self.setting.unit][1] * self.units // self.batch)
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Plain gradient descent over what is trained."""
+        """Over what is trained."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        return torch.optim.SGD(trained, lr=self.learning_rate)
+        optimizer_class = OPTIMIZERS.get(self.setting.method, torch.optim.SGD)
+        return optimizer_class(trained, lr=self.learning_rate)
 
     def decay(self, optimizer: torch.optim.Optimizer, done: int) -> bool:
         """Lower the learning rate linearly to 0; True after the last step."""
@@ -395,6 +404,7 @@ TRAINERS: dict[str, Callable[[Run], float]] = {
     "opake": train_opake,
     "opake banded": train_opake,
     NONPRIVATE: train_plainly,
+    **dict.fromkeys(OPTIMIZERS, train_dpflash),
 }
 
 
@@ -454,7 +464,7 @@ def make_runs(setting: Setting, *, task: Task, runs: Path) -> Setting:
                 file.write(json.dumps(made[learning_rate, seed]) + "\n")
         return made[learning_rate, seed]
 
-    rates = list(LEARNING_RATES)
+    rates = list(OTHER_RATES.get(setting.method, LEARNING_RATES))
     while True:
         best = max(rates, key=lambda rate: line(rate, TUNING_SEED)["validation"])
         if best == rates[0]:
@@ -477,6 +487,8 @@ def settings() -> Iterator[Setting]:
                 for method in METHODS:
                     if tuning == "frozen" or not method.startswith("opake"):
                         yield Setting(method, unit, tuning, epsilon)
+    for method, tuning in itertools.product(OPTIMIZERS, ("frozen", "LoRA")):
+        yield Setting(method, "entry", tuning, 3.0)
 
 
 def urgency(setting: Setting) -> tuple[bool, bool, int, int]:
@@ -521,7 +533,7 @@ def gathered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The page's table: mean accuracies and their standard deviations."""
+    """The page's tables: mean accuracies and their standard deviations."""
     found = {Setting(*(row[name] for name in Setting._fields)): row for row in rows}
 
     def cell(method: str, *key: Any) -> str | None:
@@ -545,7 +557,10 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(
                 [f"{unit}, {tuning}", f"{epsilon:g}", cells[0], cells[1], gain, *cells[2:], plain]
             )
-    return markdown_table(["", "epsilon", *METHODS[:2], "gain", *METHODS[2:], NONPRIVATE], lines)
+    head = ["", "epsilon", *METHODS[:2], "gain", *METHODS[2:], NONPRIVATE]
+    names = ("independent", *OPTIMIZERS)
+    own = [[t, *(cell(name, "entry", t, 3.0) for name in names)] for t in ("frozen", "LoRA")]
+    return markdown_table(head, lines) + "\n" + markdown_table(["", *names], own)
 
 
 def draw(rows: list[dict[str, Any]], title: str) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpflash.kernels import NoiseStream, add_noise_, grid_of, settle_noise
 
 from ..distributed.fsdp import first_element, local_shape
+from ..noise.error import squared_errors
 from ..noise.reference import FRACTION_BITS
 
 if TYPE_CHECKING:
@@ -91,6 +95,11 @@ class BatchNoise:
         self._parameter_ids = parameter_ids
         self._noised: set[nn.Parameter] = set()
         self._unsettled: list[OpenList] = []
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the noise of each element of a sum."""
+        return self._std
 
     def is_due(self, parameter: nn.Parameter) -> bool:
         """Whether noise is still to be added to this parameter's sum."""
@@ -246,6 +255,14 @@ class BandedNoise(BatchNoise):
         self._pasts = pasts
         self._made: dict[nn.Parameter, Tensor] = {}
 
+    @property
+    def std(self) -> float:
+        """See `BatchNoise.std`; it falls from release to release of a block."""
+        if not self._std:
+            return 0.0
+        norms = _row_norms(self._integers, 1 << self._place.bit_length())
+        return self._std_of_z * float(norms[self._place])
+
     def streams(self, parameters: Sequence[nn.Parameter]) -> None:
         """None: kernels of the sums add independent noise only."""
 
@@ -311,6 +328,14 @@ class BandedNoise(BatchNoise):
                     y.sub_(before.to(y.device).view(-1)[part], alpha=integer)
                 y.add_(1 << (FRACTION_BITS - 1)).bitwise_right_shift_(FRACTION_BITS)
         return found
+
+
+@functools.lru_cache(maxsize=4)
+def _row_norms(integers: tuple[int, ...], rows: int) -> NDArray[np.float64]:
+    """`[rows]`: norms of the first rows of the inverse of C, for coefficients in 2^-8."""
+    impulse = np.zeros(rows)
+    impulse[0] = 1.0
+    return np.sqrt(squared_errors(np.array(integers) / (1 << FRACTION_BITS), impulse))
 
 
 def _parts(tensor: Tensor) -> list[slice]:

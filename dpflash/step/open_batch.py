@@ -58,6 +58,7 @@ class OpenBatch:
     Attributes:
         noise: of the release under way; None before it was charged and after it was made.
         released: the parameters whose `.grad` is a release that waits for its step, or None.
+        released_std: standard deviation of the noise in each element of the last release.
         public: gradients of public data that the next step adds to its release.
         rows: which rows of the current microbatch are samples.
         admission: says whether a release or a step is allowed.
@@ -84,6 +85,7 @@ class OpenBatch:
         self.charge = charge
         self.noise: BatchNoise | None = None
         self.released: list[nn.Parameter] | None = None
+        self.released_std = 0.0
         self.public = PublicGradients(sums.trained, sums.names)
         self.gradients = Gradients(sums.trained, sums.names, self.public, padding_rows)
         self.admission = Admission(sums, tracker, options, charge)

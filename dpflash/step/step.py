@@ -184,6 +184,7 @@ class PrivateStep(OpenBatch):
         self.charge.warn_beyond_target()
         totals = self.sums.with_noise(parameters, self.noise)
         self.gradients.set(parameters, totals, self.options.divisor)
+        self.released_std = self.noise.std / self.options.divisor
         self.noise.complete()
         self.charge.block.complete()
         # Cleared last, so that an interrupted release is not made again from cleared sums.

@@ -1,0 +1,101 @@
+"""AdamBC: Adam that knows the noise in its gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ._validate import non_negative, optional, positive
+
+
+class AdamBC(torch.optim.Optimizer):
+    r"""AdamW with the second moments of the gradients without their noise (DP-AdamBC).
+
+    Noise of standard deviation s adds s^2 to the mean of each squared gradient. Where gradients
+    are far below s, Adam therefore divides all of them by about s, as SGD with momentum would.
+    AdamBC subtracts the noise first (Tang, Shpilevskiy and Lecuyer, AAAI 2024, arXiv:2312.14334,
+    algorithm 1):
+
+    .. math::
+        \theta \leftarrow \theta - \mathrm{lr} \, \hat m / (\sqrt{\max(\hat v - \hat s^2,
+        \mathrm{floor} \, \hat s^2)} + \mathrm{eps})
+
+    The average of s^2 has the weights of v, so the noise may change from step to step, as banded
+    noise does. The private optimizer passes s. Without noise this is `torch.optim.AdamW`.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as those of `torch.optim.AdamW`.
+        floor: least second moment, as a fraction of the noise's, > 0. A step is at most
+            1 / sqrt(floor) times as long as with all of the noise in the denominator. None for
+            3 sqrt(2 (1 - beta2) / (1 + beta2)): three standard deviations of v where gradients are
+            noise alone, over its mean; 0.09 for the default betas. The paper's floor is an
+            absolute value, gamma', which has to be chosen for each noise.
+
+    Guarantees:
+        A step is a function of releases and of public numbers, so it costs no epsilon.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        floor: float | None = None,
+    ):
+        non_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        optional(positive, floor=floor)
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas!r}: expected two numbers >= 0 and below 1")
+        given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**given, "floor": floor})
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, noise_std: float = 0.0
+    ) -> Any:
+        """Update the parameters.
+
+        Args:
+            closure: computes the loss again and returns it.
+            noise_std: standard deviation of the noise in each element of the gradients.
+
+        Returns:
+            What closure returned, else None.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, noise_std)
+        return result
+
+    def _update(self, parameter: Any, group: dict[str, Any], noise_std: float) -> None:
+        state, grad = self.state[parameter], parameter.grad
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["noise_sq"] = 0.0
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        state["step"] += 1
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        state["noise_sq"] = beta2 * state["noise_sq"] + (1 - beta2) * noise_std**2
+        first, second = (1 - beta ** float(state["step"]) for beta in (beta1, beta2))
+        noise = state["noise_sq"] / second
+        floor = group["floor"] or 3 * math.sqrt(2 * (1 - beta2) / (1 + beta2))
+        moment = (state["exp_avg_sq"] / second).sub_(noise).clamp_(min=floor * noise)
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.addcdiv_(state["exp_avg"], moment.sqrt_().add_(group["eps"]), value=-lr / first)
