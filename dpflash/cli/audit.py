@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dpflash._validate import finite, positive, positive_int, probability
 
+from ..noise import Banded
 from ._figures import check_plot, save
 from ._parser import add_options
 from ._tables import as_json
@@ -26,6 +27,7 @@ _OPTIONS = {
     "--canaries N": f"number of canaries (default {_CANARIES}); more give tighter bounds",
     "--delta D": "of the claim; default 1e-5",
     "--confidence P": "of each of the two bounds; default 0.95",
+    "--bands B": "banded noise over B steps, optimized for the steps, and cyclic Poisson sampling",
     "--clipping NAME": "flat (default) or per_layer, see make_private",
     "--accountant NAME": "contour (default), pld or rdp, whose claim is tested",
     "--black-box": "score losses of canary documents of a small language model, in place of "
@@ -48,6 +50,7 @@ class _Audit:
     clipping: str | None
     accountant: str
     privacy_unit: str = "sample"
+    noise_coefficients: tuple[float, ...] = (1.0,)
 
 
 def add_audit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +115,8 @@ def _from_options(args: argparse.Namespace) -> _Audit:
     positive_int(steps=steps)
     delta = _DELTA if args.delta is None else args.delta
     probability(delta=delta)
+    bands = 1 if args.bands is None else args.bands
+    positive_int(bands=bands)
     return _Audit(
         noise_multiplier=args.noise_multiplier,
         sample_rate=rate,
@@ -120,6 +125,7 @@ def _from_options(args: argparse.Namespace) -> _Audit:
         max_grad_norm=1.0,
         clipping=args.clipping,
         accountant=args.accountant or "contour",
+        noise_coefficients=Banded.optimized(bands=bands, steps=steps).coefficients,
     )
 
 
@@ -127,7 +133,8 @@ def _from_run(args: argparse.Namespace) -> _Audit:
     """The settings of a run's report; options that would change them are refused."""
     from ..train.report import REPORT
 
-    for name in ("noise_multiplier", "sample_rate", "steps", "delta", "clipping", "accountant"):
+    fixed = ("noise_multiplier", "sample_rate", "steps", "delta", "clipping", "accountant")
+    for name in (*fixed, "bands"):
         if getattr(args, name) is not None:
             raise ValueError(
                 f"{name}={getattr(args, name)!r} with --run, whose report has it; drop one of them"
@@ -142,7 +149,9 @@ def _from_run(args: argparse.Namespace) -> _Audit:
     if not report["noise_multiplier"]:
         raise ValueError(f"run={args.folder!r}: was trained without noise, so it claims nothing")
     named = {f.name: report[f.name] for f in fields(_Audit)}
-    return _Audit(**{**named, "steps": report["steps"] + report["lost_steps"]})
+    coefficients = tuple(report["noise_coefficients"])
+    steps = report["steps"] + report["lost_steps"]
+    return _Audit(**{**named, "steps": steps, "noise_coefficients": coefficients})
 
 
 def _audit(args: argparse.Namespace, asked: _Audit) -> AuditReport:
@@ -153,8 +162,12 @@ def _audit(args: argparse.Namespace, asked: _Audit) -> AuditReport:
     from ..config import PerformanceConfig, PrivacyConfig
     from ..engine import PrivacyEngine
 
+    bands = len(asked.noise_coefficients)
+    noise = Banded(bands=bands, coefficients=asked.noise_coefficients) if bands > 1 else None
     privacy, performance = auditable(
         PrivacyConfig(
+            sampling="poisson" if noise is None else "cyclic_poisson",
+            noise_mechanism=noise,
             max_grad_norm=asked.max_grad_norm,
             noise_multiplier=asked.noise_multiplier,
             clipping=asked.clipping,

@@ -93,6 +93,7 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
         "noise_multiplier": state.noise_multiplier,
         "noise_mechanism": "independent" if job.noise.bands == 1 else "banded",
         "bands": job.noise.bands,
+        "noise_coefficients": job.noise.coefficients,
         "noise_state_bytes": job.noise.state_bytes(num_trained(job.model)),
         "max_grad_norm": config.max_grad_norm,
         "clipping": config.clipping,

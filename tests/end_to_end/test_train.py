@@ -162,6 +162,13 @@ def test_bands_are_trained_accounted_for_and_reported(bands, data, tmp_path, cap
         words += [f"--{name.replace('_', '-')}", repr(report[name])]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["epsilon"] == report["epsilon"]
+    words = ["audit", "--run", str(out), "--canaries", "60", "--no-ranks", "--json"]
+    assert main(words) == 0
+    audit = json.loads(capsys.readouterr().out)
+    assert (
+        audit["claimed_epsilon"] == report["epsilon"]
+        and len(report["noise_coefficients"]) == trained
+    )
 
 
 def test_a_resumed_run_with_bands_has_the_noise_of_one_that_was_not_stopped(data, tmp_path):

@@ -378,6 +378,15 @@ def test_command_prints_json_and_a_plot(capsys, tmp_path):
     assert json.loads(capsys.readouterr().out)["epsilon"] == found["claimed_epsilon"]
 
 
+def test_command_audits_banded_noise(capsys):
+    assert main([*COMMAND, "--sample-rate", "0.25", "--bands", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "noise of steps apart" in [check["name"] for check in found["checks"]]
+    words = ["epsilon", "--sampler", "cyclic_poisson", "--bands", "3", "--noise-multiplier", "1"]
+    assert main([*words, *"--steps 6 --sample-rate 0.25 --delta 1e-5 --json".split()]) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon"] == found["claimed_epsilon"]
+
+
 def test_black_box_command_scores_losses_of_documents(capsys):
     words = ["--black-box", "--canaries", "240", "--steps", "4", "--noise-multiplier", "1"]
     assert main(["audit", *words, "--sample-rate", "0.5", "--seed", "0", "--json"]) == 0
@@ -402,6 +411,9 @@ def test_black_box_command_scores_losses_of_documents(capsys):
         (["--noise-multiplier", "1", "--accountant", "prv"], "accountant='prv'"),
         (["--run", "/nowhere"], "has no report.json"),
         (["--run", "/nowhere", "--steps", "3"], "steps=3 with --run"),
+        (["--run", "/nowhere", "--bands", "3"], "bands=3 with --run"),
+        (["--noise-multiplier", "1", "--bands", "0"], "bands=0"),
+        (["--noise-multiplier", "1", "--bands", "3"], "bands"),
     ],
 )  # fmt: skip
 def test_command_refuses_options_by_name(words, message, capsys):
@@ -422,6 +434,7 @@ def test_audit_of_a_run_uses_its_settings_and_exits_with_1_where_they_are_refute
         "clipping": "per_layer",
         "accountant": "contour",
         "privacy_unit": "user: patient",
+        "noise_coefficients": [1.0],
     }
     (tmp_path / "report.json").write_text(json.dumps(report))
     seeded_bugs.BUGS["noise / 5"](monkeypatch.setattr)
