@@ -14,6 +14,7 @@ from dpflash.kernels import refuse_capture
 
 from .optim import AdamBC
 from .privacy.keys import Uncopied
+from .refusal import PrivateRefusal
 from .sampling.other_steps import refuse_counted_step, wrapped_optimizers
 from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
 from .step import CAPTURED, PrivateStep, Turns
@@ -242,14 +243,16 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         """Clear gradients, public ones too; keeps those of an unfinished logical batch.
 
         Raises:
-            RuntimeError: a release waits for its step, which would have no gradients then.
+            PrivateRefusal: a release waits for its step, which would have no gradients then.
         """
         self._step.public.refuse_inside("optimizer.zero_grad()")
         if self._step.released is not None:
-            raise RuntimeError(
-                "optimizer.zero_grad() between the last backward of a logical batch and "
-                "optimizer.step() would drop what was released: call it after step()"
-            )
+            with self._step.noting_refusals():  # step() was perhaps left out for a loss
+                raise PrivateRefusal(
+                    "optimizer.zero_grad() between the last backward of a logical batch and "
+                    "optimizer.step() would drop what was released: call it after step(), and "
+                    "step() in each iteration, whatever the losses are"
+                ) from None
         if self._is_last_step_skipped or self._step.tracker.is_within_draw:
             return
         self._turns.zero_grad(self._original)

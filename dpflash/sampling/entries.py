@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import NoneType
@@ -695,7 +696,8 @@ def _with_floats(entry: Any, own: Any, depth: int = 0) -> Any:
         dtype: Any = own.dtype
         return entry.to(dtype) if isinstance(entry, Tensor) else entry.astype(dtype)
     if _is_integer(entry) and _is_floating(own) and not isinstance(own, Tensor | np.ndarray):
-        return type(own)(entry)
+        with suppress(OverflowError):  # then its kind is another one
+            return type(own)(entry)
     if type(entry) is not type(own) or depth == _DEPTH:
         return entry
     depth += 1

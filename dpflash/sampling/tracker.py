@@ -438,7 +438,7 @@ class BatchTracker:
     def before_rows(self) -> None:
         """Refuse to take a microbatch apart that has its sum, or without those before it."""
         if self.backward_done:
-            raise RuntimeError(SECOND)
+            raise PrivateRefusal(SECOND) from None
         if self.current is not None and self._summed < self.current.microbatch:
             raise PrivateRefusal(_INCOMPLETE) from None
 
@@ -548,7 +548,7 @@ class BatchTracker:
                 draw=self.emitted[0],
             ) from None
         if self.backward_done:
-            raise RuntimeError(SECOND)
+            raise PrivateRefusal(SECOND) from None
         if mark is None and not is_padding and self.real_rows(batch_size) is not None:
             warnings.warn(
                 "a batch of as many rows as the loader's last one, which was released: it is "

@@ -126,7 +126,9 @@ class Admission:
         if self._tracker.foreign_batches and self._sums.ranks.everyone is None:
             return
         if not signalled and not self._sums.has_begun:
-            raise RuntimeError(_STEPPED_TWICE if self._tracker.received else _NO_BATCH)
+            if self._tracker.received:  # perhaps under a condition on losses
+                raise PrivateRefusal(_STEPPED_TWICE) from None
+            raise RuntimeError(_NO_BATCH)
         # What another loader signalled may hang on which samples the loop left out.
         raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
 

@@ -7,10 +7,18 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..refusal import PrivateRefusal
 from .step import PrivateStep
 
 # What a call of step() is on; that of a microbatch, which ended no logical batch, does nothing.
 Kind = Literal["microbatch", "release", "public gradients"]
+
+_IN_TURNS = (
+    "one of several private optimizers stepped in some microbatches of a logical batch and not in "
+    "others. Which releases it steps on would depend on the number of microbatches, which is "
+    "private: call step() of each in every iteration, or choose by loader.releases, as in "
+    "`if loader.releases % 5 == 0: optimizers[1].step()`"
+)
 
 
 class Turns:
@@ -27,6 +35,9 @@ class Turns:
     def __init__(self, optimizer: Optimizer, step: PrivateStep):
         self._optimizer = optimizer
         self._step = step
+        self._draw: int | None = None
+        # Of this draw, whose last microbatch is left out: numbers of those each one stepped in.
+        self._stepped_in: dict[Optimizer, set[int]] = {}
         self._end()
 
     def _end(self) -> None:
@@ -50,7 +61,8 @@ class Turns:
 
         Raises:
             RuntimeError: the released gradients are gone.
-            PrivateRefusal: see `PrivateOptimizer.step`.
+            PrivateRefusal: see `PrivateOptimizer.step`; or an optimizer stepped in some
+                microbatches of a logical batch alone.
         """
         step = self._step
         step.options.refuse_changed()
@@ -60,10 +72,28 @@ class Turns:
         if self._kind is None:
             self._kind = self._step_first()
         self._gone.add(optimizer)
+        if self._kind == "microbatch":
+            self._note_microbatch(optimizer)
         if self._kind == "release":
             with step.dropping():
                 step.gradients.refuse_cleared(step.parameters_of(optimizer))
         return self._kind
+
+    def _note_microbatch(self, optimizer: Optimizer) -> None:
+        """Refuse optimizers that take turns by microbatch: so they would by release.
+
+        Those whose last microbatch is the only one in which they step are right.
+        """
+        tracker = self._step.tracker
+        if tracker.current is None:  # of BatchMemoryManager
+            return
+        if tracker.current.draw != self._draw:
+            each, self._stepped_in = self._stepped_in, {}
+            self._draw = tracker.current.draw
+            everywhere = set().union(*each.values())
+            if any(own != everywhere for own in each.values()):
+                raise PrivateRefusal(_IN_TURNS) from None
+        self._stepped_in.setdefault(optimizer, set()).add(tracker.received)
 
     def _step_first(self) -> Kind:
         """End the microbatch or logical batch, and say which."""

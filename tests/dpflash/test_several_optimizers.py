@@ -218,3 +218,45 @@ def test_one_optimizer_alone_of_a_list_is_a_list_of_one():
         run.step()
     run.optimizers[0].original_optimizer.step()
     assert model is run.model
+
+
+def turns(choose, *, releases=6, physical_batch_size=1):
+    """Train with those of two optimizers that `choose(loader, iteration)` numbers."""
+    run = Run(physical_batch_size=physical_batch_size)
+    iteration = 0
+    while run.loader.releases < releases:
+        for (x,) in run.loader:
+            run.backward(x)
+            for number in choose(run.loader, iteration):
+                run.optimizers[number].step()
+            for optimizer in run.optimizers:
+                optimizer.zero_grad()
+            iteration += 1
+    return run
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda loader, i: [0, 1] if i % 5 == 0 else [0],
+        lambda loader, i: [i % 2],
+        lambda loader, i: [0, 1] if loader.is_real.sum() else [0],
+    ],
+    ids=["every fifth", "in turn", "by rows"],
+)
+def test_optimizers_that_take_turns_by_microbatch_are_refused(choose):
+    with pytest.raises(dpflash.PrivateRefusal, match="stepped in some microbatches"):
+        turns(choose)
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda loader, i: [0, 1] if loader.is_last else [0],
+        lambda loader, i: [0, 1] if loader.is_last else [],
+        lambda loader, i: [1, 0] if loader.releases % 3 == 2 else [0],
+    ],
+    ids=["at the last", "both at the last", "by releases"],
+)
+def test_optimizers_that_take_turns_by_release_are_not_refused(choose):
+    assert turns(choose).loader.releases >= 6

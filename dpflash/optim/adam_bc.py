@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._validate import non_negative, optional, positive
+from .._validate import non_negative, optional, positive
 
 
 class AdamBC(torch.optim.Optimizer):
@@ -16,7 +16,7 @@ class AdamBC(torch.optim.Optimizer):
 
     Noise of standard deviation s adds s^2 to the mean of each squared gradient. Where gradients
     are far below s, Adam therefore divides all of them by about s, as SGD with momentum would.
-    AdamBC subtracts the noise first (Tang, Shpilevskiy and Lecuyer, AAAI 2024, arXiv:2312.14334,
+    AdamBC subtracts the noise first (Tang, Shpilevskiy and Lécuyer, AAAI 2024, arXiv:2312.14334,
     algorithm 1):
 
     .. math::
@@ -59,9 +59,7 @@ class AdamBC(torch.optim.Optimizer):
         super().__init__(params, {**given, "floor": floor})
 
     @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, noise_std: float = 0.0
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, noise_std: float = 0.0) -> Any:
         """Update the parameters.
 
         Args:

@@ -1,0 +1,5 @@
+"""Optimizers that know the noise in their gradients."""
+
+from .adam_bc import AdamBC
+
+__all__ = ["AdamBC"]
