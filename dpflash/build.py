@@ -197,13 +197,15 @@ def build(
             path=lambda: uncovered.path,
         )
         trial = Trial(sandbox, schedule)
-        # Ranks of a context have the losses of their own tokens, which are others elsewhere.
-        if plan.packing is None or ranks.context is None:
+        declared = privacy.loss_reduction
+        # Ranks of a context have their own tokens' losses and gradients, which move elsewhere.
+        if (plan.packing is None and declared is None) or ranks.context is None:
             place_trial = PlaceTrial(
                 sandbox,
                 has_ranks=ranks.everyone is not None,
                 devices=_devices_of(module),
-                loss_reduction=privacy.loss_reduction,
+                declared=declared,
+                numbers=step.options.numbers,
             )
         if privacy.example is not None:
             example = ExampleTrial(privacy.example, sandbox)

@@ -275,7 +275,7 @@ class PrivateRun:
             if losses.ndim:
                 place_trial.take(losses)
             else:
-                place_trial.take_scalar(losses)
+                self.backward.record_place(losses)
             self._refuse_tried(None)  # A rank that has ended is noticed before the next forward.
             return True
         if self.backward.record(losses):

@@ -17,7 +17,7 @@ from dpflash.kernels import clip_factors
 from ..distributed.collectives import agree, gather_rows, rank_in, world_size
 from ..distributed.layout import Layout
 from ..distributed.mesh import Ranks
-from ..isolation.backward_rows import BackwardRows, differentiate
+from ..isolation.backward_rows import WatchedRows, differentiate
 from ..isolation.declared_reduction import refuse_weights
 from ..isolation.example import ExampleTrial
 from ..isolation.forward_rows import ForwardRows
@@ -171,15 +171,24 @@ class PrivateBackward:
             watch = recording.backward if recording.had_backward else recording.watch()
             self._run = BackwardRun("prove", () if watch is None else (watch,))
             return
-        is_elsewhere = self.place_trial is not None and self.place_trial.is_running
-        if is_elsewhere and self.loss_reduction is not None:
-            self._run = BackwardRun("prove")
+        places = self.place_trial
+        if places is not None and places.is_running and self.loss_reduction is not None:
+            watch_of_run = places.gradients
+            self._run = BackwardRun("prove", () if watch_of_run is None else (watch_of_run,))
             return
         held = None if trial is None else trial.held_backward
         if trial is not None and held is not None and self.is_compared:
             text = trial.of_gradients(self.loss_reduction)
             watches = (ComparedBackward(self.proof, *held, text, trial.restart),)
+        if places is not None:
+            watches = (*watches, *places.of_training(self._refuse_places))
         self._run = BackwardRun(watches=watches)
+
+    def _refuse_places(self, refusal: str) -> None:
+        if self.trial is not None:
+            # A loop that catches the error meets it again.
+            self.trial.restart(refusal)
+        self.proof.refuse(refusal)
 
     @property
     def is_compared(self) -> bool:
@@ -208,6 +217,12 @@ class PrivateBackward:
             recording.drop_backward()
         return True
 
+    def record_place(self, loss: Tensor) -> None:
+        """See the backward of a scalar loss of samples in other places."""
+        watch = None if self.place_trial is None else self.place_trial.gradients
+        if watch is not None and loss.requires_grad:
+            self._is_seen(loss, watch)
+
     def record_row(self, loss: Tensor) -> None:
         """The same for the loss `[1]` of one row of a batch that is taken apart."""
         if self.recording is not None:
@@ -216,7 +231,7 @@ class PrivateBackward:
             if loss.requires_grad and not self._is_seen(loss, watch):
                 self.recording.rows[-1] = None
 
-    def _is_seen(self, losses: Tensor, watch: BackwardRows) -> bool:
+    def _is_seen(self, losses: Tensor, watch: WatchedRows) -> bool:
         """Run a backward that only the watch sees; returns whether it could run."""
         with self.only_watched(watch):
             seeds = [self._seed(losses)]
@@ -390,14 +405,12 @@ class PrivateBackward:
             self.discard()
             raise
 
-    def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
+    def expect_scalar(self, outputs: Any, size: int) -> Any:
         """The model's outputs, wrapped for the proof where the loss may be a scalar."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
-            # The loop may ask for the gradients of inputs, as FGSM does.
-            asks = any(x.requires_grad for x in inputs)
-            return outputs if asks else self.place_trial.ends_at(outputs, size)
+            return outputs
         return self.proof.cross(outputs, size, self, is_altered=self.recording is not None)
 
     def _wants_proof(self, size: int | None) -> bool:
@@ -407,7 +420,9 @@ class PrivateBackward:
         """Run a backward that is only compared with the ordinary one that follows."""
         watch = self.proof.prove(self, outputs, seeds, size, self.step.rows.mask_of(size))
         if watch is not None:
-            self._run = BackwardRun(watches=(watch,))
+            places = self.place_trial
+            own = () if places is None else places.of_training(self._refuse_places)
+            self._run = BackwardRun(watches=(watch, *own))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
         """Weight the rows of a scalar's gradient; see `ProvableBackward`."""

@@ -60,6 +60,13 @@ class ProvableBackward(Protocol):
         """Drop the logical batch."""
 
 
+class WatchedRows(Watch, Protocol):
+    """A watch that sees the gradients of handles where no gate runs, too."""
+
+    def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
+        """See the gradient of a handle; returns it, or a stand-in."""
+
+
 @dataclass
 class _Use:
     """The rows of one use: summaries, which are not zero, its number in the backward, lengths."""
@@ -155,7 +162,7 @@ def differentiate(
     owner: ProvableBackward,
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
-    watch: BackwardRows,
+    watch: WatchedRows,
     *,
     keeps_graph: bool = True,
 ) -> bool:

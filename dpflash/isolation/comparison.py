@@ -137,7 +137,12 @@ def _first_difference(
 
 
 def changed_losses(
-    before: Tensor, now: Tensor, *, eps: float | None = None, sizes: Tensor | None = None
+    before: Tensor,
+    now: Tensor,
+    *,
+    eps: float | None = None,
+    sizes: Tensor | None = None,
+    least: float = 0.0,
 ) -> Tensor:
     """`[U]`, bool, on the CPU: samples whose losses `[U]` differ.
 
@@ -148,16 +153,20 @@ def changed_losses(
         before, now: of two runs.
         eps: that of the coarsest dtype of a computation in which rounding differs; None where it
             is repeated.
-        sizes: `[U]`, what differences are relative to; None for the losses.
+        sizes: `[U]`, norms of gradients, where products of these are compared: sqrt(eps) of them,
+            or of their mean, may differ. None for losses.
+        least: what any product may differ by.
     """
     now = now.detach()
     apart, both = (before - now).abs(), before.isfinite() & now.isfinite()
     if eps is None and is_deterministic(now.device):
         allowed = torch.zeros_like(apart)
     else:
+        power = 2 / 3 if sizes is None else 1 / 2
         sizes = torch.maximum(before.abs(), now.abs()) if sizes is None else sizes
-        least = float(sizes[both].mean()) if bool(both.any()) else 0.0
-        allowed = (eps or torch.finfo(now.dtype).eps) ** (2 / 3) * sizes.clamp(min=least)
+        mean = float(sizes[both].mean()) if bool(both.any()) else 0.0
+        rounding = (eps or torch.finfo(now.dtype).eps) ** power
+        allowed = (rounding * sizes.clamp(min=mean)).clamp(min=least)
     same = both & (apart <= allowed) | ~(before.isfinite() | now.isfinite())
     return (~same).cpu()
 

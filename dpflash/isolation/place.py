@@ -4,14 +4,15 @@ The place is how far the sample is padded, and which samples are in the rows bef
 of a packed document it is where in its row the document stands. Before a microbatch is trained on,
 it is run with samples in other places, without dropout: half of them in each other's rows, the
 shorter ones by themselves, without the padding that only the longer ones need, or the documents of
-each row in the reverse order. The losses must be those of training up to rounding. If the model
-has dropout, they are compared with another run without it.
+each row in the reverse order. Losses must be those of training up to rounding; where the loop
+reduces them to a scalar, the per-sample gradients must. If the model has dropout, they are
+compared with another run without it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +24,9 @@ from ..refusal import UNTESTED
 from .comparison import changed_losses
 from .copies import copied
 from .dropout import WithoutDropout
+from .place_gradients import PlaceGradients
 from .rows import exchanged, mask_sums, rows_of
 from .sandbox import Sandbox
-from .scalar_losses import ScalarLosses
 
 
 class Kind(NamedTuple):
@@ -97,10 +98,12 @@ class PlaceTrial:
         sandbox: of model and loop.
         has_ranks: whether there are other ranks, which must run as many microbatches.
         devices: the model's devices other than the CPU.
-        loss_reduction: the declared one, or None.
+        declared: the loss_reduction, whose losses are compared by their gradients; or None.
+        numbers: max_grad_norm by name, as it is now.
 
     Attributes:
         is_running: whether one of the runs is under way.
+        gradients: sees those of the run under way, whose losses are a scalar; else None.
         waits: whether the losses of the microbatch itself are to be compared.
         refused: why the last microbatch that was tried is to be refused, or None.
         compared: the kinds of places in which samples kept their losses.
@@ -113,7 +116,8 @@ class PlaceTrial:
         *,
         has_ranks: bool,
         devices: Collection[torch.device],
-        loss_reduction: str | None = None,
+        declared: str | None = None,
+        numbers: Mapping[str, float],
     ) -> None:
         self.is_running = self.waits = False
         self.compared: set[Kind] = set()
@@ -123,7 +127,9 @@ class PlaceTrial:
         self._places: list[Place] = []
         self._turn = 0
         self._losses: list[Tensor] = []
-        self._declared, self._scalar = loss_reduction, ScalarLosses("")
+        self.gradients: PlaceGradients | None = None
+        self._declared, self._numbers = declared, numbers
+        self._runs: list[PlaceGradients] = []
         self._dtypes: set[torch.dtype] = set()
         self._words = 0
         self._is_random = self._is_by_sample = False
@@ -162,7 +168,6 @@ class PlaceTrial:
                 return
             none = Place(copied(batch), torch.zeros(0, dtype=torch.bool), LESS_PADDING)
             places = [places[self._turn % len(places)] if places else none]
-            self._turn += 1
         else:
             places = [place for place in places if place.kind not in self._tried]
             places = [place for place in places if bool(place.kept.any())]
@@ -170,19 +175,21 @@ class PlaceTrial:
             return
         self._tried |= {place.kind for place in places}
         self._places = [place._replace(batch=None) for place in places]
-        self._losses, self._is_random = [], False
+        self._turn += 1
+        self.refused = None
+        self._losses, self._runs, self._is_random = [], [], False
         self.without_dropout, self._is_by_sample = WithoutDropout(), False
         yield from (place.batch for place in places)
-        if self._has_ranks or self.without_dropout.seen or self._is_by_sample or self._declared:
+        if self._has_ranks or self.without_dropout.seen or self._is_by_sample:
             yield copied(batch)
         else:
-            self.waits = len(self._losses) == len(places)
+            self.waits = len(places) in (len(self._losses), len(self._runs))
 
     def begin(self) -> None:
         """A run begins."""
         self._sandbox.enter()
         self.is_running = True
-        self._scalar = ScalarLosses(self._declared or "")
+        self.gradients = None if self._declared is None else PlaceGradients(self._turn)
 
     def start(self) -> None:
         """The loop gets the microbatch now, with its generators seeded."""
@@ -203,15 +210,6 @@ class PlaceTrial:
         self._dtypes |= dtypes
         self._is_random |= is_random
 
-    def ends_at(self, outputs: Any, size: int) -> Any:
-        """The model's outputs, at which backwards of a scalar loss end; see `ScalarLosses`."""
-        return self._scalar.ends_at(outputs, size)
-
-    def take_scalar(self, loss: Tensor) -> None:
-        """A scalar loss of a run, of which the loop has not called the backward."""
-        if self._scalar.outputs and loss.requires_grad:
-            torch.autograd.grad(loss, self._scalar.outputs, allow_unused=True)
-
     def end(self, *, loop: bool = True) -> None:
         """A run is over; restores model and loop."""
         if not self.is_running:
@@ -223,38 +221,70 @@ class PlaceTrial:
             same = torch.equal(self._expected.get_state(), torch.get_rng_state())
             self._is_random |= not same or self._others != self._other_states()
         self._sandbox.leave(loop=loop)
-        if loop and self._scalar.losses is not None:
-            self._dtypes |= self._scalar.dtypes
-            self.take(self._scalar.losses, self._scalar.sizes)
+        found, self.gradients = self.gradients, None
+        if loop and found is not None and found.values:
+            self._runs.append(found)
+            if len(self._runs) > len(self._places):
+                for group in found.values:
+                    self._compare_gradients(found, group)
 
     def _other_states(self) -> tuple[Any, ...]:
         own = [generator.get_state().numpy().tobytes() for generator in self._generators]
         return random.getstate(), repr(np.random.get_state(legacy=False)), *own
 
-    def take(self, losses: Tensor, sizes: Tensor | None = None) -> None:
+    def of_training(self, refuse: Callable[[str], object]) -> tuple[PlaceGradients, ...]:
+        """The watch of the microbatch's own backward, which compares it with the runs.
+
+        Args:
+            refuse: called with a message before anything is summed.
+        """
+        if not self.waits or not self._runs:
+            return ()
+
+        def finished(group: int) -> None:
+            self._compare_gradients(found, group)
+            if self.refused is not None:
+                refuse(self.refused)
+
+        found = PlaceGradients(self._turn, finished)
+        return (found,)
+
+    def take(self, losses: Tensor) -> None:
         """Losses `[U]` of a run, or of the microbatch itself where it `waits`.
 
         The last ones are compared with those of the other runs; see `refused`.
-
-        Args:
-            sizes: see `changed_losses`.
         """
         self._losses.append(losses.detach().clone())
         if len(self._losses) <= len(self._places):
             return
         (*before, now), self._losses, self.waits = self._losses, [], False
+        self._compare(before, now)
+
+    def _compare_gradients(self, now: PlaceGradients, group: int) -> None:
+        values, sizes = now.values[group], now.squares[group].sqrt()
+        before = [run.values.get(group, values[:0]) for run in self._runs[: len(self._places)]]
+        # Of all samples together a thousandth of the bound.
+        count = max(1, len(values))
+        least = 1e-3 * self._numbers["max_grad_norm"] / count
+        least /= count if self._declared == "mean" else 1
+        self._compare(before, values, sizes=sizes, least=least)
+
+    def _compare(
+        self, before: list[Tensor], now: Tensor, *, sizes: Tensor | None = None, least: float = 0.0
+    ) -> None:
+        """Compare what the runs showed of each sample, `[U]`, with `now`; see `changed_losses`."""
         shape = self._places[0].kept.shape
         if self._is_random or any(x.shape != shape for x in (*before, now)):
             return
         # Float64 models of Hugging Face have norms and rotations in float32.
         dtypes = self._dtypes | {now.dtype, torch.float32}
         eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
-        # A loop that catches the error meets it again.
-        self.refused = None
         for found, place in zip(before, self._places, strict=True):
-            if bool((changed_losses(found, now, eps=eps, sizes=sizes) & place.kept).any()):
+            changed = changed_losses(found, now, eps=eps, sizes=sizes, least=least)
+            if bool((changed & place.kept).any()):
+                # A loop that catches the error meets it again.
                 self.refused = place.kind.refusal
-                break
+                return
             self.compared.add(place.kind)
 
 

@@ -3,13 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader
 
 import dpflash
 from dpflash.isolation.place import LESS_PADDING, OTHER_ORDER, Place, PlaceTrial
-from dpflash.isolation.scalar_losses import ScalarLosses
+from dpflash.isolation.place_gradients import PlaceGradients
 
 VOCAB, LONGEST = 20, 24
 
@@ -151,21 +153,140 @@ def test_a_declared_mean_of_masked_padding_trains_with_the_same_bits_as_without_
     assert all(map(torch.equal, tried, plain))
 
 
-def test_products_of_outputs_and_gradients_are_as_of_a_loop():
-    seen, outputs = ScalarLosses("sum"), torch.randn(4, 5, 3, dtype=torch.float64)
-    inner = outputs.requires_grad_()
-    own = seen.ends_at({"logits": inner.flatten(0, 1) * 1.0, "loss": inner.sum() * 1.0}, 4)
-    own["logits"].mul_(2.0).square().sum().backward()
-    assert inner.grad is None
-    torch.testing.assert_close(seen.losses, 8 * outputs.detach().square().sum((1, 2)))
-    assert bool((seen.sizes >= seen.losses).all())
+class Returned(nn.Module):
+    """Text whose forward returns its mean loss, alone or with other outputs."""
+
+    def __init__(self, kind, returned):
+        super().__init__()
+        self.text, self.returned = Text(kind), returned
+
+    def forward(self, ids, mask, labels):
+        logits = self.text(ids, mask)
+        loss = F.cross_entropy(logits, labels)
+        others = {
+            "loss": (),
+            "hidden": (self.text.embedding(ids).transpose(0, 1),),
+            "scores": (self.text.embedding(ids).sum(2), mask),
+        }
+        return (loss, *others[self.returned])
 
 
-def test_a_scalar_that_the_model_returns_shows_its_outputs():
-    seen, inner = ScalarLosses("mean"), torch.randn(4, 3, requires_grad=True)
-    own = seen.ends_at((inner.square().mean(), inner * 1.0), 4)
-    own[0].backward()
-    torch.testing.assert_close(seen.losses, inner.detach().double().square().sum(1))
+def _train_returned(kind, returned, backward="of the engine", **options):
+    torch.manual_seed(1)
+    model, engine = Returned(kind, returned), dpflash.PrivacyEngine(seed=2)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(_documents(), batch_size=20, collate_fn=_padded),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        loss_reduction="mean",
+        **options,
+    )
+    for batch in loader:
+        BACKWARDS[backward](engine, model(**batch)[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("returned", ["loss", "hidden", "scores"])
+def test_a_mean_loss_that_the_model_returns_is_refused_if_it_changes_with_padding(
+    returned, backward, clipping
+):
+    with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
+        _train_returned("all", returned, backward, clipping=clipping)
+
+
+@pytest.mark.parametrize("returned", ["loss", "hidden", "scores"])
+def test_a_mean_loss_that_the_model_returns_may_stand_beside_padded_outputs(returned):
+    engine, tried = _train_returned("mask", returned)
+    assert "Losses with less padding were compared" in engine.trials
+    _, plain = _train_returned("mask", returned, verify_first_batch=False)
+    assert all(map(torch.equal, tried, plain))
+
+
+@pytest.mark.parametrize("kind", ["mask", "all"])
+def test_a_declared_mean_whose_loop_asks_for_gradients_between_outputs(kind):
+    """Saliency of features, and a batch that asks for gradients."""
+
+    seen = []
+
+    class Kept(Text):
+        def forward(self, ids, mask=None):
+            logits = super().forward(ids, mask)
+            seen.append(logits)
+            return logits * 1.0
+
+    torch.manual_seed(1)
+    model, engine = Kept(kind), dpflash.PrivacyEngine(seed=2)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(_documents(), batch_size=20, collate_fn=_padded),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        loss_reduction="mean",
+    )
+
+    def train():
+        for batch in loader:
+            mask = batch["mask"].float().requires_grad_()
+            loss = F.cross_entropy(model(batch["ids"], mask), batch["labels"])
+            assert torch.autograd.grad(loss, seen[-1], retain_graph=True)[0].isfinite().all()
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if kind == "mask":
+        train()
+        assert "Losses with less padding were compared" in engine.trials
+    else:
+        with pytest.raises(dpflash.PrivateRefusal, match="padded less"):
+            train()
+
+
+class Seen:
+    """A gate of one group."""
+
+    index = 0
+    by_sample = staticmethod(lambda x: (x, None))
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 3), st.booleans())
+def test_products_of_gradients_are_those_of_a_matrix_whatever_the_padding(
+    samples, tokens, padding, is_index
+):
+    torch.manual_seed(samples * 100 + tokens)
+    dy = torch.randn(samples, tokens, 5, dtype=torch.float64)
+    x = torch.randn(samples, tokens, 3, dtype=torch.float64)
+    first = torch.randint(0, 9, (samples, tokens)) if is_index else x
+    found = []
+    for left in (0, padding):
+        seen = PlaceGradients(7)
+        widths = (0, 0) * (first.ndim - 2) + (left, 0)
+        seen.use(Seen(), 2, (F.pad(dy, (0, 0, left, 0)), F.pad(first, widths)))
+        found.append(seen)
+    torch.testing.assert_close(found[0].values[0], found[1].values[0])
+    torch.testing.assert_close(found[0].squares[0], found[1].squares[0])
+    if not is_index:
+        of = PlaceGradients(7)._of_tokens
+        draws = [of(torch.eye(n), 1, (0, 2, i))[0] for i, n in ((0, 5), (1, 3))]
+        gradients = torch.einsum("bto,bti->boi", dy, x)
+        expected = torch.einsum("boi,o,i->b", gradients, *(d.double() for d in draws))
+        torch.testing.assert_close(found[0].values[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_that_turn_are_seen():
+    """The norms of all samples' gradients stay."""
+    one, other = PlaceGradients(1), PlaceGradients(1)
+    x = torch.randn(4, 3, 6)
+    one.use(Seen(), 0, (torch.ones(4, 3, 1), x))
+    other.use(Seen(), 0, (torch.ones(4, 3, 1), x.roll(1, 2)))
+    torch.testing.assert_close(one.squares[0], other.squares[0])
+    assert ((one.values[0] - other.values[0]).abs() > 1e-3 * one.squares[0].sqrt()).all()
 
 
 def test_what_the_loop_sets_where_is_last_and_trials_that_it_leaves_are_as_without_padding():
@@ -372,7 +493,7 @@ def test_a_loss_that_changes_with_the_order_of_other_pairs_is_refused():
 
 
 def test_ranks_run_one_place_of_a_draw_by_turns():
-    trial = PlaceTrial(None, has_ranks=True, devices=())
+    trial = PlaceTrial(None, has_ranks=True, devices=(), numbers={})
     places = [Place(kind.how, torch.ones(2).bool(), kind) for kind in (LESS_PADDING, OTHER_ORDER)]
     first = []
     for _ in range(4):

@@ -1,0 +1,91 @@
+"""PlaceGradients: numbers that stand for the per-sample gradients of a run, whatever its padding.
+
+Letters: B samples, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..verification.watch import WatchedGate
+
+
+class PlaceGradients:
+    """Watches a backward; keeps the product of each sample's gradient with one random vector.
+
+    Padding has no gradient, so a sample's product is the same with less of it, and in another row.
+
+    Args:
+        seed: of the random vectors; runs are comparable that have the same.
+        finished: called with the number of a clipping group whose gradients have all arrived.
+
+    Attributes:
+        values: `[B]`, fp64, of each clipping group.
+        squares: `[B]`, fp64: of what their rounding is relative to.
+    """
+
+    def __init__(self, seed: int, finished: Callable[[int], object] = lambda group: None) -> None:
+        self.values: dict[int, Tensor] = {}
+        self.squares: dict[int, Tensor] = {}
+        self._seed = seed
+        self._finished = finished
+
+    def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
+        """See the tensors of a use `[B, T, ...]`, whose products of a token add up to G."""
+        values: Tensor | None = None
+        squares: Tensor | None = None
+        for number, x in enumerate(rows):
+            x, units = gate.by_sample(x.detach())
+            if values is not None and x.shape[: values.ndim] != values.shape:
+                return  # Of no token.
+            lead = 1 if units is not None else min(x.ndim, 2)
+            seed = (gate.index, position, number)
+            of_token, sizes = self._of_tokens(x.flatten(lead) if x.ndim > lead else x, lead, seed)
+            values = of_token if values is None else values * of_token
+            squares = sizes if squares is None else squares * sizes
+        if values is None or squares is None:
+            return
+        if units is not None:
+            self._add(gate.index, units.summed(values), units.summed(squares))
+        else:
+            self._add(gate.index, values.flatten(1).sum(1), squares.flatten(1).sum(1))
+
+    def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
+        """See the handles' gradients where gates run."""
+        for position, grad in enumerate(grads):
+            if grad is not None and gate.is_dense(position):
+                self.dense((gate.index, position), "", grad)
+        self._finished(gate.index)
+
+    def dense(self, slot: tuple[int, int], layer: str, grad: Tensor | None) -> Tensor | None:
+        """See the gradient `[B, ...]` of a handle."""
+        if grad is not None:
+            self._add(slot[0], *self._of_tokens(grad.detach().flatten(1), 1, (*slot, 0)))
+        return grad
+
+    def _of_tokens(
+        self, x: Tensor, lead: int, seed: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Products of x `[*lead, n]` with a random vector, and their squared sizes, fp64."""
+        if not x.is_floating_point():
+            # A look-up: a number for each index.
+            hashed = (x.long() * 2654435761 + seed[1]) % (1 << 16)
+            return 0.5 + hashed.double() / (1 << 16), torch.ones_like(hashed, dtype=torch.float64)
+        if x.ndim == lead:
+            return x.double(), x.double().square()
+        draw = torch.Generator().manual_seed(hash((self._seed, *seed)) % (1 << 62))
+        vector = torch.randn(x.shape[-1], generator=draw, dtype=torch.float32).to(x.device)
+        wide = x if x.dtype == torch.float64 else x.float()
+        sizes = torch.linalg.vector_norm(wide, dim=-1).double()
+        return (wide @ vector.to(wide.dtype)).double(), sizes.square()
+
+    def _add(self, group: int, values: Tensor, squares: Tensor) -> None:
+        before = self.values.get(group)
+        if before is not None and before.shape != values.shape:
+            values, squares = torch.full_like(before, torch.nan), before  # No sample is compared.
+        elif before is not None:
+            values, squares = before + values, self.squares[group] + squares
+        self.values[group], self.squares[group] = values, squares
