@@ -274,8 +274,7 @@ class PrivateRun:
             self.step.begin_trial()
             if losses.ndim:
                 place_trial.take(losses)
-            else:
-                self.backward.record_place(losses)
+            self.backward.record_place(losses)
             self._refuse_tried(None)  # A rank that has ended is noticed before the next forward.
             return True
         if self.backward.record(losses):
@@ -284,7 +283,7 @@ class PrivateRun:
             self._refuse_tried(trial.refusal(losses))
         # Last, since messages of other refusals are more precise.
         if place_trial is not None:
-            if place_trial.waits:
+            if place_trial.waits and losses.ndim:
                 place_trial.take(losses)
             self._refuse_tried(place_trial.refused)
         return False

@@ -217,11 +217,11 @@ class PrivateBackward:
             recording.drop_backward()
         return True
 
-    def record_place(self, loss: Tensor) -> None:
-        """See the backward of a scalar loss of samples in other places."""
+    def record_place(self, losses: Tensor) -> None:
+        """See the backward of losses of samples in other places."""
         watch = None if self.place_trial is None else self.place_trial.gradients
-        if watch is not None and loss.requires_grad:
-            self._is_seen(loss, watch)
+        if watch is not None and losses.requires_grad:
+            self._is_seen(losses, watch)
 
     def record_row(self, loss: Tensor) -> None:
         """The same for the loss `[1]` of one row of a batch that is taken apart."""

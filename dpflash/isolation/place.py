@@ -28,6 +28,9 @@ from .place_gradients import PlaceGradients
 from .rows import exchanged, mask_sums, rows_of
 from .sandbox import Sandbox
 
+# Draws in which the gradients of losses [B] are compared too.
+_FIRST = 2
+
 
 class Kind(NamedTuple):
     """What makes places other ones.
@@ -98,12 +101,13 @@ class PlaceTrial:
         sandbox: of model and loop.
         has_ranks: whether there are other ranks, which must run as many microbatches.
         devices: the model's devices other than the CPU.
-        declared: the loss_reduction, whose losses are compared by their gradients; or None.
+        declared: the loss_reduction, or None. Gradients are compared in each draw with it, and in
+            the first two otherwise, in which the losses of a head of zeros do not change.
         numbers: max_grad_norm by name, as it is now.
 
     Attributes:
         is_running: whether one of the runs is under way.
-        gradients: sees those of the run under way, whose losses are a scalar; else None.
+        gradients: sees those of the run under way, or is None.
         waits: whether the losses of the microbatch itself are to be compared.
         refused: why the last microbatch that was tried is to be refused, or None.
         compared: the kinds of places in which samples kept their losses.
@@ -130,6 +134,7 @@ class PlaceTrial:
         self.gradients: PlaceGradients | None = None
         self._declared, self._numbers = declared, numbers
         self._runs: list[PlaceGradients] = []
+        self._waits_for_gradients = False
         self._dtypes: set[torch.dtype] = set()
         self._words = 0
         self._is_random = self._is_by_sample = False
@@ -146,7 +151,7 @@ class PlaceTrial:
             is_tried: whether microbatches of this draw are tried.
         """
         self.end(loop=False)  # of an iterator that the loop has left
-        self.waits = False
+        self.waits = self._waits_for_gradients = False
         if begins_draw:
             self._tried = set()
         # Another comparison would forget a refusal.
@@ -183,13 +188,15 @@ class PlaceTrial:
         if self._has_ranks or self.without_dropout.seen or self._is_by_sample:
             yield copied(batch)
         else:
-            self.waits = len(places) in (len(self._losses), len(self._runs))
+            self.waits = len(self._losses) == len(places)
+            self._waits_for_gradients = len(self._runs) == len(places)
 
     def begin(self) -> None:
         """A run begins."""
         self._sandbox.enter()
         self.is_running = True
-        self.gradients = None if self._declared is None else PlaceGradients(self._turn)
+        if self._declared is not None or self._turn <= _FIRST:
+            self.gradients = PlaceGradients(self._turn)
 
     def start(self) -> None:
         """The loop gets the microbatch now, with its generators seeded."""
@@ -238,7 +245,7 @@ class PlaceTrial:
         Args:
             refuse: called with a message before anything is summed.
         """
-        if not self.waits or not self._runs:
+        if not self._waits_for_gradients:
             return ()
 
         def finished(group: int) -> None:
@@ -262,7 +269,10 @@ class PlaceTrial:
 
     def _compare_gradients(self, now: PlaceGradients, group: int) -> None:
         values, sizes = now.values[group], now.squares[group].sqrt()
-        before = [run.values.get(group, values[:0]) for run in self._runs[: len(self._places)]]
+        runs = self._runs[: len(self._places)]
+        if any(_of_group(run.parts, group) != _of_group(now.parts, group) for run in runs):
+            return
+        before = [run.values[group] for run in runs]
         # Of all samples together a thousandth of the bound.
         count = max(1, len(values))
         least = 1e-3 * self._numbers["max_grad_norm"] / count
@@ -286,6 +296,10 @@ class PlaceTrial:
                 self.refused = place.kind.refusal
                 return
             self.compared.add(place.kind)
+
+
+def _of_group(parts: Collection[tuple[int, int, bool]], group: int) -> set[tuple[int, bool]]:
+    return {(position, is_dense) for number, position, is_dense in parts if number == group}
 
 
 def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] | None:

@@ -25,16 +25,21 @@ class PlaceGradients:
     Attributes:
         values: `[B]`, fp64, of each clipping group.
         squares: `[B]`, fp64: of what their rounding is relative to.
+        parts: (group, position, whether it came to the handle) of what was seen. A run whose
+            forward was compiled has other ones, and is not comparable.
     """
 
     def __init__(self, seed: int, finished: Callable[[int], object] = lambda group: None) -> None:
         self.values: dict[int, Tensor] = {}
         self.squares: dict[int, Tensor] = {}
+        self.parts: set[tuple[int, int, bool]] = set()
         self._seed = seed
         self._finished = finished
+        self._task = -1
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
         """See the tensors of a use `[B, T, ...]`, whose products of a token add up to G."""
+        self._enter()
         values: Tensor | None = None
         squares: Tensor | None = None
         for number, x in enumerate(rows):
@@ -48,6 +53,7 @@ class PlaceGradients:
             squares = sizes if squares is None else squares * sizes
         if values is None or squares is None:
             return
+        self.parts.add((gate.index, position, False))
         if units is not None:
             self._add(gate.index, units.summed(values), units.summed(squares))
         else:
@@ -63,8 +69,16 @@ class PlaceGradients:
     def dense(self, slot: tuple[int, int], layer: str, grad: Tensor | None) -> Tensor | None:
         """See the gradient `[B, ...]` of a handle."""
         if grad is not None:
+            self._enter()
+            self.parts.add((*slot, True))
             self._add(slot[0], *self._of_tokens(grad.detach().flatten(1), 1, (*slot, 0)))
         return grad
+
+    def _enter(self) -> None:
+        """Forget another backward, which was for gradients of inputs."""
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._task):
+            self.values, self.squares, self.parts, self._task = {}, {}, set(), task
 
     def _of_tokens(
         self, x: Tensor, lead: int, seed: tuple[int, int, int]

@@ -384,3 +384,50 @@ def noised_rows(group: object) -> list[bool]:
     (ids,) = next(iter(loader))
     engine.backward(table(ids).square().mean((1, 2)))
     return table.weight.grad.full_tensor().ne(0).all(1).tolist()
+
+
+class Mean(nn.Module):
+    """Means of embeddings, over all positions or those that are not padding."""
+
+    def __init__(self, masks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head, self.masks = nn.Embedding(9, 4), nn.Linear(4, 2), masks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        kept = (ids > 0) if self.masks else torch.ones_like(ids)
+        x = self.embedding(ids) * kept[..., None]
+        return self.head(x.sum(1) / kept.sum(1, keepdim=True).clamp(min=1))
+
+
+def declared_mean_of_padding(group: object, masks: bool, shards: bool, by_engine: bool) -> str:
+    model = Mean(masks)
+    if shards:
+        fully_shard(model, mesh=mesh_of(1)["data"])
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 12, (48,), generator=draw).tolist()
+    data = [(torch.randint(1, 9, (n,), generator=draw), torch.tensor(n % 2)) for n in lengths]
+
+    def collate(entries: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        ids, labels = zip(*entries, strict=True)
+        return nn.utils.rnn.pad_sequence(list(ids), batch_first=True), torch.stack(labels)
+
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(1))
+    _, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=16, collate_fn=collate),  # type: ignore[arg-type]
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        loss_reduction="mean",
+    )
+
+    def train() -> str:
+        for ids, labels in loader:
+            loss = nn.functional.cross_entropy(model(ids), labels)
+            engine.backward(loss) if by_engine else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return f"{loader.releases} {'less padding were compared' in str(engine.trials)}"
+
+    return said_by(train)

@@ -149,3 +149,16 @@ def test_sharded_models_over_a_context(new_world: Any) -> None:
     assert all(one["steps"] == 6 for one in shares)
     assert any(0 in one["sizes"] for one in shares) and any(any(o["sizes"]) for o in shares)
     assert len(set(world.run(CASES, "rows_of_a_context", 4))) == 1
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("by_engine", [True, False], ids=["of the engine", "of the loop"])
+@pytest.mark.parametrize("shards", [True, False], ids=["sharded", "whole"])
+def test_a_declared_mean_over_padding_is_refused_on_all_ranks(
+    pair: Any, shards: bool, by_engine: bool
+) -> None:
+    how = {"shards": shards, "by_engine": by_engine}
+    for said in pair.run(CASES, "declared_mean_of_padding", 2, masks=False, **how):
+        assert said.startswith("PrivateRefusal") and "padded less" in said
+    honest = pair.run(CASES, "declared_mean_of_padding", 2, masks=True, **how)
+    assert honest == ["did it: 3 True"] * 2

@@ -153,6 +153,29 @@ def test_a_declared_mean_of_masked_padding_trains_with_the_same_bits_as_without_
     assert all(map(torch.equal, tried, plain))
 
 
+@pytest.mark.parametrize("declared", [None, "mean"])
+def test_a_head_of_zeros_whose_losses_no_padding_changes_is_refused_before_a_release(declared):
+    torch.manual_seed(1)
+    model, engine = Text("all"), dpflash.PrivacyEngine(seed=2)
+    for parameter in model.head.parameters():
+        nn.init.zeros_(parameter)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(_documents(), batch_size=20, collate_fn=_padded),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        loss_reduction=declared,
+    )
+    with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
+        for batch in loader:
+            losses = F.cross_entropy(model(batch["ids"]), batch["labels"], reduction="none")
+            engine.backward(losses if declared is None else losses.mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert loader.releases == 0
+
+
 class Returned(nn.Module):
     """Text whose forward returns its mean loss, alone or with other outputs."""
 
