@@ -220,8 +220,8 @@ class PrivateBackward:
     def record_place(self, losses: Tensor) -> None:
         """See the backward of losses of samples in other places."""
         watch = None if self.place_trial is None else self.place_trial.gradients
-        if watch is not None and losses.requires_grad:
-            self._is_seen(losses, watch)
+        if watch is not None and losses.requires_grad and not self._is_seen(losses, watch):
+            watch.values.clear()
 
     def record_row(self, loss: Tensor) -> None:
         """The same for the loss `[1]` of one row of a batch that is taken apart."""

@@ -268,10 +268,10 @@ class PlaceTrial:
         self._compare(before, now)
 
     def _compare_gradients(self, now: PlaceGradients, group: int) -> None:
-        values, sizes = now.values[group], now.squares[group].sqrt()
-        runs = self._runs[: len(self._places)]
-        if any(_of_group(run.parts, group) != _of_group(now.parts, group) for run in runs):
+        runs, parts = self._runs[: len(self._places)], _of_group(now.parts, group)
+        if not parts or any(_of_group(run.parts, group) != parts for run in runs):
             return
+        values, sizes = now.values[group], now.squares[group].sqrt()
         before = [run.values[group] for run in runs]
         # Of all samples together a thousandth of the bound.
         count = max(1, len(values))
