@@ -375,11 +375,14 @@ class PrivateRun:
             if trial.has_compared
             else "No trial has compared samples so far."
         ]
+        declared = self.backward.loss_reduction is not None
+        compared = "Gradients" if declared else "Losses"
+        closely = "sqrt(eps)" if declared else "eps ** (2 / 3)"
         for kind in OF_ROWS if facts.packing is None else OF_DOCUMENTS:
             if place_trial is None or kind not in place_trial.compared:
                 said.append(f"No batch was tried {kind.how}.")
             else:
-                said.append(f"Losses {kind.how} were compared, to eps ** (2 / 3).")
+                said.append(f"{compared} {kind.how} were compared, to {closely}.")
         if facts.others or trial.is_impossible:
             said.append(
                 "Batches that are not of the loader, of BatchMemoryManager, or without an entry "

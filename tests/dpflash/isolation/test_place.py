@@ -148,7 +148,7 @@ def test_a_declared_mean_that_changes_with_padding_is_refused(kind, backward):
 @pytest.mark.parametrize("backward", BACKWARDS.values(), ids=list(BACKWARDS))
 def test_a_declared_mean_of_masked_padding_trains_with_the_same_bits_as_without_trials(backward):
     engine, tried = _train_by_mean("mask", _padded, backward)
-    assert "Losses with less padding were compared" in engine.trials
+    assert "Gradients with less padding were compared" in engine.trials
     _, plain = _train_by_mean("mask", _padded, backward, verify_first_batch=False)
     assert all(map(torch.equal, tried, plain))
 
@@ -226,7 +226,7 @@ def test_a_mean_loss_that_the_model_returns_is_refused_if_it_changes_with_paddin
 @pytest.mark.parametrize("returned", ["loss", "hidden", "scores"])
 def test_a_mean_loss_that_the_model_returns_may_stand_beside_padded_outputs(returned):
     engine, tried = _train_returned("mask", returned)
-    assert "Losses with less padding were compared" in engine.trials
+    assert "Gradients with less padding were compared" in engine.trials
     _, plain = _train_returned("mask", returned, verify_first_batch=False)
     assert all(map(torch.equal, tried, plain))
 
@@ -265,7 +265,7 @@ def test_a_declared_mean_whose_loop_asks_for_gradients_between_outputs(kind):
 
     if kind == "mask":
         train()
-        assert "Losses with less padding were compared" in engine.trials
+        assert "Gradients with less padding were compared" in engine.trials
     else:
         with pytest.raises(dpflash.PrivateRefusal, match="padded less"):
             train()
