@@ -541,7 +541,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         if row is None:
             return None
         mean, deviation = statistics.mean(row["accuracy"]), statistics.stdev(row["accuracy"])
-        bands = f", {row['bands']} bands" if method == "banded" else ""
+        bands = f", {row['bands']} band{'s' * (row['bands'] > 1)}" if method == "banded" else ""
         return f"{100 * mean:.1f} ± {100 * deviation:.1f}{bands}"
 
     lines = []

@@ -188,6 +188,7 @@ class PrivateEmbedding(PrivateModule):
             f"indices of embedding '{self._dpflash.name}' have one dimension, which may be "
             "one index for each sample or positions shared by all. Write "
             "embedding(indices[:, None]).squeeze(1) for the former, "
-            "embedding(indices.expand(B, -1)) for the latter",
+            "embedding(indices.expand(B, -1)) for the latter. Look up the batch itself, not its "
+            "torch.unique values",
             length=length,
         ) from None

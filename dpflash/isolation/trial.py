@@ -51,6 +51,8 @@ _CHANGED = (
     "those that share a loss are one module with one engine\n"
     "  - an attribute of the model that is set where loader.is_last: set it behind the step\n"
     "  - random numbers whose count depends on the contents: draw for the whole shape, then mask\n"
+    "  - lists of valid tokens or pairs of all samples, as of torch.where: torch rounds softplus "
+    "and sigmoid by a list's length. Compute [B, T] or [B, T, T], then mask\n"
     f"{UNTESTED}"
 )
 _CHANGED_DOCUMENT = (
@@ -65,7 +67,8 @@ _CHANGED_DOCUMENT = (
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the batch were "
     "replaced, so nothing was released: it depends on them (a factor of the losses that the batch "
-    "determines, a contrastive loss, another model that the loop trains meanwhile), or two "
+    "determines, a contrastive loss, another model that the loop trains meanwhile), or is rounded "
+    "by the length of a list of all samples' tokens or pairs (compute [B, T], then mask), or two "
     "backwards of one batch differ (checkpointing without the random state, hooks that keep "
     "something; where only rounding differs, torch.use_deterministic_algorithms(True) helps). "
     f"{UNTESTED}"
