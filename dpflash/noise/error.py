@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 _Array = NDArray[np.float64]
 
+# Terms of a divisor from which Fourier transforms are faster than a recursion.
+_LONG = 256
+
 
 def workload(steps: int, momentum: float, weight_decay: float) -> _Array:
     """`[T]`: how much a gradient moves the parameters of each later step, without learning rate.
@@ -36,6 +39,7 @@ def square_root(bands: int) -> _Array:
 def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> tuple[float, ...]:
     """The coefficients, c_0 = 1, of least mean squared error times squared column norm."""
     from scipy.optimize import minimize
+    from scipy.signal import correlate
 
     responses = workload(steps, momentum, weight_decay)
     weights = np.arange(steps, 0, -1) / steps  # a coefficient of B is in so many rows
@@ -46,7 +50,7 @@ def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> t
         b = divided(responses, c)
         norm, error = c @ c, (weights * b) @ b
         adjoint = divided((weights * b)[::-1], c)[::-1]
-        of_error = np.array([adjoint[k:] @ b[: steps - k] for k in range(1, bands)])
+        of_error = correlate(adjoint, b)[steps : steps + bands - 1]
         return float(np.log(norm * error)), 2 * (free / norm - of_error / error)
 
     if bands == 1:
@@ -65,6 +69,13 @@ def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> t
 
 def divided(series: _Array, divisor: _Array) -> _Array:
     """The first coefficients of a quotient of power series, as many as the dividend has."""
-    from scipy.signal import lfilter
+    from scipy.signal import fftconvolve, lfilter
 
-    return np.asarray(lfilter([1.0], divisor, series))
+    if len(divisor) < _LONG:
+        return np.asarray(lfilter([1.0], divisor, series))
+    count, inverse = len(series), 1.0 / divisor[:1]
+    while (have := len(inverse)) < count:  # Newton's iteration, which doubles the right ones
+        size = min(2 * have, count)
+        product = fftconvolve(divisor[:size], inverse)[:size]
+        inverse = np.pad(2 * inverse, (0, size - have)) - fftconvolve(inverse, product)[:size]
+    return np.asarray(fftconvolve(series, inverse)[:count])

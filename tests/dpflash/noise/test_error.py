@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpflash.noise import Banded
+from dpflash.noise import Banded, error
 
 PEER = json.loads((Path(__file__).parent / "peers.json").read_text())
 
@@ -85,3 +85,14 @@ def test_arguments_out_of_range_are_refused():
         Banded.optimized(bands=4, steps=3)
     with pytest.raises(ValueError, match="statistic='mean'"):
         Banded(bands=2).expected_error(steps=3, statistic="mean")
+
+
+@pytest.mark.parametrize("bands", [255, 256, 1000])
+def test_quotients_by_long_divisors_are_those_of_the_recursion(bands):
+    divisor, series = error.square_root(bands), error.workload(3001, 0.9, 0.001)
+    found = error.divided(series, divisor)
+    expected = [np.zeros(0)]
+    for i in range(len(series)):
+        last = np.concatenate(expected)[-1:-bands:-1]
+        expected.append(np.array([series[i] - divisor[1 : 1 + len(last)] @ last]))
+    np.testing.assert_allclose(found, np.concatenate(expected), rtol=1e-9, atol=1e-9)
