@@ -113,9 +113,10 @@ def test_a_loss_that_changes_with_padding_is_refused(kind, collate):
         _train(kind, collate)
 
 
-def _train_by_mean(kind, collate, backward, **options):
+def _train_by_mean(kind, collate, backward, dropout=0.2, **options):
     torch.manual_seed(1)
     model, engine = Text(kind), dpflash.PrivacyEngine(seed=2)
+    model.dropout.p = dropout
     model, optimizer, loader = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -139,24 +140,32 @@ BACKWARDS = {
 
 @pytest.mark.parametrize("backward", BACKWARDS.values(), ids=list(BACKWARDS))
 @pytest.mark.parametrize("kind", ["all", "positions"])
-def test_a_declared_mean_that_changes_with_padding_is_refused(kind, backward):
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_declared_mean_that_changes_with_padding_is_refused(kind, backward, dropout):
     collate = _on_the_left if kind == "positions" else _padded
     with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
-        _train_by_mean(kind, collate, backward)
+        _train_by_mean(kind, collate, backward, dropout)
 
 
 @pytest.mark.parametrize("backward", BACKWARDS.values(), ids=list(BACKWARDS))
-def test_a_declared_mean_of_masked_padding_trains_with_the_same_bits_as_without_trials(backward):
-    engine, tried = _train_by_mean("mask", _padded, backward)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_declared_mean_of_masked_padding_trains_with_the_same_bits_as_without_trials(
+    backward, dropout
+):
+    engine, tried = _train_by_mean("mask", _padded, backward, dropout)
     assert "Gradients with less padding were compared" in engine.trials
-    _, plain = _train_by_mean("mask", _padded, backward, verify_first_batch=False)
+    _, plain = _train_by_mean("mask", _padded, backward, dropout, verify_first_batch=False)
     assert all(map(torch.equal, tried, plain))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("declared", [None, "mean"])
-def test_a_head_of_zeros_whose_losses_no_padding_changes_is_refused_before_a_release(declared):
+def test_a_head_of_zeros_whose_losses_no_padding_changes_is_refused_before_a_release(
+    declared, dropout
+):
     torch.manual_seed(1)
     model, engine = Text("all"), dpflash.PrivacyEngine(seed=2)
+    model.dropout.p = dropout
     for parameter in model.head.parameters():
         nn.init.zeros_(parameter)
     model, optimizer, loader = engine.make_private(
