@@ -431,3 +431,26 @@ def declared_mean_of_padding(group: object, masks: bool, shards: bool, by_engine
         return f"{loader.releases} {'less padding were compared' in str(engine.trials)}"
 
     return said_by(train)
+
+
+def chosen_bands(group: object) -> tuple[int, float, list[float]]:
+    model = mlp()
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(1))
+    _, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        data_loader=DataLoader(
+            TensorDataset(torch.arange(960.0).view(120, 8) / 960), batch_size=6
+        ),
+        target_epsilon=8.0,
+        target_delta=1e-5,
+        epochs=1,
+        max_grad_norm=1.0,
+        noise_mechanism="auto",
+    )
+    for (x,) in loader:
+        engine.backward(model(x).square().mean(1))
+        optimizer.step()
+        optimizer.zero_grad()
+    bands = engine._run.settings.privacy.noise_mechanism.bands
+    return bands, optimizer.noise_multiplier, model[0].weight.flatten().tolist()

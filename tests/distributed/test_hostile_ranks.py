@@ -162,3 +162,8 @@ def test_a_declared_mean_over_padding_is_refused_on_all_ranks(
         assert said.startswith("PrivateRefusal") and "padded less" in said
     honest = pair.run(CASES, "declared_mean_of_padding", 2, masks=True, **how)
     assert honest == ["did it: 3 True"] * 2
+
+
+def test_ranks_choose_the_same_bands(pair: Any) -> None:
+    one, other = pair.run(CASES, "chosen_bands", 2)
+    assert one == other and one[0] > 1
