@@ -20,6 +20,8 @@ _CHANGED = (
     "released. Make it per sample; engine.check helps to find where. Before it\n"
     "  - an operation mixes samples (statistics or a scale of the batch, routing with a capacity, "
     "rows in another order, mixup)\n"
+    "  - or a frozen nn.LSTM rounds packed sequences by the lengths of the others (give it the "
+    "padded batch)\n"
     "  - or draws random numbers whose count depends on the contents (nn.RReLU; draw for the "
     "whole shape, then mask) or from a generator of its own\n"
     "  - or is of another model that the loop trains with each microbatch (train it where "

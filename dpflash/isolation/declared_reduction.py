@@ -109,7 +109,9 @@ def refuse_weights(
         weights = of_tokens.sum(1)
         least, most = float(weights.min()), float(weights.max())
         if most - least > _SAME * most:
-            if abs(float(weights.sum()) - 1) < _SAME:
+            # That of a single sample is 1 in a sum too.
+            is_of_several = int((weights > _SAME * most).sum()) > 1 or declared == "mean"
+            if abs(float(weights.sum()) - 1) < _SAME and is_of_several:
                 return _OVER_TOKENS.format(declared=declared)
             unit = 1.0 if declared == "sum" else 1 / len(weights)
             if _is_of_no_known_scale(of_tokens, targets, unit):

@@ -233,7 +233,7 @@ class ForwardWrapper:
         before = RandomState(self._parameter_device)
         # Not for the whole run: an error in the loop would leave dropout off.
         recorded = self._recorded(tensors, only_dtypes=True)
-        with recorded as rows, place_trial.without_dropout:
+        with recorded as rows, place_trial.without_dropout, _noting_outputs(rows):
             outputs = self._eagerly(module, self._autocast_dtype(), args, kwargs)
         is_random = not RandomState(self._parameter_device).equals(before)
         place_trial.forward(rows.dtypes, is_random=is_random)
@@ -363,6 +363,7 @@ class ForwardWrapper:
         """The rows of the forward inside the block."""
         forward = self._backward.forward
         rows = ForwardRows(compares=compares, only_dtypes=only_dtypes, units=forward.units)
+        rows.dtypes |= {p.dtype for p in self._module.parameters()}
         forward.record(rows)
         try:
             yield rows
@@ -529,6 +530,20 @@ def _tensors(arguments: Any) -> list[Tensor]:
 
 def _first_dimensions(tensors: list[Tensor]) -> frozenset[int]:
     return frozenset(t.shape[0] for t in tensors)
+
+
+@contextlib.contextmanager
+def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
+    """Note the dtypes of what modules return, frozen ones and those under an autocast too."""
+
+    def note(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        rows.dtypes.update(x.dtype for _, x in tensors_of(outputs))
+
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _dropped(packed: None) -> Tensor:

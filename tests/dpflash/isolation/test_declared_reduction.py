@@ -243,6 +243,16 @@ def test_a_mean_over_class_weights_is_found_behind_a_factor_too():
         assert (refuse_weights([logits], [grad], 12, "mean") is not None) is refused
 
 
+@pytest.mark.parametrize(("labelled", "reduction"), [(1, "sum"), (2, "sum"), (2, "mean")])
+def test_a_sum_of_which_one_sample_has_a_label_is_no_mean(labelled, reduction):
+    logits = torch.randn(8, V, generator=GENERATOR).requires_grad_()
+    labels = torch.arange(8).masked_fill(torch.arange(8) >= labelled, -100)
+    loss = F.cross_entropy(logits, labels, reduction=reduction)
+    (grad,) = torch.autograd.grad(loss, logits)
+    found = refuse_weights([logits], [grad], 8, "sum")
+    assert (found is not None) is (reduction == "mean")
+
+
 def test_scalars_that_are_no_numbers_or_of_other_counts_show_nothing():
     one = [torch.tensor(1.0)]
     assert refuse_scalars([one, one, one, []], "mean") is None

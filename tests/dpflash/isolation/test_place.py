@@ -185,6 +185,43 @@ def test_a_head_of_zeros_whose_losses_no_padding_changes_is_refused_before_a_rel
     assert loader.releases == 0
 
 
+class OnFrozen(nn.Module):
+    """A trained head in float32 on a frozen body that computes in bfloat16."""
+
+    def __init__(self, autocasts):
+        super().__init__()
+        dtype = torch.float32 if autocasts else torch.bfloat16
+        self.autocasts, self.head = autocasts, nn.Linear(16, 2)
+        self.embedding = nn.Embedding(VOCAB, 16, dtype=dtype).requires_grad_(False)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, dtype=dtype)
+        self.body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.body.requires_grad_(False)
+
+    def forward(self, ids, mask):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocasts):
+            h = self.body(self.embedding(ids), src_key_padding_mask=mask == 0).float()
+        return self.head((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_a_frozen_body_in_16_bit_may_round_by_the_padding(autocasts):
+    torch.manual_seed(0)
+    model, engine = OnFrozen(autocasts), dpflash.PrivacyEngine(seed=0)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(_documents(), batch_size=40, collate_fn=_padded),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for batch in loader:
+        logits = model(batch["ids"], batch["mask"])
+        engine.backward(F.cross_entropy(logits, batch["labels"], reduction="none"))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.verified is True
+
+
 class Returned(nn.Module):
     """Text whose forward returns its mean loss, alone or with other outputs."""
 
