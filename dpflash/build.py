@@ -204,6 +204,7 @@ def build(
                 sandbox,
                 has_ranks=ranks.everyone is not None,
                 devices=_devices_of(module),
+                modules=module.modules,
                 declared=declared,
                 numbers=step.options.numbers,
             )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import CheckpointError
 
 from dpflash.kernels import clip_factors
 
@@ -128,6 +129,8 @@ class PrivateBackward:
     ) -> None:
         """Take part in the trials of the loader's microbatches, and of a public batch."""
         self.trial, self.place_trial, self.example = trial, place_trial, example
+        if place_trial is not None:
+            place_trial.attach(self._differentiate_places)
 
     @property
     def recording(self) -> Recording | None:
@@ -219,8 +222,22 @@ class PrivateBackward:
 
     def record_place(self, losses: Tensor) -> None:
         """See the backward of losses of samples in other places."""
+        assert self.place_trial is not None
+        if losses.requires_grad and (losses.ndim or not self.place_trial.take_scalar(losses)):
+            self._differentiate_places([losses], [self._seed(losses)])
+
+    def _differentiate_places(self, outputs: list[Tensor], grads: list[Tensor]) -> None:
+        """Show the gradients of a run to its watch, with dropout off where layers run again."""
         watch = None if self.place_trial is None else self.place_trial.gradients
-        if watch is not None and losses.requires_grad and not self._is_seen(losses, watch):
+        if watch is None:
+            return
+        assert self.place_trial is not None
+        try:
+            with self.only_watched(watch), self.place_trial.evaluating():
+                could_run = differentiate(self, outputs, grads, watch, keeps_graph=False)
+        except CheckpointError:  # of a function that runs its dropout in another way again
+            could_run = False
+        if not could_run:
             watch.values.clear()
 
     def record_row(self, loss: Tensor) -> None:
@@ -405,12 +422,14 @@ class PrivateBackward:
             self.discard()
             raise
 
-    def expect_scalar(self, outputs: Any, size: int) -> Any:
+    def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
         """The model's outputs, wrapped for the proof where the loss may be a scalar."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
-            return outputs
+            # The loop may ask for the gradients of inputs, as FGSM does.
+            asks = any(x.requires_grad for x in inputs)
+            return outputs if asks else self.place_trial.ends_at(outputs)
         return self.proof.cross(outputs, size, self, is_altered=self.recording is not None)
 
     def _wants_proof(self, size: int | None) -> bool:

@@ -142,7 +142,7 @@ def changed_losses(
     before: Tensor,
     now: Tensor,
     *,
-    eps: float | None = None,
+    rounding: float | None = None,
     sizes: Tensor | None = None,
     least: float = 0.0,
 ) -> Tensor:
@@ -153,21 +153,19 @@ def changed_losses(
 
     Args:
         before, now: of two runs.
-        eps: that of the coarsest dtype of a computation in which rounding differs; None where it
-            is repeated.
-        sizes: `[U]`, norms of gradients, where products of these are compared: sqrt(eps) of them,
-            or of their mean, may differ. None for losses.
-        least: what any product may differ by.
+        rounding: what may differ, relative to `sizes`, of a computation that rounds in another
+            way; None where it is repeated.
+        sizes: `[U]`, norms of gradients, where products of these are compared; None for losses.
+        least: what any of them may differ by.
     """
     now = now.detach()
     apart, both = (before - now).abs(), before.isfinite() & now.isfinite()
-    if eps is None and is_deterministic(now.device):
+    if rounding is None and is_deterministic(now.device):
         allowed = torch.zeros_like(apart)
     else:
-        power = 2 / 3 if sizes is None else 1 / 2
         sizes = torch.maximum(before.abs(), now.abs()) if sizes is None else sizes
         mean = float(sizes[both].mean()) if bool(both.any()) else 0.0
-        rounding = (eps or torch.finfo(now.dtype).eps) ** power
+        rounding = rounding or torch.finfo(now.dtype).eps ** (2 / 3)
         allowed = (rounding * sizes.clamp(min=mean)).clamp(min=least)
     same = both & (apart <= allowed) | ~(before.isfinite() | now.isfinite())
     return (~same).cpu()

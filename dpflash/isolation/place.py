@@ -12,15 +12,17 @@ compared with another run without it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..random_state import generators_of
 from ..refusal import UNTESTED
+from ..verification.nested import map_tensors
 from .comparison import changed_losses
 from .copies import copied
 from .dropout import WithoutDropout
@@ -30,6 +32,11 @@ from .sandbox import Sandbox
 
 # Draws in which the gradients of losses [B] are compared too.
 _FIRST = 2
+# Epsilon from which a dtype has 16 bits.
+_COARSE = 1e-5
+
+
+_Backward = Callable[[list[Tensor], list[Tensor]], object]
 
 
 class Kind(NamedTuple):
@@ -101,6 +108,7 @@ class PlaceTrial:
         sandbox: of model and loop.
         has_ranks: whether there are other ranks, which must run as many microbatches.
         devices: the model's devices other than the CPU.
+        modules: returns those of the model.
         declared: the loss_reduction, or None. Gradients are compared in each draw with it, and in
             the first two otherwise, in which the losses of a head of zeros do not change.
         numbers: max_grad_norm by name, as it is now.
@@ -120,6 +128,7 @@ class PlaceTrial:
         *,
         has_ranks: bool,
         devices: Collection[torch.device],
+        modules: Callable[[], Iterable[nn.Module]] = tuple,
         declared: str | None = None,
         numbers: Mapping[str, float],
     ) -> None:
@@ -132,9 +141,13 @@ class PlaceTrial:
         self._turn = 0
         self._losses: list[Tensor] = []
         self.gradients: PlaceGradients | None = None
+        self._modules = modules
         self._declared, self._numbers = declared, numbers
         self._runs: list[PlaceGradients] = []
         self._waits_for_gradients = False
+        # Of the model's outputs and what the loop got in their place, see `ends_at`.
+        self._ends: list[tuple[Tensor, Tensor]] = []
+        self._backward: _Backward = lambda outputs, grads: None
         self._dtypes: set[torch.dtype] = set()
         self._words = 0
         self._is_random = self._is_by_sample = False
@@ -191,8 +204,13 @@ class PlaceTrial:
             self.waits = len(self._losses) == len(places)
             self._waits_for_gradients = len(self._runs) == len(places)
 
+    def attach(self, backward: _Backward) -> None:
+        """Run the backward of a run's outputs, given their gradients, by `backward`."""
+        self._backward = backward
+
     def begin(self) -> None:
         """A run begins."""
+        self._ends = []
         self._sandbox.enter()
         self.is_running = True
         if self._declared is not None or self._turn <= _FIRST:
@@ -217,6 +235,39 @@ class PlaceTrial:
         self._dtypes |= dtypes
         self._is_random |= is_random
 
+    def ends_at(self, outputs: Any) -> Any:
+        """The model's outputs, at which backwards of a scalar loss end; `end` goes on from them.
+
+        So a backward that the loop calls does not recompute a checkpoint with dropout.
+        """
+
+        def cut(x: Tensor) -> Tensor:
+            if not x.requires_grad:
+                return x
+            own = x.detach().requires_grad_()
+            self._ends.append((x, own))
+            return own.clone()  # The loop may change it in place.
+
+        return map_tensors(cut, outputs)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have layers that a checkpoint runs again drop nothing, as in the run."""
+        training = [module for module in self._modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def take_scalar(self, loss: Tensor) -> bool:
+        """A scalar loss of which the loop has not called the backward; whether it ends here."""
+        if self._ends:
+            torch.autograd.backward(loss, inputs=[own for _, own in self._ends])
+        return bool(self._ends)
+
     def end(self, *, loop: bool = True) -> None:
         """A run is over; restores model and loop."""
         if not self.is_running:
@@ -227,6 +278,10 @@ class PlaceTrial:
                 torch.randint(2**62, (), generator=self._expected)
             same = torch.equal(self._expected.get_state(), torch.get_rng_state())
             self._is_random |= not same or self._others != self._other_states()
+        ends, self._ends = [(x, own.grad) for x, own in self._ends], []
+        reached = [(x, grad) for x, grad in ends if grad is not None]
+        if loop and reached:
+            self._backward([x for x, _ in reached], [grad for _, grad in reached])
         self._sandbox.leave(loop=loop)
         found, self.gradients = self.gradients, None
         if loop and found is not None and found.values:
@@ -289,8 +344,16 @@ class PlaceTrial:
         # Float64 models of Hugging Face have norms and rotations in float32.
         dtypes = self._dtypes | {now.dtype, torch.float32}
         eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        rounding = eps ** (2 / 3)
+        if sizes is not None and eps < _COARSE:
+            # All samples together may change by a thousandth.
+            rounding = max(rounding, min(eps**0.5, 1e-3 / max(1, len(now))))
+        elif sizes is not None:
+            if self._declared is None:
+                return  # Gradients of deep models round by more than a coupling changes them.
+            rounding = eps**0.5
         for found, place in zip(before, self._places, strict=True):
-            changed = changed_losses(found, now, eps=eps, sizes=sizes, least=least)
+            changed = changed_losses(found, now, rounding=rounding, sizes=sizes, least=least)
             if bool((changed & place.kept).any()):
                 # A loop that catches the error meets it again.
                 self.refused = place.kind.refusal

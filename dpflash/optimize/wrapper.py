@@ -194,7 +194,7 @@ class ForwardWrapper:
                     outputs = self._proven(module, tensors, args, kwargs)
                 else:
                     outputs = self._called(module, tensors, args, kwargs)
-            return self._backward.expect_scalar(outputs, self._size_of_call(tensors))
+            return self._backward.expect_scalar(outputs, self._size_of_call(tensors), tensors)
 
     @contextlib.contextmanager
     def _sandboxed(self) -> Iterator[None]:

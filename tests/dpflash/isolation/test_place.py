@@ -185,6 +185,53 @@ def test_a_head_of_zeros_whose_losses_no_padding_changes_is_refused_before_a_rel
     assert loader.releases == 0
 
 
+class Checkpointed(Text):
+    """Text whose layers run again in the backward, with dropout between two of them."""
+
+    def forward(self, ids, mask=None):
+        def block(h):
+            return self.hidden(self.dropout(torch.tanh(self.hidden(self.dropout(h)))))
+
+        h = torch.utils.checkpoint.checkpoint(block, self.embedding(ids), use_reentrant=False)
+        if self.kind == "all":
+            return self.head(h.mean(1))
+        return self.head((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("declared", [None, *BACKWARDS])
+@pytest.mark.parametrize("kind", ["all", "mask"])
+def test_dropout_in_layers_that_run_again_is_left_out_of_the_comparison(kind, declared):
+    torch.manual_seed(1)
+    model, engine = Checkpointed(kind), dpflash.PrivacyEngine(seed=2)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(_documents(), batch_size=20, collate_fn=_padded),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        loss_reduction=declared and "mean",
+    )
+
+    def train():
+        for batch in loader:
+            logits = model(batch["ids"], batch["mask"])
+            losses = F.cross_entropy(logits, batch["labels"], reduction="none")
+            if declared is None:
+                engine.backward(losses)
+            else:
+                BACKWARDS[declared](engine, losses.mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if kind == "mask":
+        train()
+        assert all(module.training for module in model.modules())
+        assert "with less padding were compared" in engine.trials
+    else:
+        with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
+            train()
+
+
 class OnFrozen(nn.Module):
     """A trained head in float32 on a frozen body that computes in bfloat16."""
 
