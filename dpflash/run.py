@@ -377,7 +377,9 @@ class PrivateRun:
         ]
         declared = self.backward.loss_reduction is not None
         compared = "Gradients" if declared else "Losses"
-        closely = "sqrt(eps)" if declared else "eps ** (2 / 3)"
+        closely = "eps ** (2 / 3)"
+        if declared:
+            closely = "a thousandth of all samples together, or sqrt(eps) of each in 16 bit"
         for kind in OF_ROWS if facts.packing is None else OF_DOCUMENTS:
             if place_trial is None or kind not in place_trial.compared:
                 said.append(f"No batch was tried {kind.how}.")

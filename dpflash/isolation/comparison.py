@@ -1,7 +1,8 @@
 """Comparison: what differs between two runs for samples that had the same contents in both.
 
 On a deterministic device all must be equal bit for bit. Elsewhere rows may differ by sqrt(eps) of
-their norm, and losses by eps^(2/3): rounding is smaller, and a coupling of samples seldom is.
+their norm, and losses by eps^(2/3): rounding is smaller, and a coupling of samples seldom is. For
+gradients in other places see `PlaceTrial`.
 """
 
 from __future__ import annotations
