@@ -617,3 +617,28 @@ def test_ranks_run_one_place_of_a_draw_by_turns():
         first.append(next(iter(trial.runs("batch", places))))
         assert not list(trial.runs("batch", places))
     assert first == 2 * [LESS_PADDING.how, OTHER_ORDER.how]
+
+
+@pytest.mark.parametrize(
+    ("declared", "dtype", "change", "is_refused"),
+    [
+        *(("sum", torch.float32, 0.5e-4, False), ("sum", torch.float32, 2e-4, True)),
+        *(("sum", torch.bfloat16, 0.05, False), ("sum", torch.bfloat16, 0.1, True)),
+        *((None, torch.float32, 2e-4, True), (None, torch.bfloat16, 0.1, False)),
+    ],
+)
+def test_gradients_of_ten_samples_change_together_by_a_thousandth_at_most(
+    declared, dtype, change, is_refused
+):
+    trial = PlaceTrial(
+        None, has_ranks=False, devices=(), declared=declared, numbers={"max_grad_norm": 1e-9}
+    )
+    trial.forward({dtype}, is_random=False)
+    trial._places = [Place(None, torch.ones(10, dtype=torch.bool), LESS_PADDING)]
+    before, now = PlaceGradients(1), PlaceGradients(1)
+    for found, factor in ((before, 1.0 + change), (now, 1.0)):
+        found.parts = {(0, 0, True)}
+        found.values, found.squares = {0: torch.ones(10) * factor}, {0: torch.ones(10)}
+    trial._runs = [before]
+    trial._compare_gradients(now, 0)
+    assert (trial.refused is not None) is is_refused
