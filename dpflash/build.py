@@ -205,6 +205,7 @@ def build(
                 has_ranks=ranks.everyone is not None,
                 devices=_devices_of(module),
                 modules=module.modules,
+                is_alone=ranks.context is None and not step.sums.is_sharded,
                 declared=declared,
                 numbers=step.options.numbers,
             )

@@ -208,10 +208,10 @@ def _assigned(node):
     return [t for t in flat if isinstance(t, ast.Attribute)]
 
 
-# What PyTorch has others assign to (a tied weight and an optimizer's state too), what Opacus'
+# What PyTorch has others assign to (a tied weight, a mode, an optimizer's state too), what Opacus'
 # accountants let callers set, and what marks modules that attend across ranks.
 ASSIGNED_BY_CUSTOM = {"grad", "requires_grad", "__class__", "data", "weight", "state"}
-ASSIGNED_BY_CUSTOM |= {"history", "context_parallel"}
+ASSIGNED_BY_CUSTOM |= {"history", "context_parallel", "training"}
 # Objects of the function itself: a copy of an accountant that it spends, the record of a job that
 # it writes, a number of numpy's, a structure that C++ reads.
 OWN_OBJECTS = {"self", "ctx", "trial", "state", "value", "library", "problem"}

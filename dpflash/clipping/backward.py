@@ -427,9 +427,10 @@ class PrivateBackward:
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
-            # The loop may ask for the gradients of inputs, as FGSM does.
-            asks = any(x.requires_grad for x in inputs)
-            return outputs if asks else self.place_trial.ends_at(outputs)
+            # The loop may ask for the gradients of inputs, as FGSM does; and FSDP2 gathers a
+            # model's parameters where the gradient of its output arrives.
+            goes_on = self.step.sums.is_sharded or any(x.requires_grad for x in inputs)
+            return outputs if goes_on else self.place_trial.ends_at(outputs)
         return self.proof.cross(outputs, size, self, is_altered=self.recording is not None)
 
     def _wants_proof(self, size: int | None) -> bool:

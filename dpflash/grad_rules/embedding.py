@@ -186,9 +186,9 @@ class PrivateEmbedding(PrivateModule):
             return indices.unsqueeze(0)
         raise PrivateRefusal(
             f"indices of embedding '{self._dpflash.name}' have one dimension, which may be "
-            "one index for each sample or positions shared by all. Write "
+            "one index for each sample or positions shared by all (or torch.unique values of the "
+            "batch: look up the batch itself). Write "
             "embedding(indices[:, None]).squeeze(1) for the former, "
-            "embedding(indices.expand(B, -1)) for the latter. Look up the batch itself, not its "
-            "torch.unique values",
+            "embedding(indices.expand(B, -1)) for the latter",
             length=length,
         ) from None

@@ -109,6 +109,8 @@ class PlaceTrial:
         has_ranks: whether there are other ranks, which must run as many microbatches.
         devices: the model's devices other than the CPU.
         modules: returns those of the model.
+        is_alone: whether this rank has whole samples and parameters, so that backwards, of which
+            the first ones are compared, need no exchange.
         declared: the loss_reduction, or None. Gradients are compared in each draw with it, and in
             the first two otherwise, in which the losses of a head of zeros do not change.
         numbers: max_grad_norm by name, as it is now.
@@ -129,6 +131,7 @@ class PlaceTrial:
         has_ranks: bool,
         devices: Collection[torch.device],
         modules: Callable[[], Iterable[nn.Module]] = tuple,
+        is_alone: bool = True,
         declared: str | None = None,
         numbers: Mapping[str, float],
     ) -> None:
@@ -141,7 +144,7 @@ class PlaceTrial:
         self._turn = 0
         self._losses: list[Tensor] = []
         self.gradients: PlaceGradients | None = None
-        self._modules = modules
+        self._modules, self._is_alone = modules, is_alone
         self._declared, self._numbers = declared, numbers
         self._runs: list[PlaceGradients] = []
         self._waits_for_gradients = False
@@ -213,7 +216,7 @@ class PlaceTrial:
         self._ends = []
         self._sandbox.enter()
         self.is_running = True
-        if self._declared is not None or self._turn <= _FIRST:
+        if self._declared is not None or (self._is_alone and self._turn <= _FIRST):
             self.gradients = PlaceGradients(self._turn)
 
     def start(self) -> None:

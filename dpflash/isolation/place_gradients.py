@@ -71,7 +71,8 @@ class PlaceGradients:
         if grad is not None:
             self._enter()
             self.parts.add((*slot, True))
-            self._add(slot[0], *self._of_tokens(grad.detach().flatten(1), 1, (*slot, 0)))
+            rows = grad.detach().reshape(len(grad), grad.shape[1:].numel())
+            self._add(slot[0], *self._of_tokens(rows, 1, (*slot, 0)))
         return grad
 
     def _enter(self) -> None:

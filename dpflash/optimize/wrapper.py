@@ -363,7 +363,7 @@ class ForwardWrapper:
         """The rows of the forward inside the block."""
         forward = self._backward.forward
         rows = ForwardRows(compares=compares, only_dtypes=only_dtypes, units=forward.units)
-        rows.dtypes |= {p.dtype for p in self._module.parameters()}
+        rows.dtypes.update(p.dtype for p in self._module.parameters())
         forward.record(rows)
         try:
             yield rows
