@@ -111,8 +111,8 @@ class PlaceTrial:
         modules: returns those of the model.
         is_alone: whether this rank has whole samples and parameters, so that backwards, of which
             the first ones are compared, need no exchange.
-        declared: the loss_reduction, or None. Gradients are compared in each draw with it, and in
-            the first two otherwise, in which the losses of a head of zeros do not change.
+        declared: the loss_reduction, or None. Gradients are compared in each draw with it, and of
+            32-bit models in the first two otherwise: a head of zeros has losses that stay.
         numbers: max_grad_norm by name, as it is now.
 
     Attributes:

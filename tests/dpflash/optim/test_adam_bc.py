@@ -60,7 +60,7 @@ def test_floor_bounds_a_step():
     torch.testing.assert_close(own.detach(), -own.grad / (0.5 * 2.0))
 
 
-def private_run(seen, *, optimizer=None, **options):
+def private_run(seen, **options):
     """A private run whose optimizer notes the `noise_std` of each step."""
 
     class Noting(AdamBC):
