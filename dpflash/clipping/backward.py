@@ -188,10 +188,13 @@ class PrivateBackward:
         self._run = BackwardRun(watches=watches)
 
     def _refuse_places(self, refusal: str) -> None:
-        if self.trial is not None:
+        self.proof.refuse(self._of_places(refusal))
+
+    def _of_places(self, refusal: str | None) -> str | None:
+        if refusal is not None and self.trial is not None:
             # A loop that catches the error meets it again.
             self.trial.restart(refusal)
-        self.proof.refuse(refusal)
+        return refusal
 
     @property
     def is_compared(self) -> bool:
@@ -334,7 +337,7 @@ class PrivateBackward:
             leading = (self.forward.state.batch_size,) if units is None else units.shape
             refusal = self._refusal(losses, batch or self.forward.number, leading)
             if losses is None and refusal is None and self.place_trial is not None:
-                refusal = self._of_places(self.place_trial)
+                refusal = self._of_places(self.place_trial.refused)
             refuse_together(refusal, group, "engine.backward")
         is_new = self.trial is not None and self.trial.has_new_path()
         if not self.step.sums.is_sharded and ranks.data is not None:
@@ -360,13 +363,6 @@ class PrivateBackward:
         if group is not ranks.context:
             agree(operation, samples, ranks.context)
         return any(row[0] for row in rows), any(row[1] for row in rows)
-
-    def _of_places(self, place_trial: PlaceTrial) -> str | None:
-        """Why a backward that the loop calls is refused for its places."""
-        if place_trial.refused is not None and self.trial is not None:
-            # A loop that catches the error meets it again.
-            self.trial.restart(place_trial.refused)
-        return place_trial.refused
 
     def try_next(self) -> None:
         """Try the next microbatches, as all ranks do."""

@@ -153,14 +153,20 @@ def changed_losses(
     they may differ by eps^(2/3), relative to the loss, or to the mean where a loss is smaller.
 
     Args:
-        before, now: of two runs.
+        before, now: of two runs; or `[U, K]`, products of gradients with K random vectors, whose
+            root mean square of differences is that of the gradients.
         rounding: what may differ, relative to `sizes`, of a computation that rounds in another
             way; None where it is repeated.
         sizes: `[U]`, norms of gradients, where products of these are compared; None for losses.
         least: what any of them may differ by.
     """
     now = now.detach()
-    apart, both = (before - now).abs(), before.isfinite() & now.isfinite()
+    apart = (before - now).abs()
+    was_finite, is_finite = before.isfinite(), now.isfinite()
+    if now.ndim == 2:
+        apart = apart.square().mean(1).sqrt()
+        was_finite, is_finite = was_finite.all(1), is_finite.all(1)
+    both = was_finite & is_finite
     if rounding is None and is_deterministic(now.device):
         allowed = torch.zeros_like(apart)
     else:
@@ -168,7 +174,7 @@ def changed_losses(
         mean = float(sizes[both].mean()) if bool(both.any()) else 0.0
         rounding = rounding or torch.finfo(now.dtype).eps ** (2 / 3)
         allowed = (rounding * sizes.clamp(min=mean)).clamp(min=least)
-    same = both & (apart <= allowed) | ~(before.isfinite() | now.isfinite())
+    same = both & (apart <= allowed) | ~(was_finite | is_finite)
     return (~same).cpu()
 
 

@@ -236,6 +236,9 @@ class PlaceTrial:
         """
         self._words += 1
         self._dtypes |= dtypes
+        if self._declared is None and _epsilon(self._dtypes) > _COARSE:
+            # Gradients of deep models round by more than a coupling changes them.
+            self.gradients = None
         self._is_random |= is_random
 
     def ends_at(self, outputs: Any) -> Any:
@@ -340,21 +343,18 @@ class PlaceTrial:
     def _compare(
         self, before: list[Tensor], now: Tensor, *, sizes: Tensor | None = None, least: float = 0.0
     ) -> None:
-        """Compare what the runs showed of each sample, `[U]`, with `now`; see `changed_losses`."""
-        shape = self._places[0].kept.shape
-        if self._is_random or any(x.shape != shape for x in (*before, now)):
+        """Compare what the runs showed of each sample with `now`; see `changed_losses`."""
+        count = len(self._places[0].kept)
+        if self._is_random or any(x.shape != now.shape or len(x) != count for x in (*before, now)):
             return
         # Float64 models of Hugging Face have norms and rotations in float32.
-        dtypes = self._dtypes | {now.dtype, torch.float32}
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+        eps = _epsilon(self._dtypes | {now.dtype, torch.float32})
         rounding = eps ** (2 / 3)
-        if sizes is not None and eps < _COARSE:
+        if sizes is not None and eps > _COARSE:
+            rounding = eps**0.5
+        elif sizes is not None:
             # All samples together may change by a thousandth.
             rounding = max(rounding, min(eps**0.5, 1e-3 / max(1, len(now))))
-        elif sizes is not None:
-            if self._declared is None:
-                return  # Gradients of deep models round by more than a coupling changes them.
-            rounding = eps**0.5
         for found, place in zip(before, self._places, strict=True):
             changed = changed_losses(found, now, rounding=rounding, sizes=sizes, least=least)
             if bool((changed & place.kept).any()):
@@ -362,6 +362,12 @@ class PlaceTrial:
                 self.refused = place.kind.refusal
                 return
             self.compared.add(place.kind)
+
+
+def _epsilon(dtypes: Collection[torch.dtype]) -> float:
+    """Of the coarsest of floating-point dtypes; 0 of none."""
+    found = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
+    return max(found, default=0.0)
 
 
 def _of_group(parts: Collection[tuple[int, int, bool]], group: int) -> set[tuple[int, bool]]:

@@ -1,6 +1,6 @@
 """PlaceGradients: numbers that stand for the per-sample gradients of a run, whatever its padding.
 
-Letters: B samples, T tokens.
+Letters: B samples, T tokens, K random vectors.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from torch import Tensor
 
 from ..verification.watch import WatchedGate
 
+# A change's product with one random vector is below a third of its norm in 26 of 100 draws, the
+# root mean square of 16 products in 4 of 10^6.
+_VECTORS = 16
+
 
 class PlaceGradients:
-    """Watches a backward; keeps the product of each sample's gradient with one random vector.
+    """Watches a backward; keeps the products of each sample's gradient with K random vectors.
 
-    Padding has no gradient, so a sample's product is the same with less of it, and in another row.
+    Padding has no gradient, so a sample's products are the same with less of it, and in another
+    row.
 
     Args:
         seed: of the random vectors; runs are comparable that have the same.
         finished: called with the number of a clipping group whose gradients have all arrived.
 
     Attributes:
-        values: `[B]`, fp64, of each clipping group.
+        values: `[B, K]`, fp64, of each clipping group.
         squares: `[B]`, fp64: of what their rounding is relative to.
         parts: (group, position, whether it came to the handle) of what was seen. A run whose
             forward was compiled has other ones, and is not comparable.
@@ -44,7 +49,7 @@ class PlaceGradients:
         squares: Tensor | None = None
         for number, x in enumerate(rows):
             x, units = gate.by_sample(x.detach())
-            if values is not None and x.shape[: values.ndim] != values.shape:
+            if squares is not None and x.shape[: squares.ndim] != squares.shape:
                 return  # Of no token.
             lead = 1 if units is not None else min(x.ndim, 2)
             seed = (gate.index, position, number)
@@ -57,7 +62,7 @@ class PlaceGradients:
         if units is not None:
             self._add(gate.index, units.summed(values), units.summed(squares))
         else:
-            self._add(gate.index, values.flatten(1).sum(1), squares.flatten(1).sum(1))
+            self._add(gate.index, values.flatten(1, -2).sum(1), squares.flatten(1).sum(1))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """See the handles' gradients where gates run."""
@@ -84,23 +89,26 @@ class PlaceGradients:
     def _of_tokens(
         self, x: Tensor, lead: int, seed: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Products of x `[*lead, n]` with a random vector, and their squared sizes, fp64."""
-        if not x.is_floating_point():
-            # A look-up: a number for each index.
-            hashed = (x.long() * 2654435761 + seed[1]) % (1 << 16)
-            return 0.5 + hashed.double() / (1 << 16), torch.ones_like(hashed, dtype=torch.float64)
-        if x.ndim == lead:
-            return x.double(), x.double().square()
+        """Products `[*lead, K]` of x `[*lead, n]`, and their squared sizes `[*lead]`, fp64."""
         draw = torch.Generator().manual_seed(hash((self._seed, *seed)) % (1 << 62))
-        vector = torch.randn(x.shape[-1], generator=draw, dtype=torch.float32).to(x.device)
+        if not x.is_floating_point():
+            # A look-up: numbers for each index.
+            odd = 2 * torch.randint(1 << 31, (_VECTORS,), generator=draw).to(x.device) + 1
+            hashed = (x.long()[..., None] * odd) % (1 << 16)
+            return 0.5 + hashed.double() / (1 << 16), torch.ones_like(x, dtype=torch.float64)
+        if x.ndim == lead:
+            wide = x.double()
+            return wide[..., None].expand(*x.shape, _VECTORS), wide.square()
+        vectors = torch.randn(x.shape[-1], _VECTORS, generator=draw, dtype=torch.float32)
         wide = x if x.dtype == torch.float64 else x.float()
         sizes = torch.linalg.vector_norm(wide, dim=-1).double()
-        return (wide @ vector.to(wide.dtype)).double(), sizes.square()
+        return (wide @ vectors.to(wide)).double(), sizes.square()
 
     def _add(self, group: int, values: Tensor, squares: Tensor) -> None:
         before = self.values.get(group)
         if before is not None and before.shape != values.shape:
-            values, squares = torch.full_like(before, torch.nan), before  # No sample is compared.
-        elif before is not None:
+            self.values[group] = torch.full_like(before, torch.nan)  # No sample is compared.
+            return
+        if before is not None:
             values, squares = before + values, self.squares[group] + squares
         self.values[group], self.squares[group] = values, squares
