@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ class RandomState:
     def equals(self, other: RandomState) -> bool:
         """Whether the generators are in the same state."""
         pairs = zip(self._states, other._states, strict=False)
-        own, theirs = (repr(x._numpy) for x in (self, other))
+        own, theirs = (pickle.dumps(x._numpy) for x in (self, other))
         same = own == theirs and self._python == other._python
         return same and all(torch.equal(x, y) for x, y in pairs)
 

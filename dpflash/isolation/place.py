@@ -11,6 +11,7 @@ compared with another run without it.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -298,7 +299,7 @@ class PlaceTrial:
 
     def _other_states(self) -> tuple[Any, ...]:
         own = [generator.get_state().numpy().tobytes() for generator in self._generators]
-        return random.getstate(), repr(np.random.get_state(legacy=False)), *own
+        return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), *own
 
     def of_training(self, refuse: Callable[[str], object]) -> tuple[PlaceGradients, ...]:
         """The watch of the microbatch's own backward, which compares it with the runs.
