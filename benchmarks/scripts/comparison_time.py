@@ -1,7 +1,8 @@
-"""The time share of a private step that compares batches, weights and options, or seeds.
+"""What a private step's comparisons cost, and what its trials do.
 
-Each comparison is timed inside of ordinary steps, in CPU time of their thread, so that other
-processes disturb the parts little. The tests of the first batches are over by then.
+Comparisons of batches, weights and options, and seeding, are timed inside of ordinary steps: the
+trials of the first batches are over by then. A step with trials is divided by one without, of
+draws of one size. All times are CPU times of the thread, which other processes disturb little.
 
     python benchmarks/scripts/comparison_time.py --json benchmarks/results/DEVICE/comparisons.json
 """
@@ -11,10 +12,12 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -27,8 +30,8 @@ from dpflash.bench.private import endless
 from dpflash.bench.private_tasks import adapted_llama
 from dpflash.optimize import wrapper
 from dpflash.privacy.seeds import LoopSeeds
+from dpflash.sampling import PoissonBatchSampler
 from dpflash.sampling.entries import FittingCollate
-from dpflash.sampling.row_order import RowOrder
 from dpflash.sampling.tracker import BatchTracker
 from dpflash.step import ReleaseOptions
 from dpflash.verification.contents import EVERY
@@ -43,8 +46,6 @@ COMPARISONS: list[tuple[Any, Callable[..., Any]]] = [
     (Unchanged, Unchanged.structure),
     (Rewritten, Rewritten._marks),
     (Rewritten, Rewritten._digests),
-    (RowOrder, RowOrder.observe),
-    (RowOrder, RowOrder.check),
     (FittingCollate, FittingCollate._refuse_moved),
     (BatchTracker, BatchTracker.before_backward),
     (ReleaseOptions, ReleaseOptions.note),
@@ -57,9 +58,11 @@ COMPARISONS: list[tuple[Any, Callable[..., Any]]] = [
 STEPS, WARM_UP, ENTRIES, VOCABULARY = EVERY, 10, 1024, 256
 
 
-def language_model() -> nn.Module:
-    """The model of the suite "private-step"."""
-    return dpflash.nn.LongContextLM(VOCABULARY, 256, 2, 8, max_seq_len=256, tie_embeddings=False)
+def language_model(width: int = 256, layers: int = 2, dropout: float = 0.0) -> nn.Module:
+    """By default the model of the suite "private-step"."""
+    return dpflash.nn.LongContextLM(
+        VOCABULARY, width, layers, 8, max_seq_len=256, tie_embeddings=False, dropout=dropout
+    )
 
 
 CASES: list[tuple[str, Callable[[], nn.Module], int, int]] = [  # name, model, B, tokens
@@ -68,21 +71,23 @@ CASES: list[tuple[str, Callable[[], nn.Module], int, int]] = [  # name, model, B
     ("llama-lora", lambda: adapted_llama(512, 8, 4), 8, 128),
     ("llama-lora", lambda: adapted_llama(512, 8, 4), 1, 64),
 ]
+# name, width, dropout, B, loss_reduction; of 4 layers and 64 tokens
+TRIALS: list[tuple[str, int, float, int, str | None]] = [
+    ("losses [B]", 512, 0.0, 8, None),
+    ("dropout", 512, 0.1, 8, None),
+    ("declared mean", 512, 0.0, 8, "mean"),
+    ("declared mean, dropout", 512, 0.1, 8, "mean"),
+    ("one sample", 512, 0.0, 1, None),
+    ("small model", 128, 0.0, 8, None),
+    ("small model, dropout", 128, 0.1, 8, None),
+]
+# Releases whose gradients are compared in other places too, and all that are timed.
+FIRST, RELEASES = 2, 40
 
 
 def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int) -> dict[str, Any]:
     """Milliseconds of a step, and the part of it that each comparison takes."""
-    torch.manual_seed(0)
-    model = make()
-    x, y = torch.randint(0, VOCABULARY, (2, ENTRIES, tokens))
-    engine = dpflash.PrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=batch),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
+    engine, model, optimizer, loader = private(make, batch, tokens)
     batches = endless(loader)
     spent: dict[str, float] = {}
     for owner, function in COMPARISONS:
@@ -104,6 +109,52 @@ def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int)
     return {"step_ms": 1e3 * whole / steps, "part": sum(parts.values()), "parts": parts}
 
 
+def private(make: Callable[[], nn.Module], batch: int, tokens: int, **options: Any) -> Any:
+    """(engine, model, optimizer, loader) of random tokens."""
+    torch.manual_seed(0)
+    model = make()
+    engine = dpflash.PrivacyEngine()
+    return engine, *engine.make_private(
+        module=model,
+        optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+        data_loader=DataLoader(
+            TensorDataset(*torch.randint(0, VOCABULARY, (2, ENTRIES, tokens))), batch_size=batch
+        ),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **options,
+    )
+
+
+def with_trials(
+    width: int, dropout: float, batch: int, reduction: str | None, releases: int
+) -> dict[str, Any]:
+    """Milliseconds of a step without trials, and the ratios to it of those with trials."""
+    make = functools.partial(language_model, width, 4, dropout)
+    engine, model, optimizer, loader = private(make, batch, 64, loss_reduction=reduction)
+    reduce = getattr(torch, reduction or "clone")
+    is_tried, tried, plain, begin = False, [], [], time.thread_time()
+    with patch.object(PoissonBatchSampler, "draw", lambda sampler, index: list(range(batch))):
+        for inputs, targets in endless(loader):
+            is_tried |= not loader.is_real.any()
+            engine.backward(reduce(dpflash.losses.cross_entropy(model(inputs), targets)))
+            optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.releases > len(tried) + len(plain):
+                now = time.thread_time()
+                (tried if is_tried else plain).append(now - begin)
+                is_tried, begin = False, now
+            if optimizer.releases == releases:
+                break
+    step = statistics.median(plain[len(plain) // 2 :])
+    return {
+        "step_ms": 1e3 * step,
+        "first": statistics.mean(tried[:FIRST]) / step,
+        "others": statistics.median(tried[FIRST:]) / step,
+        "tried": len(tried),
+    }
+
+
 def _time(owner: Any, function: Callable[..., Any], spent: dict[str, float]) -> None:
     """Add the time of a function to `spent` from now on."""
     spent[key := f"{owner.__name__}.{function.__name__}"] = 0.0
@@ -123,6 +174,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of each case")
+    parser.add_argument(
+        "--releases", type=int, default=RELEASES, help="releases with trials, and after"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -130,7 +184,12 @@ def main() -> None:
         found = measured(make, batch, tokens, args.steps)
         rows.append({"model": name, "batch": batch, "tokens": tokens, **found})
         print(f"{name} B={batch} T={tokens}: {found['part']:.2%} of {found['step_ms']:.1f} ms")
-    report = {"environment": environment("cpu", 1), "rows": rows}
+    trials = []
+    for name, *case in TRIALS:
+        trial = with_trials(*case, args.releases)
+        trials.append({"case": name, "width": case[0], "batch": case[2], **trial})
+        print(f"{name}, width {case[0]}: {trial['first']:.2f}, {trial['others']:.2f} with trials")
+    report = {"environment": environment("cpu", 1), "rows": rows, "trials": trials}
     write_text(args.json, json.dumps(report, indent=1) + "\n")
 
 
