@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import random
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -20,6 +22,11 @@ from ..verification.attributes import copied, is_same
 
 _DEEP = 3
 _MOST_PARTS = 64
+# Of what holds no generator, most values in a loop.
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None), type, ModuleType, type(print)})
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# The variables of their modules are no loop's.
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _OF_FRAME = 3  # references to a frame's copy of its variables: the frame, ours, the argument
 
 
@@ -41,10 +48,11 @@ class Generators:
         seen: set[int] = set()
         while frame is not None:
             own = {} if _shows_variables(frame.f_code) else frame.f_locals
-            for variables in (own, frame.f_globals):
-                if id(variables) not in seen:
-                    seen.add(id(variables))
-                    self._collect(variables.values(), found, seen, _DEEP)
+            self._collect(own.values(), found, seen, _DEEP)
+            shared = frame.f_globals
+            if id(shared) not in seen and not frame.f_code.co_filename.startswith(_LIBRARIES):
+                seen.add(id(shared))
+                self._collect(shared.values(), found, seen, _DEEP)
             is_copy = type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
             # It would keep alive what the function deletes.
             if is_copy and sys.getrefcount(own) <= _OF_FRAME:
@@ -61,7 +69,8 @@ class Generators:
         self, values: Any, found: dict[int, Callable[[], object]], seen: set[int], depth: int
     ) -> None:
         for value in list(values):
-            if _is(value, type, ModuleType) or id(value) in seen:
+            kind = type(value)
+            if kind in _PLAIN or id(value) in seen or issubclass(kind, (type, ModuleType)):
                 continue
             if (restore := restore_of(value)) is not None:
                 found.setdefault(id(value), restore)
@@ -167,6 +176,8 @@ def _contents_of(cell: CellType) -> list[Any]:
 
 def restore_of(value: Any) -> partial[Any] | None:
     """Sets a generator to its present state, the last argument; None for other objects."""
+    if not _is(value, *_GENERATORS):
+        return None
     if _is(value, torch.Generator):
         state = value.get_state()
         return partial(value.set_state, state)

@@ -92,8 +92,9 @@ def test_two_and_three_steps_lie_between_the_ends_in_both_directions(noise, step
                 losses, masses, _, infinite = losses_of(pair, sign, is_upper)
                 ends.append(infinite + masses @ np.maximum(0, -np.expm1(epsilon - losses)))
             assert ends[0] <= truth <= ends[1] <= 1.01 * ends[0]
-        found = spent(event(noise, steps)).get_delta(epsilon, interval=True)
-        assert found.lower <= max(truths) <= found.upper
+        if max(truths) > 1e-9:  # Below it the quadrature rounds.
+            found = spent(event(noise, steps)).get_delta(epsilon, interval=True)
+            assert found.lower <= max(truths) <= found.upper
 
 
 def test_two_of_three_steps_without_blocks_cost_at_most_as_much():
