@@ -22,6 +22,8 @@ hypothesis.settings.load_profile("dpflash")
 
 
 FULL = os.environ.get("DPFLASH_FULL") == "1"
+# Of a test's cases otherwise, if its marker `cases` does not say another number.
+CASES = 2
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,7 +45,7 @@ def pytest_collection_finish() -> None:
 
 
 def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases beyond the number of the marker `cases`; those that kill a mutant stay."""
+    """Deselect cases beyond the number that is to run; those that kill a mutant stay."""
     mutants = json.loads(Path(__file__).with_name("mutants.json").read_text())
     killers = {killer for mutant in mutants for killer in mutant["killers"]}
     tests: dict[str, list[pytest.Item]] = {}
@@ -52,11 +54,10 @@ def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = set()
     for cases in tests.values():
         marker = cases[0].get_closest_marker("cases")
-        if marker:
-            values = [_parameters(case) for case in cases]
-            first = [i for i, case in enumerate(cases) if case.nodeid in killers]
-            chosen = choose_cases(values, marker.args[0], first)
-            left_out |= {case for i, case in enumerate(cases) if i not in chosen}
+        values = [_parameters(case) for case in cases]
+        first = [i for i, case in enumerate(cases) if case.nodeid in killers]
+        chosen = choose_cases(values, marker.args[0] if marker else CASES, first)
+        left_out |= {case for i, case in enumerate(cases) if i not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -57,7 +57,6 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.cases(12)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_block_of_python_runs_by_itself(block, tmp_path):
     for whole, part in LESS.items():

@@ -4,22 +4,59 @@ Source: Su et al., RoFormer (arXiv:2104.09864), section 3.2.2; here coordinate j
 D/2 + j.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _BASE = 10_000.0
+# Kept tables, and their most elements: those of long sequences cost little beside attention.
+_MOST_KEPT, _MOST_ELEMENTS = 4, 1 << 21
+_kept: dict[tuple[int, int, torch.device, torch.dtype], Turns] = {}
 
 
-def rotary_angles(positions: Tensor, head_dim: int) -> Tensor:
-    """`[T, D / 2]`, float64: the angle of each of positions `[T]` and coordinate pair.
+class Turns(NamedTuple):
+    """The cosine and sine `[T, D / 2]` of each token's and coordinate pair's angle."""
 
-    At position 10^6, float32 would be wrong by up to 0.06 rad.
-    """
-    device = positions.device
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
-    return positions.double().unsqueeze(1) * _BASE**-exponents
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, head_dim: int, dtype: torch.dtype) -> Turns:
+        """Of positions `[T]`, for tensors of a dtype; 16-bit ones are turned in float32."""
+        # At position 10^6, float32 would be wrong by up to 0.06 rad.
+        exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64)
+        angles = positions.double().unsqueeze(1) * _BASE ** -(exponents / head_dim)
+        wide = torch.promote_types(dtype, torch.float32)
+        return cls(angles.cos().to(wide), angles.sin().to(wide))
+
+    @classmethod
+    def of(cls, x: Tensor, head_dim: int) -> Turns:
+        """Of the positions 0 to T - 1 of x `[B, H, T, ...]`; made once for each T."""
+        tokens = x.shape[2]
+        if tokens * head_dim > 2 * _MOST_ELEMENTS or _is_traced(x.device):
+            return cls.at(torch.arange(tokens, device=x.device), head_dim, x.dtype)
+        key = (tokens, head_dim, x.device, x.dtype)
+        if (known := _kept.get(key)) is None:
+            # Tensors of inference mode could not be saved for a backward later.
+            with torch.inference_mode(False), torch.no_grad():
+                known = cls.at(torch.arange(tokens, device=x.device), head_dim, x.dtype)
+            if type(known.cos) is Tensor:
+                while len(_kept) >= _MOST_KEPT:
+                    _kept.pop(next(iter(_kept)), None)
+                _kept[key] = known
+        return known
+
+
+def _is_traced(device: torch.device) -> bool:
+    """Whether tensors that are made now may hold nothing later."""
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    is_transformed = torch._C._are_functorch_transforms_active()
+    return is_captured or is_fake or is_transformed or torch.compiler.is_compiling()
 
 
 def document_positions(cu_seqlens: Sequence[int], device: torch.device) -> Tensor:
@@ -29,21 +66,24 @@ def document_positions(cu_seqlens: Sequence[int], device: torch.device) -> Tenso
     return (torch.arange(int(borders[-1])) - starts).to(device)
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns coordinate pairs of x `[B, H, T, D]` by their angles `[T, D / 2]`, in its dtype."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    first, second = x.to(dtype).chunk(2, dim=3)
+def rotate(x: Tensor, turns: Turns) -> Tensor:
+    """Turns coordinate pairs of x `[B, H, T, D]`, in its dtype."""
+    first, second = x.to(turns.cos.dtype).chunk(2, dim=3)
+    cos, sin = turns
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=3).to(x.dtype)
 
 
-def rotate_(x: Tensor, angles: Tensor) -> Tensor:
-    """`rotate` in place, with less memory traffic; x may be a view."""
-    if x.dtype not in (torch.float32, torch.float64):
-        return x.copy_(rotate(x, angles))
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+def rotate_(x: Tensor, turns: Turns, *, back: bool = False) -> Tensor:
+    """`rotate` in place, with less memory traffic; x may be a view. `back` turns it back."""
+    cos, sin = turns
+    sign = -1 if back else 1
     first, second = x.chunk(2, dim=3)
-    turned = first * sin
-    first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).add_(turned)
+    if x.dtype == cos.dtype:
+        turned = first * sin
+        first.mul_(cos).addcmul_(second, sin, value=-sign)
+        second.mul_(cos).add_(turned, alpha=sign)
+        return x
+    one, two = first.to(cos.dtype), second.to(cos.dtype)
+    first.copy_((one * cos).sub_(two * sin, alpha=sign))
+    second.copy_((two * cos).add_(one * sin, alpha=sign))
     return x

@@ -89,7 +89,7 @@ class Probes:
 
 @dataclass(frozen=True)
 class Prober:
-    """Short runs of engines of one kind."""
+    """Short runs of engines of one kind, without trials: these release nothing."""
 
     new_engine: NewEngine
     privacy: PrivacyConfig
@@ -185,8 +185,8 @@ class Prober:
 
     def _asked(self, rate: float, releases: int, **changes: Any) -> PrivacyConfig:
         bands = mechanism_of(self.privacy).bands
-        own = {"sample_rate": rate / bands, "steps_per_epoch": releases * bands, **changes}
-        return replace(self.privacy, **own)
+        own = {"sample_rate": rate / bands, "steps_per_epoch": releases * bands}
+        return replace(self.privacy, **(own | {"verify_first_batch": False} | changes))
 
     def _run(
         self, asked: PrivacyConfig, canaries: int, *, kind: type[Run] = Run, **options: Any

@@ -88,6 +88,7 @@ def auditable(
         unit_name=None,
         budget=None,
         allow_buffers=(),
+        example=None,
     ), replace(
         performance,
         physical_batch_size=None,

@@ -24,7 +24,7 @@ from dpflash.kernels.attention_reference import AttentionInputs
 
 from ..attn.functional import attention, resolve_pattern
 from ..attn.ops import graph_of, key_range_of
-from ..attn.rotary import document_positions, rotary_angles, rotate_
+from ..attn.rotary import Turns, document_positions, rotate_
 from ..clipping.planner import LinearShape
 from ..packing.units import Units
 from ..patterns import Adaptive, Documents, Pattern
@@ -50,15 +50,17 @@ class _Heads:
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
 
-    def turn_(self, q: Tensor, k: Tensor, sign: float) -> None:
-        """Turn q and k by their positions, in place; sign -1 turns them back."""
-        if self.rotary:
-            positions = torch.arange(q.shape[2], device=q.device)
-            if self.documents is not None:
-                positions = document_positions(self.documents, q.device)
-            angles = sign * rotary_angles(positions, self.head_dim)
-            rotate_(q, angles)
-            rotate_(k, angles)
+    def turn_(self, qkv: Tensor, *, back: bool = False) -> None:
+        """Turn the queries and keys of qkv by their positions, in place, or turn them back."""
+        if not self.rotary:
+            return
+        x = qkv.unflatten(2, (-1, self.head_dim)).transpose(1, 2)[:, : -self.kv_heads]
+        if self.documents is None:
+            turns = Turns.of(x, self.head_dim)
+        else:
+            positions = document_positions(self.documents, x.device)
+            turns = Turns.at(positions, self.head_dim, x.dtype)
+        rotate_(x, turns, back=back)
 
 
 class _SelfAttention(torch.autograd.Function):
@@ -70,8 +72,8 @@ class _SelfAttention(torch.autograd.Function):
         x, qkv_weight, qkv_bias, out_weight, out_bias, sinks, slopes, padding = inputs[:8]
         *_handles, qkv_slot, out_slot, heads, units = inputs[8:]
         qkv = F.linear(x, qkv_weight, qkv_bias)
+        heads.turn_(qkv)
         q, k, v = heads.split(qkv)
-        heads.turn_(q, k, 1.0)
         options = {"key_padding_mask": padding, "sinks": sinks, "alibi_slopes": slopes}
         o, lse = attention(q, k, v, pattern=heads.pattern, return_lse=True, **options)
         ctx.save_for_backward(x, qkv, o, lse, qkv_weight, out_weight, sinks, slopes, padding)
@@ -107,7 +109,7 @@ class _SelfAttention(torch.autograd.Function):
             token_sums=needs[9] and sums_of_rows,
             out=(dq, dk, dv),
         )
-        heads.turn_(dq, dk, -1.0)
+        heads.turn_(dqkv, back=True)
         if needs[8]:
             dqkv_weight = taken(qkv_slot, x, dqkv)
         if needs[9] and not sums_of_rows:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _validate
 from ..attn.functional import attention, require_pattern, resolve_pattern
-from ..attn.rotary import document_positions, rotary_angles, rotate
+from ..attn.rotary import Turns, document_positions, rotate
 from ..distributed import ContextParallel
 from ..distributed.agreement import Context
 from ..distributed.attention import attend
@@ -266,7 +266,8 @@ class MultiheadAttention(nn.Module):
             return self._merged(o)
         q, k, v = self._project(query, key, value)
         if self.rotary:
-            q, k = self._rotated(q, k, torch.arange(q.shape[2], device=q.device))
+            turns = Turns.of(q, self.head_dim)
+            q, k = rotate(q, turns), rotate(k, turns)
         if self.pattern is None and self.sinks is None and self.alibi_slopes is None:
             o = self._attend_densely(q, k, v, key_padding_mask, attn_mask, is_causal)
             return self._merged(o)
@@ -367,8 +368,8 @@ class MultiheadAttention(nn.Module):
         return out
 
     def _rotated(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = rotary_angles(positions, self.head_dim)
-        return rotate(q, angles), rotate(k, angles)
+        turns = Turns.at(positions, self.head_dim, q.dtype)
+        return rotate(q, turns), rotate(k, turns)
 
     def _attend_across(
         self, query: Tensor, masks: dict[str, Tensor | None], is_causal: bool

@@ -183,7 +183,10 @@ class RealRows:
         if mask is None:
             return None
         if self._held is None or self._held[0] is not mask or self._held[1].device != x.device:
-            self._held = (mask, mask.to(x.device))
+            # From pinned memory the host does not wait.
+            is_cuda = x.device.type == "cuda"
+            sent = mask.pin_memory() if is_cuda else mask
+            self._held = (mask, sent.to(x.device, non_blocking=is_cuda))
         return self._held[1]
 
     def count(self, rows: int) -> int:

@@ -148,7 +148,6 @@ def test_samples_agree(noise, steps):
         assert abs(values.mean() - upper) < 6 * error + 0.01 * upper
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("row", PEER, ids=lambda row: "s{}-T{}-k{}".format(*row[:3]))
 def test_intervals_meet_those_of_the_peer(row):
     noise, steps, participations, delta, upper, lower = row

@@ -59,7 +59,6 @@ def noise_of(target_epsilon, target_delta, sample_rate, steps, accountant):
     return get_noise_multiplier(**target, **run), lambda noise: epsilon_of(noise, *setting)
 
 
-@pytest.mark.cases(8)
 @bounds
 @pytest.mark.parametrize(
     ("target_epsilon", "target_delta", "sample_rate", "steps"),
@@ -197,7 +196,6 @@ def test_the_accountant_that_is_passed_is_asked_and_left_alone():
     assert found > get_noise_multiplier(**target)
 
 
-@pytest.mark.cases(4)
 @bounds
 @pytest.mark.parametrize(
     ("target_epsilon", "target_delta", "noise_multiplier", "steps"),

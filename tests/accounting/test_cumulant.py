@@ -59,7 +59,6 @@ def check(pair, orders, cut=None):
             assert apart <= 1e-8 * largest.real
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("noise", "rate"), [(1.0, 0.01), (0.6, 0.3), (5.0, 0.5), (2.0, 1e-4), (1.0, 0.95)]
 )

@@ -56,7 +56,6 @@ def test_the_table_is_all_there():
     assert set(PLD_LOOSE_DELTAS) <= set(settings)
 
 
-@pytest.mark.cases(20)
 @rows
 def test_contour_holds_the_truth_to_a_millionth(row):
     truth, digit = truth_of(row)
@@ -69,7 +68,6 @@ def test_contour_holds_the_truth_to_a_millionth(row):
     assert accountant.get_delta(upper) <= row["delta"] * (1 + 1e-6)
 
 
-@pytest.mark.cases(20)
 @rows
 def test_contour_has_the_tables_delta_at_the_truth(row):
     truth, _ = truth_of(row)
@@ -83,7 +81,6 @@ def test_contour_has_the_tables_delta_at_the_truth(row):
         assert 0 < lower <= upper <= row["delta"]
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if FULL or row.get("steps") == 1000], ids=name
 )
@@ -100,7 +97,6 @@ def test_pld_holds_the_truth_to_a_thousandth(row):
     assert above <= row["delta"] * loose
 
 
-@pytest.mark.cases(20)
 @pytest.mark.filterwarnings("ignore:Optimal order is the")
 @rows
 def test_rdp_is_above_the_truth(row):

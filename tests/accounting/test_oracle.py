@@ -41,7 +41,6 @@ def precise(value):
     return mpf(str(value))
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     ("rate", "noise", "epsilon"),

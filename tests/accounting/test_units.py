@@ -65,7 +65,6 @@ def setting(row):
     return tuple(row[key] for key in ("examples_per_unit", "sample_rate", "noise_multiplier"))
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("row", [row for row in ROWS if row["steps"] == 1], ids=name)
 def test_rows_of_one_step_have_their_delta_in_closed_form(row):
     with mp.workdps(40):
@@ -107,7 +106,6 @@ def test_the_inversion_is_the_closed_form_and_the_quadrature_over_an_output(
         assert float(inversion.delta(mpf(epsilon))[0]) == pytest.approx(float(truth), rel=1e-12)
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("row", ROWS, ids=name)
 def test_the_truth_lies_within_the_interval_of_the_contour(row):
     accountant, truth = spent((event_of(row), row["steps"])), mpf(row["epsilon"])
@@ -119,7 +117,6 @@ def test_the_truth_lies_within_the_interval_of_the_contour(row):
     assert lower <= row["delta"] * (1 + 1e-9) and row["delta"] * (1 - 1e-9) <= upper
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("row", ROWS, ids=name)
 def test_the_truth_lies_within_the_interval_of_pld_and_below_rdp(row):
     truth = float(row["epsilon"])
@@ -130,7 +127,6 @@ def test_the_truth_lies_within_the_interval_of_pld_and_below_rdp(row):
     assert truth <= rdp * (1 + 1e-12)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("row", ROWS, ids=name)
 def test_dp_accountings_pessimistic_value_is_not_below_the_lower_end(row):
     truth = float(row["epsilon"])
@@ -188,7 +184,6 @@ def test_units_of_which_all_is_drawn_are_a_gaussian_of_the_whole_unit(kind):
     assert unit.get_epsilon(1e-7) >= truth * (1 - 1e-12)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(
     ("noise", "rate", "examples", "epsilon"),
@@ -226,7 +221,6 @@ def excess_by_quadrature(pair, order, panels):
 
 
 @pytest.mark.skipif(np.finfo(np.longdouble).eps > 1e-18, reason="long double is float64 here")
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("enough", [0.0, 1e-12])
 @pytest.mark.parametrize(
     ("noise", "rate", "examples"),

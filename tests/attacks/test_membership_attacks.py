@@ -52,7 +52,6 @@ def of(target, view, sigma):
     return lambda seed: attacked.mechanism(target, view, sigma, seed=seed, weights=WEIGHTS)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("sigma", SIGMAS)
 @pytest.mark.parametrize("view", ["p.grad", "weights"])
 def test_every_attack_wins_against_torch_normal(view, sigma):

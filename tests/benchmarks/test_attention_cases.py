@@ -79,7 +79,6 @@ def test_the_elementwise_definition_is_the_mask_of_the_pattern(name, causal):
     assert case.pairs == 2 * (masks > 0).sum()
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_definition_agrees_with_the_library_in_every_gradient(name, causal):
     case = case_of(pattern_of(name, causal))

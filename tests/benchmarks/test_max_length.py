@@ -57,7 +57,6 @@ def test_the_reason_is_that_of_the_shortest_sequence_that_failed():
     assert search(lambda tokens: "memory" * (tokens > 2000) or None, 1000, 2**20)[0] == 2000
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("variant", "direction"),
     [("LongNet", "forward"), *((variant, "forward+backward") for variant in SEARCHED)],

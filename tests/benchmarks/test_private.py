@@ -46,7 +46,6 @@ def training_of(task, provider):
     return make_training(task, provider, noise_multiplier=1.0, optimize=sgd)
 
 
-@pytest.mark.cases(9)
 @pytest.mark.parametrize("model", ["attention", "lm", "llama-lora"])
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_without_noise_every_provider_sums_what_a_loop_over_samples_sums(model, provider):

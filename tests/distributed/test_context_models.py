@@ -31,7 +31,6 @@ MODELS = [
 ]
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("tokens", [23, 32])
 @pytest.mark.parametrize(("model", "mode", "sharding"), MODELS)
 def test_a_model_over_its_context_is_that_of_one_process(three, model, mode, sharding, tokens):

@@ -47,7 +47,6 @@ def test_ranks_have_as_many_trials_of_each_draw(pair: Any) -> None:
     assert not any(first[8:10]) and first[10]
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize(
     ("run", "count", "released"),
@@ -151,7 +150,6 @@ def test_sharded_models_over_a_context(new_world: Any) -> None:
     assert len(set(world.run(CASES, "rows_of_a_context", 4))) == 1
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("by_engine", [True, False], ids=["of the engine", "of the loop"])
 @pytest.mark.parametrize("shards", [True, False], ids=["sharded", "whole"])
 def test_a_declared_mean_over_padding_is_refused_on_all_ranks(

@@ -92,7 +92,6 @@ MESHES = [
 ]
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize(("ranks", "context", "wrapper"), MESHES)
 def test_ranks_get_the_parameters_of_one_process(started, ranks, context, wrapper, clipping):
@@ -181,7 +180,6 @@ def test_every_kind_of_model_trains_over_its_context(started, model, context):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "plain"])
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_torchs_transformer_and_recurrent_layers_train_as_in_one_process(
@@ -212,7 +210,6 @@ def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started):
         assert 0 < np.abs(one - alone).max() <= 0.02 * 2**-8
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("wrapper", "clipping", "ways"),
     [(kind, "per_layer", {}) for kind in ("plain", "ddp", "fsdp")]
@@ -272,7 +269,6 @@ def test_the_ranks_shares_of_a_draw_are_the_draw(started):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("order", ["before", "between"])
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
@@ -308,7 +304,6 @@ def test_public_steps_that_do_not_fit_together_are_refused_on_all_ranks(started,
 CONTEXTS = pytest.mark.parametrize("ranks", [2, 3], ids=["context2", "context3"])
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("clipping", CLIPPINGS[:2] + CLIPPINGS[3:])
 @CONTEXTS
 def test_invariant_1_one_sample_moves_the_sum_by_at_most_the_bound(started, ranks, clipping):
@@ -334,7 +329,6 @@ PACKED = [
 ]
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("options", PACKED, ids=lambda o: str(next(iter(o.values()))))
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -351,7 +345,6 @@ def test_documents_that_cross_ranks_have_the_sums_of_one_process(started, ranks,
         np.testing.assert_array_equal(one["sums"], together[0]["sums"])
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("broken", [False, True], ids=["right", "squares"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_invariant_1_a_document_that_crosses_ranks_moves_the_sum_by_at_most_the_bound(
@@ -376,7 +369,6 @@ def test_invariant_6_a_sample_with_nan_on_one_rank_counts_nowhere(started):
     assert started.run(2, "uneven_losses") == ["1 True", "1 True"]
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
     [MESHES[i] for i in (0, 1, 2, 3, 7, 10)],
@@ -438,7 +430,6 @@ def test_invariant_10_no_rank_releases_where_the_ledger_fails(started, tmp_path)
     assert second.startswith("True the payment of a release failed on rank 0")
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("wrapper", "by", "note"),
     [("plain", 1, LOST), ("ddp", 1, LOST), ("fsdp", 1, LOST), ("plain", 0, REFUSED)],
@@ -480,7 +471,6 @@ def assert_same_bits(started, ranks, wrapper, options):
             np.testing.assert_array_equal(one, once)
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("ranks", "wrapper", "clipping"),
     EXACT_MESHES,

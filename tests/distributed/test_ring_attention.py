@@ -51,7 +51,6 @@ def bytes_on_paper(name, tokens, mode, sharding, size, kv_heads, rank, item=4, d
     return forward, backward
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", [*MODES, "auto"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_pattern_gives_what_one_process_gives(world, size, mode):
@@ -74,7 +73,6 @@ def test_every_pattern_gives_what_one_process_gives(world, size, mode):
             assert max(distances.values()) < 5e-6, (label, distances)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sinks_and_slopes_and_float64(world, size, mode):
@@ -114,7 +112,6 @@ def test_repeats_have_the_same_bits(world, mode, name):
     assert all(world.run(CASES, "repeats", 3, mode=mode, name=name, times=50))
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize(("mode", "size"), [(m, s) for m in MODES for s in (2, 3, 4)])
 def test_bytes_sent_are_those_foretold_and_those_on_paper(world, mode, size, sharding):
@@ -168,7 +165,6 @@ def test_only_local_shards_are_kept_for_the_backward(world, mode):
         assert max(kept) == local and sum(kept) <= 4 * local + local // 16
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_padding_is_neither_seen_nor_computed(world, mode, sharding):

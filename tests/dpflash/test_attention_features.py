@@ -89,7 +89,6 @@ HEADS = [(4, 4), (4, 1), (4, 2)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.cases(12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -151,7 +150,6 @@ PATTERNS = [
 BORDERS = (0, 5, 5, 30, 31, 64)
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("queries", [1, 7, 40])
@@ -267,7 +265,6 @@ def test_autocast_converts_as_for_torchs_own_attention(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", range(100))
 def test_random_cases_are_those_of_flex_attention(seed):
     """o and lse in float64; on the CPU flex_attention has no backward."""

@@ -121,7 +121,6 @@ RUNS = [
 ]
 
 
-@pytest.mark.cases(8)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("how", "options"), RUNS)
 def test_all_objects_of_a_run_are_freed(how, options, monkeypatch):

@@ -42,7 +42,6 @@ def _options(clipping, bound):
 CLIPPINGS = ["flat", "ghost", "per_layer"]
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("column", models_table.COLUMNS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_private_step_is_what_the_page_says(name, column):
@@ -56,7 +55,6 @@ def test_a_private_step_is_what_the_page_says(name, column):
     assert clipped <= 5e-7
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize("name", TRAINED)
 def test_one_sample_moves_the_sum_by_at_most_the_bound(name, clipping, private, sums, distance):
@@ -94,7 +92,6 @@ def test_on_public_data_a_private_model_is_the_plain_one(name, adapted, private)
     engine.backward(losses)
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_told_apart_by_sample_is_refused(name, private):
     data = MODELS[name].batch()
@@ -118,7 +115,6 @@ def _errors(name, dtype=torch.float64, reduction=None):
 
 
 # Their layers do not see the batch first, or they change what they are given.
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", ["T5", "BART", "Swin", "Wav2Vec2", *REFUSED])
 def test_check_takes_from_layers_what_training_takes(name):
     assert _errors(name)[:1] == ([FOUND[name]] if name in REFUSED else [])

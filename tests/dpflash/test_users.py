@@ -131,7 +131,6 @@ def norm(grads):
 @pytest.mark.parametrize("chunked", [False, True], ids=["logits", "chunked"])
 @pytest.mark.parametrize("layer", LAYERS)
 @every_kind
-@pytest.mark.cases(12)
 def test_the_sum_is_over_users_of_the_gradient_of_their_mean_loss(layer, kind, chunked):
     torch.manual_seed(1)
     model = Net(layer, chunked).double()
@@ -150,7 +149,6 @@ def test_the_sum_is_over_users_of_the_gradient_of_their_mean_loss(layer, kind, c
 
 @pytest.mark.parametrize("layer", ["linear", "lstm", "attention"])
 @every_kind
-@pytest.mark.cases(6)
 def test_one_user_more_moves_the_sum_by_at_most_the_bound(layer, kind):
     # All users are drawn, and each user's gradient is far above the bound.
     bound, users = 1e-3, 7

@@ -260,7 +260,6 @@ def plain(tmp_path_factory):
     return functools.cache(lambda kind: traces(kind, None, tmp_path_factory.mktemp("plain")))
 
 
-@pytest.mark.cases(10)
 @pytest.mark.parametrize(("kind", "odd", "place"), CASES, ids=lambda x: str(x).replace(" ", "_"))
 def test_a_neighboring_dataset_leaves_the_same_traces(kind, odd, place, plain, tmp_path, capfd):
     expected = plain(kind)

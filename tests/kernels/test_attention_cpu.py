@@ -228,7 +228,6 @@ def assert_close(outputs, expected, tolerance, dslopes_terms=None):
         assert error <= limit * size, f"{name}: error {error:.2e} of {size:.2e}"
 
 
-@pytest.mark.cases(10)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_matches_the_reference(name, options):
@@ -244,7 +243,6 @@ def test_matches_the_reference(name, options):
     assert_close(run(attention_cpu, graph, *narrow, **grads), expected, 2e-6, terms)
 
 
-@pytest.mark.cases(12)
 @pytest.mark.parametrize("dim", [1, 8, 64, 256])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("name", ["causal", "dilated"])
@@ -456,7 +454,6 @@ def random_side(generator, queries, keys):
     return make_side([groups])
 
 
-@pytest.mark.cases(12)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_graphs_match_the_reference(seed):
     generator = random.Random(seed)
@@ -490,7 +487,6 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ["causal", "window", "strided", "blocks"])
 def test_no_tensor_grows_with_the_square_of_tokens(name, options):
@@ -512,7 +508,6 @@ def test_no_tensor_grows_with_the_square_of_tokens(name, options):
     assert largest(4096) <= 2.5 * at_2048
 
 
-@pytest.mark.cases(10)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", range(4), ids=["q", "k", "v", "do"])
 @pytest.mark.parametrize("name", ["causal", "dilated", "window"])

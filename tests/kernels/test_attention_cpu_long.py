@@ -87,7 +87,6 @@ def test_what_memory_held_before_does_not_matter(name, key_range, fresh_memory_i
     assert_matches_the_reference(graph, make_tensors(graph, 2, 4, 4, 3), ranges)
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("begin", [700, 1300])
 @pytest.mark.parametrize("name", LONG)
 def test_shards_of_long_sequences(name, begin):
@@ -107,7 +106,6 @@ HEADS = {
 }
 
 
-@pytest.mark.cases(12)
 @pytest.mark.parametrize("clipped", [False, True], ids=["whole", "key-range"])
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", HEADS)
@@ -139,7 +137,6 @@ def threads(number):
         torch.set_num_threads(before)
 
 
-@pytest.mark.cases(5)
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("name", LONG)
 def test_threads_change_no_bit(name, groups):
@@ -154,7 +151,6 @@ def test_threads_change_no_bit(name, groups):
             assert torch.equal(x, outputs[0][key]), key
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("number", [1, 2, 5])
 @pytest.mark.parametrize("groups", [1, 4])

@@ -129,7 +129,6 @@ PATTERNS = {
 T = 53
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_kernels_match_the_reference_for_every_pattern(name):
     q, k, v = fused_qkv(1, 2, 1, T, 16, torch.float32)
@@ -137,7 +136,6 @@ def test_kernels_match_the_reference_for_every_pattern(name):
     assert_close(found, expected, 2e-6)
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 96, 128, 5, 1])
 def test_kernels_match_the_reference_for_every_head_dim(head_dim):
     q, k, v = fused_qkv(1, 2, 1, 35, head_dim, torch.float32)
@@ -145,7 +143,6 @@ def test_kernels_match_the_reference_for_every_head_dim(head_dim):
     assert_close(found, expected, 2e-6)
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17])
 @pytest.mark.parametrize("name", ["causal", "longnet-causal", "window-globals"])
 def test_kernels_match_the_reference_at_any_length(name, tokens):
@@ -288,7 +285,6 @@ def test_multiplicities_count_as_often_as_they_say():
     assert found["lse"].exp().sum() > 0
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "name", [name for name, p in PATTERNS.items() if p.causal and name != "block-lists"]
 )
@@ -336,7 +332,6 @@ def test_squares_are_of_the_gradients_as_stored(name, dtype):
     )
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("head_dim", [5, 40, 80, 96])
 def test_squares_take_every_part_of_a_head_dim_once(head_dim, dtype):

@@ -90,7 +90,6 @@ def same_bits(found, expected):
     assert torch.equal(found.signbit(), expected.signbit())
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_clipped_sum_has_the_bits_of_the_reference_implementation(dtype, processor):
     for elements, batch in itertools.product(SIZES, (0, 1, 3, 9)):
@@ -118,7 +117,6 @@ def of_a_gate(batch, dtype):
     ]
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtypes", [*zip(DTYPES), DTYPES[::2]], ids=str)
 def test_a_call_for_all_parameters_of_a_gate_has_the_bits_of_a_call_for_each(
     dtypes, processor, every_thread_count

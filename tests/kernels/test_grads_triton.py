@@ -73,7 +73,6 @@ def error(found, expected):
     return distance / max(float(expected.double().norm()), 1e-30)
 
 
-@pytest.mark.cases(9)
 @every_shape
 @every_dtype
 def test_per_sample_gradients_and_the_squares_of_their_epilogue_match_float64(shape, dtype):
@@ -85,7 +84,6 @@ def test_per_sample_gradients_and_the_squares_of_their_epilogue_match_float64(sh
     assert torch.equal(launch.per_sample_grad(x, dy), grads)
 
 
-@pytest.mark.cases(9)
 @every_shape
 @every_dtype
 def test_the_gram_form_is_above_the_norm_by_no_more_than_what_it_states(shape, dtype):
@@ -100,7 +98,6 @@ def test_the_gram_form_is_above_the_norm_by_no_more_than_what_it_states(shape, d
     assert bool((squares <= exact * (1 + 1e-12) + 2 * stated * size).all())
 
 
-@pytest.mark.cases(9)
 @every_shape
 @every_dtype
 def test_the_tile_form_bounds_the_norm_of_the_product_itself(shape, dtype):
@@ -253,7 +250,6 @@ def test_a_gram_norm_whose_products_overflow_is_not_finite():
     assert not found.isfinite().any()
 
 
-@pytest.mark.cases(4)
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 1, 3), (3, 37, 9), (2, 6, 140)], ids=str)
 def test_look_ups_match_the_reference_where_tokens_repeat(shape, dtype):
@@ -286,7 +282,6 @@ def test_sums_over_tokens_match_float64(tokens, dtype):
     assert distance <= RELATIVE * float(dy.double().norm()) * math.sqrt(tokens)
 
 
-@pytest.mark.cases(4)
 @every_dtype
 @pytest.mark.parametrize("shape", [(3, 21, 6, 5), (4, 30), (2, 3, 5, 12)], ids=str)
 def test_norm_layers_match_the_reference(shape, dtype):

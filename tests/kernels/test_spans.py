@@ -132,7 +132,6 @@ def of_rows(o, factors):
     }
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_spans_give_what_they_give_as_rows_in_float64(backend, dtype, small_chunks):
@@ -169,7 +168,6 @@ def test_no_bit_of_a_sample_depends_on_where_it_is_packed(dtype, small_chunks):
     assert torch.equal(*sums)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("spans", [(), ((3, 3), (0, 0))], ids=["none", "empty"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_samples_without_tokens_give_zeros(backend, spans):

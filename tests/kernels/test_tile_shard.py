@@ -146,7 +146,6 @@ def cols_matrix(graph):
     return torch.stack(sides).unflatten(0, variants.shape)
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_restricted_graphs_are_slices_of_the_mask(name, tokens):
@@ -168,7 +167,6 @@ def test_restricted_graphs_are_slices_of_the_mask(name, tokens):
         assert edges == pattern.edges(tokens, 3)
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_what_nobody_sees_is_in_no_table(name, tokens):
@@ -248,7 +246,6 @@ def random_side(generator, rows, columns):
     )
 
 
-@pytest.mark.cases(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_any_stride_and_band_is_restricted_exactly(seed):
     generator = random.Random(seed)
@@ -286,7 +283,6 @@ def chosen_blocks(tokens, *, causal, samples=2, heads=2, dtype=torch.float64):
     return q, k, v, runtime_graph(blocks, gates.float(), pattern, tokens)
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_graphs_built_at_run_time_are_restricted_without_a_look(tokens, causal):
@@ -453,7 +449,6 @@ def assert_close(found, expected, tolerance):
 RINGS = {"contiguous-3": (contiguous, 3), "zigzag-2": (zigzag, 2), "scattered-2": (scattered, 2)}
 
 
-@pytest.mark.cases(12)
 @pytest.mark.parametrize("ranks", RINGS)
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -466,7 +461,6 @@ def test_shards_merge_to_the_whole(backend, name, ranks):
     assert_close(found, whole(graph, tensors), 1e-12)
 
 
-@pytest.mark.cases(8)
 @pytest.mark.parametrize("ranks", RINGS)
 @pytest.mark.parametrize("name", ["causal", "window-globals", "dilated-odd", "block-lists"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -493,7 +487,6 @@ def test_shards_of_chosen_blocks_merge_to_the_whole_and_its_run_grads(backend, r
     assert_close(found, whole(graph, tensors, run_grads=True), 1e-12)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
@@ -529,7 +522,6 @@ def test_shards_of_chosen_blocks_merge_in_the_kernels():
     assert_close(found, whole(graph, tensors, run_grads=True), 3e-6)
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)],
@@ -547,7 +539,6 @@ def test_shards_of_narrow_tensors_merge_before_they_are_rounded(backend, dtype, 
     assert_close({"lse": found["lse"]}, {"lse": whole(graph, tensors)["lse"]}, 2e-6)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["causal", "window-globals"])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -646,7 +637,6 @@ NOTHING = {
 }
 
 
-@pytest.mark.cases(10)
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("runtime", [False, True], ids=["static", "run-time"])
 @pytest.mark.parametrize("case", NOTHING)

@@ -72,7 +72,6 @@ def from_definition(qkv, factors, pattern):
     return torch.autograd.grad(outputs, wide, up)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_released_gradient_is_the_definition_in_float64(name, executor):
     qkv = make_qkv()

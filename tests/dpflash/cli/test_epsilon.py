@@ -431,7 +431,6 @@ def test_only_one_curve_is_drawn_for_rdp_and_passes_are_called_so(figures, tmp_p
     assert lines_of(left)["rdp"].get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "event",
     [

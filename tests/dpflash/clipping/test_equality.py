@@ -146,7 +146,6 @@ def agree(oracle, private, sums, distance):
     return check
 
 
-@pytest.mark.cases(8)
 @every_model
 @every_kind
 def test_the_clipped_sum_is_that_of_a_float64_loop(build, kind, agree, next_token_loss):

@@ -55,7 +55,6 @@ def batch(samples=4, tokens=3):
     return torch.randn(samples, tokens, 5, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.cases(7)
 @pytest.mark.parametrize("kind", EVERY_KIND, ids=lambda kind: next(iter(kind.values())))
 @pytest.mark.parametrize("shape", [(4, 3), (4, 1), (1, 3), (3, 3)], ids=str)
 def test_flattened_tokens_give_what_unflattened_ones_do(shape, kind, private, sums):

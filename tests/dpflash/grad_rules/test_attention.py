@@ -69,7 +69,6 @@ def taken_apart(model):
     model.attention.out_proj.register_forward_hook(lambda *_: None)
 
 
-@pytest.mark.cases(12)
 @every_kind
 @pytest.mark.parametrize("case", CASES)
 def test_one_node_gives_what_its_parts_give(private, sums, distance, kind, case):

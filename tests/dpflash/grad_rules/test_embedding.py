@@ -39,7 +39,6 @@ def released(model, ids, private, options):
     return [p.grad for p in model.parameters() if p.requires_grad], engine
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("token", [7, 400, -1])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("kind", [nn.Embedding, Scaled])

@@ -88,7 +88,6 @@ def losses(next_token_loss):
     return lambda model, batch: 10 * next_token_loss(model, batch)
 
 
-@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @every_kind
 def test_gradients_are_those_of_a_loop_over_samples(name, kind, losses, from_loop):
@@ -97,7 +96,6 @@ def test_gradients_are_those_of_a_loop_over_samples(name, kind, losses, from_loo
     assert from_loop(mixture(name).double(), losses, tokens(), **UNCLIPPED, **kind) <= limit
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @every_kind
 def test_clipped_sums_are_those_of_a_loop_over_samples(name, kind, oracle, losses, from_loop):
@@ -127,7 +125,6 @@ def released(engine, model):
     )
 
 
-@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @every_kind
 def test_one_sample_in_or_out_moves_the_sum_by_at_most_the_bound(name, kind, private, losses):
@@ -188,7 +185,6 @@ def test_the_bits_of_a_sample_do_not_depend_on_what_others_route_where(kind, is_
     assert found[0].norm() > 0 and torch.equal(*found)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("trained", ["q_proj", "gate.weight", "down_proj", "gate_up_proj"])
 @every_kind
 def test_frozen_parts_of_a_mixture_leave_the_sums_of_the_others(trained, kind, losses, from_loop):

@@ -85,7 +85,6 @@ def samples(batch=B, steps=T):
     return x * torch.tensor([1.0, 3.0, 0.2, 0.5, 2.0])[torch.arange(batch) % 5].view(-1, 1, 1)
 
 
-@pytest.mark.cases(8)
 @every_kind
 @every_order
 @pytest.mark.parametrize("given", [False, True], ids=["zeros", "given"])
@@ -107,7 +106,6 @@ def test_as_many_steps_as_samples_are_not_taken_for_samples(cell, batch_first, a
     agree(scrambled(Net(cell, batch_first=batch_first)), (samples(T),), KINDS[1])
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("shape", [(1, T), (B, 1), (1, 1)], ids=["B1", "T1", "B1-T1"])
 @every_cell
 def test_one_sample_and_one_step_agree(cell, shape, agree):
@@ -123,7 +121,6 @@ FROZEN = {
 }
 
 
-@pytest.mark.cases(5)
 @every_kind
 @pytest.mark.parametrize("case", FROZEN)
 @pytest.mark.parametrize("cell", ["lstm", "gru"])
@@ -179,7 +176,6 @@ class Stepwise(nn.Module):
         return torch.stack(found, 1)
 
 
-@pytest.mark.cases(5)
 @every_kind
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 @pytest.mark.parametrize("cell", STEPS)
@@ -250,7 +246,6 @@ def test_dropout_between_layers_draws_a_mask_for_each_sample(private):
     assert torch.equal(y[0], y[1])
 
 
-@pytest.mark.cases(3)
 @every_kind
 @pytest.mark.parametrize("packed", [None, "unsorted"])
 @pytest.mark.parametrize("cell", ["projected", "gru"])
@@ -269,7 +264,6 @@ def test_removing_a_sample_changes_the_sum_by_at_most_c(cell, packed, kind, priv
     assert min(moves) >= 0.3 * bound
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("packed", [None, "unsorted"], ids=["padded", "packed"])
 @every_cell
 def test_the_first_batch_proves_it(cell, packed, private):

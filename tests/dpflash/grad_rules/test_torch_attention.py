@@ -149,7 +149,6 @@ class Both(nn.Module):
 TRANSFORMERS = {"encoder": Encoder, "decoder": Decoder, "transformer": Both}
 
 
-@pytest.mark.cases(8)
 @every_kind
 @every_order
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
@@ -163,7 +162,6 @@ def test_attention_agrees_with_torch_and_with_single_samples(
     agree(plain, (*samples(), *more), kind)
 
 
-@pytest.mark.cases(5)
 @every_kind
 @every_order
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
@@ -191,7 +189,6 @@ FROZEN = {
 }
 
 
-@pytest.mark.cases(5)
 @every_kind
 @pytest.mark.parametrize("case", FROZEN)
 def test_frozen_parameters_neither_count_nor_open_a_way_around_the_gates(case, kind, agree):
@@ -278,7 +275,6 @@ def test_attention_dropout_scales_what_it_keeps(private):
     torch.testing.assert_close(dropped[kept], 2 * alive[kept])
 
 
-@pytest.mark.cases(3)
 @every_kind
 @pytest.mark.parametrize("name", ["tokens_first", "attention"])
 def test_removing_a_sample_changes_the_sum_by_at_most_c(name, kind, private, sums):
@@ -299,7 +295,6 @@ def test_removing_a_sample_changes_the_sum_by_at_most_c(name, kind, private, sum
     assert min(moves) >= 0.3 * bound
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @every_order
 def test_the_first_batch_proves_a_transformer(name, batch_first, private):
@@ -313,7 +308,6 @@ def test_the_first_batch_proves_a_transformer(name, batch_first, private):
     assert engine.verified is True
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @every_order
 def test_engine_check_accepts_a_transformer(name, batch_first):

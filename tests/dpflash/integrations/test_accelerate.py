@@ -87,7 +87,6 @@ def trained(order=(), precision=None, accelerator=None):
     return list(model.parameters()), engine.get_epsilon(DELTA), scheduler.get_last_lr()
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("precision", [None, "bf16"], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "order",

@@ -101,7 +101,6 @@ def with_reference(kind):
     return {"model": llama(0), "ref_model": llama(1).double()}, llama(1).double()
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("kind", ["model", "precomputed", "new-adapter", "given-adapter"])
 def test_the_sum_is_over_pairs_of_their_clipped_gradients(kind, checkpointing, tmp_path):

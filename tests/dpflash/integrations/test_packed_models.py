@@ -139,7 +139,6 @@ def error(found, expected):
     return norm({n: found[n].double() - g for n, g in expected.items()}, expected) / size
 
 
-@pytest.mark.cases(9)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", FAMILIES)
@@ -158,7 +157,6 @@ CLIPPINGS = {
 }
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize("name", ["Llama", "Qwen3-MoE", "GPT2"])
 def test_clipped_sums_of_documents_are_those_of_a_loop(name, clipping, attached, sums):
@@ -171,7 +169,6 @@ def test_clipped_sums_of_documents_are_those_of_a_loop(name, clipping, attached,
     assert error(found, clipped_sum(alone, groups)) <= 5e-7
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "Gemma3"])
 def test_one_packed_document_moves_the_sum_by_at_most_the_bound(name, attached, sums):
     found, bound = [], 1e-2

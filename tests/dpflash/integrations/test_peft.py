@@ -107,14 +107,12 @@ def test_dora_with_frozen_magnitudes_trains(as_the_loop):
     as_the_loop(model)
 
 
-@pytest.mark.cases(12)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @every_kind
 def test_gradients_are_those_of_a_loop_over_samples(name, kind, as_the_loop):
     as_the_loop(adapted(CONFIGS[name]), **kind)
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize("kind", KINDS[:3], ids=lambda kind: kind["grad_sample_mode"])
 def test_clipped_sums_are_those_of_a_loop_over_samples(
@@ -128,7 +126,6 @@ def test_clipped_sums_are_those_of_a_loop_over_samples(
     assert distance(sums(engine, made), expected.clipped_sum(bound)) <= 1e-6
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize("kind", KINDS[2:], ids=lambda kind: next(iter(kind.values())))
 def test_one_sample_in_or_out_moves_the_sum_by_at_most_the_bound(name, kind, private):
@@ -220,7 +217,6 @@ class Beside(nn.Module):
         return self.base(x) + self.lora_B(self.lora_A(x))
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("bits", [8, 4])
 @every_kind
 def test_adapters_of_a_base_of_few_bits_agree_with_the_loop(bits, kind, as_the_loop):

@@ -157,7 +157,6 @@ def user_of(entry):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-lora", "bert", "t5"])
 @pytest.mark.parametrize("has_users", [False, True], ids=["entries", "users"])
-@pytest.mark.cases(4)
 def test_bad_entries_end_nothing(name, has_users, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(MODELS, "t5", t5)
     units = {"unit_of": user_of, "examples_per_unit": 4, "unit_name": "user"} if has_users else {}
@@ -195,7 +194,6 @@ def test_parameters_and_epsilon_are_those_of_a_plain_loop(
     assert largest_difference(built(name), trained.model) > 1e-3
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("build", [masked_bert, t5, prompted])
 def test_losses_of_other_heads_are_the_models_own_for_one_sample(build, tmp_path):
     torch.manual_seed(0)
@@ -386,7 +384,6 @@ class Seeing(DPTrainer):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "masked", "padded"])
-@pytest.mark.cases(2)
 def test_training_is_the_same_with_and_without_made_up_samples(name, tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "t5", t5)
     monkeypatch.setitem(MODELS, "masked", masked_bert)

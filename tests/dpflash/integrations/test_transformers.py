@@ -174,7 +174,6 @@ def distances():
     return of
 
 
-@pytest.mark.cases(14)
 @pytest.mark.parametrize("side", ["none", "right", "left", "all_kept"])
 @pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
 def test_logits_and_gradients_are_those_of_eager_attention(build, side, distances):
@@ -210,7 +209,6 @@ def test_cross_attention_sees_all_of_the_other_sequence(length):
     torch.testing.assert_close(logits[1], logits[0], rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.cases(8)
 @pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("build", DECODERS, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -561,7 +559,6 @@ def test_a_compiled_model_refuses_packed_documents_instead_of_mixing_them():
         compiled(tokens(1), position_ids=PACKED, use_cache=False)
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("mode", ["instantiate", "book_keeping", "ghost"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("build", [gpt2, llama], ids=lambda build: build.__name__)

@@ -364,7 +364,6 @@ def test_a_language_model_is_proven(chunked, kind, private):
     assert engine.verified is True
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("level", ["balanced", "aggressive"])
 @pytest.mark.parametrize("mixing", [False, True], ids=["apart", "mixing"])
 def test_levels_are_proven_too(level, mixing, private, monkeypatch):

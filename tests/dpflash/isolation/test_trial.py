@@ -181,7 +181,6 @@ COUPLINGS = {
 }
 
 
-@pytest.mark.cases(16)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
 def test_what_a_loop_makes_of_other_samples_is_refused(coupling, layout):
@@ -203,7 +202,6 @@ def _example(layout, rows=32):
     return [x, y] if collate is None else collate(list(zip(x, y, strict=True)))
 
 
-@pytest.mark.cases(8)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("coupling", COUPLINGS.values(), ids=COUPLINGS)
 def test_a_public_example_shows_couplings_before_the_first_draw(coupling, layout):

@@ -464,7 +464,6 @@ def test_a_private_head_under_autocast_agrees_with_an_eager_one_in_bf16(private,
 # The language model
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("chunked_loss", [True, False])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @every_kind

@@ -233,7 +233,6 @@ def worst_change(private, sums, loss, *, model, seeds, **options):
     return worst
 
 
-@pytest.mark.cases(4)
 @every_kind
 @pytest.mark.parametrize("region", [False, True], ids=["level", "own-region"])
 def test_under_balanced_one_sample_moves_the_sum_by_at_most_the_bound(region, kind, private, sums):
@@ -292,7 +291,6 @@ def test_in_a_large_batch_one_sample_moves_the_sum_by_at_most_the_bound_or_is_re
     assert 0.69 <= moved <= 0.7 * (1 + 1e-4)
 
 
-@pytest.mark.cases(3)
 @every_level
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_norms_sums_and_gradients_stay_float32(level, clipping, private, tiny_lm, quick):
@@ -373,7 +371,6 @@ ROOTS = {
 }
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("root", ROOTS)
 @pytest.mark.parametrize("level", ["balanced", "aggressive"])
 def test_detach_gives_the_model_back_as_it_was(level, root, private, quick):
@@ -683,7 +680,6 @@ def test_the_drawn_batch_tells_its_size_to_the_compiler(private, quick):
 # All levels
 
 
-@pytest.mark.cases(3)
 @pytest.mark.usefixtures("one_batch_a_draw")
 @every_level
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])

@@ -109,7 +109,6 @@ def compared(run, gradients, clipped, error, model, plain, docs, *, reduction="m
     return error(found, clipped(own.engine, grads, bound, function)), own
 
 
-@pytest.mark.cases(7)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("align", [1, 8])
 @pytest.mark.parametrize("mode", MODES)
@@ -124,7 +123,6 @@ def test_sums_are_those_of_a_loop_over_documents(
     assert found < 1e-10
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("bound", [0.05, 0.4])
 @pytest.mark.parametrize("options", CLIPPINGS, ids=lambda o: next(iter(o.values())))
@@ -138,7 +136,6 @@ def test_clipped_sums_are_those_of_a_loop_over_documents(
     assert found < 1e-6
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", ["layers", "attention", "hooked"])
@@ -157,7 +154,6 @@ def test_each_rule_has_the_gradients_of_a_loop_over_documents(
     assert found < 1e-10
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("align", [1, 8])
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -170,7 +166,6 @@ def test_a_pattern_starts_anew_in_each_document(
     assert found < 1e-10
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
     ("dtype", "bound", "tolerance"),
@@ -200,7 +195,6 @@ def test_sinks_and_slopes_have_a_gradient_of_each_document(
     assert found < tolerance
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
 def test_narrower_models_keep_their_digits(

@@ -121,7 +121,6 @@ RIGHT = {
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("alike", [False, True], ids=["", "first-tokens-alike"])
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.cases(3)
 def test_a_loss_of_another_documents_tokens_is_refused(
     wrong, alike, rows, run, documents, language_model
 ):
@@ -135,7 +134,6 @@ def test_a_loss_of_another_documents_tokens_is_refused(
     assert own.optimizer.releases == 0
 
 
-@pytest.mark.cases(8)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS * 2, [5, 4]], ids=["five", "ten", "two"])
 def test_a_loss_divided_by_a_number_of_the_batch_is_refused_in_the_first_draws(
@@ -302,7 +300,6 @@ def test_no_microbatch_passes_behind_one_that_was_refused(run, documents, langua
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("right", RIGHT)
-@pytest.mark.cases(3)
 def test_losses_of_each_document_by_itself_pass_and_sums_are_those_without_trials(
     right, dropout, run, documents, language_model
 ):

@@ -98,7 +98,6 @@ def neighbor(x, batch):
     return x + x.roll(1, 1)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("mode", ["auto", "instantiate", "book_keeping", "ghost"])
 @pytest.mark.parametrize("kind", ["own", "lm", "chunked", "checkpointed"])

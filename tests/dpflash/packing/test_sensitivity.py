@@ -83,7 +83,6 @@ def norm(tensors):
     return math.sqrt(sum(float(t.square().sum()) for t in tensors))
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: next(iter(k.values())))

@@ -30,7 +30,6 @@ def _by_masks(pattern, tokens, heads):
     return bool(reached.all())
 
 
-@pytest.mark.cases(14)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("make", "arguments", "heads"),

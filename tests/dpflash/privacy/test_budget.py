@@ -122,7 +122,6 @@ def until_refused(made):
     return str(caught.value)
 
 
-@pytest.mark.cases(3)
 @every_kind
 @pytest.mark.parametrize("limit", [2.5, 6.0])
 def test_the_step_is_refused_at_which_a_loop_over_the_accountant_exceeds_the_budget(
@@ -563,7 +562,6 @@ def test_a_budget_beside_a_target_limits_the_sum_of_both(run, tmp_path):
         target(spent * 0.9)
 
 
-@pytest.mark.cases(3)
 @pytest.mark.filterwarnings("ignore:accountant=.*approximation")
 @pytest.mark.parametrize("kind", ["poisson", "shuffled"])
 @pytest.mark.parametrize("name", ACCOUNTANTS)

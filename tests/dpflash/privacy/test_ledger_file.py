@@ -555,7 +555,6 @@ def attempt(ledger, replaced):
     return True
 
 
-@pytest.mark.cases(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("written", [0.0, 0.5, 1.0], ids=["nothing", "half", "all"])
 def test_a_process_that_dies_at_any_call_loses_no_release(kind, written, tmp_path):

@@ -146,7 +146,6 @@ def assert_equal(found, expected):
 # The private part
 
 
-@pytest.mark.cases(3)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("place", ["before", "between", "after"])
 @pytest.mark.parametrize("mode", ["instantiate", "ghost", "book_keeping"])

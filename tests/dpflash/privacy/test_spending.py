@@ -125,7 +125,6 @@ def test_a_truncated_draw_is_never_larger_than_the_cap_and_is_divided_by_the_bat
     assert max(sizes) == 9 and min(sizes) < 8 and made[2].expected_batch_size == 8
 
 
-@pytest.mark.cases(4)
 @every_kind
 @pytest.mark.parametrize("target", [1.5, 8.0])
 def test_calibration_is_for_the_sampler_and_meets_its_target(kind, target):
@@ -214,7 +213,6 @@ def step(engine, model, optimizer, x):
     optimizer.zero_grad()
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("sampling", ["poisson", "fixed_size", "shuffled"])
 def test_an_older_pass_gives_nothing_beside_a_newer_one_also_from_workers(

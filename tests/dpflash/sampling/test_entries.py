@@ -172,13 +172,11 @@ def assert_adds_nothing(dataset, capsys, **arguments):
     assert counts["bad_entries"] + counts["nonfinite_samples"] > 0
 
 
-@pytest.mark.cases(8)
 @pytest.mark.parametrize("kind", ROWS)
 def test_a_bad_entry_is_like_a_padding_row(kind, capsys):
     assert_adds_nothing(Entries(ROWS[kind]), capsys)
 
 
-@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", ["raises", "none", "a field less", "another structure"])
 @pytest.mark.parametrize(
     "arguments",
@@ -193,7 +191,6 @@ def test_a_bad_entry_is_like_a_padding_row_however_batches_are_made(kind, argume
     assert_adds_nothing(Entries(ROWS[kind]), capsys, **arguments)
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["raises", "a label that is text", "another dimension"])
 def test_entries_of_other_lengths_fit_where_the_function_pads_them(kind, capsys):
     assert_adds_nothing(Named(ROWS[kind]), capsys, collate_fn=popping)

@@ -83,7 +83,6 @@ def test_a_rate_of_one_draws_everything_and_draws_are_functions_of_key_and_index
     assert len({tuple(first.draw(i)) for i in range(20)}) > 15
 
 
-@pytest.mark.cases(2)
 @pytest.mark.parametrize("physical", [None, 1, 3, 1000])
 def test_parts_make_up_the_draw_for_a_loader_of_somebody_else(physical):
     source = sampler(num_samples=60, sample_rate=0.12, steps=40, physical=physical)

@@ -587,7 +587,6 @@ def row_report(kind, width, tokens, dtype, size=4):
     return found
 
 
-@pytest.mark.cases(10)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_one_sample_has_the_same_bits_in_every_row_or_the_operator_is_named(kind, dtype):
