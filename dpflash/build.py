@@ -444,7 +444,7 @@ def _with_bands(
     found = compare_bands(
         num_samples=size,
         batch_size=plan.batch_size,
-        epochs=steps * plan.batch_size / size,
+        epochs=steps / -(-size // plan.batch_size),
         target_epsilon=epsilon,
         target_delta=delta,
         parameters=parameters,

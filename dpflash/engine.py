@@ -296,7 +296,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
         asked, performance = configs_of(method, privacy, performance, keywords)
         asked, target_epsilon, target_delta = take_targets(asked, target_epsilon, target_delta)
         if (epochs is None) == (steps is None):
-            raise TypeError("make_private_with_epsilon needs epochs= or steps=, one of the two")
+            raise TypeError(
+                f"epochs={epochs!r}, steps={steps!r}: make_private_with_epsilon needs one of them"
+            )
         plan = sampling_plan(data_loader, asked)
         given = Given(module, optimizer, data_loader)
         memory = memory_of_states(given, performance) if asked.noise_mechanism == AUTO else None

@@ -137,7 +137,8 @@ def _fitting_bands(args: argparse.Namespace, size: int, epochs: float) -> list[i
     """The bands asked for that fit the run, and always one; None for powers of two."""
     if args.bands is None:
         return None
-    steps = epochs_to_steps(epochs=epochs, sample_rate=min(1.0, size / args.num_samples))
+    batches = max(1, -(-args.num_samples // size))
+    steps = epochs_to_steps(epochs=epochs, sample_rate=1 / batches)
     most = min(args.num_samples // size, steps)
     return sorted({1, *(bands for bands in args.bands if bands <= most)})
 

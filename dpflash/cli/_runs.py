@@ -226,8 +226,11 @@ def _refuse_unused(args: argparse.Namespace) -> None:
         instead = _INSTEAD.get(name, "drop it")
         if name == "epochs":
             rate = _sample_rate(args)
-            steps = "" if not rate else f" {epochs_to_steps(epochs=value, sample_rate=rate)}"
-            instead = f"pass --steps{steps}"
+            instead = "pass --steps"
+            if rate:
+                batches = epochs_to_steps(epochs=1, sample_rate=rate)
+                steps = epochs_to_steps(epochs=value, sample_rate=1 / batches)
+                instead += f" {steps}, of {batches} in each epoch of the loader"
         elif name == "sample_rate" and args.sampler in (FIXED_SIZE, ALLOCATION):
             instead = "pass --batch-size and --num-samples"
         raise ValueError(

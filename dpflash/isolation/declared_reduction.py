@@ -23,15 +23,17 @@ _REPEATED = 4  # classes that other samples have too, which show that a class ha
 _SCALAR_ROUNDING = 1e-5
 
 REMEDY = (
-    "Pass losses of single samples, without loss_reduction: engine.backward("
-    "dpflash.losses.causal_lm(logits, labels)), or cross_entropy, times a weight of each sample "
-    "where classes are weighted; or engine.backward(criterion, (outputs, targets))"
+    "Pass losses of single samples, without loss_reduction: engine.backward(criterion, (outputs, "
+    "targets)); or engine.backward(dpflash.losses.causal_lm(logits, labels)), which shifts the "
+    "labels, or cross_entropy, which does not, times a weight of each sample where classes are "
+    "weighted"
 )
 _OVER_TOKENS = (
     "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch (as "
-    "of Hugging Face models and torch's cross_entropy), or over some of its rows, whose number "
-    "differs between batches, so nothing was released: each sample's gradient depends on the "
-    "others. " + REMEDY
+    "of Hugging Face models and torch's cross_entropy), over its class weights "
+    "(CrossEntropyLoss(weight=)), or over some of its rows, as by loader.is_real, which is to be "
+    "left out; their number differs between batches, so nothing was released: each sample's "
+    "gradient depends on the others. " + REMEDY
 )
 _OF_NO_KNOWN_SCALE = (
     "loss_reduction={declared!r}, but the tokens' weights in the scalar are not those of a "

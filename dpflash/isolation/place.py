@@ -54,13 +54,14 @@ class Kind(NamedTuple):
 
 LESS_PADDING = Kind(
     "with less padding",
-    "the loss of a sample changed as longer samples of the batch, or those with more ones in a "
-    "mask, were left out and it was padded less, so nothing was released: it depends on them. "
-    "Where masks are targets, the loss mixes samples: take the sums of a Dice loss over each "
-    "sample, x.flatten(1).sum(1). Elsewhere mask the padding (attention_mask, means over a "
-    "sample's own tokens, pack_padded_sequence), with positions that padding does not shift; or "
-    "pad all samples to one public length, as by "
-    f"collate_fn=dpflash.sampling.PadTo(512, {{'labels': -100}}). {UNTESTED}",
+    "the loss of a sample changed as the longer samples of the batch were left out and it was "
+    "padded less, so nothing was released: it depends on their length. Mask the padding "
+    "(attention_mask, means over a sample's own tokens, pack_padded_sequence), with positions "
+    "that padding does not shift; or pad all samples to one public length: "
+    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}), with numbers as names where "
+    "entries are tuples. Where masks are targets, samples with more ones in them were left out, "
+    "and the loss mixes samples: take the sums of a Dice loss over each sample, "
+    f"x.flatten(1).sum(1). {UNTESTED}",
 )
 OTHER_NEIGHBORS = Kind(
     "with documents elsewhere in rows",

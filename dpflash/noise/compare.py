@@ -72,7 +72,8 @@ def compare_bands(
     Args:
         num_samples: size of the dataset (units, if these are drawn).
         batch_size: expected batch size, at most num_samples; or several, to compare.
-        epochs: > 0; the run has `epochs_to_steps` steps. Or several, to compare.
+        epochs: > 0, each of ceil(num_samples / batch_size) steps, as a loop over the loader makes.
+            Or several, to compare.
         target_epsilon, target_delta, accountant: see `dpflash.accounting.get_noise_multiplier`.
         bands: numbers of bands to compare, each at most the number of steps and
             num_samples / batch_size; None for powers of two from 1 on, until the error has risen
@@ -109,7 +110,7 @@ def compare_bands(
                 "smaller batch"
             )
         rate = size / num_samples
-        steps = epochs_to_steps(epochs=length, sample_rate=rate)
+        steps = epochs_to_steps(epochs=length, sample_rate=1 / -(-num_samples // size))
         most = min(steps, num_samples // size)
         errors: list[float] = []
         for count in [1 << i for i in range(most.bit_length())] if bands is None else bands:

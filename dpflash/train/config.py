@@ -427,7 +427,7 @@ def noise_for(
     best, *_ = compare_bands(
         num_samples=size,
         batch_size=config.batch_size,
-        epochs=steps * config.sample_rate(num_units),
+        epochs=steps / -(-size // config.batch_size),
         target_epsilon=config.target_epsilon,
         target_delta=config.delta,
         bands=None if config.bands == "auto" else [int(config.bands)],

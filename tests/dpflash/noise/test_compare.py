@@ -97,6 +97,11 @@ def test_a_last_round_of_fewer_steps_is_paid_whole_as_in_training():
     assert 0.99 * 8 < epsilon(3) <= 8
 
 
+def test_an_epoch_is_a_pass_over_the_loader():
+    run = {"num_samples": 2000, "batch_size": 128, "target_epsilon": 3.0, "target_delta": 1e-5}
+    assert [compare_bands(**run, epochs=x, bands=[1])[0].steps for x in (3, 0.5)] == [48, 8]
+
+
 def test_runs_are_compared_at_one_sum_of_learning_rates():
     found = compare_bands(**RUN, batch_size=[25, 50], epochs=[1, 2], bands=[1, 2])
     alone = compare_bands(**RUN, batch_size=50, epochs=2, bands=[2])[0]
