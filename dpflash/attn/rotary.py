@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _BASE = 10_000.0
 # Kept tables, and their most elements: those of long sequences cost little beside attention.
@@ -44,19 +45,20 @@ class Turns(NamedTuple):
             # Tensors of inference mode could not be saved for a backward later.
             with torch.inference_mode(False), torch.no_grad():
                 known = cls.at(torch.arange(tokens, device=x.device), head_dim, x.dtype)
-            if type(known.cos) is Tensor:
-                while len(_kept) >= _MOST_KEPT:
-                    _kept.pop(next(iter(_kept)), None)
-                _kept[key] = known
+            while len(_kept) >= _MOST_KEPT:
+                _kept.pop(next(iter(_kept)), None)
+            _kept[key] = known
         return known
 
 
 def _is_traced(device: torch.device) -> bool:
-    """Whether tensors that are made now may hold nothing later."""
+    """Whether tensors that are made now may hold nothing later, or others expect them anew."""
+    if torch.compiler.is_compiling():
+        return True
+    # Selective checkpointing counts operations, in a forward as in its recomputation.
+    is_watched = is_in_torch_dispatch_mode() or torch.jit.is_tracing()
     is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    is_transformed = torch._C._are_functorch_transforms_active()
-    return is_captured or is_fake or is_transformed or torch.compiler.is_compiling()
+    return is_watched or is_captured or torch._C._are_functorch_transforms_active()
 
 
 def document_positions(cu_seqlens: Sequence[int], device: torch.device) -> Tensor:

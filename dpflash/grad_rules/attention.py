@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dpflash.kernels.attention import attention_backward
 from dpflash.kernels.attention_reference import AttentionInputs
@@ -50,10 +51,12 @@ class _Heads:
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
 
-    def turn_(self, qkv: Tensor, *, back: bool = False) -> None:
+    def turn_(self, qkv: Tensor, *, back: bool = False) -> Tensor:
         """Turn the queries and keys of qkv by their positions, in place, or turn them back."""
         if not self.rotary:
-            return
+            return qkv
+        if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
+            qkv = qkv.clone()  # A selective checkpoint may have kept it.
         x = qkv.unflatten(2, (-1, self.head_dim)).transpose(1, 2)[:, : -self.kv_heads]
         if self.documents is None:
             turns = Turns.of(x, self.head_dim)
@@ -61,6 +64,7 @@ class _Heads:
             positions = document_positions(self.documents, x.device)
             turns = Turns.at(positions, self.head_dim, x.dtype)
         rotate_(x, turns, back=back)
+        return qkv
 
 
 class _SelfAttention(torch.autograd.Function):
@@ -71,8 +75,7 @@ class _SelfAttention(torch.autograd.Function):
         # The handles are of both weights and biases, sinks and slopes, see `backward`.
         x, qkv_weight, qkv_bias, out_weight, out_bias, sinks, slopes, padding = inputs[:8]
         *_handles, qkv_slot, out_slot, heads, units = inputs[8:]
-        qkv = F.linear(x, qkv_weight, qkv_bias)
-        heads.turn_(qkv)
+        qkv = heads.turn_(F.linear(x, qkv_weight, qkv_bias))
         q, k, v = heads.split(qkv)
         options = {"key_padding_mask": padding, "sinks": sinks, "alibi_slopes": slopes}
         o, lse = attention(q, k, v, pattern=heads.pattern, return_lse=True, **options)
@@ -109,7 +112,7 @@ class _SelfAttention(torch.autograd.Function):
             token_sums=needs[9] and sums_of_rows,
             out=(dq, dk, dv),
         )
-        heads.turn_(dqkv, back=True)
+        dqkv = heads.turn_(dqkv, back=True)
         if needs[8]:
             dqkv_weight = taken(qkv_slot, x, dqkv)
         if needs[9] and not sums_of_rows:

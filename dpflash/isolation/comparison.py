@@ -142,19 +142,22 @@ def _first_difference(
 def changed_losses(
     before: Tensor,
     now: Tensor,
+    kept: Tensor,
     *,
     rounding: float | None = None,
     sizes: Tensor | None = None,
     least: float = 0.0,
 ) -> Tensor:
-    """`[U]`, bool, on the CPU: samples whose losses `[U]` differ.
+    """`[U]`, bool, on the CPU: samples of `kept` whose losses `[U]` differ.
 
     They must be equal bit for bit where a deterministic device repeats a computation. Elsewhere
     they may differ by eps^(2/3), relative to the loss, or to the mean where a loss is smaller.
+    The mean is that of `kept` too: the sample on which the others depend may have any loss.
 
     Args:
         before, now: of two runs; or `[U, K]`, products of gradients with K random vectors, whose
             root mean square of differences is that of the gradients.
+        kept: `[U]`, bool, on the CPU.
         rounding: what may differ, relative to `sizes`, of a computation that rounds in another
             way; None where it is repeated.
         sizes: `[U]`, norms of gradients, where products of these are compared; None for losses.
@@ -167,15 +170,16 @@ def changed_losses(
         apart = apart.square().mean(1).sqrt()
         was_finite, is_finite = was_finite.all(1), is_finite.all(1)
     both = was_finite & is_finite
+    compared = both & kept.to(both.device)
     if rounding is None and is_deterministic(now.device):
         allowed = torch.zeros_like(apart)
     else:
         sizes = torch.maximum(before.abs(), now.abs()) if sizes is None else sizes
-        mean = float(sizes[both].mean()) if bool(both.any()) else 0.0
+        mean = float(sizes[compared].mean()) if bool(compared.any()) else 0.0
         rounding = rounding or torch.finfo(now.dtype).eps ** (2 / 3)
         allowed = (rounding * sizes.clamp(min=mean)).clamp(min=least)
     same = both & (apart <= allowed) | ~(was_finite | is_finite)
-    return (~same).cpu()
+    return (~same).cpu() & kept
 
 
 def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:

@@ -130,7 +130,7 @@ def _difference(before: Recording, now: Recording, kept: Tensor) -> str | None:
         return _ROWS
     one, two = before.losses, now.losses
     if one is not None and two is not None and one.shape == two.shape == kept.shape:
-        changed = changed_losses(one, two) & kept
+        changed = changed_losses(one, two, kept)
         if bool(changed.any()):
             sample = int(changed.int().argmax())
             return _LOSS.format(sample=sample, before=float(one[sample]), now=float(two[sample]))

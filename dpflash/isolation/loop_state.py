@@ -9,7 +9,15 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -23,7 +31,8 @@ from ..verification.attributes import copied, is_same
 _DEEP = 3
 _MOST_PARTS = 64
 # Of what holds no generator, most values in a loop.
-_PLAIN = frozenset({bool, int, float, str, bytes, type(None), type, ModuleType, type(print)})
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None), type, ModuleType})
+_NO_OBJECTS = (type, ModuleType)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # The variables of their modules are no loop's.
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
@@ -45,13 +54,13 @@ class Generators:
         self.schedulers: list[LRScheduler] = []
         found: dict[int, Callable[[], object]] = {}
         frame: FrameType | None = sys._getframe(1)
-        seen: set[int] = set()
+        seen: dict[int, int] = {}  # How deep each object was searched.
         while frame is not None:
             own = {} if _shows_variables(frame.f_code) else frame.f_locals
             self._collect(own.values(), found, seen, _DEEP)
             shared = frame.f_globals
             if id(shared) not in seen and not frame.f_code.co_filename.startswith(_LIBRARIES):
-                seen.add(id(shared))
+                seen[id(shared)] = _DEEP
                 self._collect(shared.values(), found, seen, _DEEP)
             is_copy = type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
             # It would keep alive what the function deletes.
@@ -66,19 +75,23 @@ class Generators:
             restore()
 
     def _collect(
-        self, values: Any, found: dict[int, Callable[[], object]], seen: set[int], depth: int
+        self,
+        values: Any,
+        found: dict[int, Callable[[], object]],
+        seen: dict[int, int],
+        depth: int,
     ) -> None:
         for value in list(values):
             kind = type(value)
-            if kind in _PLAIN or id(value) in seen or issubclass(kind, (type, ModuleType)):
+            if kind in _PLAIN or seen.get(id(value), -1) >= depth or issubclass(kind, _NO_OBJECTS):
                 continue
             if (restore := restore_of(value)) is not None:
                 found.setdefault(id(value), restore)
             elif _is(value, LRScheduler):
-                seen.add(id(value))
+                seen[id(value)] = _DEEP
                 self.schedulers.append(value)
             elif depth and (parts := _parts_of(value)):
-                seen.add(id(value))
+                seen[id(value)] = depth
                 self._collect(parts, found, seen, depth - 1)
 
 
@@ -153,14 +166,17 @@ def _is(value: Any, *kinds: type) -> bool:
 
 def _parts_of(value: Any) -> Collection[Any]:
     """The parts of a small container, or the attributes of another object."""
-    if type(value) in (dict, list, tuple):
-        parts = value.values() if type(value) is dict else value
-        return parts if len(parts) <= _MOST_PARTS else ()
+    # Without code of its class, which may compute.
+    for kind, parts in ((dict, dict.values), (list, list.copy), (tuple, tuple.__iter__)):
+        if _is(value, kind):
+            return list(parts(value)) if kind.__len__(value) <= _MOST_PARTS else ()
+    if _is(value, MethodType, BuiltinMethodType):
+        return (value.__self__,)
     if _is(value, partial):
         return (*value.args, *value.keywords.values())
     if _is(value, FunctionType):
         return [part for cell in value.__closure__ or () for part in _contents_of(cell)]
-    try:  # without code of its class
+    try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return ()

@@ -358,8 +358,10 @@ class PlaceTrial:
             # All samples together may change by a thousandth.
             rounding = max(rounding, min(eps**0.5, 1e-3 / max(1, len(now))))
         for found, place in zip(before, self._places, strict=True):
-            changed = changed_losses(found, now, rounding=rounding, sizes=sizes, least=least)
-            if bool((changed & place.kept).any()):
+            changed = changed_losses(
+                found, now, place.kept, rounding=rounding, sizes=sizes, least=least
+            )
+            if bool(changed.any()):
                 # A loop that catches the error meets it again.
                 self.refused = place.kind.refusal
                 return

@@ -5,6 +5,7 @@ Letters: B samples, T tokens, K random vectors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from ..verification.watch import WatchedGate
 
-# A change's product with one random vector is below a third of its norm in 26 of 100 draws, the
-# root mean square of 16 products in 4 of 10^6.
+# A change's product with one Gaussian vector is below a third of its norm in 26 of 100 draws, the
+# root mean square of 16 products in 4 of 10^6; of a token's x g^T, in 48 and in 0.3 of 100.
 _VECTORS = 16
 
 
@@ -94,8 +95,10 @@ class PlaceGradients:
         if not x.is_floating_point():
             # A look-up: numbers for each index.
             odd = 2 * torch.randint(1 << 31, (_VECTORS,), generator=draw).to(x.device) + 1
-            hashed = (x.long()[..., None] * odd) % (1 << 16)
-            return 0.5 + hashed.double() / (1 << 16), torch.ones_like(x, dtype=torch.float64)
+            hashed = (x.long()[..., None] * odd >> 15) % (1 << 16)
+            # Of mean 0 and variance 1.
+            numbers = (hashed.double() / (1 << 16) - 0.5) * math.sqrt(12)
+            return numbers, torch.ones_like(x, dtype=torch.float64)
         if x.ndim == lead:
             wide = x.double()
             return wide[..., None].expand(*x.shape, _VECTORS), wide.square()

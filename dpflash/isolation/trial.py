@@ -315,7 +315,8 @@ class Trial:
             return _CALLS
         # A recurrent layer pads a row to the longest one that it had so far.
         rounding = torch.finfo(loss.dtype).eps ** (2 / 3)
-        same = not changed_losses(before[row : row + 1], loss, rounding=rounding).any()
+        one = found.kept[row : row + 1]
+        same = not changed_losses(before[row : row + 1], loss, one, rounding=rounding).any()
         if same:
             self.rows += 1
             self.has_compared, self._refused = self.rows >= _ENOUGH, None
@@ -335,7 +336,7 @@ class Trial:
             return self._refused
         if not before.shape == losses.shape == found.kept.shape:
             return self._refused  # A scalar, or refused elsewhere.
-        if bool((changed_losses(before, losses) & found.kept).any()):
+        if bool(changed_losses(before, losses, found.kept).any()):
             return _CHANGED_DOCUMENT if found.is_packed else _CHANGED
         if self.schedule.has_begun:
             self.has_compared, self._refused = True, None

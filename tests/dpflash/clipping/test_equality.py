@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dpflash
+from dpflash.attn import rotary
 from dpflash.clipping import compiling
 from dpflash.nn import LongContextLM
 
@@ -396,6 +397,35 @@ def test_non_reentrant_checkpointing_agrees(kind, selective, agree):
         x,
         **kind,
     )
+
+
+class Turned(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.attention = dpflash.nn.MultiheadAttention(8, 2, rotary=True, self_attention=True)
+        self.options = options
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.attention(x, x, x)[0], self.first(x), **self.options)
+
+
+@pytest.mark.parametrize("saved", ["mm", "mul"])
+def test_rotary_attention_agrees_in_a_selective_checkpoint(saved, agree):
+    """Whether its angles are new or known."""
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    which = products if saved == "mm" else [torch.ops.aten.mul.Tensor]
+    torch.manual_seed(0)
+    rotary._kept.clear()
+    model, x = Turned(use_reentrant=False, **_selective(which)), torch.randn(4, 3, 5)
+    plain = copy.deepcopy(model)
+    plain.options = {"use_reentrant": False}
+    for one in (model, plain):
+        one(x).square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    if saved == "mm":
+        agree(model.requires_grad_(), lambda m, x: 9 * m(x).square().mean((1, 2)), x)
 
 
 @every_kind

@@ -404,9 +404,16 @@ def test_gradients_that_turn_are_seen():
         found.dense((0, 0), "", rows)
     torch.testing.assert_close(one.squares[0], other.squares[0])
     change = (x - x.roll(1, 1)).norm(dim=1)
+    every, least = torch.ones(1000, dtype=torch.bool), float(change.min()) / 3
     assert changed_losses(
-        one.values[0], other.values[0], rounding=1e-30, sizes=change, least=float(change.min()) / 3
+        one.values[0], other.values[0], every, rounding=1e-30, sizes=change, least=least
     ).all()
+
+
+def test_a_sample_that_is_left_out_lets_no_other_loss_change():
+    before, now = torch.tensor([1.0, 1.0, 1e12]), torch.tensor([1.0, 1.001, 3.0])
+    kept = torch.tensor([True, True, False])
+    assert changed_losses(before, now, kept, rounding=1e-4).tolist() == [False, True, False]
 
 
 def test_what_the_loop_sets_where_is_last_and_trials_that_it_leaves_are_as_without_padding():

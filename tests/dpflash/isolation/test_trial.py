@@ -5,7 +5,7 @@ import math
 import random
 import re
 import weakref
-from collections import deque
+from collections import defaultdict, deque, namedtuple
 
 import numpy as np
 import pytest
@@ -525,7 +525,10 @@ def test_honest_loops_train_with_the_same_bits_as_without_trials(layout):
         def __init__(self):
             self.rng = np.random.RandomState(4)
 
+    Pair = namedtuple("Pair", ("normal", "others"))
+
     def found(**options):
+        pair = Pair(np.random.default_rng(5).normal, defaultdict(None, rng=random.Random(6)))
         torch_rng, numpy_rng = torch.Generator().manual_seed(1), np.random.default_rng(2)
         python_rng, held = random.Random(3), Held()
         engine, model, optimizer, loader = _made(Net, 0.3, **layout, **options)
@@ -533,6 +536,7 @@ def test_honest_loops_train_with_the_same_bits_as_without_trials(layout):
             x, y = _rows(batch)
             x = x + 0.1 * torch.randn(x.shape) + 0.1 * torch.randn(x.shape, generator=torch_rng)
             x = x * (1 + numpy_rng.random()) + python_rng.random() + held.rng.rand()
+            x = x + pair.normal() + pair.others["rng"].random()
             x = x + random.random() + float(np.random.rand())
             engine.backward(_entropies(model, x, y))
             optimizer.step()
