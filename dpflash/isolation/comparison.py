@@ -151,8 +151,8 @@ def changed_losses(
     """`[U]`, bool, on the CPU: samples of `kept` whose losses `[U]` differ.
 
     They must be equal bit for bit where a deterministic device repeats a computation. Elsewhere
-    they may differ by eps^(2/3), relative to the loss, or to the mean where a loss is smaller.
-    The mean is that of `kept` too: the sample on which the others depend may have any loss.
+    they may differ by eps^(2/3), relative to the loss, or where it is smaller to the mean of
+    `kept` or the median of all: the sample on which the others depend may have any loss.
 
     Args:
         before, now: of two runs; or `[U, K]`, products of gradients with K random vectors, whose
@@ -175,9 +175,11 @@ def changed_losses(
         allowed = torch.zeros_like(apart)
     else:
         sizes = torch.maximum(before.abs(), now.abs()) if sizes is None else sizes
-        mean = float(sizes[compared].mean()) if bool(compared.any()) else 0.0
+        usual = 0.0
+        if bool(compared.any()):
+            usual = max(float(sizes[compared].mean()), float(sizes[both].median()))
         rounding = rounding or torch.finfo(now.dtype).eps ** (2 / 3)
-        allowed = (rounding * sizes.clamp(min=mean)).clamp(min=least)
+        allowed = (rounding * sizes.clamp(min=usual)).clamp(min=least)
     same = both & (apart <= allowed) | ~(was_finite | is_finite)
     return (~same).cpu() & kept
 

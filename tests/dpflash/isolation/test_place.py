@@ -416,6 +416,13 @@ def test_a_sample_that_is_left_out_lets_no_other_loss_change():
     assert changed_losses(before, now, kept, rounding=1e-4).tolist() == [False, True, False]
 
 
+def test_a_small_loss_alone_may_differ_by_the_rounding_of_the_usual_ones():
+    before, now = torch.tensor([1e-4, 0.5, 2.0]), torch.tensor([1.1e-4, 0.7, 1.0])
+    kept = torch.tensor([True, False, False])
+    assert not changed_losses(before, now, kept, rounding=1e-4).any()
+    assert changed_losses(before, now + 1e-4, kept, rounding=1e-4).any()
+
+
 def test_what_the_loop_sets_where_is_last_and_trials_that_it_leaves_are_as_without_padding():
     torch.manual_seed(1)
     model, engine = Text("mask"), dpflash.PrivacyEngine(seed=2)
