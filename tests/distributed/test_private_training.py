@@ -210,6 +210,7 @@ def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started):
         assert 0 < np.abs(one - alone).max() <= 0.02 * 2**-8
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("wrapper", "clipping", "ways"),
     [(kind, "per_layer", {}) for kind in ("plain", "ddp", "fsdp")]
@@ -381,6 +382,7 @@ def test_invariant_4_noise_is_added_once_whatever_the_ranks(started, ranks, cont
         np.testing.assert_allclose(one["noise"], alone, rtol=0, atol=2e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_banded_noise_has_the_bits_of_one_process(started, wrapper):
     alone = cases.noise_of(context=0, bands=3, steps=5)["noise"]
@@ -430,6 +432,7 @@ def test_invariant_10_no_rank_releases_where_the_ledger_fails(started, tmp_path)
     assert second.startswith("True the payment of a release failed on rank 0")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("wrapper", "by", "note"),
     [("plain", 1, LOST), ("ddp", 1, LOST), ("fsdp", 1, LOST), ("plain", 0, REFUSED)],
@@ -471,6 +474,7 @@ def assert_same_bits(started, ranks, wrapper, options):
             np.testing.assert_array_equal(one, once)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "wrapper", "clipping"),
     EXACT_MESHES,

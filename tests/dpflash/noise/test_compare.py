@@ -137,6 +137,7 @@ def test_a_memory_without_parameters_and_bands_that_cannot_be_drawn_are_refused(
         compare_bands(**tight, bands=[8])
 
 
+@pytest.mark.cases(0)
 def test_the_search_ends_where_the_error_has_risen_twice():
     run = {"num_samples": 10_000, "batch_size": 250, "epochs": 2, "target_delta": 1e-5}
     for epsilon in (1.0, 8.0):

@@ -128,6 +128,7 @@ def test_an_export_has_a_card_with_what_the_report_says(run, exported):
         assert word not in card
 
 
+@pytest.mark.cases(0)
 def test_a_card_reports_the_audit_of_the_runs_settings_and_of_no_others(copied, tmp_path):
     run = copied["run"]
     assert main(["audit", "--run", str(run), "--canaries", "40", "--no-ranks"]) == 0
