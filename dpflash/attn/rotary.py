@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _BASE = 10_000.0
-# Kept tables, and their most elements: those of long sequences cost little beside attention.
+# How many tables are kept, and the elements of one at most. Larger ones cost little beside the
+# attention of so many tokens.
 _MOST_KEPT, _MOST_ELEMENTS = 4, 1 << 21
 _kept: dict[tuple[int, int, torch.device, torch.dtype], Turns] = {}
 
@@ -52,7 +53,7 @@ class Turns(NamedTuple):
 
 
 def _is_traced(device: torch.device) -> bool:
-    """Whether tensors that are made now may hold nothing later, or others expect them anew."""
+    """Whether a tensor that is made now must not be kept for later calls."""
     if torch.compiler.is_compiling():
         return True
     # Selective checkpointing counts operations, in a forward as in its recomputation.

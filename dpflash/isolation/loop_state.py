@@ -30,11 +30,11 @@ from ..verification.attributes import copied, is_same
 
 _DEEP = 3
 _MOST_PARTS = 64
-# Of what holds no generator, most values in a loop.
-_PLAIN = frozenset({bool, int, float, str, bytes, type(None), type, ModuleType})
+# Values of these types hold no generator.
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 _NO_OBJECTS = (type, ModuleType)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# The variables of their modules are no loop's.
+# Packages whose module variables belong to no training loop.
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _OF_FRAME = 3  # references to a frame's copy of its variables: the frame, ours, the argument
 
