@@ -417,6 +417,8 @@ class PrivateBackward:
             trial.restart(str(error))
             self.discard()
             raise
+        # It may compare fewer samples from now on, and the loop may call loss.backward() itself.
+        self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
         """The model's outputs, wrapped for the proof where the loss may be a scalar."""

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader
 
 import dpflash
+from dpflash.grad_rules.recurrent_cells import CELLS
 from dpflash.isolation.comparison import changed_losses
 from dpflash.isolation.place import LESS_PADDING, OTHER_ORDER, Place, PlaceTrial
 from dpflash.isolation.place_gradients import PlaceGradients
@@ -73,17 +74,20 @@ class Text(nn.Module):
         return self.head((h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
 
 
-def _train(
-    kind, collate, losses_of=None, draws=False, reads_first=False, cuts=False, seed=2, **options
-):
+def _made(kind, collate, seed=2, **options):
     torch.manual_seed(1)
     model, engine = Text(kind), dpflash.PrivacyEngine(seed=seed)
-    model, optimizer, loader = engine.make_private(
+    private = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(_documents(), batch_size=20, collate_fn=collate),
         **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options},
     )
+    return engine, *private
+
+
+def _train(kind, collate, losses_of=None, draws=False, reads_first=False, cuts=False, **options):
+    engine, model, optimizer, loader = _made(kind, collate, **options)
     with torch.no_grad():
         for _ in loader if reads_first else ():
             pass
@@ -535,6 +539,21 @@ def test_masked_padding_trains_with_the_same_bits_as_without_trials(kind, collat
     assert engine.verified is True
     assert bool(engine._run.place_trial.compared) is (kind != "noise")
     assert all(map(torch.equal, tried, untried))
+
+
+def test_the_longest_sequence_so_far_may_round_the_gradients_of_a_declared_mean(monkeypatch):
+    forward, backward = CELLS["GRU"]
+    by_length = lambda steps: backward(steps._replace(dh=steps.dh * (1 + 1e-6 * len(steps.dh))))  # noqa: E731
+    monkeypatch.setitem(CELLS, "GRU", (forward, by_length))
+    for seed in range(3):
+        options = {"loss_reduction": "mean", "physical_batch_size": 2, "seed": seed}
+        _, model, optimizer, loader = _made("packed", _padded, **options)
+        for batch in loader:
+            F.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"]).backward()
+            if loader.is_last:
+                break
+        optimizer.step()
+        assert loader.releases == 1
 
 
 def test_random_numbers_by_the_length_leave_the_masks_of_training_as_they_are():
