@@ -18,16 +18,17 @@ from . import grad_triton as kernels
 from .attention_configs import architecture, precision
 from .grad_configs import INTERPRETED, GradConfig, Kernel, entry, table
 from .layout import is_aligned, on_device
-from .noise import NoiseStream
+from .noise import NoiseStream, add_noise_
 from .noise_triton import (
     OPTIONS,
     OpenList,
     address_of,
     bits_of,
+    kind_of,
     open_list,
     settle_or_keep,
 )
-from .reference import cheaper_norm, of_each, upper_bound
+from .reference import cheaper_norm, upper_bound
 from .spans import (
     Spans,
     chunks,
@@ -37,11 +38,13 @@ from .spans import (
     samples_of_tokens,
     tokens_as_samples,
 )
+from .tensor_table import TYPES, alike, has_vectors, tensor_table
 
 _INTERPRETED = not isinstance(kernels._clipped_grad_kernel, triton.JITFunction)
 
 # Elements, tokens, columns and rows that a program of a reduction takes at a time.
 REDUCE_BLOCK = 1024
+SQUARES_CHUNK = 8192
 TOKEN_CHUNK = 512
 TOKEN_BLOCK = 32
 WIDTH_BLOCK = 128
@@ -137,11 +140,9 @@ def clip_reduce(
     noise: NoiseStream | None = None,
 ) -> Tensor:
     """See `reference.clip_reduce`; noise waits for the device, unless it is settled later."""
-    grads, factors = grads.contiguous(), factors.float().contiguous()
-    if grid is not None:
-        return _launch_reduce(grads, factors, grid=grid, into=into, noise=noise)
-    total = _launch_reduce(grads, factors)
-    return total if noise is None else noise.add_to_(total)
+    intos = None if into is None else [into]
+    noises = None if noise is None else [noise]
+    return clip_reduce_all([grads], factors, grid=grid, into=intos, noise=noises)[0]
 
 
 def clip_reduce_all(
@@ -152,23 +153,51 @@ def clip_reduce_all(
     into: Sequence[Tensor] | None = None,
     noise: Sequence[NoiseStream] | None = None,
 ) -> Sequence[Tensor]:
-    """See `reference.clip_reduce_all`."""
-    return [
-        clip_reduce(own, factors, grid=grid, into=total, noise=stream)
-        for own, total, stream in of_each(grads, into, noise)
-    ]
+    """See `reference.clip_reduce_all`; one launch for all tensors of a dtype."""
+    grads, factors = [own.contiguous() for own in grads], factors.float().contiguous()
+    dtype = torch.float32 if grid is None or noise is not None else torch.float64
+    outs = into or [torch.empty(g.shape[1:], dtype=dtype, device=g.device) for g in grads]
+    # Of a sum that is not on the grid the noise is added to its fp32 value.
+    streams: list[NoiseStream | None] = [None] * len(grads)
+    if noise is not None and grid is not None:
+        streams = [stream if stream.std else None for stream in noise]
+    for own in alike([kind_of(*x) for x in zip(streams, grads, outs, strict=True)]):
+        used = [i for i in own if outs[i].numel()]
+        if used:
+            _launch_reduce(
+                [grads[i] for i in used],
+                [outs[i] for i in used],
+                [streams[i] for i in used],
+                factors,
+                grid,
+                is_into=into is not None,
+            )
+    for total in into or ():
+        # Autograd must notice the change, as it does with PyTorch's own operations.
+        torch.autograd.graph.increment_version(total)
+    return outs if noise is None or grid is not None else add_noise_(outs, noise)
 
 
 def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
-    """See `reference.squared_norm`; everything in fp64, without a wider copy."""
+    """See `reference.squared_norm`; everything in fp64, one launch for all tensors of a dtype."""
     first = grads[0]
     if into is None:
         into = torch.zeros(first.shape[0], dtype=torch.float64, device=first.device)
-    for own in grads:
-        flat = own.reshape(own.shape[0], own.shape[1:].numel())
-        squares = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
-        # The root and its square round as well.
-        into += upper_bound(squares, flat.shape[1] + 4)
+    flat = [own.contiguous() for own in grads if own.numel()]
+    for numbers in alike([kind_of(None, own, own[0]) for own in flat]):
+        own = [flat[i] for i in numbers]
+        sizes = [x[0].numel() for x in own]
+        table = tensor_table(own, sizes=sizes, block=SQUARES_CHUNK)
+        partial = torch.empty(len(first), table.programs, dtype=torch.float64, device=first.device)
+        with on_device(first):
+            kernels._squares_kernel[(table.programs, len(first))](
+                table.rows, table.owners, partial, GRADS=TYPES[own[0].dtype],
+                CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK,
+                VECTORS=has_vectors(*own, *(x[0] for x in own)),
+            )  # fmt: skip
+        # A square is rounded, and a sum for each term of its own program and each program.
+        terms = min(sum(sizes), SQUARES_CHUNK + table.programs)
+        into += upper_bound(partial.sum(1), terms)
     return into
 
 
@@ -362,43 +391,34 @@ def _gram_rounding(width: int, run: int, dtype: torch.dtype) -> float:
 
 
 def _launch_reduce(
-    grads: Tensor,
+    grads: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    streams: Sequence[NoiseStream | None],
     factors: Tensor,
+    grid: float | None,
     *,
-    grid: float | None = None,
-    into: Tensor | None = None,
-    noise: NoiseStream | None = None,
-) -> Tensor:
-    """sum_i c_i G_i of contiguous grads, with a factor for each sample.
+    is_into: bool,
+) -> None:
+    """sum_i c_i G_i of contiguous grads of one kind, with a factor for each sample.
 
-    With a grid in fp64 and exact, or with noise in fp32.
+    With a grid in fp64 and exact, with noise rounded to fp32.
     """
-    shape = grads.shape[1:]
-    narrow = grid is None or noise is not None
-    out = into
-    if out is None:
-        dtype = torch.float32 if narrow else torch.float64
-        out = torch.empty(shape, dtype=dtype, device=grads.device)
-    found = None if noise is None or noise.std == 0 else open_list(out, noise)
-    before = 0 if found is None else int(found.stream.offset) % 8
-    address: tuple[int, ...] = (bits_of(1.0 if grid is None else float(grid)), *(0,) * 13)
-    if found is not None:
-        address = address_of(found.stream)
-    if out.numel():
-        with on_device(grads):
-            kernels._clip_reduce_kernel[(_blocks(before + out.numel(), REDUCE_BLOCK),)](
-                grads, factors, out,
-                None if found is None else found.entries, 0 if found is None else found.capacity,
-                out.numel(), grads.shape[0], out.numel(),
-                *address, BLOCK=REDUCE_BLOCK,
-                EXACT=grid is not None, INTO=into is not None, **_noise_options(found),
-            )  # fmt: skip
-    if into is not None:
-        # Autograd must notice the change, as it does with PyTorch's own operations.
-        torch.autograd.graph.increment_version(into)
+    noise = [stream for stream in streams if stream is not None]
+    found = open_list(outs, noise) if noise else None
+    sizes = [out.numel() for out in outs]
+    table = tensor_table(grads, outs, noise or None, sizes=sizes, block=REDUCE_BLOCK)
+    address = (bits_of(1.0 if grid is None else float(grid)), *(0,) * 11)
+    with on_device(factors):
+        kernels._clip_reduce_kernel[(table.programs,)](
+            table.rows, table.owners, factors,
+            None if found is None else found.entries, 0 if found is None else found.capacity,
+            len(factors), *(address_of(noise[0]) if noise else address),
+            GRADS=TYPES[grads[0].dtype], OUT=TYPES[outs[0].dtype], BLOCK=REDUCE_BLOCK,
+            EXACT=grid is not None, INTO=is_into, VECTORS=has_vectors(*grads, *outs),
+            **_noise_options(found),
+        )  # fmt: skip
     if found is not None:
         settle_or_keep(found)
-    return out
 
 
 def _norm_sums(
@@ -541,10 +561,11 @@ def _noise_options(found: OpenList | None) -> dict[str, object]:
     """Constexprs and launch options that follow from the noise."""
     if found is None:
         return {"NOISE": False, "ALIGNED": True, "PHILOX": False, **OPTIONS}
-    aligned = found.stream.offset % 8 == 0
+    stream = found.streams[0]
+    aligned = stream.offset % 8 == 0
     return {
         "NOISE": True,
         "ALIGNED": aligned,
-        "PHILOX": found.stream.generator == "philox",
+        "PHILOX": stream.generator == "philox",
         **(OPTIONS if aligned else OFFSET_OPTIONS),
     }

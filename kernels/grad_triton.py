@@ -16,7 +16,8 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, E width, P elemen
 import triton
 import triton.language as tl
 
-from .noise_triton import ADDRESS, as_fp64, as_key, noisy, reciprocal_of_grid
+from .noise_triton import ADDRESS, as_fp64, as_key, elements_of, noisy, reciprocal_of_grid
+from .tensor_table import read_from, row_of, size_of, written_to
 
 # ruff: noqa: N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -207,27 +208,25 @@ def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "capacity", *ADDRESS])
 def _clip_reduce_kernel(
-    grads_ptr, factors_ptr, out_ptr, open_ptr, capacity, stride_b, batch, size,
+    rows_ptr, owners_ptr, factors_ptr, open_ptr, capacity, batch,
     grid_bits: tl.uint64, scale_bits: tl.uint64,
     k0: tl.uint32, k1: tl.uint32, k2: tl.uint32, k3: tl.uint32,
     k4: tl.uint32, k5: tl.uint32, k6: tl.uint32, k7: tl.uint32,
-    step_low: tl.uint32, step_high: tl.uint32, parameter_id: tl.uint32, first: tl.int64,
-    BLOCK: tl.constexpr, EXACT: tl.constexpr, INTO: tl.constexpr,
-    NOISE: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
+    step_low: tl.uint32, step_high: tl.uint32,
+    GRADS: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+    INTO: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr,
+    PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``sum_i c_i G_i`` for a run of elements; samples with c_i = 0 are not read.
+    """``sum_i c_i G_i`` for each tensor of a table; samples with c_i = 0 are not read.
 
     c_i is ``factors[i]``. The sum is in fp32, or if EXACT of multiples of the grid in fp64, with
-    INTO added to out. With NOISE `noisy` adds that of the stream's elements from ``first`` on and
-    the sum is rounded to fp32 once; unless ALIGNED the runs begin so many elements earlier that
-    groups are whole.
+    INTO added to out. With NOISE `noisy` adds that of the stream and the sum is rounded to fp32
+    once.
     """
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    elements = begin + tl.arange(0, BLOCK)
-    inside = elements < size
-    if NOISE and not ALIGNED:
-        elements -= first & 7
-        inside = (elements >= 0) & (elements < size)
+    place, row, program = row_of(rows_ptr, owners_ptr)
+    elements, inside, group = elements_of(row, program, BLOCK, ALIGNED, VECTORS)
+    grads_ptr, out_ptr = read_from(row, GRADS, VECTORS), written_to(row, OUT, VECTORS)
+    stride = size_of(row, VECTORS)
     reciprocal = reciprocal_of_grid(grid_bits)
     total = tl.zeros([BLOCK], dtype=tl.float64 if EXACT else tl.float32)
     if INTO:
@@ -236,17 +235,34 @@ def _clip_reduce_kernel(
         sample = tl.cast(b, tl.int64)
         factor = tl.load(factors_ptr + b)
         if factor != 0:
-            grad = tl.load(grads_ptr + sample * stride_b + elements, mask=inside, other=0.0)
+            grad = tl.load(grads_ptr + sample * stride + elements, mask=inside, other=0.0)
             total = _plus_clipped(total, grad, factor, reciprocal, EXACT)
     if NOISE:
         total = noisy(
-            total, elements, inside, ((first + begin) >> 3) + tl.arange(0, BLOCK // 8),
-            open_ptr, capacity, grid_bits, scale_bits,
-            as_key(k0, k1, k2, k3, k4, k5, k6, k7), step_low, step_high, parameter_id, PHILOX,
+            total, elements, inside, place, row, group, open_ptr, capacity, grid_bits, scale_bits,
+            as_key(k0, k1, k2, k3, k4, k5, k6, k7), step_low, step_high, PHILOX,
         )  # fmt: skip
     elif EXACT:
         total *= as_fp64(grid_bits)
-    tl.store(out_ptr + elements, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + elements, total.to(OUT), mask=inside)
+
+
+@triton.jit
+def _squares_kernel(
+    rows_ptr, owners_ptr, squares_ptr, GRADS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, VECTORS: tl.constexpr,
+):  # fmt: skip
+    """Sums of squares in fp64 of a chunk of each sample's elements of a table: [B, programs]."""
+    _, row, program = row_of(rows_ptr, owners_ptr)
+    sample, size = tl.program_id(1).to(tl.int64), size_of(row, VECTORS)
+    grads_ptr = read_from(row, GRADS, VECTORS) + sample * size
+    total = tl.zeros([BLOCK], dtype=tl.float64)
+    for start in range(0, CHUNK, BLOCK):
+        elements = program * CHUNK + start + tl.arange(0, BLOCK)
+        grad = tl.load(grads_ptr + elements, mask=elements < size, other=0.0).to(tl.float64)
+        total += grad * grad
+    at = sample * tl.num_programs(0) + tl.program_id(0)
+    tl.store(squares_ptr + at, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])

@@ -345,6 +345,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequen
         RuntimeError: as `gaussian_noise_`.
     """
     on_cpu: dict[object, list[tuple[Tensor, NoiseStream]]] = {}
+    on_gpu: dict[torch.device, list[tuple[Tensor, NoiseStream]]] = {}
     for out, stream in zip(outs, streams, strict=True):
         _check_out(out)
         stream.check_length(out.numel())
@@ -352,11 +353,13 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequen
         if stream.std == 0 or out.numel() == 0:
             continue
         if out.is_cuda:
-            _noise_triton().add_noise_(out, stream)
+            on_gpu.setdefault(out.device, []).append((out, stream))
         elif noise_cpu.serves(out, stream):
             on_cpu.setdefault((out.dtype, stream.release), []).append((out, stream))
         else:
             stream.add_slowly_(out)
+    for of_device in on_gpu.values():
+        _noise_triton().add_noise_(*zip(*of_device, strict=True))
     for of_call in on_cpu.values():
         noise_cpu.add_noise_(*zip(*of_call, strict=True))
     return outs

@@ -21,8 +21,17 @@ import triton.language as tl
 from torch import Tensor
 
 from . import noise_cpu, noise_reference, rounded_normal
-from .layout import on_device
+from .layout import on_device, sent
 from .noise import NoiseStream
+from .tensor_table import (
+    TYPES,
+    alike,
+    has_vectors,
+    row_of,
+    size_of,
+    tensor_table,
+    written_to,
+)
 
 # ruff: noqa: N803
 
@@ -32,7 +41,7 @@ GROUPS = 128
 # What the launcher passes: nothing is compiled again for another address or grid.
 ADDRESS = [
     "grid_bits", "scale_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
-    "step_low", "step_high", "parameter_id", "first",
+    "step_low", "step_high",
 ]  # fmt: skip
 
 _CENTER_ABOVE = tl.constexpr(rounded_normal.CENTER[0])
@@ -214,18 +223,35 @@ def reciprocal_of_grid(grid_bits):
 
 
 @triton.jit
+def elements_of(row, program, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr):
+    """([BLOCK] elements of a tensor's program, which of them exist, the first one's group of 8).
+
+    row: of a `TensorTable`. Unless ALIGNED the programs begin so many elements earlier that the
+    noise's groups are whole.
+    """
+    first, size = tl.load(row + 5), size_of(row, VECTORS)
+    elements = program * BLOCK + tl.arange(0, BLOCK)
+    inside = elements < size
+    if not ALIGNED:
+        elements -= first & 7
+        inside = (elements >= 0) & (elements < size)
+    return elements, inside, (first + program * BLOCK) >> 3
+
+
+@triton.jit
 def noisy(
-    steps, elements, inside, groups, open_ptr, capacity, grid_bits, scale_bits,
-    key, step_low, step_high, parameter_id, PHILOX: tl.constexpr,
+    steps, elements, inside, place, row, group, open_ptr, capacity, grid_bits, scale_bits,
+    key, step_low, step_high, PHILOX: tl.constexpr,
 ):  # fmt: skip
     """``grid (steps + Z)``, fp64, for a run of whole groups; NaN where undecided.
 
-    steps: [8 N], fp64 integers, with the stream's groups [N]. Undecided elements are
-    appended to the list, see `OpenList`, with their number in the result.
+    steps: [8 N], fp64 integers, of the groups from `group` on. Undecided elements are appended to
+    the list, see `OpenList`.
     """
+    groups = group + tl.arange(0, steps.shape[0] // 8)
     words = words_of_groups(
         key, groups.to(tl.uint32), step_low.to(tl.uint32), step_high.to(tl.uint32),
-        parameter_id.to(tl.uint32), PHILOX,
+        tl.load(row + 4).to(tl.uint32), PHILOX,
     )  # fmt: skip
     integers, undecided = rounded_normals(words, as_fp64(scale_bits))
     undecided = undecided & inside
@@ -235,39 +261,50 @@ def noisy(
     )  # fmt: skip
     there = undecided & (places < capacity)
     at = open_ptr + 1 + places
-    tl.store(at, elements, mask=there)
-    tl.store(at + capacity, words, mask=there)
-    tl.store(at + 2 * capacity, steps.to(tl.int64, bitcast=True), mask=there)
+    tl.store(at, tl.zeros_like(elements) + place, mask=there)
+    tl.store(at + capacity, elements, mask=there)
+    tl.store(at + 2 * capacity, words, mask=there)
+    tl.store(at + 3 * capacity, steps.to(tl.int64, bitcast=True), mask=there)
     total = (steps + integers) * as_fp64(grid_bits)
     return tl.where(undecided, float("nan"), total)
 
 
 @triton.jit(do_not_specialize=[*ADDRESS, "capacity"])
 def _add_noise_kernel(
-    out_ptr, open_ptr, capacity, num_elements,
+    rows_ptr, owners_ptr, open_ptr, capacity,
     grid_bits: tl.uint64, scale_bits: tl.uint64,
     k0: tl.uint32, k1: tl.uint32, k2: tl.uint32, k3: tl.uint32,
     k4: tl.uint32, k5: tl.uint32, k6: tl.uint32, k7: tl.uint32,
-    step_low: tl.uint32, step_high: tl.uint32, parameter_id: tl.uint32, first: tl.int64,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, PHILOX: tl.constexpr,
+    step_low: tl.uint32, step_high: tl.uint32,
+    DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr,
+    PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``out = grid (round(out / grid) + Z)`` for the elements of BLOCK groups.
-
-    Element i of out is element ``first + i`` of the stream. Unless ALIGNED the runs begin so many
-    elements earlier that groups are whole.
-    """
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
-    elements = begin * 8 + tl.arange(0, 8 * BLOCK)
-    if not ALIGNED:
-        elements -= first & 7
-    inside = (elements >= 0) & (elements < num_elements)
+    """``out = grid (round(out / grid) + Z)`` for each tensor of a table."""
+    place, row, program = row_of(rows_ptr, owners_ptr)
+    elements, inside, group = elements_of(row, program, BLOCK, ALIGNED, VECTORS)
+    out_ptr = written_to(row, DTYPE, VECTORS)
     out = tl.load(out_ptr + elements, mask=inside, other=0.0).to(tl.float64)
     total = noisy(
-        _nearest(out * reciprocal_of_grid(grid_bits)), elements, inside,
-        (first >> 3) + begin + tl.arange(0, BLOCK), open_ptr, capacity, grid_bits, scale_bits,
-        as_key(k0, k1, k2, k3, k4, k5, k6, k7), step_low, step_high, parameter_id, PHILOX,
+        _nearest(out * reciprocal_of_grid(grid_bits)), elements, inside, place, row, group,
+        open_ptr, capacity, grid_bits, scale_bits,
+        as_key(k0, k1, k2, k3, k4, k5, k6, k7), step_low, step_high, PHILOX,
     )  # fmt: skip
-    tl.store(out_ptr + elements, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + elements, total.to(DTYPE), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _settle_kernel(
+    rows_ptr, places_ptr, elements_ptr, values_ptr, count, DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write a value to an element of a tensor of a table."""
+    numbers = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = numbers < count
+    rows = rows_ptr + 6 * tl.load(places_ptr + numbers, mask=there, other=0)
+    out = tl.load(rows + 1, mask=there, other=0).to(tl.pointer_type(DTYPE))
+    values = tl.load(values_ptr + numbers, mask=there, other=0.0)
+    out += tl.load(elements_ptr + numbers, mask=there, other=0)
+    tl.store(out, values.to(DTYPE), mask=there)
 
 
 def key_words(key: bytes, generator: str) -> tuple[int, ...]:
@@ -284,41 +321,43 @@ def bits_of(number: float) -> int:
 
 
 def address_of(stream: NoiseStream) -> tuple[int, ...]:
-    """The kernels' `ADDRESS` arguments."""
+    """The kernels' `ADDRESS` arguments, which the streams of a release have in common."""
     step = int(stream.step)
     return (
         bits_of(float(stream.grid)),
         bits_of(float(stream.scale)),
         *key_words(stream.key, stream.generator),
-        *(step & 0xFFFFFFFF, step >> 32, int(stream.parameter_id), int(stream.offset)),
+        *(step & 0xFFFFFFFF, step >> 32),
     )
 
 
 class OpenList(NamedTuple):
-    """The elements of a result whose noise fp64 leaves undecided, where a kernel lists them.
+    """The elements of some results whose noise fp64 leaves undecided, where a kernel lists them.
 
     Attributes:
-        out: the result, which has NaN there until they are settled.
-        stream: the noise that out gets.
-        entries: [1 + 3 capacity], int64, on out's device: how many there are, then their numbers
-            in out, their words, and the bits of their sums before noise, fp64 in units of the
-            grid, in any order.
+        outs: the results, which have NaN there until they are settled.
+        streams: the noise of each, of one release.
+        entries: [1 + 4 capacity], int64, on the results' device: how many there are, then the
+            numbers of their results, their numbers in these, their words, and the bits of their
+            sums before noise, fp64 in units of the grid, in any order.
     """
 
-    out: Tensor
-    stream: NoiseStream
+    outs: tuple[Tensor, ...]
+    streams: tuple[NoiseStream, ...]
     entries: Tensor
 
     @property
     def capacity(self) -> int:
         """How many elements the list can hold."""
-        return (self.entries.numel() - 1) // 3
+        return (self.entries.numel() - 1) // 4
 
 
-def open_list(out: Tensor, stream: NoiseStream) -> OpenList:
-    """An empty list for the noise of a result."""
-    size = 1 + 3 * expected_capacity(out.numel(), stream.scale)
-    return OpenList(out, stream, torch.zeros(size, dtype=torch.int64, device=out.device))
+def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenList:
+    """An empty list for the noise of results on one device, of one release."""
+    elements = sum(out.numel() for out in outs)
+    size = 1 + 4 * expected_capacity(elements, streams[0].scale)
+    entries = torch.zeros(size, dtype=torch.int64, device=outs[0].device)
+    return OpenList(tuple(outs), tuple(streams), entries)
 
 
 def expected_capacity(elements: int, scale: float) -> int:
@@ -340,76 +379,87 @@ def settle(lists: Sequence[OpenList]) -> bool:
 
     Raises:
         RuntimeError: a kernel found more undecided elements than its list holds, which no correct
-            device does; out keeps NaN there.
+            device does; the results keep NaN there.
     """
     was_any = False
-    groups: dict[tuple[torch.device, float], list[int]] = {}
-    for number, found in enumerate(lists):
-        groups.setdefault((found.out.device, found.stream.scale), []).append(number)
-    for (device, scale), numbers in groups.items():
-        host = torch.cat([lists[number].entries for number in numbers]).cpu()
-        hosts = host.split([lists[number].entries.numel() for number in numbers])
-        parts = [_undecided(lists[n], part) for n, part in zip(numbers, hosts, strict=True)]
-        counts = [part.shape[1] for part in parts]
-        if not sum(counts):
+    groups: dict[tuple[torch.device, float], list[OpenList]] = {}
+    for found in lists:
+        groups.setdefault((found.entries.device, found.streams[0].scale), []).append(found)
+    for (_, scale), group in groups.items():
+        host = torch.cat([found.entries for found in group]).cpu()
+        hosts = host.split([found.entries.numel() for found in group])
+        parts = [_undecided(found, part) for found, part in zip(group, hosts, strict=True)]
+        words = torch.cat([part[2] for part in parts])
+        if not len(words):
             continue
         was_any = True
-        elements, words, bits = torch.cat(parts, dim=1)
         integers, left = noise_cpu.rounded_normals(words, scale)
-        of = torch.repeat_interleave(*(torch.tensor(x, device="cpu") for x in (numbers, counts)))
-        for place in left.nonzero().flatten().tolist():
-            stream = lists[int(of[place])].stream
-            integers[place] = stream.settled(int(elements[place]), int(words[place]))
-        values = bits.contiguous().view(torch.float64) + integers
-        places, values = _sent(elements, device), _sent(values, device)
-        begin = 0
-        for number, count in zip(numbers, counts, strict=True):
-            if count:
-                out, stream, _ = lists[number]
-                at = places[begin : begin + count]
-                sums = values[begin : begin + count] * stream.grid
-                out.view(-1)[at] = sums.to(out.dtype)
-            begin += count
+        counts = [part.shape[1] for part in parts]
+        each = zip(group, parts, integers.split(counts), left.split(counts), strict=True)
+        for found, (places, elements, own_words, bits), own, open_ones in each:
+            for i in open_ones.nonzero().flatten().tolist():
+                stream = found.streams[int(places[i])]
+                own[i] = stream.settled(int(elements[i]), int(own_words[i]))
+            sums = (bits.contiguous().view(torch.float64) + own) * found.streams[0].grid
+            if len(sums):
+                _write(found.outs, places, elements, sums)
     return was_any
 
 
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    """A copy on a device, which is not waited for."""
-    if device.type != "cuda":
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
+def _write(outs: Sequence[Tensor], places: Tensor, elements: Tensor, values: Tensor) -> None:
+    """Write values, [N] on the CPU, to elements of the results with the numbers `places`."""
+    device = outs[0].device
+    table = tensor_table(outs, outs, sizes=[0] * len(outs), block=1)
+    for dtype in {out.dtype for out in outs}:
+        own = torch.tensor([out.dtype == dtype for out in outs])[places]
+        at = [sent(x[own], device) for x in (places, elements, values)]
+        with on_device(outs[0]):
+            _settle_kernel[(triton.cdiv(len(at[0]), 256),)](
+                table.rows, *at, len(at[0]), DTYPE=TYPES[dtype], BLOCK=256,
+            )  # fmt: skip
 
 
 def _undecided(found: OpenList, entries: Tensor) -> Tensor:
-    """[3, count] of a list on the CPU: elements, words and the bits of sums."""
+    """[4, count] of a list on the CPU: results, elements, words and the bits of sums."""
     count = int(entries[0])
     if count > found.capacity:
         raise RuntimeError(
-            f"more elements of noise are undecided on {found.out.device} than can be: its "
+            f"more elements of noise are undecided on {found.outs[0].device} than can be: its "
             "arithmetic is wrong. Nothing may be released; run the noise on the CPU"
         )
-    return entries[1:].view(3, found.capacity)[:, :count]
+    return entries[1:].view(4, found.capacity)[:, :count]
 
 
-def add_noise_(out: Tensor, stream: NoiseStream) -> None:
-    """See `NoiseStream.add_to_`, which checks the arguments."""
-    found = open_list(out.detach(), stream)
-    skip = stream.offset % 8
-    programs = triton.cdiv(skip + out.numel(), 8 * GROUPS)
-    if out.numel():
-        with on_device(out):
-            _add_noise_kernel[(programs,)](
-                found.out, found.entries, found.capacity, out.numel(), *address_of(stream),
-                BLOCK=GROUPS, ALIGNED=skip == 0, PHILOX=stream.generator == "philox", **OPTIONS,
+def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
+    """See `noise.add_noise_`, which checks the arguments; all on one device, none empty."""
+    for numbers in alike([kind_of(*pair) for pair in zip(streams, outs, strict=True)]):
+        own, of_own = [outs[i] for i in numbers], [streams[i] for i in numbers]
+        found = open_list([out.detach() for out in own], of_own)
+        sizes = [out.numel() for out in own]
+        table = tensor_table(own, own, of_own, sizes=sizes, block=8 * GROUPS)
+        with on_device(own[0]):
+            _add_noise_kernel[(table.programs,)](
+                table.rows, table.owners, found.entries, found.capacity, *address_of(of_own[0]),
+                DTYPE=TYPES[own[0].dtype], BLOCK=8 * GROUPS, VECTORS=has_vectors(*own),
+                ALIGNED=of_own[0].offset % 8 == 0, PHILOX=of_own[0].generator == "philox",
+                **OPTIONS,
             )  # fmt: skip
-    # Autograd must notice the change, as it does with PyTorch's own operations.
-    torch.autograd.graph.increment_version(out)
-    settle_or_keep(found)
+        for out in own:
+            # Autograd must notice the change, as it does with PyTorch's own operations.
+            torch.autograd.graph.increment_version(out)
+        settle_or_keep(found)
+
+
+def kind_of(stream: NoiseStream | None, *tensors: Tensor) -> tuple[object, ...]:
+    """What the tensors of one launch, and their noise, must have in common."""
+    of_noise = stream and (stream.offset % 8 == 0, stream.release, id(stream.unsettled))
+    return (*(x.dtype for x in tensors), has_vectors(*tensors), of_noise)
 
 
 def settle_or_keep(found: OpenList) -> None:
     """Settle a list now, or append it to `NoiseStream.unsettled` for later."""
-    if found.stream.unsettled is None:
+    unsettled = found.streams[0].unsettled
+    if unsettled is None:
         settle([found])
     else:
-        found.stream.unsettled.append(found)
+        unsettled.append(found)

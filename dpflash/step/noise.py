@@ -139,12 +139,15 @@ class BatchNoise:
     def mark_added(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
         """Record that these are the parameters' sums with their noise."""
         if self._unsettled:
-            # The last entries may be those of these sums.
             outs = {self._parameter_ids[p]: total for p, total in totals.items()}
-            for i in range(max(0, len(self._unsettled) - len(outs)), len(self._unsettled)):
+            # The last list has them, and the one before where a launch took two kinds of sums.
+            for i in reversed(range(len(self._unsettled))):
                 entry = self._unsettled[i]
-                out = outs.get(entry.stream.parameter_id, entry.out)
-                self._unsettled[i] = entry._replace(out=out)
+                ids = [stream.parameter_id for stream in entry.streams]
+                if not outs.keys() & set(ids):
+                    break
+                own = tuple(outs.get(n, out) for n, out in zip(ids, entry.outs, strict=True))
+                self._unsettled[i] = entry._replace(outs=own)
         self._noised.update(totals)
 
     def add_(self, totals: Mapping[nn.Parameter, Tensor]) -> None:

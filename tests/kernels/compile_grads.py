@@ -12,6 +12,7 @@ import os
 import time
 from pathlib import Path
 
+import triton.language as tl
 from triton.compiler import ASTSource
 
 from dpflash.kernels import grad_launch as launch
@@ -34,10 +35,10 @@ FUNCTIONS = {
     "philox_clip_reduce": "clip_reduce",
 }
 REDUCE = {
-    "BLOCK": launch.REDUCE_BLOCK,
+    **{"BLOCK": launch.REDUCE_BLOCK, "OUT": tl.float32, "VECTORS": True},
     **{"EXACT": False, "INTO": False, "NOISE": False, "ALIGNED": True, "PHILOX": False},
 }
-EXACT = REDUCE | {"EXACT": True, "INTO": True}
+EXACT = REDUCE | {"EXACT": True, "INTO": True, "OUT": tl.float64}
 NOISY = REDUCE | {"EXACT": True, "NOISE": True}
 # Of the kernels without an entry in the table: what the launcher passes.
 REDUCTIONS = {
@@ -46,6 +47,7 @@ REDUCTIONS = {
     "noisy_clip_reduce": NOISY,
     "offset_clip_reduce": NOISY | {"ALIGNED": False},
     "philox_clip_reduce": NOISY | {"PHILOX": True},
+    "squares": {"CHUNK": launch.SQUARES_CHUNK, "BLOCK": launch.REDUCE_BLOCK, "VECTORS": True},
     "token_sums": {
         "CHUNK": launch.TOKEN_CHUNK,
         "BLOCK_T": launch.TOKEN_BLOCK,
@@ -57,9 +59,10 @@ REDUCTIONS = {
     "embedding_grad_norm": {"BLOCK_T": launch.TOKEN_BLOCK, "BLOCK_E": launch.WIDTH_BLOCK},
     "embedding_clipped_grad": {"BLOCK_T": launch.TOKEN_BLOCK, "BLOCK_E": launch.WIDTH_BLOCK},
 }
-SIZES = ("num_inputs", "num_outputs", "width", "size")
+SIZES = ("num_inputs", "num_outputs", "width")
 POINTERS = {
     "grads_ptr": "*fp32",
+    "owners_ptr": "*i32",
     "squares_ptr": "*fp64",
     "pairs_ptr": "*i32",
     "factors_ptr": "*fp32",
@@ -74,6 +77,7 @@ POINTERS = {
     "spans_ptr": "*i64",
     "open_ptr": "*i64",
 }
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # What the launcher passes None for; spans_ptr too, but for spans.
 ABSENT = {
     "clip_reduce": "open_ptr",
@@ -102,7 +106,9 @@ def compile_one(kernel, arch, dtype, sizes, odd=False, spans=False):
     `spans`: for samples that are spans of tokens.
     """
     function = getattr(kernels, f"_{FUNCTIONS.get(kernel, kernel)}_kernel")
-    constants = constants_of(kernel, arch, sizes)
+    constants = {"GRADS": getattr(tl, NAMES[dtype]), **constants_of(kernel, arch, sizes)}
+    if odd and "VECTORS" in constants:
+        constants["VECTORS"] = False
     signature, constexprs, attributes = {}, {}, {}
     for position, parameter in enumerate(function.params):
         name = parameter.name
@@ -114,8 +120,6 @@ def compile_one(kernel, arch, dtype, sizes, odd=False, spans=False):
             constexprs[name] = None
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
-            if name == "out_ptr" and constants.get("INTO"):
-                signature[name] = "*fp64"
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif parameter.annotation_type:
             signature[name] = parameter.annotation_type

@@ -10,6 +10,7 @@ import json
 import os
 import time
 
+import triton.language as tl
 from compile_attention import TARGETS, needs
 from triton.compiler import ASTSource
 
@@ -22,12 +23,8 @@ ENTRIES = [
     for place in ("aligned", "offset")
 ]
 TYPES = {
-    "open_ptr": "*i64",
-    "capacity": "i32",
-    "num_elements": "i32",
-    "grid_bits": "u64",
-    "scale_bits": "u64",
-    "first": "i64",
+    **{"rows_ptr": "*i64", "owners_ptr": "*i32", "open_ptr": "*i64", "capacity": "i32"},
+    **{"grid_bits": "u64", "scale_bits": "u64"},
 }
 
 
@@ -35,16 +32,17 @@ def source(entry):
     generator, dtype, place = entry.split("/")
     function = kernels._add_noise_kernel
     constants = {
-        "BLOCK": kernels.GROUPS,
+        "DTYPE": {"fp32": tl.float32, "fp64": tl.float64}[dtype],
+        "BLOCK": 8 * kernels.GROUPS,
+        "VECTORS": True,
         "ALIGNED": place == "aligned",
         "PHILOX": generator == "philox",
     }
-    types = {**TYPES, "out_ptr": f"*{dtype}"}
     names = function.arg_names
     signature = {
-        name: "constexpr" if name in constants else types.get(name, "u32") for name in names
+        name: "constexpr" if name in constants else TYPES.get(name, "u32") for name in names
     }
-    aligned = ("out_ptr", "open_ptr", "num_elements")
+    aligned = ("rows_ptr", "owners_ptr", "open_ptr")
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     return ASTSource(function, signature, constants, attributes)
 

@@ -43,6 +43,7 @@ GRADS = [
 ]
 REDUCTIONS = (
     "clip_reduce/16",
+    "squares/16",
     "token_sums/16",
     "embedding_grad_norm/16",
     "embedding_clipped_grad/16",
@@ -321,7 +322,7 @@ for module in (attention_triton, grad_triton, noise_triton):
     script.write_text(program)
     lines = output(script)
     # Widths, strides and what follows from the widths: fixed by the model.
-    fixed = {"num_inputs", "num_outputs", "width", "size", "num_elements"}
+    fixed = {"num_inputs", "num_outputs", "width"}
     fixed |= {"tiles_i", "num_tiles", "num_blocks"}
     fixed |= {"heads", "heads_per_group", "heads_per_program"}
     fixed |= {"scale", "scale_log2", "softcap_log2"}
@@ -332,4 +333,4 @@ for module in (attention_triton, grad_triton, noise_triton):
         left = {p for p in specialised if not p.startswith("stride_")} - fixed
         left -= lengths if name.startswith("_attention_") else set()
         assert not left, name
-    assert len(lines) == 12
+    assert len(lines) == 14

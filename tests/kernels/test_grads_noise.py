@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from dpflash.kernels import NoiseStream, grid_of, reference
+from dpflash.kernels import NoiseStream, grid_of, reference, settle_noise
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("dpflash.kernels.grad_launch")
@@ -24,6 +24,11 @@ pytestmark = [
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GRID = grid_of(1.0)
+
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="patches what the interpreter reads"
+)
 
 
 def stream(**changed):
@@ -70,6 +75,102 @@ def test_an_exact_sum_with_noise_is_the_references_bit_for_bit(case):
     noise = stream(**changed)
     found = launch.clip_reduce(grads, factors, grid=GRID, noise=noise)
     assert same_bits(found, expected_of(grads, factors, noise))
+
+
+SHAPES = ((40, 24), (17,), (0, 3), (3, 7), (1031,), (64,), (5,))
+
+
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, programs):
+        self.launches += 1
+        return self.kernel[programs]
+
+
+def several(dtypes=(torch.float32, torch.bfloat16)):
+    """Gradients of parameters of several shapes and dtypes, and their factors."""
+    made = [stored(3, *s, dtype=dtypes[i % len(dtypes)])[0] for i, s in enumerate(SHAPES)]
+    return made, stored(3)[1]
+
+
+@pytest.mark.cases(0)
+@pytest.mark.parametrize("kind", ["rounded", "exact", "into", "noise", "no noise"])
+def test_sums_of_several_parameters_are_those_of_each_in_a_launch_a_kind(kind, monkeypatch):
+    kernel = Counted(launch.kernels._clip_reduce_kernel)
+    monkeypatch.setattr(launch.kernels, "_clip_reduce_kernel", kernel)
+    grads, factors = several()
+    grid = None if kind == "rounded" else GRID
+    into = [torch.ones(s, dtype=torch.float64, device=DEVICE) for s in SHAPES]
+    offsets = [0, 8, 3, 5, 16, 0, 2**20 + 1]
+    noise = [stream(parameter_id=7 * i, offset=n) for i, n in enumerate(offsets)]
+    if kind == "no noise":
+        noise = [stream(std=0)] * len(grads)
+    options = {"into": {"into": into}, "noise": {"noise": noise}, "no noise": {"noise": noise}}
+    each = [{name: x[i] for name, x in options.get(kind, {}).items()} for i in range(len(grads))]
+    expected = [
+        reference.clip_reduce(
+            g.cpu(),
+            factors.cpu(),
+            grid=grid,
+            **{**own, **({"into": own["into"].cpu().clone()} if "into" in own else {})},
+        )
+        for g, own in zip(grads, each, strict=True)
+    ]
+    found = launch.clip_reduce_all(grads, factors, grid=grid, **options.get(kind, {}))
+    for one, other in zip(found, expected, strict=True):
+        if kind == "rounded":  # the order of the sum is not the reference's
+            assert torch.allclose(one.cpu(), other, rtol=1e-5, atol=1e-6)
+        else:
+            assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
+    # Of two dtypes, with 16 bytes at a time or not, and with noise from within a group or not.
+    assert kernel.launches == {"noise": 6}.get(kind, 4)
+
+
+def test_noise_of_several_sums_is_that_of_each_in_a_launch_a_kind(monkeypatch):
+    kernel = Counted(noise_triton._add_noise_kernel)
+    monkeypatch.setattr(noise_triton, "_add_noise_kernel", kernel)
+    sums = [g[0].float() for g in several()[0] if g.numel()]
+    noise = [stream(parameter_id=i, offset=3 * (i % 2)) for i in range(len(sums))]
+    expected = [own.add_to_(x.cpu().clone()) for own, x in zip(noise, sums, strict=True)]
+    noise_triton.add_noise_(sums, noise)
+    assert all(map(same_bits, sums, expected)) and kernel.launches == 3
+
+
+@interpreted
+def test_what_is_undecided_in_several_sums_is_settled_in_each(monkeypatch):
+    grads, factors = several()
+    unsettled = []
+    noise = [stream(parameter_id=i, offset=5 * i, unsettled=unsettled) for i in range(len(grads))]
+    expected = [expected_of(g, factors, own) for g, own in zip(grads, noise, strict=True)]
+    monkeypatch.setattr(noise_triton, "_RELATIVE_ERROR", tl.constexpr(1.0))
+    monkeypatch.setattr(noise_triton, "expected_capacity", lambda elements, scale: elements)
+    found = launch.clip_reduce_all(grads, factors, grid=GRID, noise=noise)
+    assert all(x.isnan().all() for x in found)
+    # Sums that are kept wider meanwhile get their noise too.
+    wider = found[0].double()
+    unsettled[0] = unsettled[0]._replace(outs=(wider, *unsettled[0].outs[1:]))
+    assert settle_noise(unsettled)
+    assert all(map(same_bits, [wider.float(), *found[1:]], expected))
+
+
+@pytest.mark.parametrize("chunk", [64, 8192])
+def test_squared_norms_of_several_parameters_take_a_launch_a_kind(chunk, monkeypatch):
+    kernel = Counted(launch.kernels._squares_kernel)
+    monkeypatch.setattr(launch.kernels, "_squares_kernel", kernel)
+    monkeypatch.setattr(launch, "SQUARES_CHUNK", chunk)
+    monkeypatch.setattr(launch, "REDUCE_BLOCK", 64)
+    grads, _ = several()
+    grads[1][2] = math.inf
+    others = torch.rand(3, dtype=torch.float64, device=DEVICE)
+    exact = sum((g.double().flatten(1).square().sum(1) for g in grads), others.clone()).cpu()
+    found = launch.squared_norm(*grads, into=others)
+    assert found is others and kernel.launches == 4
+    assert bool((found[:2].cpu() >= exact[:2] * (1 - 1e-14)).all())
+    assert torch.allclose(found[:2].cpu(), exact[:2], rtol=1e-11) and found[2] == math.inf
 
 
 @pytest.mark.parametrize("offset", [0, 5])
@@ -119,11 +220,6 @@ def test_the_kernel_takes_numbers_of_numpy():
     grads, factors = stored(1, 8)
     found = launch.clip_reduce(grads, factors, grid=GRID, noise=noise)
     assert same_bits(found, expected_of(grads, factors, plain))
-
-
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="patches what the interpreter reads"
-)
 
 
 @interpreted

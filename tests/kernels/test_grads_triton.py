@@ -373,6 +373,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
     launch.grad_norm(x, dy, form="gram")
     launch.clipped_grad(x, dy, factors)
     launch.clip_reduce(grads, factors)
+    launch.squared_norm(grads)
     launch.embedding_grad_norm(indices, dy)
     launch.embedding_clipped_grad(indices, dy, factors, 3)
     launch.per_sample_bias_grad(dy)

@@ -118,7 +118,7 @@ def added(out, noise, groups=512):
     out = out.clone().to(DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "GROUPS", groups)
-        kernels.add_noise_(out, noise)
+        kernels.add_noise_([out], [noise])
     return out.cpu()
 
 
@@ -240,7 +240,7 @@ def test_the_kernel_writes_nothing_beside_its_tensor():
     out, noise = guarded[20:97].zero_(), stream(offset=5, generator="philox")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "GROUPS", 8)
-        kernels.add_noise_(out, noise)
+        kernels.add_noise_([out], [noise])
     assert same_bits(out.cpu(), on_the_cpu(torch.zeros(77), noise))
     assert guarded[:20].isnan().all() and guarded[97:].isnan().all()
 
@@ -248,8 +248,8 @@ def test_the_kernel_writes_nothing_beside_its_tensor():
 def test_autograd_notices_noise_and_an_empty_tensor_is_left_alone():
     out, empty = torch.zeros(3, 5, device=DEVICE), torch.zeros(0, 3, device=DEVICE)
     version = out._version
-    kernels.add_noise_(out, stream())
-    kernels.add_noise_(empty, stream())
+    kernels.add_noise_([out], [stream()])
+    kernels.add_noise_([empty], [stream()])
     assert out._version > version and bool(out.all())
 
 
@@ -302,9 +302,9 @@ def test_several_results_are_settled_later_and_at_once(has_compiler, monkeypatch
     everything = EverythingUndecided(monkeypatch)
     unsettled, outs = [], [out.clone().to(DEVICE) for out, _ in pairs]
     for out, (_, own) in zip(outs, pairs, strict=True):
-        kernels.add_noise_(out, replace(own, unsettled=unsettled))
+        kernels.add_noise_([out], [replace(own, unsettled=unsettled)])
         assert out.isnan().all() and not everything.lists
-    nothing = kernels.open_list(torch.zeros(0), stream())
+    nothing = kernels.open_list([torch.zeros(0)], [stream()])
     assert settle_noise([*unsettled, nothing]) and not settle_noise([nothing])
     for found, bits in zip(outs, expected, strict=True):
         assert same_bits(found.cpu(), bits)
@@ -319,7 +319,7 @@ def test_the_order_in_which_a_kernel_lists_elements_changes_nothing(monkeypatch)
 
     def shuffled(lists):
         for found in lists:
-            entries = found.entries[1:].view(3, -1)
+            entries = found.entries[1:].view(4, -1)
             entries.copy_(entries[:, torch.randperm(60)])
         return lists
 
@@ -332,7 +332,7 @@ def test_a_list_that_is_too_short_is_refused_and_nothing_without_noise_is_left(m
     noise, out = stream(generator="philox"), torch.ones(60)
     EverythingUndecided(monkeypatch, capacity=1)
     with pytest.raises(RuntimeError, match="arithmetic is wrong. Nothing may be"):
-        kernels.add_noise_(out, noise)
+        kernels.add_noise_([out], [noise])
     assert out.isnan().all()
 
 
@@ -344,7 +344,7 @@ class OnAGpu(torch.Tensor):
 
 def test_a_tensor_on_a_gpu_goes_to_the_kernel(monkeypatch):
     seen = []
-    monkeypatch.setattr(kernels, "add_noise_", lambda out, noise: seen.append(noise))
+    monkeypatch.setattr(kernels, "add_noise_", lambda outs, noise: seen.extend(noise))
     expected = stream(offset=3, generator="philox")
     expected.add_to_(torch.zeros(3).as_subclass(OnAGpu))
     assert seen == [expected]

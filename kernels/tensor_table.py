@@ -1,0 +1,126 @@
+"""TensorTable: several tensors for one launch, by their addresses in device memory.
+
+The first programs of a launch belong to the first tensor, and so on: `owners` has the tensor of
+each program, and `rows` what it needs of that tensor.
+"""
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .layout import sent
+from .noise import NoiseStream
+
+# ruff: noqa: N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+# Of a row: address that is read, address that is written, elements, first program, parameter's
+# number in the noise's address, element of the stream.
+COLUMNS = 6
+
+TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+class TensorTable(NamedTuple):
+    """What a launch needs of each tensor.
+
+    Attributes:
+        rows: [P, COLUMNS], int64, on the device.
+        owners: [programs], int32, on the device: the tensor of each program.
+    """
+
+    rows: Tensor
+    owners: Tensor
+
+    @property
+    def programs(self) -> int:
+        """How many there are."""
+        return len(self.owners)
+
+
+def tensor_table(
+    read: Sequence[Tensor],
+    written: Sequence[Tensor] | None = None,
+    streams: Sequence[NoiseStream] | None = None,
+    *,
+    sizes: Sequence[int],
+    block: int,
+) -> TensorTable:
+    """The table of contiguous tensors on one device, which is not waited for.
+
+    Args:
+        read, written: of each, where there are any.
+        streams: noise of each.
+        sizes: elements that are to be visited of each, in programs of so many as `block`. Where
+            noise begins within a group of 8 elements, the programs begin with that group.
+    """
+    device, rows, counts = read[0].device, [], []
+    begin = 0
+    for number, (tensor, size) in enumerate(zip(read, sizes, strict=True)):
+        address = 0 if written is None else written[number].data_ptr()
+        stream = None if streams is None else streams[number]
+        parameter, first = (0, 0) if stream is None else (stream.parameter_id, stream.offset)
+        rows.append((tensor.data_ptr(), address, size, begin, parameter, first))
+        counts.append(-(-(size + first % 8) // block) if size else 0)
+        begin += counts[-1]
+    table = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+    return TensorTable(sent(table, device), _owners(tuple(counts), device))
+
+
+@functools.lru_cache(maxsize=256)
+def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """[programs], int32: the number of each program's tensor. Not to be changed."""
+    numbers = torch.arange(len(counts), dtype=torch.int32)
+    return numbers.repeat_interleave(torch.tensor(counts)).to(device, non_blocking=True)
+
+
+def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
+    """The numbers of what is of one kind, for a launch each."""
+    found: dict[Hashable, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(number)
+    return list(found.values())
+
+
+def has_vectors(*tensors: Tensor) -> bool:
+    """Whether kernels may load 16 bytes at a time from contiguous tensors."""
+    return all(x.data_ptr() % 16 == 0 and x.numel() % 16 == 0 for x in tensors)
+
+
+@triton.jit
+def row_of(rows_ptr, owners_ptr):
+    """(number of the program's tensor, its row, the program's number among the tensor's)."""
+    place = tl.load(owners_ptr + tl.program_id(0)).to(tl.int64)
+    row = rows_ptr + 6 * place
+    return place, row, tl.program_id(0).to(tl.int64) - tl.load(row + 3)
+
+
+@triton.jit
+def read_from(row, DTYPE: tl.constexpr, VECTORS: tl.constexpr):
+    """The pointer of the tensor that is read."""
+    pointer = tl.load(row).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(pointer, 16) if VECTORS else pointer
+
+
+@triton.jit
+def written_to(row, DTYPE: tl.constexpr, VECTORS: tl.constexpr):
+    """The pointer of the tensor that is written."""
+    pointer = tl.load(row + 1).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(pointer, 16) if VECTORS else pointer
+
+
+@triton.jit
+def size_of(row, VECTORS: tl.constexpr):
+    """How many elements the tensor has."""
+    size = tl.load(row + 2)
+    return tl.multiple_of(size, 16) if VECTORS else size
