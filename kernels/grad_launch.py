@@ -201,6 +201,18 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     return into
 
 
+def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
+    """See `reference.clip_factors`."""
+    factors = torch.empty(len(squared_norms), dtype=torch.float32, device=squared_norms.device)
+    if len(factors):
+        with on_device(factors):
+            kernels._clip_factors_kernel[(_blocks(len(factors), TOKEN_CHUNK),)](
+                squared_norms.contiguous(), factors, len(factors), bits_of(float(bound)),
+                HARD=function == "hard", BLOCK=TOKEN_CHUNK,
+            )  # fmt: skip
+    return factors
+
+
 def embedding_per_sample_grad(
     indices: Tensor, dy: Tensor, num_embeddings: int, *, spans: Spans | None = None
 ) -> Tensor:

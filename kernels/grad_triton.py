@@ -17,10 +17,16 @@ import triton
 import triton.language as tl
 
 from .noise_triton import ADDRESS, as_fp64, as_key, elements_of, noisy, reciprocal_of_grid
+from .reference import FP64_SLACK, STABILITY
 from .tensor_table import read_from, row_of, size_of, written_to
 
 # ruff: noqa: N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+
+_SLACK = tl.constexpr(FP64_SLACK)
+_STABILITY = tl.constexpr(STABILITY)
+_LEAST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -263,6 +269,29 @@ def _squares_kernel(
         total += grad * grad
     at = sample * tl.num_programs(0) + tl.program_id(0)
     tl.store(squares_ptr + at, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["batch", "bound_bits"])
+def _clip_factors_kernel(
+    squares_ptr, factors_ptr, batch, bound_bits: tl.uint64,
+    HARD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`reference.clip_factors`."""
+    samples = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there, bound = samples < batch, as_fp64(bound_bits)
+    norms = tl.sqrt(tl.load(squares_ptr + samples, mask=there, other=0.0))
+    if HARD:
+        norms *= 1 + _SLACK
+        factors = tl.where(norms > bound, bound / norms * (1 - _SLACK), 1.0)
+        factors = tl.where(norms < float("inf"), factors, 0.0)
+    else:
+        factors = bound / (norms + _STABILITY) * (1 - 2 * _SLACK)
+    narrow = factors.to(tl.float32)
+    # The next number towards 0 where it was rounded up.
+    bits = narrow.to(tl.int32, bitcast=True) - (narrow.to(tl.float64) > factors).to(tl.int32)
+    narrow = bits.to(tl.float32, bitcast=True)
+    narrow = tl.where(narrow >= _LEAST_NORMAL, narrow, 0.0)
+    tl.store(factors_ptr + samples, narrow, mask=there)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks"])

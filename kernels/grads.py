@@ -148,7 +148,7 @@ def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") ->
     """See `reference.clip_factors`."""
     _check("squared_norms", squared_norms, 1)
     squares = squared_norms.double()
-    return _backend(squares).clip_factors(squares, bound, function)
+    return _backend(squares, any_dtype=True).clip_factors(squares, bound, function)
 
 
 @_documented_by(reference.embedding_per_sample_grad)

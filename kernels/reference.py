@@ -35,7 +35,7 @@ FP64_SLACK = 2.0**-40
 # Factor that exceeds the upward rounding of a root and of later products with it.
 ROOT_SLACK = 1.0 - 2.0**-50
 # gamma of automatic clipping, as in its paper.
-_STABILITY = 0.01
+STABILITY = 0.01
 
 _Squares = TypeVar("_Squares", Tensor, float)
 
@@ -60,7 +60,7 @@ def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") ->
     if function == "hard":
         return hard_clip_factors(squares, bound)
     norms = squares.sqrt()
-    return rounded_down(bound / (norms + _STABILITY) * (1 - 2 * FP64_SLACK))
+    return rounded_down(bound / (norms + STABILITY) * (1 - 2 * FP64_SLACK))
 
 
 def bound_share(part: int, whole: int) -> float:

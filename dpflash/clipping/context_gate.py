@@ -117,14 +117,20 @@ class ContextGate(Gate):
         return super()._factors(grads)
 
     def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
-        for position, parameter in enumerate(self.group.parameters):
-            total, piece = self._sums.get(position), self._slices.get(position)
-            if piece is not None:
-                own = clip_reduce(piece, factors, grid=self.step.sums.grid)
-                total = own if total is None else total + own
-            # `_settle` has a slice of every parameter.
-            assert total is not None
-            self.step.add(parameter, self._whole(position, total))
+        self.step.add(
+            self.group.parameters,
+            (self._whole(i, self._own(i, factors)) for i in range(self.size)),
+        )
+
+    def _own(self, position: int, factors: Tensor) -> Tensor:
+        """This rank's slice of a parameter's clipped sum."""
+        total, piece = self._sums.get(position), self._slices.get(position)
+        if piece is not None:
+            own = clip_reduce(piece, factors, grid=self.step.sums.grid)
+            total = own if total is None else total + own
+        # `_settle` has a slice of every parameter.
+        assert total is not None
+        return total
 
     def _cut(self, position: int) -> tuple[int, int, int]:
         """(begin, end, size): this rank's slice of a parameter, and the largest slice's size."""

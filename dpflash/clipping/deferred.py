@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -67,6 +67,20 @@ class Use(NamedTuple):
     spans: tuple[tuple[int, int], ...] | None = None
 
 
+class Share(NamedTuple):
+    """How the samples of a saved parameter are multiplied.
+
+    Attributes:
+        factors: [B], fp32.
+        shared: [B], the factors of the samples that are multiplied together, 0 for the others.
+        apart: numbers of the others.
+    """
+
+    factors: Tensor
+    shared: Tensor
+    apart: list[int]
+
+
 @dataclass
 class DeferredGradients:
     """The saved uses of one matrix parameter: its per-sample gradient G_i is their sum.
@@ -90,51 +104,31 @@ class DeferredGradients:
     units: Units | None = None
     _magnitudes: Tensor | None = None
 
-    def squared_norm(self, other: Tensor | None = None) -> Tensor:
-        """Upper bound [B] of ||G_i||^2 of the sum over the uses, cross terms included.
-
-        A product over T tokens rounds by at most T 2^-24 of the sum of the magnitudes of its
-        terms; that much is added to the norm. Where a sample's tokens nearly cancel, `clipped`
-        reduces its own G_i, as mode "instantiate" does, and its norm is taken of that G_i.
-
-        Args:
-            other: [B, rows, ...], added to G_i; it is clipped by itself.
-        """
-        if other is not None:
-            dense, others = self.dense(), squared_norm(other).sqrt()
-            sizes = others + (squared_norm(dense).sqrt() if self.tiled else self._sizes())
-            rounding = _SUM_OF_TWO if self.tiled else self._rounding() + _SUM_OF_TWO
-            return (squared_norm(other + dense).sqrt() + rounding * sizes).square()
-        if self.tiled:
-            return self._squares()
-        norms, sizes = self._squares().clamp(min=0).sqrt(), self._sizes()
-        squares = (norms + self._rounding() * sizes).square()
-        for i in (sizes > _HARMLESS_CANCELLATION * norms).nonzero().flatten().tolist():
-            squares[i] = squared_norm(self._sample(i).dense())[0]
-        return squares
-
-    def clipped(self, factors: Tensor, bound: float) -> Tensor:
-        """sum_i factors_i G_i, rounded as a whole.
-
-        Args:
-            factors: [B], fp32.
-            bound: L2 bound of one sample's contribution.
-        """
+    def clipped(self, share: Share) -> Tensor:
+        """sum_i factors_i G_i, rounded as a whole."""
         if self.tiled:
             total: Tensor | None = None
             for samples, part, grad in self._tiles():
                 if total is None:
                     total = grad.new_zeros(self.rows, *grad.shape[2:])
-                total[part] += clip_reduce(grad, factors[samples])
+                total[part] += clip_reduce(grad, share.factors[samples])
             assert total is not None
             return total
-        apart = factors.double() * self._sizes() > _HARMLESS_CANCELLATION * bound
-        apart |= (factors > 0) & (factors < _LEAST_SHARED_FACTOR)
-        shared = factors.masked_fill(apart, 0)
-        total = self._shared(shared)
-        for i in apart.nonzero().flatten().tolist():
-            total += clip_reduce(self._sample(i).dense(), factors[i : i + 1])
+        total = self._shared(share.shared)
+        for i in share.apart:
+            total += clip_reduce(self._sample(i).dense(), share.factors[i : i + 1])
         return total
+
+    def bound_with(self, other: Tensor) -> Tensor:
+        """Upper bound [B] of ||G_i + H_i||^2 for H = other [B, rows, ...], clipped by itself."""
+        dense, others = self.dense(), squared_norm(other).sqrt()
+        sizes = others + (squared_norm(dense).sqrt() if self.tiled else self.sizes())
+        rounding = _SUM_OF_TWO if self.tiled else self.rounding() + _SUM_OF_TWO
+        return (squared_norm(other + dense).sqrt() + rounding * sizes).square()
+
+    def of_sample(self, i: int) -> Tensor:
+        """[1], fp64: ||G_i||^2 of a sample's own product."""
+        return squared_norm(self._sample(i).dense())
 
     def _shared(self, factors: Tensor) -> Tensor:
         """sum_i factors_i G_i as products over the tokens of all samples."""
@@ -170,7 +164,8 @@ class DeferredGradients:
         assert total is not None
         return total
 
-    def _squares(self) -> Tensor:
+    def squares(self) -> Tensor:
+        """||G_i||^2 [B], of products that may round."""
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -192,16 +187,16 @@ class DeferredGradients:
             total = total + 2 * _inner(embedding, linear)
         return total
 
-    def _sizes(self) -> Tensor:
+    def sizes(self) -> Tensor:
         """[B], fp64: the sum of the magnitudes of the terms of G_i, never below ||G_i||."""
         if self._magnitudes is None:
             of_tokens = [_magnitudes_of_tokens(x, dy) for x, dy in self.linear]
             of_tokens += [_magnitudes_of_tokens(None, dy) for _, dy in self.embedding]
             sums = (t.sum(1) if self.units is None else self.units.summed(t[0]) for t in of_tokens)
-            self._magnitudes = torch.stack(list(sums)).sum(0)
+            self._magnitudes = functools.reduce(torch.add, sums)
         return self._magnitudes
 
-    def _rounding(self) -> float | Tensor:
+    def rounding(self) -> float | Tensor:
         """Rounding of a product over the tokens, relative to the magnitudes of its terms."""
         uses = [*self.linear, *self.embedding]
         # Two more for the Gram form in fp64: (I + O + T^2) 2^-46 of the sizes, with norms of at
@@ -269,6 +264,74 @@ class DeferredGradients:
             for pair in self.embedding:
                 grad = grad + _rows_of_embedding(*self._of(samples, *pair), rows)
             yield samples, rows, grad
+
+
+def squared_norms(
+    kept: Collection[DeferredGradients], others: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """Upper bounds [B] of ||G_i||^2 of each, summed over its uses, cross terms included.
+
+    A product over T tokens rounds by at most T 2^-24 of the sum of the magnitudes of its terms;
+    that much is added to the norm. Where a sample's tokens nearly cancel, it is multiplied apart,
+    as mode "instantiate" does, and its norm is that of its own G_i. The device is waited for once.
+
+    Args:
+        kept: of one batch.
+        others: [B, rows, ...] of each, added to G_i; it is clipped by itself.
+    """
+    others = [None] * len(kept) if others is None else others
+    found = [
+        (one.squares() if one.tiled else None) if other is None else one.bound_with(other)
+        for one, other in zip(kept, others, strict=True)
+    ]
+    plain = [one for one, squares in zip(kept, found, strict=True) if squares is None]
+    if not plain:
+        return [squares for squares in found if squares is not None]
+    norms = torch.stack([one.squares() for one in plain]).clamp_(min=0).sqrt_()
+    sizes = torch.stack([one.sizes() for one in plain])
+    squares = (norms + _roundings(plain, norms) * sizes).square()
+    for row, i in (sizes > _HARMLESS_CANCELLATION * norms).nonzero().tolist():
+        squares[row, i] = plain[row].of_sample(i)[0]
+    own = iter(squares.unbind())
+    return [next(own) if squares is None else squares for squares in found]
+
+
+def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
+    """How the samples of each are multiplied; waits for the device once.
+
+    Args:
+        kept: of one batch.
+        factors: [B], fp32.
+        bound: L2 bound of one sample's contribution.
+    """
+    plain = [one for one in kept if not one.tiled]
+    if not plain:
+        return [Share(factors, factors, [])] * len(kept)
+    sizes = torch.stack([one.sizes() for one in plain])
+    apart = factors.double() * sizes > _HARMLESS_CANCELLATION * bound
+    apart |= (factors > 0) & (factors < _LEAST_SHARED_FACTOR)
+    shared = iter(factors.expand_as(apart).masked_fill(apart, 0).unbind())
+    numbers: list[list[int]] = [[] for _ in plain]
+    for row, i in apart.nonzero().tolist():
+        numbers[row].append(i)
+    left = iter(numbers)
+    return [
+        Share(factors, factors, []) if one.tiled else Share(factors, next(shared), next(left))
+        for one in kept
+    ]
+
+
+def _roundings(kept: Sequence[DeferredGradients], like: Tensor) -> Tensor:
+    """[K, 1] or [K, B]: the relative rounding of each one's products."""
+    found = [one.rounding() for one in kept]
+    if all(isinstance(rounding, float) for rounding in found):
+        return torch.tensor(found, dtype=torch.float64).to(like.device, non_blocking=True)[:, None]
+    return torch.stack(
+        [
+            torch.as_tensor(r, dtype=torch.float64, device=like.device).expand_as(like[0])
+            for r in found
+        ]
+    )
 
 
 def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:

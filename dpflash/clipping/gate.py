@@ -26,7 +26,7 @@ from ..distributed.fsdp import is_sharded
 from ..packing.units import Units
 from ..verification.second_order import differentiable_once
 from ..verification.watch import alive
-from .deferred import DeferredGradients, TiledUse
+from .deferred import DeferredGradients, TiledUse, shares, squared_norms
 from .groups import Group
 from .planner import LinearShape, Plan
 from .precision import without_autocast
@@ -271,10 +271,10 @@ class Gate:
             factors = self.run.factors
             if self.batch_size != len(factors):
                 self.rules.refuse_size(self.batch_size, len(factors))
-            self._sums[position] = use.clipped(factors, self.bound)
+            self._sums[position] = use.clipped(*shares([use], factors, self.bound))
             if not self.run.norms_again:
                 return
-        squares = use.squared_norm()
+        (squares,) = squared_norms([use])
         self.squares = squares if self.squares is None else self.squares + squares
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -282,8 +282,8 @@ class Gate:
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
         if self.squares is not None:
             squares += self.squares
-        for position, kept in self._kept.items():
-            squares += kept.squared_norm(grads[position])
+        for of_kept in squared_norms(self._kept.values(), [grads[i] for i in self._kept]):
+            squares += of_kept
         rest = [g for i, g in enumerate(grads) if g is not None and i not in self._kept]
         return squared_norm(*rest, into=squares) if rest else squares
 
@@ -319,25 +319,37 @@ class Gate:
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
-        """Add the clipped sums of the parameters: those of the handles' gradients in one call."""
+        """Add the clipped sums of the parameters, with one call for those of each kind."""
         step, parameters = self.step, self.group.parameters
+        kept = dict(zip(self._kept, shares(self._kept.values(), factors, self.bound), strict=True))
         dense: dict[nn.Parameter, Tensor] = {}
+        rounded: dict[nn.Parameter, int] = {}
+
+        def total(position: int) -> Tensor:
+            found, grad = self._sums.get(position), grads[position]
+            if position in kept:
+                own = self._kept[position].clipped(kept[position])
+                found = own if found is None else found + own
+            assert found is not None
+            if grad is None:
+                return found
+            return found + clip_reduce(grad, factors, grid=step.sums.grid)
+
         for position, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
-            sharded: bool = is_sharded(parameter)
-            total, kept = self._sums.get(position), self._kept.get(position)
-            if kept is not None:
-                own = kept.clipped(factors, self.bound)
-                total = own if total is None else total + own
-            if total is not None:
-                if grad is not None:
-                    total = total + clip_reduce(grad, factors, grid=step.sums.grid)
-                step.add(parameter, total, is_exact=False)
+            sharded: bool = is_sharded(parameter)  # ranks exchange these in this order
+            if position in self._sums or position in kept:
+                if sharded:
+                    step.add([parameter], [total(position)], is_exact=False)
+                else:
+                    rounded[parameter] = position
             elif grad is None:
                 step.sums.add_zero(parameter)
-            elif sharded:  # ranks exchange these in the order of the parameters
+            elif sharded:
                 step.add_clipped([parameter], [grad], factors)
             else:
                 dense[parameter] = grad
+        if rounded:
+            step.add(list(rounded), map(total, rounded.values()), is_exact=False)
         if dense:
             step.add_clipped(list(dense), list(dense.values()), factors)
 

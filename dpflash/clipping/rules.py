@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -43,8 +43,14 @@ class Step(Protocol):
     ) -> None:
         """Reduce per-sample gradients by their clipping factors, and add the sums."""
 
-    def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
-        """Add a microbatch's clipped sum."""
+    def add(
+        self,
+        parameters: Sequence[nn.Parameter],
+        totals: Iterable[Tensor],
+        *,
+        is_exact: bool = True,
+    ) -> None:
+        """Add a microbatch's clipped sums."""
 
     def end_backward(self) -> None:
         """A backward has run to its end."""

@@ -24,7 +24,7 @@ on this rank, which is alone. Exact sums, and noise, are multiples of one grid (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -86,10 +86,17 @@ class PrivateStep(OpenBatch):
         self.sums.add_clipped(parameters, grads, factors, noise)
         self._add_noise(parameters, have_noise=noise is not None)
 
-    def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
-        """Add a microbatch's clipped sum; see `ClippedSums`."""
-        self.sums.add(parameter, total, is_exact=is_exact)
-        self._add_noise([parameter], have_noise=False)
+    def add(
+        self,
+        parameters: Sequence[nn.Parameter],
+        totals: Iterable[Tensor],
+        *,
+        is_exact: bool = True,
+    ) -> None:
+        """Add a microbatch's clipped sums; see `ClippedSums`."""
+        for parameter, total in zip(parameters, totals, strict=True):
+            self.sums.add(parameter, total, is_exact=is_exact)
+        self._add_noise(parameters, have_noise=False)
 
     def _add_noise(self, parameters: Sequence[nn.Parameter], *, have_noise: bool) -> None:
         """Add the noise of sums where it is due, and was not added by the sums' own kernel."""

@@ -48,6 +48,7 @@ REDUCTIONS = {
     "offset_clip_reduce": NOISY | {"ALIGNED": False},
     "philox_clip_reduce": NOISY | {"PHILOX": True},
     "squares": {"CHUNK": launch.SQUARES_CHUNK, "BLOCK": launch.REDUCE_BLOCK, "VECTORS": True},
+    "clip_factors": {"HARD": True, "BLOCK": launch.TOKEN_CHUNK},
     "token_sums": {
         "CHUNK": launch.TOKEN_CHUNK,
         "BLOCK_T": launch.TOKEN_BLOCK,

@@ -44,6 +44,7 @@ GRADS = [
 REDUCTIONS = (
     "clip_reduce/16",
     "squares/16",
+    "clip_factors/32",
     "token_sums/16",
     "embedding_grad_norm/16",
     "embedding_clipped_grad/16",
@@ -333,4 +334,4 @@ for module in (attention_triton, grad_triton, noise_triton):
         left = {p for p in specialised if not p.startswith("stride_")} - fixed
         left -= lengths if name.startswith("_attention_") else set()
         assert not left, name
-    assert len(lines) == 14
+    assert len(lines) == 15

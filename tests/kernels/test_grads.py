@@ -321,9 +321,7 @@ def test_every_operation_of_the_launcher_has_the_signature_of_the_reference():
         "references = own(reference)\n"
         "launched = {n: f for n, f in own(grad_launch).items()\n"
         "    if n not in ('precision', 'noise_width')}\n"
-        # Clipping factors are float64, which the reference implementation computes.
-        "rest = set(own(grads)) - {'clip_factors'}\n"
-        "assert set(launched) == rest, set(launched) ^ rest\n"
+        "assert set(launched) == set(own(grads)), set(launched) ^ set(own(grads))\n"
         "for n, f in launched.items():\n"
         "    s = inspect.signature(f)\n"
         "    assert s == inspect.signature(references[n]) == inspect.signature(own(grads)[n]), n\n"

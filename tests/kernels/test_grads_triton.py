@@ -343,6 +343,19 @@ def test_squared_norms_of_stored_gradients_are_bounds():
         assert_bounds(launch.squared_norm(stored), exact_squares(stored), 40 * 2.0**-51)
 
 
+@pytest.mark.parametrize("function", ["hard", "automatic"])
+def test_clipping_factors_are_the_references_bit_for_bit(function):
+    generator = torch.Generator().manual_seed(0)
+    squares = torch.exp(torch.randn(600, generator=generator, dtype=torch.float64) * 30)
+    special = [0.0, math.inf, math.nan, 1.0, 1.0 - 2.0**-40, 1e300, 1e-300, 5e-324]
+    squares = torch.cat([squares, torch.tensor(special, dtype=torch.float64)])
+    for bound in (1.0, 1e-3, 1e30, *([math.inf] if function == "hard" else [])):
+        expected = reference.clip_factors(squares, bound, function)
+        found = launch.clip_factors(squares.to(DEVICE), bound, function).cpu()
+        assert torch.equal(found, expected), bound
+    assert launch.clip_factors(squares[:0].to(DEVICE), 1.0).shape == (0,)
+
+
 class RecordedKernel:
     """Says which kernel was launched, and whether a device had been entered."""
 
@@ -373,7 +386,7 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch):
     launch.grad_norm(x, dy, form="gram")
     launch.clipped_grad(x, dy, factors)
     launch.clip_reduce(grads, factors)
-    launch.squared_norm(grads)
+    launch.clip_factors(launch.squared_norm(grads), 1.0)
     launch.embedding_grad_norm(indices, dy)
     launch.embedding_clipped_grad(indices, dy, factors, 3)
     launch.per_sample_bias_grad(dy)

@@ -284,7 +284,7 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
     kept = DeferredGradients(8, linear=[(x, dy)])
     other = -kept.dense() * (1 - 2.0**-8)
     exact = torch.einsum("bto,bti->boi", dy.double(), x.double()) + other.double()
-    norms, bounds = exact.flatten(1).norm(dim=1), kept.squared_norm(other).sqrt()
+    norms, bounds = exact.flatten(1).norm(dim=1), kept.bound_with(other).sqrt()
     sizes = dy.double().norm(dim=2).mul(x.double().norm(dim=2)).sum(1)
     assert bool((bounds >= norms + 64 * 2.0**-24 * sizes).all())
     assert bool((bounds <= norms + 80 * 2.0**-24 * (sizes + other.flatten(1).norm(dim=1))).all())
