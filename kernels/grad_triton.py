@@ -263,8 +263,8 @@ def _squares_kernel(
     sample, size = tl.program_id(1).to(tl.int64), size_of(row, VECTORS)
     grads_ptr = read_from(row, GRADS, VECTORS) + sample * size
     total = tl.zeros([BLOCK], dtype=tl.float64)
-    for start in range(0, CHUNK, BLOCK):
-        elements = program * CHUNK + start + tl.arange(0, BLOCK)
+    for start in range(program * CHUNK, tl.minimum(size, (program + 1) * CHUNK), BLOCK):
+        elements = start + tl.arange(0, BLOCK)
         grad = tl.load(grads_ptr + elements, mask=elements < size, other=0.0).to(tl.float64)
         total += grad * grad
     at = sample * tl.num_programs(0) + tl.program_id(0)

@@ -9,8 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash.kernels import grads as dispatch
+from dpflash.kernels import reference
 from dpflash.sampling import plan
-from dpflash.step import PrivateStep
+from dpflash.step import PrivateStep, noise
+from dpflash.step import sums as step_sums
 
 _release = PrivateStep.release
 
@@ -194,3 +197,35 @@ def next_token_loss():
         return dpflash.losses.cross_entropy(logits, tokens[:, 1:])
 
     return loss
+
+
+@pytest.fixture
+def kernels_of_a_gpu(monkeypatch):
+    """Gradients and noise are Triton's, interpreted; called with True, they decide no rounding."""
+    launch = pytest.importorskip("dpflash.kernels.grad_launch")
+    noise_triton = pytest.importorskip("dpflash.kernels.noise_triton")
+    if torch.cuda.is_available():
+        pytest.skip("patches what the interpreter reads")
+
+    def add_noise_(outs, streams):
+        noise_triton.add_noise_(outs, streams)
+        return outs
+
+    monkeypatch.setattr(noise_triton, "GROUPS", 8)
+    monkeypatch.setattr(launch, "REDUCE_BLOCK", 64)
+    monkeypatch.setattr(launch, "WIDTH_BLOCK", 16)
+
+    def backend(*tensors, any_dtype=False):
+        double = any(t.dtype == torch.float64 for t in tensors)
+        return reference if double and not any_dtype else launch
+
+    monkeypatch.setattr(dispatch, "_backend", backend)
+    for module in (step_sums, noise):
+        monkeypatch.setattr(module, "add_noise_", add_noise_)
+
+    def undecided():
+        one = pytest.importorskip("triton.language").constexpr(1.0)
+        monkeypatch.setattr(noise_triton, "_RELATIVE_ERROR", one)
+        monkeypatch.setattr(noise_triton, "expected_capacity", lambda elements, scale: elements)
+
+    return undecided

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash import PrivacyEngine, PrivateRefusal
 from dpflash.clipping import backward as backward_module
-from dpflash.kernels import NoiseStream, gaussian_noise_, grads, grid_of, reference
+from dpflash.kernels import NoiseStream, gaussian_noise_, grid_of
 from dpflash.step import noise, sums
 
 KINDS = [{"grad_sample_mode": mode} for mode in ("instantiate", "book_keeping", "ghost")]
@@ -39,38 +39,6 @@ def build():
 
 def data():
     return torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture
-def kernels_of_a_gpu(monkeypatch):
-    """Gradients and noise are Triton's, interpreted; called with True, they decide no rounding."""
-    launch = pytest.importorskip("dpflash.kernels.grad_launch")
-    noise_triton = pytest.importorskip("dpflash.kernels.noise_triton")
-    if torch.cuda.is_available():
-        pytest.skip("patches what the interpreter reads")
-
-    def add_noise_(outs, streams):
-        noise_triton.add_noise_(outs, streams)
-        return outs
-
-    monkeypatch.setattr(noise_triton, "GROUPS", 8)
-    monkeypatch.setattr(launch, "REDUCE_BLOCK", 64)
-    monkeypatch.setattr(launch, "WIDTH_BLOCK", 16)
-
-    def backend(*tensors, any_dtype=False):
-        double = any(t.dtype == torch.float64 for t in tensors)
-        return reference if double and not any_dtype else launch
-
-    monkeypatch.setattr(grads, "_backend", backend)
-    for module in (sums, noise):
-        monkeypatch.setattr(module, "add_noise_", add_noise_)
-
-    def undecided():
-        one = pytest.importorskip("triton.language").constexpr(1.0)
-        monkeypatch.setattr(noise_triton, "_RELATIVE_ERROR", one)
-        monkeypatch.setattr(noise_triton, "expected_capacity", lambda elements, scale: elements)
-
-    return undecided
 
 
 def fails(*_, **__):
