@@ -77,7 +77,7 @@ def test_an_exact_sum_with_noise_is_the_references_bit_for_bit(case):
     assert same_bits(found, expected_of(grads, factors, noise))
 
 
-SHAPES = ((40, 24), (17,), (0, 3), (3, 7), (1031,), (64,), (5,))
+SHAPES = ((40, 24), (17,), (0, 3), (3, 7), (1031,), (64,), (5,), (33,), (49,), (51,))
 
 
 class Counted:
@@ -105,7 +105,7 @@ def test_sums_of_several_parameters_are_those_of_each_in_a_launch_a_kind(kind, m
     grads, factors = several()
     grid = None if kind == "rounded" else GRID
     into = [torch.ones(s, dtype=torch.float64, device=DEVICE) for s in SHAPES]
-    offsets = [0, 8, 3, 5, 16, 0, 2**20 + 1]
+    offsets = [0, 8, 3, 5, 16, 0, 2**20 + 1, 0, 0, 0]
     noise = [stream(parameter_id=7 * i, offset=n) for i, n in enumerate(offsets)]
     if kind == "no noise":
         noise = [stream(std=0)] * len(grads)
