@@ -31,7 +31,7 @@ def check_grid(grid: float) -> None:
     Raises:
         ValueError: grid is not a power of two whose quotients are exact in fp64.
     """
-    number = isinstance(grid, Real) and not isinstance(grid, bool)
+    number = type(grid) is float or (isinstance(grid, Real) and not isinstance(grid, bool))
     if not number or not 2.0**-500 <= grid <= 2.0**500 or math.frexp(grid)[0] != 0.5:
         raise ValueError(
             f"grid={grid!r}: expected a power of two as a float; pass grid_of(bound) for the "

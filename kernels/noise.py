@@ -198,7 +198,7 @@ class NoiseStream:
     def __post_init__(self) -> None:
         """Raise for anything but an address of a stream; no message has the key's bytes."""
         std, grid, key, offset = self.std, self.grid, self.key, self.offset
-        number = isinstance(std, Real) and not isinstance(std, bool)
+        number = type(std) is float or (isinstance(std, Real) and not isinstance(std, bool))
         if not number or not 0 <= std < math.inf:
             remedy = "0 or a greater finite number" if number else "a plain float"
             raise ValueError(f"std={std!r}: expected a finite number >= 0; pass {remedy}")
@@ -233,10 +233,11 @@ class NoiseStream:
                 "begins"
             )
         # Numbers of other libraries, for instance numpy's, would overflow.
-        for name in ("std", "grid"):
-            object.__setattr__(self, name, float(getattr(self, name)))
-        for name in ("step", "parameter_id", "offset"):
-            object.__setattr__(self, name, int(getattr(self, name)))
+        kinds = {"std": float, "grid": float, "step": int, "parameter_id": int, "offset": int}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if type(value) is not kind:
+                object.__setattr__(self, name, kind(value))
 
     @property
     def release(self) -> tuple[object, ...]:
@@ -409,4 +410,4 @@ def _check_out(out: Tensor) -> None:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
