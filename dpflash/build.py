@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -47,7 +46,7 @@ from .privacy.keys import RunKeys
 from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .privacy.seeds import SecretMasks
 from .privacy.spending import Spending
-from .refusal import PrivateRefusal
+from .refusal import PrivateRefusal, warn
 from .run import PrivateRun, take_over
 from .sampling.collate import refuse_mixing
 from .sampling.entries import ReadableEntries
@@ -133,20 +132,18 @@ def build(
     def checks() -> _Checked:
         releases = take_over(module)
         if releases and spending.is_empty:
-            warnings.warn(
+            warn(
                 "another PrivacyEngine trained this model, and the epsilon of this one does "
                 "not count its releases. Where both train on the same people's data, use one "
                 "engine, or pass PrivacyEngine(ledger=...) to all of them, or "
                 "accountant=earlier.accountant",
-                stacklevel=7,
             )
         found = _check(given, settings, plan, keys, ranks)
         if _is_trained_on(data_loader.dataset, spending) and not releases:
-            warnings.warn(
+            warn(
                 "another PrivacyEngine trained on this dataset, and each engine's epsilon counts "
                 "its own releases alone: for people in both they add up. Use one engine, or pass "
                 "PrivacyEngine(ledger=...) to all of them, or accountant=earlier.accountant",
-                stacklevel=7,
             )
         return found
 
@@ -408,17 +405,15 @@ def calibrated(
         steps = epochs * plan.steps_per_epoch
     positive_int(steps=steps)
     if delta >= 1 / plan.dataset_size:
-        warnings.warn(
+        warn(
             f"target_delta={delta!r} is not below 1 / {plan.dataset_size} entries of "
             "the data: releasing one of them outright would be allowed; choose it well below",
-            stacklevel=4,
         )
     if not spending.is_empty:
-        warnings.warn(
+        warn(
             "the accountant has spent privacy already; target_epsilon covers the coming "
             "epochs alone, get_epsilon the sum. If you call load_checkpoint next, that run "
             "goes on with its own noise multiplier",
-            stacklevel=4,
         )
     if state_memory is not None:
         plan = _with_bands(plan, spending, ranks, steps, epsilon, delta, state_memory)
@@ -513,20 +508,18 @@ def _agree(
 def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan, delta: float | None) -> None:
     asked_for, entries, most = data_loader.batch_size, plan.dataset_size, plan.max_batch_size
     if asked_for is not None and not plan.has_public_size and asked_for > entries:
-        warnings.warn(
+        warn(
             f"data_loader.batch_size={asked_for} above the {entries} privacy units of the "
             "data: each draw takes all of them, without amplification by sampling. Pass a "
             "smaller batch_size",
-            stacklevel=6,
         )
     cut = plan.event(1.0).failure() * plan.steps_per_epoch
     if 100 * cut > (delta or min(_USUAL_DELTA, 1 / entries)):
-        warnings.warn(
+        warn(
             f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, for "
             "the chance that a draw is cut. So epsilon is infinite at delta < "
             f"{min(1, 2 * cut):.2g}, and too large near it; pass max_batch_size="
             f"{plan.least_free_cut} or more",
-            stacklevel=6,
         )
 
 

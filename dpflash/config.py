@@ -659,7 +659,7 @@ def configs_of(
     known = known_keywords(method)
     unknown = {n: v for n, v in keywords.items() if n not in known}
     # The caller's line is above `takes_fields` and the method.
-    refuse_keywords_of(method, unknown, mode=mode, stacklevel=4)
+    refuse_keywords_of(method, unknown, mode=mode)
     given = {n: v for n, v in keywords.items() if n in known and v is not UNSET}
     poisson_sampling = given.pop("poisson_sampling", True)
     one_of(poisson_sampling=(poisson_sampling, (True, False)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +44,7 @@ from .privacy.keys import RunKeys, Uncopied
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
-from .refusal import TOGETHER
+from .refusal import TOGETHER, warn
 from .run import OF_STEPS, Attachment, LossFunction, PrivateRun, attachments_of
 from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
@@ -144,7 +143,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         self._ranks = Ranks.of(mesh)
         self._has_mesh = mesh is not None
         self._is_warned = False
-        self._warn_without_mesh(stacklevel=3)
+        self._warn_without_mesh()
         self._spending = Spending(
             accountant, relation=neighboring_relation, ledger=open_ledger(ledger, self._ranks)
         )
@@ -225,7 +224,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if not isinstance(module := given.module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         settings = resolved(asked, performance)
-        self._warn_without_mesh(stacklevel=5)  # ranks may have come to be since `__init__`
+        self._warn_without_mesh()  # ranks may have come to be since `__init__`
         self._ranks.run_on_all("make_private", self._refuse_second_model)
         self._run = run = build(
             given,
@@ -243,17 +242,16 @@ class PrivacyEngine(Uncopied, OnlySettable):
         several = isinstance(given.optimizer, (list, tuple))
         return run.model, list(run.optimizers) if several else run.optimizers[0], run.loader
 
-    def _warn_without_mesh(self, *, stacklevel: int) -> None:
+    def _warn_without_mesh(self) -> None:
         """Warn, once, that this process is one of several ranks and the engine has no mesh."""
         if self._has_mesh or self._is_warned or not dist.is_initialized():
             return
         if dist.get_world_size() > 1:
             self._is_warned = True
-            warnings.warn(
+            warn(
                 f"PrivacyEngine without mesh in one of {dist.get_world_size()} ranks: each "
                 "trains alone, and its epsilon does not cover the releases of the others. Pass "
                 "mesh=init_device_mesh(..., mesh_dim_names=('data',))",
-                stacklevel=stacklevel,
             )
 
     def _refuse_second_model(self) -> None:

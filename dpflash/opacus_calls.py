@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+from .refusal import warn
 
 # Arguments of Opacus' engine: the value that changes nothing here, and why.
 _WITHOUT_MEANING: dict[str, tuple[object, str]] = {
@@ -54,16 +55,13 @@ _REFUSED = {
 }
 
 
-def without_defaults(
-    unknown: Mapping[str, Any], *, mode: object, stacklevel: int
-) -> dict[str, Any]:
+def without_defaults(unknown: Mapping[str, Any], *, mode: object) -> dict[str, Any]:
     """The unknown keywords of a call without those that Opacus has at these values; warns once.
 
     Args:
         unknown: keywords that the method does not have.
         mode: grad_sample_mode of the call. With "ghost" a criterion would make Opacus return four
             objects, so it is not taken.
-        stacklevel: of the warning.
     """
     dropped = {
         name: why
@@ -74,9 +72,8 @@ def without_defaults(
         dropped["criterion"] = _CRITERION
     if dropped:
         listed = "; ".join(f"{name} ({why})" for name, why in dropped.items())
-        warnings.warn(
+        warn(
             f"arguments of Opacus that mean nothing here: {listed}. Leave them out",
-            stacklevel=stacklevel + 1,
         )
     return {name: value for name, value in unknown.items() if name not in dropped}
 
@@ -86,7 +83,6 @@ def refuse_keywords_of(
     unknown: Mapping[str, Any],
     *,
     mode: object = None,
-    stacklevel: int = 2,
 ) -> None:
     """Raise for the first keyword that a method does not have.
 
@@ -96,12 +92,11 @@ def refuse_keywords_of(
         method: the method called.
         unknown: keywords that it does not have, with their values.
         mode: grad_sample_mode of the call.
-        stacklevel: of the warning, counted from the function that calls this.
 
     Raises:
         TypeError: naming the keyword, and its replacement or a similar one.
     """
-    unknown = without_defaults(unknown, mode=mode, stacklevel=stacklevel + 1)
+    unknown = without_defaults(unknown, mode=mode)
     if not unknown:
         return
     name, value = next(iter(unknown.items()))

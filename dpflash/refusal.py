@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from types import FrameType
 from typing import Any
 
+# Libraries that call dpflash back: their lines tell a user nothing.
+_INSIDE = ("dpflash", "torch", "contextlib")
 UNTESTED = (
     "make_private(verify_first_batch=False) leaves this test out: epsilon is then wrong if "
     "samples depend on each other"
@@ -38,3 +43,12 @@ class PrivateRefusal(RuntimeError):
 
 class PrivateWarning(UserWarning):
     """A warning whose appearance depends on private data; its text holds none of it."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside of dpflash and torch that led here."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level if frame is not None else 2)

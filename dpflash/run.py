@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from .packing import PackedBatch
 from .privacy.keys import RunKeys, place_of
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import Spending
-from .refusal import PrivateRefusal, PrivateWarning
+from .refusal import PrivateRefusal, PrivateWarning, warn
 from .sampling.loader import PrivateDataLoader
 from .sampling.tracker import OF_TOKENS, SECOND
 from .step import PrivateStep
@@ -479,7 +478,7 @@ class PrivateRun:
             RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
                 or another rank failed. The checkpoint before this one is unchanged.
         """
-        refuse_keywords_of(self.save_checkpoint, unknown, stacklevel=3)
+        refuse_keywords_of(self.save_checkpoint, unknown)
         self._require_own(module, optimizer)
         if extra is not None and checkpoint_dict is not None:
             raise ValueError("checkpoint_dict with extra, which is the same: pass one of them")
@@ -531,7 +530,7 @@ class PrivateRun:
             RuntimeError: where steps were released already and no ledger remembers them, or
                 another rank could not read the checkpoint.
         """
-        refuse_keywords_of(self.load_checkpoint, unknown, stacklevel=3)
+        refuse_keywords_of(self.load_checkpoint, unknown)
         self._require_own(module, optimizer)
         theirs = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
         where = f"path={os.fspath(path)!r}"
@@ -678,10 +677,9 @@ class Attachment:
         assert run.wrapper.unchanged is not None
         refusal = run.wrapper.unchanged.leaving()
         if refusal is not None:
-            warnings.warn(
+            warn(
                 f"the model that is given back is not for release: {refusal}",
                 PrivateWarning,
-                stacklevel=3,
             )
         run.wrapper.remove()
         make_plain(run.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from dpflash.accounting import Accountant
 from .._validate import positive_int, probability
 from ..config import PerformanceConfig, PrivacyConfig, resolved
 from ..privacy.privacy_unit import SAMPLE
+from ..refusal import warn
 from .bounds import LEAST_CANARIES, Assessment, Claim, Plan, assess
 from .checks import (
     Check,
@@ -211,11 +211,10 @@ def audit_losses(
 def _warn_if_reversed(inside: NDArray[np.float64], outside: NDArray[np.float64]) -> None:
     error = np.sqrt(inside.var() / len(inside) + outside.var() / len(outside))
     if inside.mean() - outside.mean() < -_REVERSED * error:
-        warnings.warn(
+        warn(
             "scores of canaries that were in the data are clearly lower than the others, so the "
             "guesses are wrong and refute nothing. If scores are losses, pass minus the loss, or "
             "better the loss before minus the loss after training",
-            stacklevel=4,
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from ..grad_rules.convert import check_module
 from ..optimizer import listed, trained_parameters
+from ..refusal import warn
 from ..sampling.plan import check_loader
 from .layers import refused_modules
 from .report import ITSELF
@@ -60,11 +60,10 @@ def get_compatible_module(module: nn.Module) -> nn.Module:
                 setattr(parent, name, replaced[child])
     module = replaced.get(module, module)
     if done:
-        warnings.warn(
+        warn(
             "get_compatible_module replaced: "
             + "; ".join(done)
             + ". Build the optimizer from the parameters of the model that it returned",
-            stacklevel=2,
         )
     validate(module=module)
     return module

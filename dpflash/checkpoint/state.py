@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import IO, Any
 import torch
 
 from ..privacy.ledger import Ledger
-from ..refusal import PrivateRefusal
+from ..refusal import PrivateRefusal, warn
 
 FORMAT = "dpflash-checkpoint-4"
 # The one name in the state_dict of an engine. A text stays one value in
@@ -248,17 +247,15 @@ def warn_of_changes(
     """
     for name, value in restored.items():
         if value != state[name]:
-            warnings.warn(
+            warn(
                 f"{name} is {state[name]!r} from the checkpoint now, not {value!r}; set "
                 f"optimizer.{name} to change it",
-                stacklevel=5,
             )
     for name, value in unchanged.items():
         if value != state[name]:
-            warnings.warn(
+            warn(
                 f"{name} was {state[name]!r} in the checkpoint's run and is {value!r} now, as "
                 "passed to make_private",
-                stacklevel=5,
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +26,7 @@ from ..isolation.proof import OFF, ComparedBackward, Proof
 from ..isolation.recording import Recording
 from ..isolation.trial import Trial
 from ..packing.units import Units
-from ..refusal import TOGETHER, PrivateRefusal
+from ..refusal import TOGETHER, PrivateRefusal, warn
 from ..sampling.tracker import STEP_OF_ANOTHER
 from ..verification.two_backwards import (
     BackwardsDiffer,
@@ -505,13 +504,12 @@ class PrivateBackward:
         if not self.is_past_calls or self._has_warned or not self.proof.is_on:
             return
         self._has_warned = True
-        warnings.warn(
+        warn(
             "losses were computed without a call of the private model itself: its layers were "
             "called one by one, by one of its methods, or through your own torch.compile. So "
             "dpflash does not check whether its forward mixes samples, the order of rows, or "
             "random masks; see engine.verified. Call model(x), and compute in its forward all "
             "that is trained; to compile it, pass make_private(optimize='aggressive')",
-            stacklevel=6,
         )
 
     def check_gate(self, gate: Gate) -> None:

@@ -5,7 +5,6 @@ Shapes: B samples, T tokens, T_p tokens of rank p.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -18,7 +17,7 @@ from dpflash import _validate
 from dpflash.distributed.collectives import digest, gather_rows, rank_in, world_size
 from dpflash.packing import PackedBatch, Units
 
-from ..refusal import PrivateWarning
+from ..refusal import PrivateWarning, warn
 from ..verification.second_order import differentiable_once
 from .agreement import (
     MODES,
@@ -213,12 +212,11 @@ class ContextParallel:
         content = x.detach().cpu().contiguous().numpy().tobytes()
         rows = gather_rows([digest(content)], self.group, "comparison of the tokens")
         if len({row[0] for row in rows}) == 1:
-            warnings.warn(
+            warn(
                 "all ranks of the context have the same tokens, which count as one sequence of as "
                 "many times their number: shard inputs and targets, x = "
                 "model.context_parallel.shard(x)",
                 PrivateWarning,
-                stacklevel=4,
             )
 
     def apply(self, model: nn.Module) -> None:

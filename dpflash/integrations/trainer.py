@@ -29,7 +29,7 @@ from ..losses import causal_lm
 from ..optimizer import PrivateOptimizer
 from ..packing import PackedBatch, PackTo
 from ..random_state import random_state_kept
-from ..refusal import PrivateRefusal
+from ..refusal import PrivateRefusal, warn
 from ..sampling import synthetic
 from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
@@ -351,11 +351,10 @@ class DPTrainer(Trainer):
         self.create_optimizer()
         spent = self.get_epsilon()
         if spent and not self._resumes:
-            warnings.warn(
+            warn(
                 f"{self.engine.ledger or 'the engine'} holds releases of earlier runs, with "
                 f"epsilon {spent:.3f}: this run adds to them, and get_epsilon() is of all. For "
                 "other data pass another output_dir",
-                stacklevel=2,
             )
         asked: dict[str, Any] = {
             "module": self._module(),

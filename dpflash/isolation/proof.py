@@ -8,7 +8,6 @@ forward is repeated with other samples too, see `Call`.
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ..distributed.collectives import broadcast_from_first, gather_rows
 from ..random_state import random_state_kept
-from ..refusal import UNTESTED, PrivateRefusal
+from ..refusal import UNTESTED, PrivateRefusal, warn
 from ..verification.nested import map_tensors, tensors_of
 from ..verification.watch import Watch, WatchedGate, alive, refuse_together
 from .alteration import kept_by, sources
@@ -385,13 +384,12 @@ class Proof:
         if is_compared or mode.makes_scalars or all(x.ndim for x, _ in reached):
             return
         mode.makes_scalars = True
-        warnings.warn(
+        warn(
             "the model returns its loss as a scalar, and no altered microbatch came before this "
             "one with which to compare its backward, so engine.verified will be 'forward'. "
             "BatchMemoryManager yields none: iterate over the loader of make_private, with "
             "physical_batch_size=; or make the losses outside of the model, as by engine.backward("
             "dpflash.losses.cross_entropy(logits, targets))",
-            stacklevel=2,
         )
 
     def _record_uses(self, gate: WatchedGate, samples: int, found: list[int]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from ..isolation.forward_rows import ForwardRows
 from ..isolation.place import PlaceTrial
 from ..privacy.seeds import SecretMasks
 from ..random_state import RandomState
-from ..refusal import PrivateRefusal, PrivateWarning
+from ..refusal import PrivateRefusal, PrivateWarning, warn
 from ..sampling.seen_batches import SeenBatches
 from ..verification.attributes import OwnAttributes
 from ..verification.nested import map_tensors, tensors_of
@@ -259,11 +258,10 @@ class ForwardWrapper:
         if self._restarts:
             self._backward.proof.restart(self._module.modules())
         if self._restarts == 3:
-            warnings.warn(
+            warn(
                 "modules or hooks of the model changed before each of three calls. The "
                 "test that samples stay apart begins again each time, so a step takes several "
                 "times as long: register hooks once and let them stay, before make_private",
-                stacklevel=6,
             )
 
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -305,7 +303,7 @@ class ForwardWrapper:
             self._unreplaced += 1
             if self._unreplaced == _CALLS_TO_WARN:
                 where = "" if left is None else f" (argument {left})"
-                warnings.warn(_UNREPLACED.format(where=where), PrivateWarning, stacklevel=7)
+                warn(_UNREPLACED.format(where=where), PrivateWarning)
         if alone and not call.has_samples:
             proof.forward_repeated(layers, 0)
             return
@@ -507,9 +505,8 @@ class ForwardWrapper:
             text = " ".join(str(error).split())
             why = f"it failed: {type(error).__name__}: {text[:_LONGEST_REASON]}"
             self.leave_compiler(why)
-            warnings.warn(
+            warn(
                 f"optimize={self.optimization.level!r} goes on without torch.compile, since {why}",
-                stacklevel=7,
             )
         return _widened(outputs) if self.optimization.autocast else outputs
 

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import os
 import secrets
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -20,6 +19,7 @@ import numpy as np
 from dpflash.kernels.noise import KEY_BYTES, WORDS_PER_BLOCK, keystream
 
 from ..distributed.mesh import Ranks
+from ..refusal import warn
 
 _CHUNK_WORDS = 1 << 20
 _numbers = itertools.count()
@@ -147,11 +147,10 @@ class RunKeys(Uncopied):
         if others and not self._has_warned:
             self._has_warned = True
             if self.seed is None:
-                warnings.warn(
+                warn(
                     "the engine that wrote this run's checkpoint and one restored from it both "
                     "continue in this process: neither engine's epsilon includes the other's "
                     "steps. Release the results of one of them, or use PrivacyEngine(ledger=...)",
-                    stacklevel=5,
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -176,10 +175,9 @@ class RunKeys(Uncopied):
         ledger (None without one) has no release that the checkpoint does not know.
         """
         if self.seed is None and state["seed"] is not None:
-            warnings.warn(
+            warn(
                 f"the checkpoint's run has seed={state['seed']!r}, and this engine has it now: "
                 "whoever knows it can subtract the noise, so results are not for release",
-                stacklevel=5,
             )
         self._loaded = place_of(state)
         self.run, self.seed = state["run"], state["seed"]

@@ -17,7 +17,6 @@ import math
 import pickle
 import random
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from ..isolation.function_state import FunctionState
-from ..refusal import PrivateRefusal, PrivateWarning
+from ..refusal import PrivateRefusal, PrivateWarning, warn
 from ..verification.nested import leaves_of, parts_of, tensors_of
 from .entries import Collate, Collated, FittingCollate, ReadableEntries, copied, name_of
 from .order_trial import moves_rows
@@ -175,7 +174,7 @@ def _refuse(
             "alone"
         ) from None
     if trial.is_unrepeated:
-        warnings.warn(
+        warn(
             f"{name} could not be tried: it makes other rows of the same entries in each call, by "
             "random numbers that cannot be set back (numpy.random.default_rng() or "
             "random.SystemRandom() inside of the function) or by what it keeps. "
@@ -183,7 +182,6 @@ def _refuse(
             "max_grad_norm. Draw from the global generators of torch, NumPy or Python, or from "
             "one in an attribute or a variable of the function",
             PrivateWarning,
-            stacklevel=2,
         )
 
 

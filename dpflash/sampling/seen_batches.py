@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..refusal import PrivateRefusal, PrivateWarning
+from ..refusal import PrivateRefusal, PrivateWarning, warn
 from ..verification.digests import row_digests
 from .batch_tensors import batch_tensors
 from .tracker import BatchMark
@@ -146,12 +145,11 @@ class SeenBatches:
         """
         if self._has_unknown and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 "batches of the private loader hold no tensors, arrays or lists of numbers, so "
                 "their rows would not be recognised inside engine.public_data(): give it public "
                 "data alone",
                 PrivateWarning,
-                stacklevel=2,
             )
         found = self.drawn(given)
         if found:

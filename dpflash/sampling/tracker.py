@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..packing import Units
 from ..privacy.seeds import LoopSeeds
-from ..refusal import PrivateRefusal, PrivateWarning
+from ..refusal import PrivateRefusal, PrivateWarning, warn
 from .origins import FixedEntries
 
 STEP_OF_ANOTHER = (
@@ -313,12 +312,11 @@ class BatchTracker:
     def abandon(self) -> None:
         """Drop a logical batch that the loop left before its release."""
         if self._batch is not None and self._batch.is_open:
-            warnings.warn(
+            warn(
                 "the loop left its last logical batch before optimizer.step() released it; its "
                 "gradients are dropped. Leave `for batch in loader` where loader.is_last, or at "
                 "its end; next(iter(loader)) begins an epoch each time",
                 PrivateWarning,
-                stacklevel=3,
             )
         elif (
             self._is_trained
@@ -326,13 +324,12 @@ class BatchTracker:
             and self.current is not self._refused
             and self.releases == self._releases_before
         ):
-            warnings.warn(
+            warn(
                 "the loop left an epoch of the private loader before anything was released in it, "
                 "so it trained nothing: the first iterations are trials, and a release takes "
                 "several microbatches. Count loader.releases in place of iterations, and leave "
                 "`for batch in loader` where loader.is_last",
                 PrivateWarning,
-                stacklevel=3,
             )
         self._is_trained = False
         if self._batch is not None:
@@ -550,12 +547,11 @@ class BatchTracker:
         if self.backward_done:
             raise PrivateRefusal(SECOND) from None
         if mark is None and not is_padding and self.real_rows(batch_size) is not None:
-            warnings.warn(
+            warn(
                 "a batch of as many rows as the loader's last one, which was released: it is "
                 "treated as that batch, whose padding rows count for nothing. Train on batches "
                 "of your own outside of the loop over the private loader, or in another size",
                 PrivateWarning,
-                stacklevel=3,
             )
         self.backward_done = True
         self._summed += mark is not None and not mark.is_trial

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..distributed.mesh import Ranks
+from ..refusal import warn
 from ..sampling.tracker import BatchTracker
 from .block import Allocation, Block
 
@@ -176,23 +176,21 @@ class Charge:
         why = f"the noise was calibrated for {most} releases"
         if is_split:
             why += f" in {rounds} {in_words} begins another one"
-        warnings.warn(
+        warn(
             f"release {self.releases}: {why}, so epsilon is above target_epsilon={epsilon!r} from "
             "now on. Pass the epochs or steps that you train for to make_private_with_epsilon; "
             "budget=PrivacyBudget(...) stops training by itself",
-            stacklevel=4,
         )
 
     def warn_of_forgotten_releases(self) -> None:
         """Warn if epsilon counts no releases for the steps that the optimizer has made."""
         if self._is_first:
-            warnings.warn(
+            warn(
                 "the optimizer's state is of an earlier run, and this engine counts none of its "
                 "steps. If they were on private data, epsilon is too small: resume with "
                 "engine.save_checkpoint and load_checkpoint (Lightning: callbacks=[KeepPrivacy("
                 "engine)]), or save engine.state_dict() beside those of model and optimizer, and "
                 "load all three before the first step",
-                stacklevel=3,
             )
 
     def note_refusal(self, *, may_be: bool = False) -> None:

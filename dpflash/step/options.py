@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._validate import finite, noise_fits, positive
-from ..refusal import PrivateRefusal
+from ..refusal import PrivateRefusal, warn
 
 
 class ReleaseOptions:
@@ -74,9 +73,8 @@ class ReleaseOptions:
         """
         noise_fits(max_grad_norm=self.numbers["max_grad_norm"], noise_multiplier=value)
         if value == 0 < self.numbers["noise_multiplier"]:
-            warnings.warn(
+            warn(
                 "noise_multiplier=0: the next release has no noise, and epsilon is inf then",
-                stacklevel=4,
             )
         # numpy's narrower numbers would round products with it.
         self.numbers["noise_multiplier"] = float(value)

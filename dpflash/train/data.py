@@ -9,7 +9,6 @@ or an array of token ids.
 import json
 import os
 import sysconfig
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import _validate
-from ..refusal import PrivateRefusal, PrivateWarning
+from ..refusal import PrivateRefusal, PrivateWarning, warn
 
 DOCUMENT_START = 256
 VOCAB_SIZE = 257
@@ -131,11 +130,10 @@ class ByteDocuments(Sequence[bytes]):
             owners if has_several_documents(unit) else None,
         )
         if reader.skipped["unreadable"]:
-            warnings.warn(
+            warn(
                 f"{root}: some files or folders could not be read and are left out; check their "
                 "permissions",
                 PrivateWarning,
-                stacklevel=2,
             )
         if not documents:
             wanted = "any suffix" if suffixes is None else f"suffixes {sorted(suffixes)}"

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from ..packing import PackedBatch
 from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
-from ..refusal import PrivateWarning
+from ..refusal import PrivateWarning, warn
 from ..sampling import synthetic
 from .config import Corpus, TrainingConfig, TrainingState, noise_for
 from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, num_targets
@@ -248,10 +247,9 @@ class TrainingRun:
         job.state = TrainingState(**job._engine.load_checkpoint(path))
         job.lost_steps = job._ledger_releases() - job.step
         if job.lost_steps:
-            warnings.warn(
+            warn(
                 f"{job.lost_steps} step(s) were released after the last checkpoint and are lost; "
                 "epsilon still counts them, and they are repeated with fresh noise",
-                stacklevel=2,
             )
         return job
 
@@ -271,11 +269,10 @@ class TrainingRun:
             self.shortened = f"no {config.document} has more"
             return longest
         if longest < fitting:
-            warnings.warn(
+            warn(
                 f"seq_len={config.seq_len}: each {config.document} is shorter, and the rest of a "
                 "window is padding, which takes as long; lower it if a length may be public",
                 PrivateWarning,
-                stacklevel=3,
             )
         return fitting
 

@@ -8,7 +8,6 @@ compared now and then, because writes to `.data` do not advance a counter.
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.fsdp import is_sharded
-from ..refusal import PrivateRefusal, PrivateWarning
+from ..refusal import PrivateRefusal, PrivateWarning, warn
 from .attributes import OwnAttributes
 from .contents import EVERY, Comparisons, digest, version
 from .entries import Entries
@@ -229,7 +228,7 @@ class Unchanged:
         """
         self.compare()
         if (text := self._kept()) is not None:
-            warnings.warn(text, PrivateWarning, stacklevel=4)
+            warn(text, PrivateWarning)
 
     def _kept(self) -> str | None:
         """A warning of attributes that changed; None if none did."""
