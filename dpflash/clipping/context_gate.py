@@ -38,14 +38,14 @@ class ContextGate(Gate):
         """See `Gate.take_linear`; nothing is left for the handle."""
         self._only_seen(position, *((x, dy) if swapped else (dy, x)))
         if self.run.mode != "prove":
-            self._take(position, self._deferred(position, linear=((x, dy),)).dense())
+            self._take(position, self._deferred(position, linear=[(x, dy)]).dense())
         return None
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
         """See `Gate.take_embedding`."""
         self._only_seen(position, dy, indices)
         if self.run.mode != "prove":
-            use = self._deferred(position, embedding=((indices, dy),))
+            use = self._deferred(position, embedding=[(indices, dy)])
             self._take(position, use.dense())
         return None
 

@@ -104,6 +104,11 @@ class DeferredGradients:
     units: Units | None = None
     _magnitudes: Tensor | None = None
 
+    def save(self, uses: DeferredGradients) -> None:
+        """Save more linear uses and look-ups."""
+        self.linear += [(x.detach(), dy.detach()) for x, dy in uses.linear]
+        self.embedding += [(indices, dy.detach()) for indices, dy in uses.embedding]
+
     def clipped(self, share: Share) -> Tensor:
         """sum_i factors_i G_i, rounded as a whole."""
         if self.tiled:

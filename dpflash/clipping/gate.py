@@ -12,6 +12,7 @@ gate instead, see `planner`.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -181,26 +182,23 @@ class Gate:
         """
         if self._only_seen(position, *((x, dy) if swapped else (dy, x))):
             return None
-        mode = self.run.mode
-        if mode in ("sum", "norms") and self._single(position):
-            self._take_once(position, self._deferred(position, linear=((x, dy),)))
-        elif mode in _CLIPS and self._way(position) == "instantiate":
-            return self._deferred(position, linear=((x, dy),)).dense()
-        else:
-            self._keep(position).linear.append((x.detach(), dy.detach()))
-        return None
+        return self._take_use(position, linear=[(x, dy)])
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
         """Take a look-up, indices [B, T], dy [B, T, E]; returns as `take_linear` does."""
         if self._only_seen(position, dy, indices):
             return None
-        mode = self.run.mode
+        return self._take_use(position, embedding=[(indices, dy)])
+
+    def _take_use(self, position: int, **uses: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+        """Sum a use, take its norm, return its per-sample gradient, or save it, by the mode."""
+        use, mode = self._deferred(position, **uses), self.run.mode
         if mode in ("sum", "norms") and self._single(position):
-            self._take_once(position, self._deferred(position, embedding=((indices, dy),)))
+            self._take_once(position, use)
         elif mode in _CLIPS and self._way(position) == "instantiate":
-            return self._deferred(position, embedding=((indices, dy),)).dense()
+            return use.dense()
         else:
-            self._keep(position).embedding.append((indices, dy.detach()))
+            self._keep(position).save(use)
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
@@ -211,7 +209,7 @@ class Gate:
         if mode in _CLIPS and self._way(position) == "instantiate":
             return False
         if mode in ("sum", "norms") and self._single(position):
-            self._take_once(position, self._deferred(position, tiled=(use,)))
+            self._take_once(position, self._deferred(position, tiled=[use]))
         else:
             self._keep(position).tiled.append(use)
         return True
@@ -249,18 +247,10 @@ class Gate:
             self._plan = dict(zip(self.shapes, self.plan().modes, strict=True))
         return self._plan[position]
 
-    def _deferred(
-        self,
-        position: int,
-        *,
-        linear: tuple[tuple[Tensor, Tensor], ...] = (),
-        embedding: tuple[tuple[Tensor, Tensor], ...] = (),
-        tiled: tuple[TiledUse, ...] = (),
-    ) -> DeferredGradients:
+    def _deferred(self, position: int, **uses: Any) -> DeferredGradients:
+        """Uses of a parameter: `linear`, `embedding` and `tiled` of `DeferredGradients`."""
         rows = self.group.parameters[position].shape[0]
-        return DeferredGradients(
-            rows, list(linear), list(embedding), list(tiled), units=self.units
-        )
+        return DeferredGradients(rows, units=self.units, **uses)
 
     def _keep(self, position: int) -> DeferredGradients:
         return self._kept.setdefault(position, self._deferred(position))
@@ -325,15 +315,11 @@ class Gate:
         dense: dict[nn.Parameter, Tensor] = {}
         rounded: dict[nn.Parameter, int] = {}
 
-        def total(position: int) -> Tensor:
-            found, grad = self._sums.get(position), grads[position]
-            if position in kept:
-                own = self._kept[position].clipped(kept[position])
-                found = own if found is None else found + own
-            assert found is not None
-            if grad is None:
-                return found
-            return found + clip_reduce(grad, factors, grid=step.sums.grid)
+        def total(i: int) -> Tensor:
+            grad, parts = grads[i], [self._sums[i]] if i in self._sums else []
+            parts += [self._kept[i].clipped(kept[i])] if i in kept else []
+            parts += [] if grad is None else [clip_reduce(grad, factors, grid=step.sums.grid)]
+            return functools.reduce(torch.add, parts)
 
         for position, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             sharded: bool = is_sharded(parameter)  # ranks exchange these in this order
