@@ -190,8 +190,8 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
         table = tensor_table(own, sizes=sizes, block=SQUARES_CHUNK)
         partial = torch.empty(len(first), table.programs, dtype=torch.float64, device=first.device)
         with on_device(first):
-            kernels._squares_kernel[(table.programs, len(first))](
-                table.rows, table.owners, partial, GRADS=TYPES[own[0].dtype],
+            kernels._squares_kernel[(table.programs * len(first),)](
+                table.rows, table.owners, partial, table.programs, GRADS=TYPES[own[0].dtype],
                 CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK,
                 VECTORS=has_vectors(*own, *(x[0] for x in own)),
             )  # fmt: skip

@@ -229,7 +229,7 @@ def _clip_reduce_kernel(
     INTO added to out. With NOISE `noisy` adds that of the stream and the sum is rounded to fp32
     once.
     """
-    place, row, program = row_of(rows_ptr, owners_ptr)
+    place, row, program = row_of(rows_ptr, owners_ptr, tl.program_id(0))
     elements, inside, group = elements_of(row, program, BLOCK, ALIGNED, VECTORS)
     grads_ptr, out_ptr = read_from(row, GRADS, VECTORS), written_to(row, OUT, VECTORS)
     stride = size_of(row, VECTORS)
@@ -253,22 +253,23 @@ def _clip_reduce_kernel(
     tl.store(out_ptr + elements, total.to(OUT), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_programs"])
 def _squares_kernel(
-    rows_ptr, owners_ptr, squares_ptr, GRADS: tl.constexpr, CHUNK: tl.constexpr,
+    rows_ptr, owners_ptr, squares_ptr, num_programs, GRADS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares in fp64 of a chunk of each sample's elements of a table: [B, programs]."""
-    _, row, program = row_of(rows_ptr, owners_ptr)
-    sample, size = tl.program_id(1).to(tl.int64), size_of(row, VECTORS)
+    # Of one dimension: no other one of a grid takes more than 65,535 samples.
+    pid = tl.program_id(0)
+    _, row, program = row_of(rows_ptr, owners_ptr, pid % num_programs)
+    sample, size = (pid // num_programs).to(tl.int64), size_of(row, VECTORS)
     grads_ptr = read_from(row, GRADS, VECTORS) + sample * size
     total = tl.zeros([BLOCK], dtype=tl.float64)
     for start in range(program * CHUNK, tl.minimum(size, (program + 1) * CHUNK), BLOCK):
         elements = start + tl.arange(0, BLOCK)
         grad = tl.load(grads_ptr + elements, mask=elements < size, other=0.0).to(tl.float64)
         total += grad * grad
-    at = sample * tl.num_programs(0) + tl.program_id(0)
-    tl.store(squares_ptr + at, tl.sum(total, 0))
+    tl.store(squares_ptr + pid, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["batch", "bound_bits"])

@@ -145,7 +145,7 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
 
 @_documented_by(reference.clip_factors)
 def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
-    """See `reference.clip_factors`."""
+    """See `reference.clip_factors`; on a GPU its kernel takes the fp64 squares."""
     _check("squared_norms", squared_norms, 1)
     squares = squared_norms.double()
     return _backend(squares, any_dtype=True).clip_factors(squares, bound, function)
@@ -227,6 +227,8 @@ def _backend(*tensors: Tensor, any_dtype: bool = False) -> ModuleType:
     try:
         from . import grad_launch
     except ImportError as error:
+        if double:
+            return reference
         raise ImportError(
             f"per-sample gradients on device {device} need triton: pip install 'triton>=3.6', or "
             "move the tensors to the CPU"

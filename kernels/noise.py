@@ -335,7 +335,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequen
     """Add the noise of a stream to each of several tensors in place, see `gaussian_noise_`.
 
     Args:
-        outs: contiguous, fp32 or fp64, any device.
+        outs: contiguous, fp32 or fp64, any device; no two share memory.
         streams: one for each tensor.
 
     Returns:

@@ -280,7 +280,7 @@ def _add_noise_kernel(
     PHILOX: tl.constexpr,
 ):  # fmt: skip
     """``out = grid (round(out / grid) + Z)`` for each tensor of a table."""
-    place, row, program = row_of(rows_ptr, owners_ptr)
+    place, row, program = row_of(rows_ptr, owners_ptr, tl.program_id(0))
     elements, inside, group = elements_of(row, program, BLOCK, ALIGNED, VECTORS)
     out_ptr = written_to(row, DTYPE, VECTORS)
     out = tl.load(out_ptr + elements, mask=inside, other=0.0).to(tl.float64)
@@ -411,7 +411,7 @@ def _write(outs: Sequence[Tensor], places: Tensor, elements: Tensor, values: Ten
     device = outs[0].device
     table = tensor_table(outs, outs, sizes=[0] * len(outs), block=1)
     for dtype in {out.dtype for out in outs}:
-        own = torch.tensor([out.dtype == dtype for out in outs])[places]
+        own = torch.tensor([out.dtype == dtype for out in outs], device="cpu")[places]
         at = [sent(x[own], device) for x in (places, elements, values)]
         with on_device(outs[0]):
             _settle_kernel[(triton.cdiv(len(at[0]), 256),)](

@@ -73,15 +73,16 @@ def tensor_table(
         rows.append((tensor.data_ptr(), address, size, begin, parameter, first))
         counts.append(-(-(size + first % 8) // block) if size else 0)
         begin += counts[-1]
-    table = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS)
     return TensorTable(sent(table, device), _owners(tuple(counts), device))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """[programs], int32: the number of each program's tensor. Not to be changed."""
-    numbers = torch.arange(len(counts), dtype=torch.int32)
-    return numbers.repeat_interleave(torch.tensor(counts)).to(device, non_blocking=True)
+    numbers = torch.arange(len(counts), dtype=torch.int32, device="cpu")
+    repeats = torch.tensor(counts, device="cpu")
+    return numbers.repeat_interleave(repeats).to(device, non_blocking=True)
 
 
 def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
@@ -98,11 +99,11 @@ def has_vectors(*tensors: Tensor) -> bool:
 
 
 @triton.jit
-def row_of(rows_ptr, owners_ptr):
+def row_of(rows_ptr, owners_ptr, program):
     """(number of the program's tensor, its row, the program's number among the tensor's)."""
-    place = tl.load(owners_ptr + tl.program_id(0)).to(tl.int64)
+    place = tl.load(owners_ptr + program).to(tl.int64)
     row = rows_ptr + 6 * place
-    return place, row, tl.program_id(0).to(tl.int64) - tl.load(row + 3)
+    return place, row, program.to(tl.int64) - tl.load(row + 3)
 
 
 @triton.jit

@@ -294,7 +294,7 @@ def squared_norms(
         return [squares for squares in found if squares is not None]
     norms = torch.stack([one.squares() for one in plain]).clamp_(min=0).sqrt_()
     sizes = torch.stack([one.sizes() for one in plain])
-    squares = (norms + _roundings(plain, norms) * sizes).square()
+    squares = (norms + _roundings(plain, norms.device) * sizes).square()
     for row, i in (sizes > _HARMLESS_CANCELLATION * norms).nonzero().tolist():
         squares[row, i] = plain[row].of_sample(i)[0]
     own = iter(squares.unbind())
@@ -326,17 +326,14 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
     ]
 
 
-def _roundings(kept: Sequence[DeferredGradients], like: Tensor) -> Tensor:
-    """[K, 1] or [K, B]: the relative rounding of each one's products."""
+def _roundings(kept: Sequence[DeferredGradients], device: torch.device) -> Tensor:
+    """[K, 1], or [K, B] where samples are units: the relative rounding of each one's products."""
     found = [one.rounding() for one in kept]
-    if all(isinstance(rounding, float) for rounding in found):
-        return torch.tensor(found, dtype=torch.float64).to(like.device, non_blocking=True)[:, None]
-    return torch.stack(
-        [
-            torch.as_tensor(r, dtype=torch.float64, device=like.device).expand_as(like[0])
-            for r in found
-        ]
-    )
+    tensors = [rounding for rounding in found if isinstance(rounding, Tensor)]
+    if tensors:
+        return torch.stack(tensors)
+    numbers = torch.tensor(found, dtype=torch.float64, device="cpu")
+    return numbers.to(device, non_blocking=True).unsqueeze(1)
 
 
 def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:

@@ -14,6 +14,7 @@ from dpflash.kernels import NoiseStream, grid_of, reference, settle_noise
 pytest.importorskip("triton")
 launch = pytest.importorskip("dpflash.kernels.grad_launch")
 noise_triton = pytest.importorskip("dpflash.kernels.noise_triton")
+tensor_table = pytest.importorskip("dpflash.kernels.tensor_table")
 tl = pytest.importorskip("triton.language")
 
 # numpy tells of the NaN that tests put into the interpreter.
@@ -138,6 +139,21 @@ def test_noise_of_several_sums_is_that_of_each_in_a_launch_a_kind(monkeypatch):
     expected = [own.add_to_(x.cpu().clone()) for own, x in zip(noise, sums, strict=True)]
     noise_triton.add_noise_(sums, noise)
     assert all(map(same_bits, sums, expected)) and kernel.launches == 3
+
+
+@interpreted
+def test_another_default_device_changes_nothing(monkeypatch):
+    """As after torch.set_default_device("cuda"): what a launch copies there is on the CPU."""
+    grads, factors = several()
+    noise = [stream(parameter_id=i) for i in range(len(grads))]
+    expected = [expected_of(g, factors, own) for g, own in zip(grads, noise, strict=True)]
+    monkeypatch.setattr(noise_triton, "_RELATIVE_ERROR", tl.constexpr(1.0))
+    monkeypatch.setattr(noise_triton, "expected_capacity", lambda elements, scale: elements)
+    tensor_table._owners.cache_clear()
+    with torch.device("meta"):
+        found = launch.clip_reduce_all(grads, factors, grid=GRID, noise=noise)
+        launch.squared_norm(*grads)
+    assert all(map(same_bits, found, expected))
 
 
 @interpreted
