@@ -193,7 +193,7 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
             kernels._squares_kernel[(table.programs * len(first),)](
                 table.rows, table.owners, partial, table.programs, GRADS=TYPES[own[0].dtype],
                 CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK,
-                VECTORS=has_vectors(*own, *(x[0] for x in own)),
+                VECTORS=has_vectors(own[0], own[0][0]),
             )  # fmt: skip
         # A square is rounded, and a sum for each term of its own program and each program.
         terms = min(sum(sizes), SQUARES_CHUNK + table.programs)
@@ -426,7 +426,7 @@ def _launch_reduce(
             None if found is None else found.entries, 0 if found is None else found.capacity,
             len(factors), *(address_of(noise[0]) if noise else address),
             GRADS=TYPES[grads[0].dtype], OUT=TYPES[outs[0].dtype], BLOCK=REDUCE_BLOCK,
-            EXACT=grid is not None, INTO=is_into, VECTORS=has_vectors(*grads, *outs),
+            EXACT=grid is not None, INTO=is_into, VECTORS=has_vectors(grads[0], outs[0]),
             **_noise_options(found),
         )  # fmt: skip
     if found is not None:

@@ -24,6 +24,7 @@ from . import noise_cpu, noise_reference, rounded_normal
 from .layout import on_device, sent
 from .noise import NoiseStream
 from .tensor_table import (
+    COLUMNS,
     TYPES,
     alike,
     has_vectors,
@@ -300,7 +301,7 @@ def _settle_kernel(
     """Write a value to an element of a tensor of a table."""
     numbers = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = numbers < count
-    rows = rows_ptr + 6 * tl.load(places_ptr + numbers, mask=there, other=0)
+    rows = rows_ptr + COLUMNS * tl.load(places_ptr + numbers, mask=there, other=0)
     out = tl.load(rows + 1, mask=there, other=0).to(tl.pointer_type(DTYPE))
     values = tl.load(values_ptr + numbers, mask=there, other=0.0)
     out += tl.load(elements_ptr + numbers, mask=there, other=0)
@@ -337,9 +338,9 @@ class OpenList(NamedTuple):
     Attributes:
         outs: the results, which have NaN there until they are settled.
         streams: the noise of each, of one release.
-        entries: [1 + 4 capacity], int64, on the results' device: how many there are, then the
-            numbers of their results, their numbers in these, their words, and the bits of their
-            sums before noise, fp64 in units of the grid, in any order.
+        entries: [1 + 4 capacity], int64, on the results' device: how many elements there are;
+            then, for each of them in any order, the number of its result, its number there, its
+            word, and the bits of its sum before noise, fp64 in units of the grid.
     """
 
     outs: tuple[Tensor, ...]
@@ -440,7 +441,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
         with on_device(own[0]):
             _add_noise_kernel[(table.programs,)](
                 table.rows, table.owners, found.entries, found.capacity, *address_of(of_own[0]),
-                DTYPE=TYPES[own[0].dtype], BLOCK=8 * GROUPS, VECTORS=has_vectors(*own),
+                DTYPE=TYPES[own[0].dtype], BLOCK=8 * GROUPS, VECTORS=has_vectors(own[0]),
                 ALIGNED=of_own[0].offset % 8 == 0, PHILOX=of_own[0].generator == "philox",
                 **OPTIONS,
             )  # fmt: skip

@@ -126,8 +126,8 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
 
     Args:
         grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64; of several parameters,
-            the sum of the results of each, rounded to nearest; on a GPU of those of each dtype
-            and alignment together.
+            the sum of the results of each, rounded to nearest. On a GPU the order of additions
+            depends on their dtypes and alignment.
         into: contiguous, [B], fp64: the result is added to it, and it is returned.
 
     Returns:

@@ -21,7 +21,7 @@ from .noise import NoiseStream
 
 # Of a row: address that is read, address that is written, elements, first program, parameter's
 # number in the noise's address, element of the stream.
-COLUMNS = 6
+COLUMNS = tl.constexpr(6)
 
 TYPES = {
     torch.float16: tl.float16,
@@ -73,7 +73,7 @@ def tensor_table(
         rows.append((tensor.data_ptr(), address, size, begin, parameter, first))
         counts.append(-(-(size + first % 8) // block) if size else 0)
         begin += counts[-1]
-    table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, COLUMNS.value)
     return TensorTable(sent(table, device), _owners(tuple(counts), device))
 
 
@@ -94,7 +94,7 @@ def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
 
 
 def has_vectors(*tensors: Tensor) -> bool:
-    """Whether kernels may load 16 bytes at a time from contiguous tensors."""
+    """Whether kernels may load 16 bytes at a time from contiguous tensors; the same for a kind."""
     return all(x.data_ptr() % 16 == 0 and x.numel() % 16 == 0 for x in tensors)
 
 
@@ -102,7 +102,7 @@ def has_vectors(*tensors: Tensor) -> bool:
 def row_of(rows_ptr, owners_ptr, program):
     """(number of the program's tensor, its row, the program's number among the tensor's)."""
     place = tl.load(owners_ptr + program).to(tl.int64)
-    row = rows_ptr + 6 * place
+    row = rows_ptr + COLUMNS * place
     return place, row, program.to(tl.int64) - tl.load(row + 3)
 
 

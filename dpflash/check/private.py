@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -82,23 +81,13 @@ class _Unreleased:
         self.sums = sums
         self.tracker = BatchTracker()
         self.rows = RealRows(self.tracker.real_rows)
-        self.add_clipped = sums.add_clipped
+        self.add, self.add_clipped = sums.add, sums.add_clipped
         self.noting_refusals = self.dropping = nullcontext
         self.releases, self.is_open = 0, False
         self.tracker.attach(self)
 
     def attach(self, clipper: Clipper) -> None:
         self._clipper = clipper
-
-    def add(
-        self,
-        parameters: Sequence[nn.Parameter],
-        totals: Iterable[Tensor],
-        *,
-        is_exact: bool = True,
-    ) -> None:
-        for parameter, total in zip(parameters, totals, strict=True):
-            self.sums.add(parameter, total, is_exact=is_exact)
 
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         self._clipper.begin_microbatch(samples, units)

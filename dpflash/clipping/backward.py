@@ -416,7 +416,8 @@ class PrivateBackward:
             trial.restart(str(error))
             self.discard()
             raise
-        # It may compare fewer samples from now on, and the loop may call loss.backward() itself.
+        # The trial may compare fewer samples from now on, and a loop's own loss.backward() begins
+        # with no `_rest`.
         self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:

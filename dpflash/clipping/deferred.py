@@ -125,7 +125,7 @@ class DeferredGradients:
         return total
 
     def bound_with(self, other: Tensor) -> Tensor:
-        """Upper bound [B] of ||G_i + H_i||^2 for H = other [B, rows, ...], clipped by itself."""
+        """Upper bound [B] of ||G_i + other_i||^2; `other` [B, rows, ...] is summed separately."""
         dense, others = self.dense(), squared_norm(other).sqrt()
         sizes = others + (squared_norm(dense).sqrt() if self.tiled else self.sizes())
         rounding = _SUM_OF_TWO if self.tiled else self.rounding() + _SUM_OF_TWO
@@ -282,7 +282,7 @@ def squared_norms(
 
     Args:
         kept: of one batch.
-        others: [B, rows, ...] of each, added to G_i; it is clipped by itself.
+        others: [B, rows, ...] of each, or None: added to G_i for the norm, and summed separately.
     """
     others = [None] * len(kept) if others is None else others
     found = [

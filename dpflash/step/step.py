@@ -94,8 +94,7 @@ class PrivateStep(OpenBatch):
         is_exact: bool = True,
     ) -> None:
         """Add a microbatch's clipped sums; see `ClippedSums`."""
-        for parameter, total in zip(parameters, totals, strict=True):
-            self.sums.add(parameter, total, is_exact=is_exact)
+        self.sums.add(parameters, totals, is_exact=is_exact)
         self._add_noise(parameters, have_noise=False)
 
     def _add_noise(self, parameters: Sequence[nn.Parameter], *, have_noise: bool) -> None:

@@ -145,18 +145,25 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
                 if noise is not None:
                     self._narrow(parameter)
 
-    def add(self, parameter: nn.Parameter, total: Tensor, *, is_exact: bool = True) -> None:
-        """Add a microbatch's clipped sum.
+    def add(
+        self,
+        parameters: Sequence[nn.Parameter],
+        totals: Iterable[Tensor],
+        *,
+        is_exact: bool = True,
+    ) -> None:
+        """Add a microbatch's clipped sums.
 
         Args:
-            parameter: the parameter of the sum.
-            total: the sum.
-            is_exact: whether `total` is a multiple of the grid, where there is one.
+            parameters: those of the sums.
+            totals: the sum of each; one at a time, where it is an iterator.
+            is_exact: whether the sums are multiples of the grid, where there is one.
         """
-        if not is_exact:
-            self.rounded.add(self.names[parameter])
-        self._note_rounding(parameter)
-        self._add(parameter, total)
+        for parameter, total in zip(parameters, totals, strict=True):
+            if not is_exact:
+                self.rounded.add(self.names[parameter])
+            self._note_rounding(parameter)
+            self._add(parameter, total)
 
     def add_zero(self, parameter: nn.Parameter) -> None:
         """Take part in the exchange of a sharded parameter that got no gradient on this rank."""

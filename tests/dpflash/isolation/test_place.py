@@ -543,7 +543,10 @@ def test_masked_padding_trains_with_the_same_bits_as_without_trials(kind, collat
 
 def test_the_longest_sequence_so_far_may_round_the_gradients_of_a_declared_mean(monkeypatch):
     forward, backward = CELLS["GRU"]
-    by_length = lambda steps: backward(steps._replace(dh=steps.dh * (1 + 1e-6 * len(steps.dh))))  # noqa: E731
+
+    def by_length(steps):
+        return backward(steps._replace(dh=steps.dh * (1 + 1e-6 * len(steps.dh))))
+
     monkeypatch.setitem(CELLS, "GRU", (forward, by_length))
     for seed in range(3):
         options = {"loss_reduction": "mean", "physical_batch_size": 2, "seed": seed}
