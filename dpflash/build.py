@@ -36,6 +36,7 @@ from .isolation.proof import Proof
 from .isolation.sandbox import Sandbox
 from .isolation.schedule import Schedule
 from .isolation.trial import Trial
+from .kernels.devices import problem_with
 from .noise import Banded, compare_bands
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import ForwardWrapper
@@ -293,6 +294,14 @@ def _devices_of(module: nn.Module) -> frozenset[torch.device]:
     return frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
 
 
+def _check_devices(module: nn.Module) -> None:
+    """Refuse a model with parameters on a device that has no kernels."""
+    for device in sorted(_devices_of(module), key=str):
+        problem = problem_with(device)
+        if problem is not None:
+            raise ValueError(f"module has parameters on {problem}")
+
+
 def _check(
     given: Given, settings: Settings, plan: SamplingPlan | None, keys: RunKeys, ranks: Ranks
 ) -> _Checked:
@@ -301,6 +310,7 @@ def _check(
     privacy, performance = settings.privacy, settings.performance
     mode = performance.grad_sample_mode
     check_module(module, ranks)
+    _check_devices(module)
     layers = check_model(module)
     _check_joint(privacy, mode, ranks)
     plan = plan or sampling_plan(data_loader, privacy)

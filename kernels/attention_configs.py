@@ -65,11 +65,25 @@ def config(
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The column of the table for a GPU; unknown ones have that of the nearest older one."""
+    """The column of the table for a GPU."""
     if torch.version.hip is not None:
+        return column("gfx")
+    major, minor = torch.cuda.get_device_capability(device)
+    return column(f"sm_{major}{minor}")
+
+
+def column(arch: str) -> str:
+    """The column for an architecture such as "sm_89"; unknown ones have one that fits them.
+
+    A block has 163 KiB of shared memory on sm_80, 227 on sm_90 and sm_100, and 99 on sm_86, sm_89
+    and sm_120. Source: CUDA Programming Guide, "Compute Capabilities".
+    """
+    if arch.startswith("gfx"):
         return "gfx942"
-    major, _ = torch.cuda.get_device_capability(device)
-    return "sm_100" if major >= 10 else "sm_90" if major == 9 else "sm_80"
+    capability = int(arch.removeprefix("sm_"))
+    if capability >= 120 or 86 <= capability < 90:
+        return "sm_86"
+    return "sm_100" if capability >= 100 else "sm_90" if capability >= 90 else "sm_80"
 
 
 def precision(hip: bool) -> str:

@@ -1,4 +1,4 @@
-"""Where the time goes on this GPU: ceilings, attention beside others, private steps.
+"""Where the time goes on this GPU: ceilings, each kernel alone, attention, private steps.
 
     python benchmarks/scripts/gpu_time.py attention --json runs/gpu-time.json
 
@@ -9,6 +9,7 @@ each row. DEVICE=cpu in the environment is a dry run: sizes are tiny and the fig
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -19,22 +20,27 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dpflash
-from dpflash import patterns
+from dpflash import kernels, patterns
 from dpflash.bench.attention import DIRECTIONS, case_subject
 from dpflash.bench.isolated import brief
 from dpflash.bench.output import write_text
 from dpflash.bench.private import AUTO, DPFLASH, NONPRIVATE, make_training
 from dpflash.bench.private_tasks import Task
-from dpflash.bench.timing import Effort, Step, Stopwatch, time_steps
+from dpflash.bench.timing import QUICK, Effort, Step, Stopwatch, time_steps
 from dpflash.bench.work import measured_roofs
+from dpflash.kernels import noise, tensor_table
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
+Product = Callable[[Tensor, Tensor, Tensor], Any]
 DEVICE = torch.device(os.environ.get("DEVICE", "cuda"))
 DRY = DEVICE.type == "cpu"
 DTYPE = "float32" if DRY else "bfloat16"
@@ -63,6 +69,167 @@ def ceilings() -> Rows:
         yield {"what": f"matmul {dtype}, TFLOP/s", "value": rate / 1e12}
 
 
+def reductions(shapes: Sequence[Sequence[int]]) -> Rows:
+    """The kernels that take all parameters of a model at a time."""
+    for width, layers, batch, _ in (map(size, shape) for shape in shapes):
+        with torch.device("meta"):
+            given = (size(32000), width, layers, max(1, width // 128))
+            model = dpflash.nn.LongContextLM(*given, max_seq_len=64)
+        of_parameters = [p.shape for p in model.parameters()]
+        for name, (call, moved) in reduction_calls(of_parameters, batch).items():
+            row: Row = {"what": name, "D": width, "L": layers, "B": batch}
+            try:
+                row |= eager_and_graph(call)
+                yield {**row, "tb_per_s": moved / row[KERNEL_TIME] / 1e9}
+            except Exception as error:  # the others are still timed
+                yield {**row, "error": brief(error)[:400]}
+
+
+def reduction_calls(shapes: Sequence[torch.Size], batch: int) -> dict[str, tuple[Step, int]]:
+    """Each with the bytes that it reads and writes."""
+    given: dict[str, Any] = {"device": DEVICE, "dtype": torch.float64}
+    count = sum(shape.numel() for shape in shapes)
+    grads = [torch.randn(batch, *shape, device=DEVICE) for shape in shapes]
+    sums = [torch.zeros(shape, **given) for shape in shapes]
+    released = [torch.zeros(shape, device=DEVICE) for shape in shapes]
+    factors, squares = torch.rand(batch, device=DEVICE), torch.ones(batch, **given)
+    grid, unsettled = kernels.grid_of(1.0), []
+    address: dict[str, Any] = {"std": 1.0, "grid": grid, "key": bytes(32), "step": 0}
+    streams = [
+        kernels.NoiseStream(**address, parameter_id=number, unsettled=unsettled)
+        for number in range(len(shapes))
+    ]
+
+    def noise() -> None:
+        kernels.add_noise_(released, streams)
+        unsettled.clear()
+
+    def release() -> None:
+        kernels.clip_reduce_all(grads, factors, grid=grid, noise=streams)
+        unsettled.clear()
+
+    return {
+        "noise": (noise, 8 * count),
+        "clip_reduce": (
+            lambda: kernels.clip_reduce_all(grads, factors, grid=grid, into=sums),
+            (4 * batch + 16) * count,
+        ),
+        "clip_reduce, noise": (release, (4 * batch + 4) * count),
+        "squared_norm": (lambda: kernels.squared_norm(*grads), 4 * batch * count),
+        "clip_factors": (lambda: kernels.clip_factors(squares, 1.0), 12 * batch),
+    }
+
+
+def products(shapes: Sequence[Sequence[int]], batches: Sequence[int]) -> Rows:
+    """Per-sample gradients of linear layers and their clipped sum, ours beside torch's."""
+    for shape, batch in itertools.product(shapes, batches):
+        tokens, inputs, outputs = map(size, shape)
+        given: dict[str, Any] = {"device": DEVICE, "dtype": getattr(torch, DTYPE)}
+        x, dy = (torch.randn(batch, tokens, width, **given) for width in (inputs, outputs))
+        factors = torch.rand(batch, device=DEVICE)
+        for name, call in product_calls(batch, inputs, outputs).items():
+            row: Row = {"what": name, "B": batch, "T": tokens, "I": inputs, "O": outputs}
+            is_own = name in ("per_sample_grad", "clipped_grad")
+            try:
+                row |= eager_and_graph(partial(call, x, dy, factors))
+                row["tflops"] = 2 * x.numel() * outputs / row[KERNEL_TIME] / 1e9
+                row["same_bits_alone"] = same_bits_alone(call, x, dy)
+                if is_own and not row["same_bits_alone"]:
+                    row["error"] = "the bits of a sample depend on the others"
+                yield row
+            except Exception as error:  # the others are still timed
+                yield {**row, "error" if is_own else "error of a peer": brief(error)[:400]}
+
+
+def product_calls(batch: int, inputs: int, outputs: int) -> dict[str, Product]:
+    """Of x, dy and factors: gradients of each sample, and sums of all."""
+    wide: dict[str, Any] = {} if DRY else {"out_dtype": torch.float32}
+    before = torch.zeros(batch, outputs, inputs, device=DEVICE)
+
+    def one_by_one(x: Tensor, dy: Tensor, _: Tensor) -> list[Tensor]:
+        return [torch.mm(own.T, of, **wide) for own, of in zip(dy, x, strict=True)]
+
+    def of_all_tokens(x: Tensor, dy: Tensor, factors: Tensor) -> Tensor:
+        rows = (dy * factors[:, None, None]).to(dy.dtype).flatten(0, 1)
+        return torch.mm(rows.T, x.flatten(0, 1), **wide)
+
+    return {
+        "per_sample_grad": lambda x, dy, _: kernels.per_sample_grad(x, dy),
+        "bmm": lambda x, dy, _: torch.bmm(dy.mT, x, **wide),
+        "baddbmm": lambda x, dy, _: torch.baddbmm(before[: len(x)], dy.mT, x, **wide),
+        "mm, each sample": one_by_one,
+        "clipped_grad": kernels.clipped_grad,
+        "mm, all tokens": of_all_tokens,
+    }
+
+
+def same_bits_alone(call: Product, x: Tensor, dy: Tensor) -> bool:
+    """Whether the last sample's gradient has the same bits as in a batch of its own."""
+    # In a sum of all samples the others have factors of 0.
+    last = torch.zeros(len(x), device=x.device)
+    last[-1] = 1
+    among, alone = call(x, dy, last), call(x[-1:], dy[-1:], last[-1:])
+    if isinstance(among, Tensor) and among.ndim == 2:
+        return torch.equal(among, alone)
+    return torch.equal(among[-1], alone[-1])
+
+
+def eager_and_graph(call: Step) -> dict[str, float]:
+    """Milliseconds of a call: of several in a row that the host launches, and that a graph does.
+
+    Data that fits into the last cache stays there.
+    """
+
+    def calls() -> None:
+        for _ in range(REPEATS):
+            call()
+
+    def wall(step: Step) -> float:
+        synchronize()
+        start = time.perf_counter()
+        step()
+        synchronize()
+        return time.perf_counter() - start
+
+    ways: dict[str, Step] = {"eager_ms": calls}
+    if not DRY:
+        ways["graph_ms"] = captured(calls)
+    effort = Effort(1, 1) if DRY else QUICK
+    found = time_steps(ways, effort=effort, stopwatch=wall)
+    return {name: 1e3 * statistics.median(own) / REPEATS for name, own in found.items()}
+
+
+def captured(calls: Step) -> Step:
+    """Replays a graph of the calls. Their noise is the same each time: it is released nowhere."""
+    graph, aside, kept = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
+
+    def sent(x: Tensor, device: torch.device) -> Tensor:
+        # Now: a copy in the graph would read host memory that others have by then.
+        with torch.cuda.stream(aside):
+            kept.append(x.to(device))
+        return kept[-1]
+
+    with (
+        mock.patch.object(tensor_table, "sent", sent),
+        mock.patch.object(noise, "refuse_capture", lambda reason: None),
+    ):
+        calls()  # compiles
+        synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+            calls()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def synchronize() -> None:
+    if not DRY:
+        torch.cuda.synchronize()
+
+
 def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows:
     """This library and others in turns, each after a check of its result."""
     for name, pattern, head_dim, tokens, others in cases:
@@ -85,47 +252,112 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
                 yield {**row, "provider": operator, "ms": ms, "tflops": flops / ms / 1e9}
 
 
-def training(shapes: Sequence[Sequence[int]], providers: Sequence[str]) -> Rows:
+def training(
+    shapes: Sequence[Sequence[int]], providers: Sequence[str], *, adapted: bool = False
+) -> Rows:
     """Training steps in bf16 autocast, the first provider's to be compared with."""
     for shape in shapes:
-        first = math.nan
+        first: Row = {"ms": math.nan, "peak_gib": math.nan}
         for provider in providers:
             sizes = list(map(size, shape))
-            row: dict[str, Any] = {"what": provider, **dict(zip("DLBT", sizes, strict=True))}
+            row: Row = {"what": provider, **dict(zip("DLBT", sizes, strict=True))}
             try:
-                row |= time_training(provider, *sizes)
-                first = row["ms"] if provider == providers[0] else first
-                yield {**row, "over_plain": row["ms"] / first}
+                row |= time_training(provider, *sizes, adapted=adapted)
+                first = row if provider == providers[0] else first
+                yield {**row, **over(row, first)}
             except Exception as error:  # the others are still timed
                 yield {**row, "error": brief(error)[:400]}
             torch.cuda.empty_cache()
 
 
-def time_training(provider: str, width: int, layers: int, batch: int, tokens: int) -> Row:
+def over(row: Row, first: Row) -> Row:
+    """Time and memory over those of a plain step; a dry run has no memory."""
+    memory = row["peak_gib"] / (first["peak_gib"] or math.nan)
+    return {"over_plain": row["ms"] / first["ms"], "memory_over_plain": memory}
+
+
+def time_training(
+    provider: str, width: int, layers: int, batch: int, tokens: int, *, adapted: bool
+) -> Row:
     """Median time until the GPU is done and until the host has queued the step; peak memory."""
     vocabulary, heads = size(32000), max(1, width // 128)
     x, y = torch.randint(0, vocabulary, (2, batch, tokens), device=DEVICE)
 
     def build() -> nn.Module:
         shape = (vocabulary, width, layers, heads)
-        return dpflash.nn.LongContextLM(*shape, max_seq_len=tokens, pattern=CAUSAL).to(DEVICE)
+        with DEVICE:
+            model = dpflash.nn.LongContextLM(*shape, max_seq_len=tokens, pattern=CAUSAL)
+            return adapt(model) if adapted else model
 
     # The model returns losses: the logits of all tokens are never in memory together.
     task = Task(build, x, y, lambda losses, y: losses, lambda model, x, y: model(x, y), "bfloat16")
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-    step = make_training(task, provider, noise_multiplier=1.0, optimize=adamw).step
+    kind = NONPRIVATE if provider == PLAIN else provider
+    attend = sdpa if provider == PLAIN else dpflash.attention
+    step = make_training(task, kind, noise_multiplier=1.0, optimize=adamw).step
     times, host_times = [], []
-    for number in range(2 if DRY else 25):
-        if number == 5:  # those before it are warm-ups
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        step()
-        host_times.append(1e3 * (time.perf_counter() - start))
-        if not DRY:
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
+    with mock.patch.object(dpflash.nn.attention, "attention", attend):
+        for number in range(2 if DRY else 25):
+            if number == 5:  # those before it are warm-ups
+                torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
+            step()
+            host_times.append(1e3 * (time.perf_counter() - start))
+            synchronize()
+            times.append(1e3 * (time.perf_counter() - start))
     ms, host_ms = (statistics.median(each[-20:]) for each in (times, host_times))
     return {"ms": ms, "host_ms": host_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """Causal attention by torch's fastest kernel that takes it: cuDNN's where there is one."""
+    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    with sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer in 16 bit, and LoRA of rank 16 beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.to(getattr(torch, DTYPE))
+        self.down = nn.Linear(base.in_features, 16, bias=False)
+        self.up = nn.Linear(16, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: Tensor = self.up(self.down(x))
+        return own + self.base(x)
+
+
+def adapt(model: nn.Module) -> nn.Module:
+    """The model frozen, with adapters on the linear layers of its blocks."""
+    model.requires_grad_(False)
+    linear = [n for n, m in model.blocks.named_modules() if isinstance(m, nn.Linear)]
+    for name in linear:
+        model.blocks.set_submodule(name, Adapted(model.blocks.get_submodule(name)))
+    return model
+
+
+def lora(models: Sequence[tuple[str, int, int]], lengths: Sequence[int]) -> Rows:
+    """Adapters on models with random weights: few of their layers, and all by the difference."""
+    (few, many), providers = (2, 4), (PLAIN, AUTO, "dpflash-per_layer")
+    for (name, width, layers), tokens in itertools.product(models, lengths):
+        shapes = [(width, depth, LORA_TOKENS // tokens, tokens) for depth in (few, many)]
+        found: dict[tuple[str, int], Row] = {}
+        for row in training(shapes, providers, adapted=True):
+            yield {"model": name, **row}
+            found |= {} if "error" in row else {(row["what"], row["L"]): row}
+        first = None
+        for provider in providers:
+            if (provider, few) in found and (provider, many) in found:
+                less, more = (found[provider, depth] for depth in (few, many))
+                times = (layers - few) / (many - few)
+                whole = {n: less[n] + times * (more[n] - less[n]) for n in ("ms", "peak_gib")}
+                row = {"model": name, "what": f"{provider}, extrapolated", "D": width, "L": layers}
+                row |= {"B": less["B"], "T": less["T"], **whole}
+                first = row if provider == PLAIN else first
+                yield {**row, **over(row, first)} if first else row
 
 
 SDPA, FLEX = ("sdpa-flash", "sdpa-cudnn"), ("flex",)
@@ -139,6 +371,16 @@ PATTERNS = (
 )
 # FlexAttention is a part of its own because compiling it takes long.
 WITH_FLEX = (("causal", CAUSAL, 128, TOKENS, FLEX), ("window 1024", WINDOW, 128, TOKENS, FLEX))
+# torch's attention in a plain step; NONPRIVATE has ours.
+PLAIN = "nonprivate-sdpa"
+# What the speed of a kernel is computed from, and how many calls a graph has.
+KERNEL_TIME, REPEATS = ("eager_ms", 1) if DRY else ("graph_ms", 10)
+# Tokens, inputs and outputs: projections, MLPs of a short and of a long sequence, an adapter.
+PRODUCTS = ((4096, 1024, 1024), (1024, 512, 2048), (4096, 1024, 4096), (4096, 4096, 4096))
+PRODUCTS += ((4096, 4096, 16),)
+# Width and layers of 0.9 and 6.6 billion parameters with MLPs four times as wide.
+MODELS = (("1B", 2048, 16), ("7B", 4096, 32))
+LORA_TOKENS = 32768
 # Width, layers, batch and tokens of a step.
 SHAPES = ((1024, 12, 8, 4096), (512, 4, 4, 1024))
 LONG_SHAPES = ((1024, 12, 4, 4096), (1024, 12, 1, 16384), (1024, 12, 1, 32768))
@@ -146,8 +388,11 @@ PARTS: dict[str, Callable[[], Rows]] = {
     "ceilings": ceilings,
     "attention": partial(attention, PATTERNS),
     "flex": partial(attention, WITH_FLEX),
-    "steps": partial(training, SHAPES, (NONPRIVATE, *DPFLASH)),
-    "long": partial(training, LONG_SHAPES, (NONPRIVATE, AUTO)),
+    "reductions": partial(reductions, SHAPES),
+    "products": partial(products, PRODUCTS, (4, 8, 16)),
+    "steps": partial(training, SHAPES, (PLAIN, NONPRIVATE, *DPFLASH)),
+    "long": partial(training, LONG_SHAPES, (PLAIN, NONPRIVATE, AUTO)),
+    "lora": partial(lora, MODELS, (1024, 4096, 32768)),
 }
 
 

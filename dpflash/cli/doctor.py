@@ -93,6 +93,12 @@ def _torch_build() -> dict[str, Any]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
+    from dpflash.kernels.devices import problem_with
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "cuda":
+        what = {"name": accelerator.type, "memory": None, "capability": None}
+        return [{"index": 0, **what, "problem": problem_with(accelerator)}]
     if not torch.cuda.is_available():
         return []
     found = []
@@ -108,6 +114,7 @@ def _devices() -> list[dict[str, Any]]:
                 "name": properties.name,
                 "memory": properties.total_memory,
                 "capability": capability,
+                "problem": problem_with(torch.device("cuda", index)),
             }
         )
     return found
@@ -157,7 +164,7 @@ def _paths(report: dict[str, Any]) -> dict[str, str]:
             "attention": native.describe() + file,
             "private_gradients": f"C++ kernels{file}" if file else "plain PyTorch, slower",
         }
-    if report["devices"]:
+    if any(device["problem"] is None for device in report["devices"]):
         triton = report["triton"]
         on_gpu = "Triton kernels" if triton["version"] else f"none: triton {triton['why_not']}"
         paths = {f"{name}_on_cpu": path for name, path in paths.items()}
@@ -178,6 +185,7 @@ def _warnings(report: dict[str, Any]) -> list[str]:
     if (major, minor) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         found.append(f"torch {torch_version} is too old: dpflash needs {oldest} or newer")
+    found += [f"gpu {d['index']}: {d['problem']}" for d in report["devices"] if d["problem"]]
     if report["torch"]["built_for"] != "CPU" and not report["devices"]:
         found.append(
             f"torch is built for {report['torch']['built_for']} but finds no device: "
@@ -197,6 +205,12 @@ def _gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / _GIB:.1f} GiB"
 
 
+def _described(device: dict[str, Any]) -> str:
+    if device["capability"] is None:
+        return str(device["name"])
+    return f"{device['name']}, {_gib(device['memory'])}, capability {device['capability']}"
+
+
 def _as_text(report: dict[str, Any]) -> str:
     python, cpu, memory = report["python"], report["cpu"], report["memory"]
     torch, triton = report["torch"], report["triton"]
@@ -214,11 +228,7 @@ def _as_text(report: dict[str, Any]) -> str:
             ("cryptography", report["cryptography"]["version"]),
         ],
         "devices": [
-            (
-                f"gpu {device['index']}",
-                f"{device['name']}, {_gib(device['memory'])}, capability {device['capability']}",
-            )
-            for device in report["devices"]
+            (f"gpu {device['index']}", _described(device)) for device in report["devices"]
         ]
         or [("gpu", "none")],
         "what will run": [

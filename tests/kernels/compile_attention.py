@@ -22,12 +22,16 @@ from triton.compiler import ASTSource
 
 from dpflash.kernels import attention_launch as launch
 from dpflash.kernels import attention_triton as kernels
-from dpflash.kernels.attention_configs import HEAD_DIMS, config, table
+from dpflash.kernels.attention_configs import HEAD_DIMS, column, config, table
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 # Pointers not listed here point to the tensors' dtype.
@@ -179,7 +183,7 @@ def parse():
 
 def main():
     arguments = parse()
-    rows = table()[arguments.arch]
+    rows = table()[column(arguments.arch)]
     flags = arguments.flags
     if arguments.all_but is not None:
         flags = [name for name in FLAGS if name not in arguments.all_but]
@@ -191,7 +195,7 @@ def main():
             sizes = (64, 0, 4, 3)  # the launcher leaves its options at Triton's defaults
         else:
             table_dtype = torch.float32 if bits == "32" else torch.bfloat16
-            given = (kernel, int(bucket), table_dtype, arguments.arch)
+            given = (kernel, int(bucket), table_dtype, column(arguments.arch))
             sizes = config(*given, has_bias="HAS_BIAS" in flags)
         sizes = arguments.sizes or sizes
         where = (arguments.small_tensors, not arguments.unaligned)

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from dpflash.kernels import grad_launch as launch
 from dpflash.kernels import grad_triton as kernels
+from dpflash.kernels.attention_configs import column
 from dpflash.kernels.grad_configs import table
 
 # Next to this script, which runs as a program of its own.
@@ -144,7 +145,7 @@ def main():
     parser.add_argument("--odd", action="store_true", help="widths that are no multiples of 16")
     parser.add_argument("--spans", action="store_true", help="samples are spans of tokens")
     arguments = parser.parse_args()
-    rows = table()[arguments.arch]
+    rows = table()[column(arguments.arch)]
     for entry in arguments.entries or [*rows, *(f"{name}/16" for name in REDUCTIONS)]:
         kernel, bits = entry.split("/")
         dtype = "fp32" if bits == "32" else arguments.half

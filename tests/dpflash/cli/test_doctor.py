@@ -84,7 +84,7 @@ def test_doctor_says_why_kernels_are_not_kept(tmp_path, monkeypatch, capsys):
 
 def test_doctor_shows_a_gpu_and_its_path(report):
     device = {"index": 0, "name": "GPU X", "memory": 80 * 1024**3, "capability": "9.0"}
-    with_gpu = {**report, "devices": [device]}
+    with_gpu = {**report, "devices": [{**device, "problem": None}]}
     with_gpu["torch"] = {**report["torch"], "built_for": "CUDA 13.0"}
     with_gpu["paths"] = doctor._paths(with_gpu)
     text = doctor._as_text(with_gpu)
@@ -93,6 +93,15 @@ def test_doctor_shows_a_gpu_and_its_path(report):
     assert with_gpu["paths"]["attention"] == "Triton kernels"
     without_triton = {**with_gpu, "triton": {"version": None, "why_not": "not installed"}}
     assert doctor._paths(without_triton)["attention"] == "none: triton not installed"
+
+
+def test_doctor_says_which_devices_cannot_be_trained_on(report, monkeypatch):
+    mps = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: mps)
+    found = {**report, "devices": doctor._devices()}
+    assert "gpu 0              mps\n" in doctor._as_text(found)
+    assert "gpu 0: device mps: dpflash has kernels for" in "".join(doctor._warnings(found))
+    assert "attention_on_cpu" not in doctor._paths(found)
 
 
 def test_doctor_says_why_triton_is_missing(monkeypatch):
