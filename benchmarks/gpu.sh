@@ -2,8 +2,9 @@
 # What a machine with a GPU is for, in three stages, each in under ten minutes from a bare checkout:
 #
 #     benchmarks/gpu.sh right    # are the kernels and the private step right on this chip?
-#     benchmarks/gpu.sh time     # where does the time go, beside other libraries?
-#     benchmarks/gpu.sh tune     # the kernels' configurations, private over non-private steps
+#     benchmarks/gpu.sh time     # where does the time go, in each kernel and beside other libraries?
+#     benchmarks/gpu.sh tune     # private over non-private steps of long contexts and of LoRA; then
+#                                # the kernels' configurations
 #
 # Nothing is installed outside a temporary folder and nothing is fetched. A part that fails or runs
 # out of time does not stop the others; one that needs what is not installed is skipped, by name.
@@ -18,7 +19,15 @@
 #   2. `noise`, `gradients`: the bits of the reference from addresses in device memory; 16-byte
 #      loads where all sums of a launch allow them; no spill (32 to 128 registers on sm_90).
 #   3. `steps`: per_layer launches some 38 kernels a layer more than plain.
-#   4. Not built yet: a captured step, roundings that are settled on the device, a fused rotary
+#   4. `long`, `lora`: plain is torch's attention, cuDNN's where there is one, and fused AdamW. What
+#      a private step is above 1.1 of it is attention: cuDNN's is 1.9 times as fast as ours. LoRA on
+#      6.6B parameters 1.05 to 1.15 at T = 1k and 4k, 1.4 to 1.5 at 32k; memory 1.0 to 1.1.
+#   5. `reductions`, in graphs and so without the host: of 184M parameters noise 2.7 to 4.5 ms, 8
+#      samples' clip_reduce 3.0 and squared_norm 2.0 (copy's bandwidth), clip_reduce with noise 4 to
+#      5.5. Eager is the same there; at 29M it is the host's.
+#   6. `products`: per_sample_grad at 380 to 420 TFLOP/s, bmm(out_dtype=float32) at 600: if bmm's
+#      bits of a sample do not depend on B, it takes over. Ours do not.
+#   7. Not built yet: a captured step, roundings that are settled on the device, a fused rotary
 #      kernel, norms in the epilogue of products, cuDNN and TMA attention.
 # Environment:
 #   OUT      where results go (runs/gpu): STAGE.tar.xz, the table that is printed, STAGE.txt, and
@@ -144,16 +153,18 @@ case $stage in
     done
     ;;
   time)
-    measure 100 ceilings attention flex
     measure 240 steps
+    measure 60 ceilings reductions products
+    measure 100 attention flex
     needing ncu ncu 60 ncu --clock-control none --target-processes all -k regex:_attention_ -c 3 \
       "$PYTHON" tests/gpu/tiny_calls.py "$DEVICE"
     ;;
   tune)
+    measure 120 long
+    measure 170 lora
     part tune 300 "$PYTHON" benchmarks/scripts/tune_attention.py --jobs "$jobs" \
       --try-seconds 180 --json "$results/tune-attention.json" \
       --write "$results/attention_configs.json"
-    measure 240 long
     ;;
 esac
 {

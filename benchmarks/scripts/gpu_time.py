@@ -9,6 +9,7 @@ each row. DEVICE=cpu in the environment is a dry run: sizes are tiny and the fig
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -34,7 +35,7 @@ from dpflash.bench.isolated import brief
 from dpflash.bench.output import write_text
 from dpflash.bench.private import AUTO, DPFLASH, NONPRIVATE, make_training
 from dpflash.bench.private_tasks import Task
-from dpflash.bench.timing import QUICK, Effort, Step, Stopwatch, time_steps
+from dpflash.bench.timing import FULL, QUICK, Effort, Step, Stopwatch, time_steps
 from dpflash.bench.work import measured_roofs
 from dpflash.kernels import noise, tensor_table
 
@@ -253,7 +254,11 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
 
 
 def training(
-    shapes: Sequence[Sequence[int]], providers: Sequence[str], *, adapted: bool = False
+    shapes: Sequence[Sequence[int]],
+    providers: Sequence[str],
+    *,
+    adapted: bool = False,
+    effort: Effort = FULL,
 ) -> Rows:
     """Training steps in bf16 autocast, the first provider's to be compared with."""
     for shape in shapes:
@@ -262,7 +267,7 @@ def training(
             sizes = list(map(size, shape))
             row: Row = {"what": provider, **dict(zip("DLBT", sizes, strict=True))}
             try:
-                row |= time_training(provider, *sizes, adapted=adapted)
+                row |= time_training(provider, *sizes, adapted=adapted, effort=effort)
                 first = row if provider == providers[0] else first
                 yield {**row, **over(row, first)}
             except Exception as error:  # the others are still timed
@@ -277,7 +282,14 @@ def over(row: Row, first: Row) -> Row:
 
 
 def time_training(
-    provider: str, width: int, layers: int, batch: int, tokens: int, *, adapted: bool
+    provider: str,
+    width: int,
+    layers: int,
+    batch: int,
+    tokens: int,
+    *,
+    adapted: bool,
+    effort: Effort,
 ) -> Row:
     """Median time until the GPU is done and until the host has queued the step; peak memory."""
     vocabulary, heads = size(32000), max(1, width // 128)
@@ -293,27 +305,38 @@ def time_training(
     task = Task(build, x, y, lambda losses, y: losses, lambda model, x, y: model(x, y), "bfloat16")
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
     kind = NONPRIVATE if provider == PLAIN else provider
-    attend = sdpa if provider == PLAIN else dpflash.attention
     step = make_training(task, kind, noise_multiplier=1.0, optimize=adamw).step
     times, host_times = [], []
-    with mock.patch.object(dpflash.nn.attention, "attention", attend):
-        for number in range(2 if DRY else 25):
-            if number == 5:  # those before it are warm-ups
+    with attention_of(provider):
+        for number in range(2 if DRY else effort.calls):
+            if number == effort.warm_ups:
                 torch.cuda.reset_peak_memory_stats()
             start = time.perf_counter()
             step()
             host_times.append(1e3 * (time.perf_counter() - start))
             synchronize()
             times.append(1e3 * (time.perf_counter() - start))
-    ms, host_ms = (statistics.median(each[-20:]) for each in (times, host_times))
+    ms, host_ms = (statistics.median(each[-effort.trials :]) for each in (times, host_times))
     return {"ms": ms, "host_ms": host_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """Causal attention by torch's fastest kernel that takes it: cuDNN's where there is one."""
-    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-    with sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True):
+@contextlib.contextmanager
+def attention_of(provider: str) -> Iterator[None]:
+    """Inside, models of PLAIN attend by torch's kernels: cuDNN's where there is one."""
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    backends = [getattr(SDPBackend, name) for name in names]
+    if provider != PLAIN:
+        yield
+        return
+    with (
+        mock.patch.object(dpflash.nn.attention, "attention", sdpa),
+        sdpa_kernel(backends, set_priority=True),
+    ):
+        yield
 
 
 class Adapted(nn.Module):
@@ -330,12 +353,12 @@ class Adapted(nn.Module):
         return own + self.base(x)
 
 
-def adapt(model: nn.Module) -> nn.Module:
+def adapt(model: dpflash.nn.LongContextLM) -> nn.Module:
     """The model frozen, with adapters on the linear layers of its blocks."""
     model.requires_grad_(False)
-    linear = [n for n, m in model.blocks.named_modules() if isinstance(m, nn.Linear)]
-    for name in linear:
-        model.blocks.set_submodule(name, Adapted(model.blocks.get_submodule(name)))
+    for name, module in list(model.blocks.named_modules()):
+        if isinstance(module, nn.Linear):
+            model.blocks.set_submodule(name, Adapted(module))
     return model
 
 
@@ -345,7 +368,7 @@ def lora(models: Sequence[tuple[str, int, int]], lengths: Sequence[int]) -> Rows
     for (name, width, layers), tokens in itertools.product(models, lengths):
         shapes = [(width, depth, LORA_TOKENS // tokens, tokens) for depth in (few, many)]
         found: dict[tuple[str, int], Row] = {}
-        for row in training(shapes, providers, adapted=True):
+        for row in training(shapes, providers, adapted=True, effort=QUICK):
             yield {"model": name, **row}
             found |= {} if "error" in row else {(row["what"], row["L"]): row}
         first = None
@@ -376,8 +399,10 @@ PLAIN = "nonprivate-sdpa"
 # What the speed of a kernel is computed from, and how many calls a graph has.
 KERNEL_TIME, REPEATS = ("eager_ms", 1) if DRY else ("graph_ms", 10)
 # Tokens, inputs and outputs: projections, MLPs of a short and of a long sequence, an adapter.
-PRODUCTS = ((4096, 1024, 1024), (1024, 512, 2048), (4096, 1024, 4096), (4096, 4096, 4096))
-PRODUCTS += ((4096, 4096, 16),)
+PRODUCTS = (
+    *((4096, 1024, 1024), (1024, 512, 2048), (4096, 1024, 4096), (4096, 4096, 4096)),
+    (4096, 4096, 16),
+)
 # Width and layers of 0.9 and 6.6 billion parameters with MLPs four times as wide.
 MODELS = (("1B", 2048, 16), ("7B", 4096, 32))
 LORA_TOKENS = 32768

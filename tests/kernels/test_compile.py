@@ -68,14 +68,21 @@ NOISE = [
 REGISTERS_OF_SUMS = {**dict.fromkeys(EXACT, 80), **dict.fromkeys(NOISY, 168)}
 REGISTERS_OF_NOISE = 168
 SHARED_OF_NOISE = 8192
-# Bytes that a thread may spill under Triton 3.6 and under later releases, where not 0. Three TF32
-# products keep two halves of every operand in registers, so in float32 no tile of head dim 256
-# fits.
+# Bytes that a thread may spill under Triton 3.6 and under later releases, where not 0, by column
+# of the tables. Three TF32 products keep two halves of every operand in registers, so in float32
+# no tile of head dim 256 fits.
 SPILLED = {
     ("sm_80", "dq/64/16"): (40, 0),
     ("sm_80", "dq/128/16"): (48, 0),
     ("sm_80", "dkdv/64/16"): (40, 0),
     ("sm_80", "gram/32"): (32, 0),
+    ("sm_86", "dq/128/16"): (32, 0),
+    ("sm_86", "dkdv/64/16"): (40, 0),
+    ("sm_86", "gram/32"): (32, 0),
+    ("sm_86", "dq/128/32"): (8, 8),
+    ("sm_86", "forward/256/32"): (32, 32),
+    ("sm_86", "dq/256/32"): (64, 64),
+    ("sm_86", "dkdv/256/32"): (176, 176),
     # Outside the loops over chunks only.
     ("sm_90", "dq/256/16"): (0, 128),
     ("sm_90", "dq/128/32"): (24, 0),
@@ -93,16 +100,25 @@ SCORE_CHANGES = {"HAS_SLOPES": [], "HAS_SOFTCAP": [], "HAS_BIAS": ["BIAS_GRAD"]}
 SPILLED_BY_FEATURES = {
     ("sm_80", "dq/128/16"): (16, 0),
     ("sm_80", "dkdv/128/16"): (32, 0),
+    ("sm_86", "dq/128/16"): (48, 40),
+    ("sm_86", "dkdv/128/16"): (24, 40),
     ("sm_90", "dq/128/16"): (48, 48),
     ("sm_100", "dq/128/16"): (24, 0),
     ("sm_100", "dkdv/128/16"): (40, 0),
     ("sm_100", "delta/128/16"): (8, 0),
 }
 # With a bias among them.
-SPILLED_BY_FEATURES_AND_BIAS = SPILLED_BY_FEATURES | {("sm_100", "dkdv/128/16"): (40, 24)}
+SPILLED_BY_FEATURES_AND_BIAS = SPILLED_BY_FEATURES | {
+    ("sm_86", "dkdv/128/16"): (40, 32),
+    ("sm_100", "dkdv/128/16"): (40, 24),
+}
 # With a position bias and its gradient.
 SPILLED_BY_BIAS: dict[tuple[str, str], tuple[int, int]] = {
     ("sm_80", "forward/256/16"): (24, 16),
+    ("sm_86", "forward/64/16"): (0, 8),
+    ("sm_86", "dkdv/64/16"): (8, 8),
+    ("sm_86", "forward/256/16"): (48, 40),
+    ("sm_86", "dq/256/16"): (32, 32),
     ("sm_100", "forward/256/16"): (48, 16),
     ("sm_100", "dkdv/64/16"): (16, 0),
 }

@@ -10,6 +10,7 @@ from dpflash.kernels import attention_configs
 from dpflash.kernels.devices import problem_with
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("capability", "needs"),
     [((6, 1), "capability 6.1, and Triton"), ((7, 5), "capability 7.5"), ((8, 0), None)],
@@ -29,6 +30,7 @@ def test_amd_has_no_compute_capability(monkeypatch):
     assert problem_with(torch.device("cuda:0")) is None
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu:1", "meta"])
 def test_other_devices_than_cpus_and_gpus_of_cuda_and_rocm_are_refused(device):
     found = problem_with(torch.device(device))
@@ -49,6 +51,7 @@ def test_a_model_there_is_refused_before_anything_is_changed():
     assert type(model[0]) is nn.Linear
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("capability", "column"),
     [
