@@ -160,8 +160,8 @@ case $stage in
       "$PYTHON" tests/gpu/tiny_calls.py "$DEVICE"
     ;;
   tune)
-    measure 120 long
-    measure 170 lora
+    measure 240 long
+    measure 300 lora
     part tune 300 "$PYTHON" benchmarks/scripts/tune_attention.py --jobs "$jobs" \
       --try-seconds 180 --json "$results/tune-attention.json" \
       --write "$results/attention_configs.json"
