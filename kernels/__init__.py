@@ -1,4 +1,4 @@
-"""Per-sample gradient operations, noise and rotary positions, dispatched by the tensors' device."""
+"""Per-sample gradients, noise and rotary positions, dispatched by the tensors' device."""
 
 from .grads import (
     clip_factors,

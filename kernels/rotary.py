@@ -21,7 +21,7 @@ from .noise_cpu import call, written
 # Elements per thread.
 _WORK_OF_A_THREAD = 1 << 18
 _CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-_GPU_DTYPES = (torch.float16, *_CPU_DTYPES)
+_GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -36,9 +36,10 @@ def apply_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Turn the coordinate pairs (j, D / 2 + j) of queries and keys, see `rotate`.
 
-    On a CPU a C++ kernel runs, on a GPU one launch of a Triton kernel. `rotate` runs instead where
-    operations are traced or transformed, without a compiler or Triton, on other devices, and where
-    `out` is given and autograd records. Else the result is differentiable, any number of times.
+    A C++ kernel runs on a CPU, and one launch of a Triton kernel on a GPU. `rotate` runs instead
+    without a compiler or Triton, for float16 on a CPU and float64 on a GPU, on other devices,
+    where operations are traced or transformed, and where autograd records a call with `out`.
+    Without `out` the result is differentiable, any number of times.
 
     Args:
         q: `[B, H, T, D]`; may be a view.
@@ -54,24 +55,15 @@ def apply_rotary(
     Guarantees:
         No bit of a sample's result depends on other samples.
     """
-    if not _is_fused(q, k, cos, sin, out):
-        results = rotate(q, cos, sin, back=back), rotate(k, cos, sin, back=back)
-        return results if out is None else (out[0].copy_(results[0]), out[1].copy_(results[1]))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        turned: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin, back)
-        return turned
-    new_q, new_k = (new_like(q, q.dtype), new_like(k, k.dtype)) if out is None else out
-    if q.is_cpu:
-        threads = min(torch.get_num_threads(), 1 + (q.numel() + k.numel()) // _WORK_OF_A_THREAD)
-        heads = [_Heads(x.data_ptr(), *x.stride()[:3], x.shape[1]) for x in (q, k, new_q, new_k)]
-        sizes = q.shape[0], *cos.shape, back, q.dtype == torch.bfloat16, threads
-        tables = cos.data_ptr(), sin.data_ptr()
-        call("apply_rotary", cos.dtype, _Rotation(*heads, *tables, *sizes))
-    else:
-        from . import rotary_triton
-
-        rotary_triton.launch(q, k, cos, sin, back, new_q, new_k)
-    return written(new_q), written(new_k)
+    tensors = (q, k, *(out or ()))
+    if _is_fused(tensors, cos, sin):
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*tensors, cos, sin)):
+            return _turned(q, k, cos, sin, back, out)
+        if out is None and not (cos.requires_grad or sin.requires_grad):
+            turned: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin, back)
+            return turned
+    new_q, new_k = (rotate(x, cos, sin, back=back) for x in (q, k))
+    return (new_q, new_k) if out is None else (out[0].copy_(new_q), out[1].copy_(new_k))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
@@ -95,37 +87,54 @@ def is_traced() -> bool:
     )
 
 
-def _is_fused(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out: tuple[Tensor, Tensor] | None
-) -> bool:
-    """Whether a kernel can do what `rotate` does."""
-    if is_traced() or any(type(x) is not Tensor for x in (q, k, cos, sin, *(out or ()))):
-        return False
-    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, *(out or ())))
-    if cos.requires_grad or sin.requires_grad or (is_recorded and out is not None):
+def _is_fused(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
+    """Whether a kernel can do what `rotate` does; tensors are q, k, and where to write them."""
+    q, k, *outs = tensors
+    every = (*tensors, cos, sin)
+    if is_traced() or not all(type(x) is Tensor and torch._C._has_storage(x) for x in every):
         return False
     if q.is_cpu:
         serves = q.dtype in _CPU_DTYPES and native.library() is not None
     else:
         serves = q.is_cuda and q.dtype in _GPU_DTYPES and _HAS_TRITON
+    wide = torch.promote_types(q.dtype, torch.float32)
     return (
         serves
+        and all(x.device == q.device for x in every)
+        and all(x.dtype == q.dtype and _has_rows(x) for x in tensors)
         and q.shape[:1] + q.shape[2:] == k.shape[:1] + k.shape[2:]
-        and (out is None or (out[0].shape, out[1].shape) == (q.shape, k.shape))
-        and all(_is_readable(x, q) for x in (q, k, *(out or ())))
-        and all(
-            x.dtype == torch.promote_types(q.dtype, torch.float32)
-            and x.device == q.device
-            and (*x.shape[:-1], 2 * x.shape[-1]) == q.shape[2:]
-            and x.is_contiguous()
-            for x in (cos, sin)
-        )
+        and [x.shape for x in outs] in ([], [q.shape, k.shape])
+        and all(x.dtype == wide and x.is_contiguous() for x in (cos, sin))
+        and cos.shape == sin.shape == (q.shape[2], q.shape[3] / 2)
     )
 
 
-def _is_readable(x: Tensor, q: Tensor) -> bool:
-    same = x.dtype == q.dtype and x.device == q.device
-    return same and x.ndim == 4 and x.stride(3) == 1 and not x.is_neg()
+def _has_rows(x: Tensor) -> bool:
+    """Whether the coordinates of a token lie next to each other in memory, as they are."""
+    return x.ndim == 4 and x.stride(3) == 1 and not x.is_neg()
+
+
+def _turned(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    back: bool,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`apply_rotary` by a kernel."""
+    new_q, new_k = (new_like(q, q.dtype), new_like(k, k.dtype)) if out is None else out
+    if q.is_cpu:
+        threads = min(torch.get_num_threads(), 1 + (q.numel() + k.numel()) // _WORK_OF_A_THREAD)
+        heads = [_Heads(x.data_ptr(), *x.stride()[:3], x.shape[1]) for x in (q, k, new_q, new_k)]
+        sizes = q.shape[0], *cos.shape, back, q.dtype == torch.bfloat16, threads
+        tables = cos.data_ptr(), sin.data_ptr()
+        call("apply_rotary", cos.dtype, _Rotation(*heads, *tables, *sizes))
+    else:
+        from . import rotary_triton
+
+        rotary_triton.launch(q, k, cos, sin, back, new_q, new_k)
+    return written(new_q), written(new_k)
 
 
 class _Rotary(torch.autograd.Function):
@@ -137,7 +146,7 @@ class _Rotary(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.back = back
-        return apply_rotary(q, k, cos, sin, back=back)
+        return _turned(q, k, cos, sin, back)
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
