@@ -1,4 +1,4 @@
-"""Per-sample gradient operations and noise, dispatched by the tensors' device."""
+"""Per-sample gradients, noise and rotary positions, dispatched by the tensors' device."""
 
 from .grads import (
     clip_factors,
@@ -23,10 +23,12 @@ from .reference import (
     embedding_grad_inner,
     grad_inner,
 )
+from .rotary import apply_rotary
 
 __all__ = [
     "NoiseStream",
     "add_noise_",
+    "apply_rotary",
     "bound_share",
     "clip_factors",
     "clip_reduce",

@@ -12,7 +12,6 @@
 #include <cmath>
 #include <condition_variable>
 #include <mutex>
-#include <new>
 
 #include "threads.h"
 #include "tiles.h"
@@ -452,24 +451,14 @@ void backward(const Problem& p) {
   });
 }
 
-// 0, or 1 where memory does not suffice.
-int status(void (*run)(const Problem&), const Problem* p) {
-  try {
-    run(*p);
-    return 0;
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-}
-
 }  // namespace
 
 extern "C" {
 
 int64_t problem_bytes() { return sizeof(Problem); }
 int64_t vector_bytes() { return kVectorBytes; }
-int forward_float(const Problem* p) { return status(forward<float>, p); }
-int forward_double(const Problem* p) { return status(forward<double>, p); }
-int backward_float(const Problem* p) { return status(backward<float>, p); }
-int backward_double(const Problem* p) { return status(backward<double>, p); }
+int forward_float(const Problem* p) { return status([p] { forward<float>(*p); }); }
+int forward_double(const Problem* p) { return status([p] { forward<double>(*p); }); }
+int backward_float(const Problem* p) { return status([p] { backward<float>(*p); }); }
+int backward_double(const Problem* p) { return status([p] { backward<double>(*p); }); }
 }

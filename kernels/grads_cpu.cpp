@@ -310,17 +310,6 @@ void clipped_sums(double step, const Part* parts, int64_t count, Factors factors
   }
 }
 
-// 0, or 1 where memory does not suffice.
-template <class Work>
-int status(Work work) {
-  try {
-    work();
-    return 0;
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-}
-
 }  // namespace
 
 #define FOR_NUMBERS(F)                                                                            \

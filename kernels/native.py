@@ -32,7 +32,7 @@ _FOLDER = Path(__file__).resolve().parent
 # Headers and .cpp files; one call of the compiler makes one library of all .cpp files.
 _SOURCES = (
     *("attention_cpu.cpp", "tiles.h", "vectors.h", "threads.h"),
-    *("grads_cpu.cpp", "chacha20.h", "normal_tail.h", "rounded_normal.h"),
+    *("grads_cpu.cpp", "chacha20.h", "normal_tail.h", "rounded_normal.h", "rotary_cpu.cpp"),
 )
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
 # The last resort is the compiler's default for this kind of machine.

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -87,3 +88,14 @@ class Memory {
   int64_t elements_;
   std::unique_ptr<F[]> all_;
 };
+
+// 0, or 1 where memory does not suffice.
+template <class Work>
+int status(Work work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}

@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dpflash
 from dpflash import kernels, patterns
+from dpflash.attn.rotary import Turns
 from dpflash.bench.attention import DIRECTIONS, case_subject
 from dpflash.bench.isolated import brief
 from dpflash.bench.output import write_text
@@ -38,6 +39,7 @@ from dpflash.bench.private_tasks import Task
 from dpflash.bench.timing import FULL, QUICK, Effort, Step, Stopwatch, time_steps
 from dpflash.bench.work import measured_roofs
 from dpflash.kernels import noise, tensor_table
+from dpflash.kernels.rotary import apply_rotary, rotate
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -253,6 +255,32 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
                 yield {**row, "provider": operator, "ms": ms, "tflops": flops / ms / 1e9}
 
 
+def rotate_both(q: Tensor, k: Tensor, turns: Turns, back: bool) -> list[Tensor]:
+    return [rotate(x, *turns, back=back) for x in (q, k)]
+
+
+def rotary(cases: Sequence[tuple[int, int, int]]) -> Rows:
+    """Queries and keys turned by the kernel and by torch's operations, after a check."""
+    for heads, key_heads, head_dim in cases:
+        tokens, dtype = size(TOKENS), getattr(torch, DTYPE)
+        packed = torch.randn(1, tokens, heads + 2 * key_heads, head_dim, device=DEVICE)
+        q, k, _ = packed.to(dtype).transpose(1, 2).split((heads, key_heads, key_heads), dim=1)
+        turns = Turns.of(q, head_dim)
+        for back in (False, True):
+            kernel = partial(apply_rotary, q, k, *turns, back=back)
+            calls: dict[str, Step] = {
+                "kernel": kernel,
+                "in place": partial(kernel, out=(q, k)),
+                "torch": partial(rotate_both, q, k, turns, back),
+            }
+            row = {"D": head_dim, "H": heads, "G": key_heads, "T": tokens, "back": back}
+            for found, expected in zip(kernel(), calls["torch"](), strict=True):
+                torch.testing.assert_close(found, expected)
+            moved = 2 * (q.numel() + k.numel()) * q.itemsize
+            for name, ms in medians(calls).items():
+                yield {"what": name, **row, "ms": ms, "tbps": moved / ms / 1e9}
+
+
 def training(
     shapes: Sequence[Sequence[int]],
     providers: Sequence[str],
@@ -415,6 +443,7 @@ PARTS: dict[str, Callable[[], Rows]] = {
     "flex": partial(attention, WITH_FLEX),
     "reductions": partial(reductions, SHAPES),
     "products": partial(products, PRODUCTS, (4, 8, 16)),
+    "rotary": partial(rotary, ((16, 16, 128), (32, 8, 64))),
     "steps": partial(training, SHAPES, (PLAIN, NONPRIVATE, *DPFLASH)),
     "long": partial(training, LONG_SHAPES, (PLAIN, NONPRIVATE, AUTO)),
     "lora": partial(lora, MODELS, (1024, 4096, 32768)),

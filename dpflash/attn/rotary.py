@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys turned by their position, without parameters.
+"""Rotary positions: the angles by which queries and keys are turned, without parameters.
 
 Source: Su et al., RoFormer (arXiv:2104.09864), section 3.2.2; here coordinate j is paired with
 D/2 + j.
@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from dpflash.kernels.rotary import is_traced
 
 _BASE = 10_000.0
 # How many tables are kept, and the elements of one at most. Larger ones cost little beside the
@@ -39,7 +40,9 @@ class Turns(NamedTuple):
     def of(cls, x: Tensor, head_dim: int) -> Turns:
         """Of the positions 0 to T - 1 of x `[B, H, T, ...]`; made once for each T."""
         tokens = x.shape[2]
-        if tokens * head_dim > 2 * _MOST_ELEMENTS or _is_traced(x.device):
+        # Selective checkpointing counts operations, in a forward as in its recomputation.
+        is_watched = is_traced() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        if is_watched or tokens * head_dim > 2 * _MOST_ELEMENTS:
             return cls.at(torch.arange(tokens, device=x.device), head_dim, x.dtype)
         key = (tokens, head_dim, x.device, x.dtype)
         if (known := _kept.get(key)) is None:
@@ -52,41 +55,8 @@ class Turns(NamedTuple):
         return known
 
 
-def _is_traced(device: torch.device) -> bool:
-    """Whether a tensor that is made now must not be kept for later calls."""
-    if torch.compiler.is_compiling():
-        return True
-    # Selective checkpointing counts operations, in a forward as in its recomputation.
-    is_watched = is_in_torch_dispatch_mode() or torch.jit.is_tracing()
-    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return is_watched or is_captured or torch._C._are_functorch_transforms_active()
-
-
 def document_positions(cu_seqlens: Sequence[int], device: torch.device) -> Tensor:
     """`[T]`, int64: the position of each token within its document."""
     borders = torch.tensor(cu_seqlens)
     starts = borders[:-1].repeat_interleave(borders.diff())
     return (torch.arange(int(borders[-1])) - starts).to(device)
-
-
-def rotate(x: Tensor, turns: Turns) -> Tensor:
-    """Turns coordinate pairs of x `[B, H, T, D]`, in its dtype."""
-    first, second = x.to(turns.cos.dtype).chunk(2, dim=3)
-    cos, sin = turns
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=3).to(x.dtype)
-
-
-def rotate_(x: Tensor, turns: Turns, *, back: bool = False) -> Tensor:
-    """`rotate` in place, with less memory traffic; x may be a view. `back` turns it back."""
-    cos, sin = turns
-    sign = -1 if back else 1
-    first, second = x.chunk(2, dim=3)
-    if x.dtype == cos.dtype:
-        turned = first * sin
-        first.mul_(cos).addcmul_(second, sin, value=-sign)
-        second.mul_(cos).add_(turned, alpha=sign)
-        return x
-    one, two = first.to(cos.dtype), second.to(cos.dtype)
-    first.copy_((one * cos).sub_(two * sin, alpha=sign))
-    second.copy_((two * cos).add_(one * sin, alpha=sign))
-    return x

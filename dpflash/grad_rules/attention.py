@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from dpflash.kernels import apply_rotary
 from dpflash.kernels.attention import attention_backward
 from dpflash.kernels.attention_reference import AttentionInputs
 
 from ..attn.functional import attention, resolve_pattern
 from ..attn.ops import graph_of, key_range_of
-from ..attn.rotary import Turns, document_positions, rotate_
+from ..attn.rotary import Turns, document_positions
 from ..clipping.planner import LinearShape
 from ..packing.units import Units
 from ..patterns import Adaptive, Documents, Pattern
@@ -57,13 +58,13 @@ class _Heads:
             return qkv
         if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
             qkv = qkv.clone()  # A selective checkpoint may have kept it.
-        x = qkv.unflatten(2, (-1, self.head_dim)).transpose(1, 2)[:, : -self.kv_heads]
+        q, k, _ = self.split(qkv)
         if self.documents is None:
-            turns = Turns.of(x, self.head_dim)
+            turns = Turns.of(q, self.head_dim)
         else:
-            positions = document_positions(self.documents, x.device)
-            turns = Turns.at(positions, self.head_dim, x.dtype)
-        rotate_(x, turns, back=back)
+            positions = document_positions(self.documents, q.device)
+            turns = Turns.at(positions, self.head_dim, q.dtype)
+        apply_rotary(q, k, *turns, back=back, out=(q, k))
         return qkv
 
 

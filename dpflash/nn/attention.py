@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dpflash.kernels import apply_rotary
+
 from .. import _validate
 from ..attn.functional import attention, require_pattern, resolve_pattern
-from ..attn.rotary import Turns, document_positions, rotate
+from ..attn.rotary import Turns, document_positions
 from ..distributed import ContextParallel
 from ..distributed.agreement import Context
 from ..distributed.attention import attend
@@ -266,8 +268,7 @@ class MultiheadAttention(nn.Module):
             return self._merged(o)
         q, k, v = self._project(query, key, value)
         if self.rotary:
-            turns = Turns.of(q, self.head_dim)
-            q, k = rotate(q, turns), rotate(k, turns)
+            q, k = apply_rotary(q, k, *Turns.of(q, self.head_dim))
         if self.pattern is None and self.sinks is None and self.alibi_slopes is None:
             o = self._attend_densely(q, k, v, key_padding_mask, attn_mask, is_causal)
             return self._merged(o)
@@ -368,8 +369,7 @@ class MultiheadAttention(nn.Module):
         return out
 
     def _rotated(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        turns = Turns.at(positions, self.head_dim, q.dtype)
-        return rotate(q, turns), rotate(k, turns)
+        return apply_rotary(q, k, *Turns.at(positions, self.head_dim, q.dtype))
 
     def _attend_across(
         self, query: Tensor, masks: dict[str, Tensor | None], is_causal: bool

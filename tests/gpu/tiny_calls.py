@@ -24,6 +24,12 @@ for pattern in attention:
         assert all(x.grad is not None and x.grad.isfinite().all() for x in (q, k, v))
 print("attention: done", flush=True)
 
+q, k = torch.randn(2, 201, 6, 80, device=device).transpose(1, 2).split((4, 2), dim=1)
+tables = torch.rand(2, 201, 40, device=device)
+kernels.apply_rotary(q, k, *tables, out=(q, k))
+assert all(x.isfinite().all() for x in kernels.apply_rotary(q, k, *tables, back=True))
+print("rotary: done", flush=True)
+
 x, dy = (torch.randn(3, 77, size, device=device).bfloat16() for size in (150, 132))
 factors = torch.rand(3, device=device)
 grid = kernels.grid_of(1.0)

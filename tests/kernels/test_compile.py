@@ -338,10 +338,16 @@ def test_noise_fits_its_architecture(arch, compiled):
     assert not misfits(arch, lines, **budgets)
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_the_rotary_kernel_fits_its_architecture(arch, compiled):
+    lines = compiled("rotary", arch, ["128/bf16", "80/fp32"])
+    assert not misfits(arch, lines, registers=64)
+
+
 def test_no_kernel_compiles_anew_for_another_batch_or_address(output, tmp_path):
     program = """
-from dpflash.kernels import attention_triton, grad_triton, noise_triton
-for module in (attention_triton, grad_triton, noise_triton):
+from dpflash.kernels import attention_triton, grad_triton, noise_triton, rotary_triton
+for module in (attention_triton, grad_triton, noise_triton, rotary_triton):
     for name, kernel in vars(module).items():
         if name.endswith("_kernel"):
             print(name, *(p.name for p in kernel.params if not p.is_constexpr
@@ -353,7 +359,7 @@ for module in (attention_triton, grad_triton, noise_triton):
     # Widths, strides and what follows from the widths: fixed by the model.
     fixed = {"num_inputs", "num_outputs", "width"}
     fixed |= {"tiles_i", "num_tiles", "num_blocks"}
-    fixed |= {"heads", "heads_per_group", "heads_per_program"}
+    fixed |= {"heads", "key_heads", "heads_per_group", "heads_per_program"}
     fixed |= {"scale", "scale_log2", "softcap_log2"}
     # What lengths decide, of attention alone: 1, a multiple of 16, or another number.
     lengths = {"num_queries", "num_keys", "num_rows", "num_runs"}
@@ -362,4 +368,4 @@ for module in (attention_triton, grad_triton, noise_triton):
         left = {p for p in specialised if not p.startswith("stride_")} - fixed
         left -= lengths if name.startswith("_attention_") else set()
         assert not left, name
-    assert len(lines) == 15
+    assert len(lines) == 16
