@@ -5,9 +5,9 @@ Other kernels make noise where they need it, with `rounded_normals` of `words_of
 first two. `step_low`, `step_high` and `parameter_id` are 32-bit words.
 
 Where fp64 leaves a rounding open, a kernel writes NaN and appends the element to a list; `settle`
-makes it on the CPU, exactly. So every GPU gives the bits of the CPU, whatever its logarithm and
-fused multiply-adds round. Words wrap around: sums of them are exempt from the overflow checks of
-Triton's debug mode.
+decides it in integers of 128 bits, on the CPU where further words are needed. So every GPU gives
+the bits of the CPU, whatever its logarithm and fused multiply-adds round. Words wrap around: sums
+of them are exempt from the overflow checks of Triton's debug mode.
 """
 
 import math
@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import noise_cpu, noise_reference, rounded_normal
+from . import noise_reference, rounded_normal
 from .layout import on_device, sent
 from .noise import NoiseStream
+from .normal_tail_triton import reciprocal_words, sides, tail_table
 from .tensor_table import (
-    COLUMNS,
     TYPES,
     alike,
     has_vectors,
@@ -39,6 +39,8 @@ from .tensor_table import (
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 # Groups of 8 elements that a program of the noise kernel makes.
 GROUPS = 128
+# Elements of a list that a program settles, with eight borders for each.
+SETTLE_BLOCK = 16
 # What the launcher passes: nothing is compiled again for another address or grid.
 ADDRESS = [
     "grid_bits", "scale_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
@@ -49,10 +51,19 @@ _CENTER_ABOVE = tl.constexpr(rounded_normal.CENTER[0])
 _CENTER_BELOW = tl.constexpr(rounded_normal.CENTER[1])
 _TAIL_ABOVE = tl.constexpr(rounded_normal.TAIL[0])
 _TAIL_BELOW = tl.constexpr(rounded_normal.TAIL[1])
+_FAR_ABOVE = tl.constexpr(rounded_normal.FAR[0])
+_FAR_BELOW = tl.constexpr(rounded_normal.FAR[1])
 _SPLIT = tl.constexpr(rounded_normal.SPLIT)
 _SPLIT_SQUARE = tl.constexpr(rounded_normal.SPLIT_SQUARE)
+_FAR_FROM = tl.constexpr(rounded_normal.FAR_FROM)
 _TAIL_ORIGIN = tl.constexpr(rounded_normal.TAIL_ORIGIN)
 _RELATIVE_ERROR = tl.constexpr(rounded_normal.RELATIVE_ERROR)
+_MAGNITUDE = tl.constexpr((1 << 63) - 1)
+# Of a list, before its columns: the numbers of elements in it, and of those left to the CPU.
+_COUNTERS = tl.constexpr(2)
+_COLUMNS = tl.constexpr(5)
+# Of a row of `_settle_table`.
+_SETTLE_COLUMNS = tl.constexpr(8)
 
 
 @triton.jit
@@ -154,35 +165,49 @@ def words_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl.c
 
 
 @triton.jit
+def _polynomials(x, ABOVE: tl.constexpr, BELOW: tl.constexpr):
+    """Numerator and denominator of a quotient of AS 241."""
+    above = tl.zeros_like(x) + ABOVE[7]
+    below = tl.zeros_like(x) + BELOW[7]
+    for i in tl.static_range(7):
+        above = above * x + ABOVE[6 - i]
+        below = below * x + BELOW[6 - i]
+    return above, below
+
+
+@triton.jit
+def _quantiles(magnitudes, FAR: tl.constexpr):
+    """X with P(N > x) = magnitudes 2^-64, fp64; `rounded_normal.tail_quantiles`.
+
+    magnitudes: int64, above 0; unless FAR from 2^28 on, where a tail is at least 2^-36.
+
+    The error is that derived for RELATIVE_ERROR, which leaves 8 units in the last bit to the
+    logarithm (libdevice: 2) and does not count on every product being rounded before it is added.
+    """
+    r = tl.sqrt(-tl.log(magnitudes.to(tl.float64) * 2.0**-64))
+    above, below = _polynomials(r - _TAIL_ORIGIN, _TAIL_ABOVE, _TAIL_BELOW)
+    if FAR:
+        far_above, far_below = _polynomials(r - _FAR_FROM, _FAR_ABOVE, _FAR_BELOW)
+        above = tl.where(r <= _FAR_FROM, above, far_above)
+        below = tl.where(r <= _FAR_FROM, below, far_below)
+    # 1/2 - p, which near the median would be lost in the rounding of p.
+    q = (magnitudes ^ _MAGNITUDE).to(tl.float64) * 2.0**-64
+    s = _SPLIT_SQUARE - q * q
+    center_above, center_below = _polynomials(s, _CENTER_ABOVE, _CENTER_BELOW)
+    central = q <= _SPLIT
+    above = tl.where(central, q * center_above, above)
+    return above / tl.where(central, center_below, below)
+
+
+@triton.jit
 def rounded_normals(words, scale):
     """``round(scale * N)`` of 64-bit words where fp64 decides; `rounded_normal.rounded_normals`.
 
-    words: any shape, int64. scale: fp64. Returns fp64 integers, and where they are undecided.
-
-    The quantile's error is that derived for RELATIVE_ERROR, which leaves 8 units in the last bit
-    to the logarithm (libdevice: 2) and does not count on every product being rounded before it is
-    added. A tail below 2^-36, where TAIL ends, is undecided.
+    words: any shape, int64. scale: fp64. Returns fp64 integers, and where they are undecided, as
+    are tails below 2^-36.
     """
-    mask: tl.constexpr = (1 << 63) - 1
-    magnitudes = words & mask
-    t = tl.sqrt(-tl.log(magnitudes.to(tl.float64) * 2.0**-64)) - _TAIL_ORIGIN
-    above = tl.zeros_like(t) + _TAIL_ABOVE[7]
-    below = tl.zeros_like(t) + _TAIL_BELOW[7]
-    for i in tl.static_range(7):
-        above = above * t + _TAIL_ABOVE[6 - i]
-        below = below * t + _TAIL_BELOW[6 - i]
-    # 1/2 - p, which near the median would be lost in the rounding of p.
-    q = (magnitudes ^ mask).to(tl.float64) * 2.0**-64
-    s = _SPLIT_SQUARE - q * q
-    center_above = tl.zeros_like(s) + _CENTER_ABOVE[7]
-    center_below = tl.zeros_like(s) + _CENTER_BELOW[7]
-    for i in tl.static_range(7):
-        center_above = center_above * s + _CENTER_ABOVE[6 - i]
-        center_below = center_below * s + _CENTER_BELOW[6 - i]
-    central = q <= _SPLIT
-    above = tl.where(central, q * center_above, above)
-    below = tl.where(central, center_below, below)
-    y = above / below * scale
+    magnitudes = words & _MAGNITUDE
+    y = _quantiles(magnitudes, False) * scale
     # N is within 1.26 / magnitude of the quantile; a quotient in fp32 is exact enough.
     margins = (2.0 / magnitudes.to(tl.float32)).to(tl.float64) * scale + y * _RELATIVE_ERROR
     whole = tl.floor(y)
@@ -191,6 +216,29 @@ def rounded_normals(words, scale):
     rounded = tl.where(rest > 0.5, whole + 1.0, whole)
     # Not -rounded: a zero has no sign, as in Python's integers.
     return tl.where(words < 0, 0.0 - rounded, rounded), undecided
+
+
+@triton.jit
+def settled(words, there, table_ptr, scale, r2, r1, r0):
+    """``round(scale * N)`` of 64-bit words in integers of 128 bits; `settled` of rounded_normal.h.
+
+    words: [N], int64. there: [N], bool, the words that exist. scale: fp64, below 2^45. table_ptr,
+    r2, r1, r0: see `sides`. Returns int64, and where no further word is needed.
+
+    A quantile only says which eight borders are looked at: the result is exact whatever fp64
+    rounds. It is off by less than 3, so that it leaves nothing else undecided.
+    """
+    there = there & ((words & _MAGNITUDE) > 0)
+    magnitudes = tl.where(there, words & _MAGNITUDE, 1)
+    first = tl.floor(_quantiles(magnitudes, True) * scale + 0.5).to(tl.int64) - 4
+    below, above = sides(
+        table_ptr, first[:, None] + tl.arange(0, 8)[None, :], magnitudes.to(tl.uint64)[:, None],
+        scale, r2, r1, r0,
+    )  # fmt: skip
+    below, above = tl.sum(below.to(tl.int32), 1), tl.sum(above.to(tl.int32), 1)
+    integers = first + below
+    is_settled = there & (below > 0) & (above > 0) & (below + above == 8)
+    return tl.where(words < 0, -integers, integers), is_settled
 
 
 @triton.jit
@@ -261,7 +309,7 @@ def noisy(
         sem="relaxed",
     )  # fmt: skip
     there = undecided & (places < capacity)
-    at = open_ptr + 1 + places
+    at = open_ptr + _COUNTERS + places
     tl.store(at, tl.zeros_like(elements) + place, mask=there)
     tl.store(at + capacity, elements, mask=there)
     tl.store(at + 2 * capacity, words, mask=there)
@@ -293,19 +341,40 @@ def _add_noise_kernel(
     tl.store(out_ptr + elements, total.to(DTYPE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _settle_kernel(
-    rows_ptr, places_ptr, elements_ptr, values_ptr, count, DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write a value to an element of a tensor of a table."""
-    numbers = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = numbers < count
-    rows = rows_ptr + COLUMNS * tl.load(places_ptr + numbers, mask=there, other=0)
-    out = tl.load(rows + 1, mask=there, other=0).to(tl.pointer_type(DTYPE))
-    values = tl.load(values_ptr + numbers, mask=there, other=0.0)
-    out += tl.load(elements_ptr + numbers, mask=there, other=0)
-    tl.store(out, values.to(DTYPE), mask=there)
+@triton.jit(do_not_specialize=["programs"])
+def _settle_kernel(lists_ptr, tails_ptr, programs, BLOCK: tl.constexpr):
+    """``grid (steps + Z)`` for the elements of lists that need no further words.
+
+    lists_ptr: `_settle_table`. programs: of each list. The other elements are marked and counted.
+    Where a list is too short none of it is written.
+    """
+    row = lists_ptr + _SETTLE_COLUMNS * (tl.program_id(0) // programs)
+    first = (tl.program_id(0) % programs) * BLOCK
+    open_ptr, capacity = tl.load(row).to(tl.pointer_type(tl.int64)), tl.load(row + 1)
+    count = tl.load(open_ptr)
+    if (first < count) & (count <= capacity):
+        numbers = first + tl.arange(0, BLOCK)
+        there = numbers < count
+        at = open_ptr + _COUNTERS + numbers
+        words = tl.load(at + 2 * capacity, mask=there, other=1)
+        integers, is_settled = settled(
+            words, there, tails_ptr, as_fp64(tl.load(row + 4)), tl.load(row + 5).to(tl.uint64),
+            tl.load(row + 6).to(tl.uint64), tl.load(row + 7).to(tl.uint64),
+        )  # fmt: skip
+        steps = tl.load(at + 3 * capacity, mask=there, other=0).to(tl.float64, bitcast=True)
+        total = (steps + integers.to(tl.float64)) * as_fp64(tl.load(row + 3))
+        out = lists_ptr + tl.load(row + 2) + 2 * tl.load(at, mask=there, other=0)
+        elements = tl.load(at + capacity, mask=there, other=0)
+        narrow = tl.load(out, mask=is_settled, other=0)
+        narrow_ptr = narrow.to(tl.pointer_type(tl.float32)) + elements
+        tl.store(narrow_ptr, total.to(tl.float32), mask=narrow != 0)
+        wide = tl.load(out + 1, mask=is_settled, other=0)
+        tl.store(wide.to(tl.pointer_type(tl.float64)) + elements, total, mask=wide != 0)
+        is_left = (there & ~is_settled).to(tl.int64)
+        tl.store(at + 4 * capacity, is_left, mask=there)
+        left = tl.sum(is_left, 0)
+        if left > 0:
+            tl.atomic_add(open_ptr + 1, left, sem="relaxed")
 
 
 def key_words(key: bytes, generator: str) -> tuple[int, ...]:
@@ -338,9 +407,10 @@ class OpenList(NamedTuple):
     Attributes:
         outs: the results, which have NaN there until they are settled.
         streams: the noise of each, of one release.
-        entries: [1 + 4 capacity], int64, on the results' device: how many elements there are;
-            then, for each of them in any order, the number of its result, its number there, its
-            word, and the bits of its sum before noise, fp64 in units of the grid.
+        entries: [2 + 5 capacity], int64, on the results' device: how many elements there are, and
+            how many of them `settle` has left to the CPU; then, for each of them in any order,
+            the number of its result, its number there, its word, the bits of its sum before noise,
+            fp64 in units of the grid, and whether it is left to the CPU.
     """
 
     outs: tuple[Tensor, ...]
@@ -350,13 +420,14 @@ class OpenList(NamedTuple):
     @property
     def capacity(self) -> int:
         """How many elements the list can hold."""
-        return (self.entries.numel() - 1) // 4
+        return (self.entries.numel() - _COUNTERS.value) // _COLUMNS.value
 
 
 def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenList:
     """An empty list for the noise of results on one device, of one release."""
     elements = sum(out.numel() for out in outs)
-    size = 1 + 4 * expected_capacity(elements, streams[0].scale)
+    capacity = expected_capacity(elements, streams[0].scale)
+    size = _COUNTERS.value + _COLUMNS.value * capacity
     entries = torch.zeros(size, dtype=torch.int64, device=outs[0].device)
     return OpenList(tuple(outs), tuple(streams), entries)
 
@@ -370,10 +441,11 @@ def expected_capacity(elements: int, scale: float) -> int:
 
 
 def settle(lists: Sequence[OpenList]) -> bool:
-    """Write the elements that kernels left undecided, see `NoiseStream.settled`.
+    """Write the elements that kernels left undecided.
 
-    Waits for the device once for all lists of one device and scale. The C++ kernel for words
-    computes nearly all of the integers, `NoiseStream.settled` the others.
+    Kernels settle all but about one in 2^60 / scale, `NoiseStream.settled` the others. Waits once
+    for each device, and copies a list only where some of it is left. If interrupted, it can be
+    called again.
 
     Returns:
         Whether there were such elements.
@@ -382,53 +454,64 @@ def settle(lists: Sequence[OpenList]) -> bool:
         RuntimeError: a kernel found more undecided elements than its list holds, which no correct
             device does; the results keep NaN there.
     """
+    each = alike([found.entries.device for found in lists])
+    groups = [[lists[i] for i in numbers] for numbers in each]
+    for group in groups:
+        _launch_settle(group)
     was_any = False
-    groups: dict[tuple[torch.device, float], list[OpenList]] = {}
-    for found in lists:
-        groups.setdefault((found.entries.device, found.streams[0].scale), []).append(found)
-    for (_, scale), group in groups.items():
-        host = torch.cat([found.entries for found in group]).cpu()
-        hosts = host.split([found.entries.numel() for found in group])
-        parts = [_undecided(found, part) for found, part in zip(group, hosts, strict=True)]
-        words = torch.cat([part[2] for part in parts])
-        if not len(words):
-            continue
-        was_any = True
-        integers, left = noise_cpu.rounded_normals(words, scale)
-        counts = [part.shape[1] for part in parts]
-        each = zip(group, parts, integers.split(counts), left.split(counts), strict=True)
-        for found, (places, elements, own_words, bits), own, open_ones in each:
-            for i in open_ones.nonzero().flatten().tolist():
-                stream = found.streams[int(places[i])]
-                own[i] = stream.settled(int(elements[i]), int(own_words[i]))
-            sums = (bits.contiguous().view(torch.float64) + own) * found.streams[0].grid
-            if len(sums):
-                _write(found.outs, places, elements, sums)
+    for group in groups:
+        counts = torch.stack([found.entries[: _COUNTERS.value] for found in group]).cpu()
+        for found, (count, left) in zip(group, counts.tolist(), strict=True):
+            if count > found.capacity:
+                raise RuntimeError(
+                    f"more elements of noise are undecided on {found.entries.device} than can be: "
+                    "its arithmetic is wrong. Nothing may be released; run the noise on the CPU"
+                )
+            was_any |= count > 0
+            if left:
+                _settle_left(found, count)
     return was_any
 
 
-def _write(outs: Sequence[Tensor], places: Tensor, elements: Tensor, values: Tensor) -> None:
-    """Write values, [N] on the CPU, to elements of the results with the numbers `places`."""
-    device = outs[0].device
-    table = tensor_table(outs, outs, sizes=[0] * len(outs), block=1)
-    for dtype in {out.dtype for out in outs}:
-        own = torch.tensor([out.dtype == dtype for out in outs], device="cpu")[places]
-        at = [sent(x[own], device) for x in (places, elements, values)]
-        with on_device(outs[0]):
-            _settle_kernel[(triton.cdiv(len(at[0]), 256),)](
-                table.rows, *at, len(at[0]), DTYPE=TYPES[dtype], BLOCK=256,
-            )  # fmt: skip
-
-
-def _undecided(found: OpenList, entries: Tensor) -> Tensor:
-    """[4, count] of a list on the CPU: results, elements, words and the bits of sums."""
-    count = int(entries[0])
-    if count > found.capacity:
-        raise RuntimeError(
-            f"more elements of noise are undecided on {found.outs[0].device} than can be: its "
-            "arithmetic is wrong. Nothing may be released; run the noise on the CPU"
+def _launch_settle(lists: Sequence[OpenList]) -> None:
+    """Settle on their device what needs no further words, and mark the rest."""
+    entries = lists[0].entries
+    programs = triton.cdiv(max(found.capacity for found in lists), SETTLE_BLOCK)
+    table = sent(_settle_table(lists), entries.device)
+    with on_device(entries):
+        _settle_kernel[(len(lists) * programs,)](
+            table, tail_table(entries.device), programs, BLOCK=SETTLE_BLOCK
         )
-    return entries[1:].view(4, found.capacity)[:, :count]
+
+
+def _settle_table(lists: Sequence[OpenList]) -> Tensor:
+    """What `_settle_kernel` needs of lists: int64, on the CPU.
+
+    A row for each list: address and capacity, where the addresses of its results begin, the bits
+    of the grid and of the scale, `reciprocal_words`. Behind the rows there are two addresses for
+    each result: its own if it is fp32 or else 0, its own if it is fp64 or else 0.
+    """
+    rows: list[int] = []
+    addresses: list[int] = []
+    for found in lists:
+        grid, scale = float(found.streams[0].grid), found.streams[0].scale
+        begin = _SETTLE_COLUMNS.value * len(lists) + len(addresses)
+        rows += (found.entries.data_ptr(), found.capacity, begin, bits_of(grid), bits_of(scale))
+        rows += reciprocal_words(scale)
+        for out in found.outs:
+            is_wide = out.dtype == torch.float64
+            addresses += (0, out.data_ptr()) if is_wide else (out.data_ptr(), 0)
+    # Unsigned: a word of a reciprocal may have its top bit.
+    return torch.tensor(rows + addresses, dtype=torch.uint64, device="cpu").view(torch.int64)
+
+
+def _settle_left(found: OpenList, count: int) -> None:
+    """Settle on the CPU what is marked in the first `count` entries of a list."""
+    entries = found.entries[_COUNTERS.value :].view(_COLUMNS.value, -1)[:, :count].cpu()
+    for place, element, word, bits, _ in entries[:, entries[4] > 0].t().tolist():
+        stream, out = found.streams[place], found.outs[place]
+        steps = struct.unpack("<d", struct.pack("<q", bits))[0] + stream.settled(element, word)
+        out.view(-1)[element] = steps * stream.grid
 
 
 def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:

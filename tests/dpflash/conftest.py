@@ -212,6 +212,7 @@ def kernels_of_a_gpu(monkeypatch):
         return outs
 
     monkeypatch.setattr(noise_triton, "GROUPS", 8)
+    monkeypatch.setattr(noise_triton, "SETTLE_BLOCK", 128)
     monkeypatch.setattr(launch, "REDUCE_BLOCK", 64)
     monkeypatch.setattr(launch, "WIDTH_BLOCK", 16)
 

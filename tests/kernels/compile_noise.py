@@ -1,7 +1,7 @@
-"""Compiles the noise kernel ahead of time, for GPUs that are not there.
+"""Compiles the noise kernels ahead of time, for GPUs that are not there.
 
-Prints what it needs as JSON lines, in the words of `compile_attention.py`. An entry is generator,
-dtype and "aligned" or "offset". `test_compile.py` runs this script; by hand, with
+Prints what they need as JSON lines, in the words of `compile_attention.py`. An entry is generator,
+dtype and "aligned" or "offset", or "settle". `test_compile.py` runs this script; by hand, with
 TRITON_INTERPRET=0, for instance `compile_noise.py sm_90 chacha20/fp32/aligned`.
 """
 
@@ -22,15 +22,18 @@ ENTRIES = [
     for dtype in ("fp32", "fp64")
     for place in ("aligned", "offset")
 ]
+ENTRIES.append("settle")
 TYPES = {
     **{"rows_ptr": "*i64", "owners_ptr": "*i32", "open_ptr": "*i64", "capacity": "i32"},
     **{"grid_bits": "u64", "scale_bits": "u64"},
+    **{"lists_ptr": "*i64", "tails_ptr": "*i64", "programs": "i32"},
 }
 
 
 def source(entry):
+    if entry == "settle":
+        return source_of(kernels._settle_kernel, {"BLOCK": kernels.SETTLE_BLOCK})
     generator, dtype, place = entry.split("/")
-    function = kernels._add_noise_kernel
     constants = {
         "DTYPE": {"fp32": tl.float32, "fp64": tl.float64}[dtype],
         "BLOCK": 8 * kernels.GROUPS,
@@ -38,12 +41,16 @@ def source(entry):
         "ALIGNED": place == "aligned",
         "PHILOX": generator == "philox",
     }
+    return source_of(kernels._add_noise_kernel, constants)
+
+
+def source_of(function, constants):
     names = function.arg_names
     signature = {
         name: "constexpr" if name in constants else TYPES.get(name, "u32") for name in names
     }
-    aligned = ("rows_ptr", "owners_ptr", "open_ptr")
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    aligned = [i for i, name in enumerate(names) if name.endswith("_ptr")]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     return ASTSource(function, signature, constants, attributes)
 
 

@@ -2,12 +2,17 @@
 
 import os
 import platform
+import sys
+from pathlib import Path
 
+import mpmath
 import pytest
 import torch
 
 from dpflash.kernels import native as cpp
 
+# As in tests/distributed; never `tests/` itself.
+sys.path.insert(0, str(Path(__file__).parent))
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 # Processors that this one can stand in for, as in test_native.py.
 PROCESSORS = {"native": ("-march=native",)}
@@ -22,6 +27,13 @@ def processor(request, monkeypatch):
     """The C++ kernels with the vectors of each of these processors."""
     library = cpp.load(PROCESSORS[request.param])
     monkeypatch.setattr(cpp, "library", lambda: library)
+
+
+@pytest.fixture
+def digits():
+    """mpmath computes with 256 bits."""
+    with mpmath.workprec(256):
+        yield
 
 
 @pytest.fixture

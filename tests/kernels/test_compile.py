@@ -333,7 +333,7 @@ def test_widths_that_are_no_multiples_of_16_compile(compiled):
 
 @pytest.mark.parametrize("arch", COMPILED)
 def test_noise_fits_its_architecture(arch, compiled):
-    lines = compiled("noise", arch, NOISE if FULL else NOISE[:2])
+    lines = compiled("noise", arch, [*(NOISE if FULL else NOISE[:2]), "settle"])
     budgets = {"registers": REGISTERS_OF_NOISE, "shared": SHARED_OF_NOISE}
     assert not misfits(arch, lines, **budgets)
 

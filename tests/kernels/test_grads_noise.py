@@ -142,14 +142,21 @@ def test_noise_of_several_sums_is_that_of_each_in_a_launch_a_kind(monkeypatch):
     assert all(map(same_bits, sums, expected)) and kernel.launches == 3
 
 
+def leave_all_undecided(monkeypatch, capacity=None):
+    monkeypatch.setattr(noise_triton, "_RELATIVE_ERROR", tl.constexpr(1.0))
+    monkeypatch.setattr(
+        noise_triton, "expected_capacity", lambda elements, scale: capacity or elements
+    )
+    monkeypatch.setattr(noise_triton, "SETTLE_BLOCK", 1024)
+
+
 @interpreted
 def test_another_default_device_changes_nothing(monkeypatch):
     """As after torch.set_default_device("cuda"): what a launch copies there is on the CPU."""
     grads, factors = several()
     noise = [stream(parameter_id=i) for i in range(len(grads))]
     expected = [expected_of(g, factors, own) for g, own in zip(grads, noise, strict=True)]
-    monkeypatch.setattr(noise_triton, "_RELATIVE_ERROR", tl.constexpr(1.0))
-    monkeypatch.setattr(noise_triton, "expected_capacity", lambda elements, scale: elements)
+    leave_all_undecided(monkeypatch)
     tensor_table._owners.cache_clear()
     with torch.device("meta"):
         found = launch.clip_reduce_all(grads, factors, grid=GRID, noise=noise)
@@ -163,8 +170,7 @@ def test_what_is_undecided_in_several_sums_is_settled_in_each(monkeypatch):
     unsettled = []
     noise = [stream(parameter_id=i, offset=5 * i, unsettled=unsettled) for i in range(len(grads))]
     expected = [expected_of(g, factors, own) for g, own in zip(grads, noise, strict=True)]
-    monkeypatch.setattr(noise_triton, "_RELATIVE_ERROR", tl.constexpr(1.0))
-    monkeypatch.setattr(noise_triton, "expected_capacity", lambda elements, scale: elements)
+    leave_all_undecided(monkeypatch)
     found = launch.clip_reduce_all(grads, factors, grid=GRID, noise=noise)
     assert all(x.isnan().all() for x in found)
     # Sums that are kept wider meanwhile get their noise too.
@@ -245,8 +251,7 @@ def test_a_sum_of_which_all_is_undecided_is_settled_or_refused(capacity, monkeyp
     grads, factors = stored(3, 60)
     noise = stream(offset=5)
     expected = expected_of(grads, factors, noise)
-    monkeypatch.setattr(noise_triton, "_RELATIVE_ERROR", tl.constexpr(1.0))
-    monkeypatch.setattr(noise_triton, "expected_capacity", lambda elements, scale: capacity)
+    leave_all_undecided(monkeypatch, capacity)
     if capacity < 60:
         with pytest.raises(RuntimeError, match="arithmetic is wrong"):
             launch.clip_reduce(grads, factors, grid=GRID, noise=noise)

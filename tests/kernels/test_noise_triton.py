@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from normal_words import as_tensor, magnitudes, near_borders
 
 from dpflash.kernels import (
     NoiseStream,
@@ -261,6 +262,7 @@ class EverythingUndecided:
         monkeypatch.setattr(
             kernels, "expected_capacity", lambda elements, scale: capacity or elements
         )
+        monkeypatch.setattr(kernels, "SETTLE_BLOCK", 64)
         self.lists = []
         settle = kernels.settle
         monkeypatch.setattr(kernels, "settle", lambda lists: settle(self.seen(lists)))
@@ -268,6 +270,14 @@ class EverythingUndecided:
     def seen(self, lists):
         self.lists += lists
         return lists
+
+
+@triton.jit
+def _sides_of_even_words(table_ptr, k, magnitudes, scale, r2, r1, r0):
+    """Odd words are left to the CPU, as if each border lay among their normals."""
+    below, above = kernels.SIDES(table_ptr, k, magnitudes, scale, r2, r1, r0)
+    is_even = (magnitudes & 1) == 0
+    return below & is_even, above & is_even
 
 
 interpreted = pytest.mark.skipif(
@@ -311,6 +321,65 @@ def test_several_results_are_settled_later_and_at_once(has_compiler, monkeypatch
     assert not settle_noise([])
 
 
+def filled_list(outs, streams, words, steps):
+    """A list of all elements of results, one result after another."""
+    found = kernels.open_list(outs, streams)
+    places = torch.tensor([i for i, out in enumerate(outs) for _ in range(out.numel())])
+    elements = torch.cat([torch.arange(out.numel()) for out in outs])
+    count, columns = len(words), found.entries[2:].view(5, -1)
+    columns[:4, :count] = torch.stack([places, elements, words, steps.view(torch.int64)])
+    found.entries[0] = count
+    return found
+
+
+@pytest.mark.parametrize("std", [1e-12, 0.7, 2.0**14])
+def test_a_list_is_settled_to_the_bits_of_the_cpu(std):
+    """Far tails, and words that need further words, which the CPU has."""
+    near = near_borders(std / GRID, 30)
+    words = torch.cat([near, as_tensor([*magnitudes(1), *(w | 2**63 for w in magnitudes(1))])])
+    outs = [
+        torch.full((size,), torch.nan, dtype=dtype, device=DEVICE)
+        for size, dtype in [(50, torch.float32), (len(words) - 50, torch.float64)]
+    ]
+    streams = [stream(std=std, parameter_id=i, offset=3) for i in range(2)]
+    steps = torch.randint(-(2**40), 2**40, (len(words),)).double()
+    steps[3:6] = torch.tensor([math.nan, math.inf, -0.0])
+    found = filled_list(outs, streams, words, steps)
+    sizes = [out.numel() for out in outs]
+    parts = zip(streams, words.split(sizes), steps.split(sizes), strict=True)
+    expected = [
+        torch.tensor([own.settled(i, word) for i, word in enumerate(part.tolist())]).add(before)
+        for own, part, before in parts
+    ]
+    for _ in range(2):  # as if the first time had been interrupted
+        assert settle_noise([found])
+        for out, values in zip(outs, expected, strict=True):
+            assert same_bits(out.cpu(), (values * GRID).to(out.dtype))
+        outs[1].fill_(math.nan)
+    assert int(found.entries[1]) >= 2
+
+
+@interpreted
+@pytest.mark.parametrize("some_are_left", [False, True])
+def test_lists_are_waited_for_once_and_copied_where_some_are_left(some_are_left, monkeypatch):
+    if some_are_left:
+        monkeypatch.setattr(kernels, "SIDES", kernels.sides, raising=False)
+        monkeypatch.setattr(kernels, "sides", _sides_of_even_words)
+    EverythingUndecided(monkeypatch)
+    unsettled, copies, cpu = [], [], torch.Tensor.cpu
+    pairs = [(sums(30, seed=i), stream(parameter_id=i, unsettled=unsettled)) for i in range(3)]
+    outs = [out.clone().to(DEVICE) for out, _ in pairs]
+    for out, (_, own) in zip(outs, pairs, strict=True):
+        kernels.add_noise_([out], [own])
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.numel()) or cpu(x))
+    assert settle_noise(unsettled)
+    assert copies == ([6, 150, 150, 150] if some_are_left else [6])
+    left = [int(found.entries[1]) for found in unsettled]
+    assert all(0 < n < 30 for n in left) if some_are_left else not any(left)
+    for out, (plain, own) in zip(outs, pairs, strict=True):
+        assert same_bits(out, on_the_cpu(plain, own))
+
+
 @interpreted
 def test_the_order_in_which_a_kernel_lists_elements_changes_nothing(monkeypatch):
     noise, out = stream(generator="philox"), sums(60)
@@ -319,7 +388,7 @@ def test_the_order_in_which_a_kernel_lists_elements_changes_nothing(monkeypatch)
 
     def shuffled(lists):
         for found in lists:
-            entries = found.entries[1:].view(4, -1)
+            entries = found.entries[2:].view(5, -1)
             entries.copy_(entries[:, torch.randperm(60)])
         return lists
 

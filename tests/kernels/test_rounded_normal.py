@@ -11,51 +11,23 @@ import mpmath
 import pytest
 import scipy.stats
 import torch
+from normal_words import (
+    TOP,
+    as_tensor,
+    borders,
+    holds_a_border,
+    magnitudes,
+    never,
+    random_words,
+    upper_tail,
+)
 
 from dpflash.kernels import native as cpp
 from dpflash.kernels import noise_cpu, rounded_normal
 from dpflash.kernels.rounded_normal import RELATIVE_ERROR, settle, tail_quantiles
 
 FULL = os.environ.get("DPFLASH_FULL") == "1"
-TOP = 2**63 - 1
-
-
-def never(number):
-    raise AssertionError("no further word is needed")
-
-
-def as_tensor(words):
-    """64-bit words from integers of either sign or from 0 on."""
-    return torch.tensor([w - 2**64 if w >= 2**63 else w for w in words], dtype=torch.int64)
-
-
-def random_words(count, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    high = torch.randint(-(2**31), 2**31, (count,), generator=generator)
-    return high << 32 | torch.randint(0, 2**32, (count,), generator=generator)
-
-
-def magnitudes(count):
-    """Of all regions and their borders: near the median, in the tail, far out."""
-    spread = 40 * count
-    words = [TOP, TOP - 1, TOP - 2**9, TOP - 2**40, 2**62, 1, 2, 3, 2**12, 2**52, 2**53 - 1]
-    for border in (0.075, math.exp(-25)):
-        at = int(border * 2**64)
-        words += [at - 2**30, at - 1, at, at + 1, at + 2**30]
-    words += [w & TOP for w in random_words(count).tolist()]
-    words += [(w & TOP) >> i % 63 | 1 for i, w in enumerate(random_words(count, 1).tolist())]
-    words += [TOP - ((w & TOP) >> i % 62) for i, w in enumerate(random_words(count, 2).tolist())]
-    return words + [TOP * k // spread for k in range(1, spread, 40)]
-
-
-def upper_tail(x):
-    return mpmath.erfc(x / mpmath.sqrt(2)) / 2
-
-
-@pytest.fixture(autouse=True)
-def digits():
-    with mpmath.workprec(256):
-        yield
+pytestmark = pytest.mark.usefixtures("digits")
 
 
 def test_the_quantile_is_as_exact_as_it_says_in_every_region_and_at_their_borders():
@@ -79,11 +51,6 @@ def test_the_kernels_have_the_coefficients_of_the_reference_implementation():
         text = re.search(rf"Ratio k{name} = \{{(.*?)\}};", source, re.DOTALL).group(1)
         numbers = [float(x) for x in re.findall(r"[-+.\de]+", text)]
         assert tuple(numbers) == sum(getattr(rounded_normal, name.upper()), ())
-
-
-def holds_a_border(word, scale):
-    low, high = (settle(word, scale, lambda _, further=w: further) for w in (2**64 - 1, 0))
-    return abs(high) > abs(low)
 
 
 SCALES = [0.01, 0.3, 1.0, 1.7, 1000.3, 1.5 * 2**30, 1.1 * 2**37, 2.0**45 * (1 - 2**-53)]
@@ -126,16 +93,6 @@ def test_the_kernels_leave_open_only_words_that_hold_a_border(scale, processor):
     expected = len(words) * 18.2 * scale / 2**64
     assert int(undecided.sum()) <= expected + 6 * math.sqrt(expected) + 1e-3
     assert all(holds_a_border(word, scale) for word in words[undecided].tolist())
-
-
-def borders():
-    """(scale, k, P(N > (k + 1/2) / scale) in units of 2^-64); no unit holds two borders."""
-    for scale in (0.06, 1.0, 7.3, 1.5 * 2**30, 1.1 * 2**37, 2.0**45 * (1 - 2**-53)):
-        far = int(9 * scale)
-        for k in sorted({0, 1, far // 1000, far // 7, far // 3, far // 2, far * 4 // 5, far}):
-            p = upper_tail((mpmath.mpf(k) + 0.5) / mpmath.mpf(scale)) * 2**64
-            if p > 4 * scale + 2:
-                yield scale, k, p
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -1,0 +1,115 @@
+"""P(N > x) of a standard normal N in Triton, in integers of 128 bits, and the sides of a border.
+
+As in normal_tail.h, no floating-point rounding takes part in it. Numbers below 1 are two words of
+64 bits, the high and the low one, in units of 2^-128.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# ruff: noqa: N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+# Nodes a unit, from which steps are made, and coefficients of each.
+NODES = tl.constexpr(64)
+TERMS = tl.constexpr(14)
+# The tail behind it is less than a word resolves: P(N > 9.2) < 2^-65.
+END = tl.constexpr(9.2)
+# What `reciprocal_words` returns is in units of 2^-182: below 1024, it has 192 bits.
+_RECIPROCAL_BITS = 182
+_WORD = 2**64 - 1
+
+
+@functools.lru_cache(maxsize=8)
+def tail_table(device: torch.device) -> Tensor:
+    """P(N > (j + t) / 64) as a polynomial in t for each node j, on a device. Not to be changed.
+
+    Returns:
+        [nodes, 14, 2], int64: coefficients, constants first, in two's complement; of each the low
+        word and the high one.
+    """
+    import mpmath
+
+    table = bytearray()
+    with mpmath.workprec(192):
+        for j in range(int(END.value * NODES.value) + 1):
+            x = mpmath.mpf(j) / NODES.value
+            density = mpmath.exp(-x * x / 2) / mpmath.sqrt(2 * mpmath.pi)
+            tail = mpmath.erfc(x / mpmath.sqrt(2)) / 2
+            # Derivatives of the density over n!: n b_n = -(x b_(n-1) + b_(n-2)).
+            before, derivative = 0, int(mpmath.ldexp(density, 192))
+            coefficients = [int(mpmath.ldexp(tail, 192))]
+            for n in range(1, TERMS.value):
+                coefficients.append(-derivative // (n * NODES.value**n))
+                before, derivative = derivative, -(derivative * j // NODES.value + before) // n
+            for coefficient in coefficients:
+                table += (coefficient >> 64).to_bytes(17, "little", signed=True)[:16]
+    words = torch.frombuffer(table, dtype=torch.int64)
+    return words.view(-1, TERMS.value, 2).to(device)
+
+
+def reciprocal_words(scale: float) -> tuple[int, int, int]:
+    """32 / scale, rounded down, for `sides`: three words, the highest first."""
+    # On a scale below 1/20 no border is nearer than END.
+    above, below = max(scale, 0.05).as_integer_ratio()
+    units = (NODES.value // 2 * below << _RECIPROCAL_BITS) // above
+    return units >> 128, units >> 64 & _WORD, units & _WORD
+
+
+@triton.jit
+def _sum(high, low, addend):
+    """Of two words and one."""
+    total = low + addend
+    return high + (total < low).to(tl.uint64), total
+
+
+@triton.jit
+def tails(table_ptr, node, high, low, there):
+    """P(N > (node + t) / 64) to 2^-104, for 0 <= t = (high, low) < 1.
+
+    The terms behind degree 13 are below 2^-105 (Cramer: |b_n| < 0.44 / sqrt(n!)). Each of the
+    others adds less than 5 units, of a product and of its coefficient, which are rounded down.
+    """
+    at = table_ptr + node * (2 * TERMS) + 2 * (TERMS - 1)
+    sum_low = tl.load(at, mask=there, other=0).to(tl.uint64, bitcast=True)
+    sum_high = tl.load(at + 1, mask=there, other=0).to(tl.uint64, bitcast=True)
+    for _ in range(TERMS - 1):
+        at -= 2
+        # As unsigned, a negative sum is too great by 1, and its product by t.
+        is_negative = 0 - (sum_high >> 63)
+        excess_high, excess_low = high & is_negative, low & is_negative
+        product_high, product_low = _sum(
+            tl.umulhi(sum_high, high), sum_high * high, tl.umulhi(sum_high, low)
+        )
+        product_high, product_low = _sum(product_high, product_low, tl.umulhi(sum_low, high))
+        product_high -= excess_high + (product_low < excess_low).to(tl.uint64)
+        product_low -= excess_low
+        constant = tl.load(at, mask=there, other=0).to(tl.uint64, bitcast=True)
+        sum_high, sum_low = _sum(product_high, product_low, constant)
+        sum_high += tl.load(at + 1, mask=there, other=0).to(tl.uint64, bitcast=True)
+    return sum_high, sum_low
+
+
+@triton.jit
+def sides(table_ptr, k, magnitudes, scale, r2, r1, r0):
+    """Where (k + 1/2) / scale lies of all x with P(N > x) from m 2^-64 to (m + 1) 2^-64.
+
+    k: int64, below 2^49. magnitudes: m, uint64, from 1 to 2^63 - 1. scale: fp64. r2, r1, r0: its
+    `reciprocal_words`. Returns (whether it is below all of them, whether it is above); neither
+    where it lies among them or where 2^-96 could change the answer. With k below 0 it is below.
+    """
+    is_near = (k >= 0) & (k.to(tl.float64) + 0.5 < END * scale)
+    odd = tl.where(is_near, 2 * k + 1, 1).to(tl.uint64)
+    # 64 (k + 1/2) / scale in units of 2^-118, rounded down.
+    high, low = _sum(tl.umulhi(odd, r1), odd * r1, tl.umulhi(odd, r0))
+    high += odd * r2
+    node = tl.where(is_near, high >> 54, 0).to(tl.int32)
+    high, low = tails(table_ptr, node, (high << 10) | (low >> 54), low << 10, is_near)
+    error: tl.constexpr = 1 << 32
+    is_below = high > magnitudes + (low < error).to(tl.uint64)
+    is_above = high + (low + error < low).to(tl.uint64) < magnitudes
+    return (k < 0) | (is_near & is_below), (k >= 0) & (~is_near | is_above)
