@@ -39,6 +39,8 @@ from .tensor_table import (
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 # Groups of 8 elements that a program of the noise kernel makes.
 GROUPS = 128
+# Elements that are made at once for lists of undecided elements, where these are short.
+SPARE = 1 << 15
 # What the launcher passes: nothing is compiled again for another address or grid.
 ADDRESS = [
     "grid_bits", "scale_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
@@ -341,11 +343,13 @@ class OpenList(NamedTuple):
         entries: [1 + 4 capacity], int64, on the results' device: how many elements there are;
             then, for each of them in any order, the number of its result, its number there, its
             word, and the bits of its sum before noise, fp64 in units of the grid.
+        spare: zeros behind the entries, for the next lists of the release.
     """
 
     outs: tuple[Tensor, ...]
     streams: tuple[NoiseStream, ...]
     entries: Tensor
+    spare: Tensor
 
     @property
     def capacity(self) -> int:
@@ -357,8 +361,13 @@ def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenLis
     """An empty list for the noise of results on one device, of one release."""
     elements = sum(out.numel() for out in outs)
     size = 1 + 4 * expected_capacity(elements, streams[0].scale)
-    entries = torch.zeros(size, dtype=torch.int64, device=outs[0].device)
-    return OpenList(tuple(outs), tuple(streams), entries)
+    before = streams[0].unsettled
+    spare = before[-1].spare if before else None
+    if spare is None or spare.device != outs[0].device or len(spare) < size:
+        # Zeros for some more lists, so that not each of them is a launch.
+        spare = torch.zeros(max(size, SPARE), dtype=torch.int64, device=outs[0].device)
+    # A list begins at a multiple of 16 bytes.
+    return OpenList(tuple(outs), tuple(streams), spare[:size], spare[size + size % 2 :])
 
 
 def expected_capacity(elements: int, scale: float) -> int:

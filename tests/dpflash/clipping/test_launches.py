@@ -1,7 +1,6 @@
 """What a private step launches on a GPU and how often it waits, counted on a CPU."""
 
 import collections
-import math
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpflash.clipping import deferred
 from dpflash.sampling.seen_batches import SeenBatches
 from dpflash.verification.nested import tensors_of
 
@@ -114,9 +112,6 @@ def counted(private, kernels_of_a_gpu, monkeypatch):
     counter = Counter(monkeypatch)
     # On a GPU the first batches alone are compared with earlier ones.
     monkeypatch.setattr(SeenBatches, "_is_checked", lambda *_: False)
-    # No sample is multiplied apart, whatever the memory holds that no kernel has written.
-    monkeypatch.setattr(deferred, "_HARMLESS_CANCELLATION", math.inf)
-    monkeypatch.setattr(deferred, "_LEAST_SHARED_FACTOR", 0.0)
 
     def count(layers, microbatches=1, **options):
         x, model = torch.randint(0, VOCAB, (16, 4)), build(layers)
