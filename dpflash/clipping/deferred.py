@@ -108,15 +108,11 @@ class DeferredGradients:
 
     @property
     def is_separate(self) -> bool:
-        """Whether the sum has each sample's gradient by itself, whose norm `squares` bounds.
-
-        Gradients of several products, which may cancel, have no such norm.
-        """
-        if self.tiled or (self.linear and self.embedding):
-            return False
-        uses = self.linear or self.embedding
-        is_one = self.units is None or len(uses) == 1
-        return is_one and products_are_separate(*(dy for _, dy in uses))
+        """Whether the sum has each sample's gradient by itself, whose norm `squares` bounds."""
+        # Of units each use is a product, whose sum would be rounded otherwise than that of one.
+        are_joined = self.units is None or max(len(self.linear), len(self.embedding)) < 2
+        uses = [*self.linear, *self.embedding]
+        return not self.tiled and are_joined and products_are_separate(*(dy for _, dy in uses))
 
     def clipped(self, share: Share) -> Tensor:
         """sum_i factors_i G_i, rounded as a whole."""
@@ -195,10 +191,16 @@ class DeferredGradients:
             total = grad_norm(linear.first, linear.dy, spans=linear.spans)
         if embedding is not None:
             of_use = embedding_grad_norm(embedding.first, embedding.dy, spans=embedding.spans)
-            total = of_use if total is None else total + of_use
+            if total is None or linear is None:
+                return of_use
+            inner = _inner(embedding, linear)
+            if self.is_separate:
+                # As the products round, and in fp64; never above what two norms allow.
+                error = self.rounding() * self.sizes()
+                inner = inner + (of_use.sqrt() + error) * error
+                inner = torch.minimum(inner, (of_use * total).sqrt())
+            total = (total + of_use + 2 * inner).clamp(min=0)
         assert total is not None
-        if linear is not None and embedding is not None:
-            total = total + 2 * _inner(embedding, linear)
         return total
 
     def sizes(self) -> Tensor:
@@ -333,8 +335,9 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
     for row, i in apart.nonzero().tolist():
         numbers[row].append(i)
     left = iter(numbers)
+    whole = Share(factors, factors, [])
     return [
-        Share(factors, factors, []) if one.tiled else Share(factors, next(shared), next(left))
+        whole if one.tiled or one.is_separate else Share(factors, next(shared), next(left))
         for one in kept
     ]
 

@@ -97,8 +97,9 @@ class Block(nn.Module):
 
 def build(layers):
     torch.manual_seed(0)
-    blocks = [Block() for _ in range(layers)]
-    return nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.Linear(WIDTH, VOCAB))
+    table, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+    head.weight = table.weight
+    return nn.Sequential(table, *(Block() for _ in range(layers)), head)
 
 
 def losses_of(model, x):
