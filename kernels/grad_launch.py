@@ -178,16 +178,20 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     if into is None:
         into = torch.empty(first.shape[0], dtype=torch.float64, device=first.device)
     flat = [own.contiguous() for own in grads if own.numel()]
-    for numbers in alike([kind_of(None, own, own[0]) for own in flat]):
-        own = [flat[i] for i in numbers]
-        sizes = [x[0].numel() for x in own]
+    # A sample's part begins at 16 bytes where it has a multiple of 16 elements.
+    counts = [own.numel() // len(first) for own in flat]
+    kinds = [
+        (own.dtype, own.data_ptr() % 16 == 0 and count % 16 == 0)
+        for own, count in zip(flat, counts, strict=True)
+    ]
+    for numbers in alike(kinds):
+        own, sizes = [flat[i] for i in numbers], [counts[i] for i in numbers]
         table = tensor_table(own, sizes=sizes, block=SQUARES_CHUNK)
         parts = torch.empty(len(first), table.programs, dtype=torch.float64, device=first.device)
         with on_device(first):
             kernels._squares_kernel[(table.programs * len(first),)](
                 table.rows, table.owners, parts, table.programs, GRADS=TYPES[own[0].dtype],
-                CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK,
-                VECTORS=has_vectors(own[0], own[0][0]),
+                CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK, VECTORS=kinds[numbers[0]][1],
             )  # fmt: skip
         # A square is rounded, and a sum for each term of its own program and each program.
         terms = min(sum(sizes), SQUARES_CHUNK + table.programs)
