@@ -84,9 +84,9 @@ def per_sample_grad(
 def grad_norm(
     x: Tensor, dy: Tensor, *, form: str | None = None, spans: Spans | None = None
 ) -> Tensor:
-    """See `reference.grad_norm`; an upper bound of ||H_i||^2, H_i the G_i that `clipped_grad` sums.
+    """See `reference.grad_norm`; an upper bound of ||H_i||^2, H_i what `clipped_grad` sums.
 
-    Its products and sums are in fp32 (of fp32 operands, with three TF32 products for each), so it
+    H_i is G_i in fp32. Its products and sums are in fp32 (of fp32 operands, with three TF32 products for each), so it
     differs from G_i by the rounding of T products, at most T 2^-20 `grad_magnitude`.
 
     "tile": by making H_i, with the kernel of `clipped_grad`.
@@ -175,11 +175,12 @@ def clip_reduce_all(
 def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     """See `reference.squared_norm`; everything in fp64, one launch for all tensors of a dtype."""
     first, is_new = grads[0], into is None
+    batch = first.shape[0]
     if into is None:
-        into = torch.empty(first.shape[0], dtype=torch.float64, device=first.device)
+        into = torch.empty(batch, dtype=torch.float64, device=first.device)
     flat = [own.contiguous() for own in grads if own.numel()]
     # A sample's part begins at 16 bytes where it has a multiple of 16 elements.
-    counts = [own.numel() // len(first) for own in flat]
+    counts = [own.numel() // batch for own in flat]
     kinds = [
         (own.dtype, own.data_ptr() % 16 == 0 and count % 16 == 0)
         for own, count in zip(flat, counts, strict=True)
@@ -187,9 +188,9 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     for numbers in alike(kinds):
         own, sizes = [flat[i] for i in numbers], [counts[i] for i in numbers]
         table = tensor_table(own, sizes=sizes, block=SQUARES_CHUNK)
-        parts = torch.empty(len(first), table.programs, dtype=torch.float64, device=first.device)
+        parts = torch.empty(batch, table.programs, dtype=torch.float64, device=first.device)
         with on_device(first):
-            kernels._squares_kernel[(table.programs * len(first),)](
+            kernels._squares_kernel[(table.programs * batch,)](
                 table.rows, table.owners, parts, table.programs, GRADS=TYPES[own[0].dtype],
                 CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK, VECTORS=kinds[numbers[0]][1],
             )  # fmt: skip
@@ -206,13 +207,14 @@ def clip_factors(
     squared_norms: Tensor, bound: float, function: str = "hard", *, keep: Tensor | None = None
 ) -> Tensor:
     """See `reference.clip_factors`."""
-    factors = torch.empty(len(squared_norms), dtype=torch.float32, device=squared_norms.device)
-    if len(factors):
+    batch = squared_norms.shape[0]
+    factors = torch.empty(batch, dtype=torch.float32, device=squared_norms.device)
+    if batch:
         with on_device(factors):
-            kernels._clip_factors_kernel[(_blocks(len(factors), TOKEN_CHUNK),)](
+            kernels._clip_factors_kernel[(_blocks(batch, TOKEN_CHUNK),)](
                 squared_norms.contiguous(),
                 None if keep is None else keep.contiguous().view(torch.uint8), factors,
-                len(factors), bits_of(float(bound)), HARD=function == "hard", BLOCK=TOKEN_CHUNK,
+                batch, bits_of(float(bound)), HARD=function == "hard", BLOCK=TOKEN_CHUNK,
             )  # fmt: skip
     return factors
 
@@ -424,12 +426,13 @@ def _sum_squares(
         squares: written, and returned; with `is_into` added to.
         apart: [B], fp32: where 0, squares stays as it is.
     """
+    batch, count = parts.shape
     if squares is None:
-        squares = torch.empty(len(parts), dtype=torch.float64, device=parts.device)
-    if len(parts):
+        squares = torch.empty(batch, dtype=torch.float64, device=parts.device)
+    if batch:
         with on_device(parts):
-            kernels._sum_squares_kernel[(len(parts),)](
-                parts, apart, squares, parts.shape[1], bits_of(upper_bound(1.0, terms)),
+            kernels._sum_squares_kernel[(batch,)](
+                parts, apart, squares, count, bits_of(upper_bound(1.0, terms)),
                 INTO=is_into, BLOCK=REDUCE_BLOCK,
             )  # fmt: skip
     return squares

@@ -363,11 +363,13 @@ def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenLis
     size = 1 + 4 * expected_capacity(elements, streams[0].scale)
     before = streams[0].unsettled
     spare = before[-1].spare if before else None
-    if spare is None or spare.device != outs[0].device or len(spare) < size:
-        # Zeros for some more lists, so that not each of them is a launch.
-        spare = torch.zeros(max(size, SPARE), dtype=torch.int64, device=outs[0].device)
     # A list begins at a multiple of 16 bytes.
-    return OpenList(tuple(outs), tuple(streams), spare[:size], spare[size + size % 2 :])
+    end = size + size % 2
+    if spare is None or spare.device != outs[0].device or spare.shape[0] < end:
+        # Zeros for some more lists, so that not each of them is a launch.
+        spare = torch.zeros(max(end, SPARE), dtype=torch.int64, device=outs[0].device)
+    entries, _, spare = spare.split([size, end - size, spare.shape[0] - end])
+    return OpenList(tuple(outs), tuple(streams), entries, spare)
 
 
 def expected_capacity(elements: int, scale: float) -> int:

@@ -28,7 +28,7 @@ from dpflash.kernels.reference import HARMLESS_CANCELLATION, PRODUCT_BITS
 from ..packing.pack import EXACT_ALIGN
 from ..packing.units import Units
 
-# A sample whose clipping factor is below it, near the end of fp32's range, is multiplied by itself.
+# A sample whose clipping factor is below it, near the end of fp32's range, is multiplied apart.
 _LEAST_SHARED_FACTOR = 2.0**-90
 # Rounding of two fp32 sums that are clipped separately, relative to their sizes.
 _SUM_OF_TWO = 2.0**-22

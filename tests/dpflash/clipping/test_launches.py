@@ -145,8 +145,8 @@ def counted(private, kernels_of_a_gpu, monkeypatch):
 # Options; launches of a layer beyond a plain one; (waits, reads) of one microbatch, and of four.
 KINDS = {
     "instantiate": ({"grad_sample_mode": "instantiate"}, 5, (1, 5), (1, 14)),
-    "book_keeping": ({"grad_sample_mode": "book_keeping"}, 47, (3, 6), (9, 15)),
-    "per_layer": ({"clipping": "per_layer"}, 38, (1, 9), (1, 18)),
+    "book_keeping": ({"grad_sample_mode": "book_keeping"}, 15, (1, 6), (1, 15)),
+    "per_layer": ({"clipping": "per_layer"}, 23, (1, 8), (1, 17)),
 }
 
 
