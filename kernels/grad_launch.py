@@ -36,9 +36,10 @@ from .spans import (
     pairs_of_tiles,
     places,
     samples_of_tokens,
-    tokens_as_samples,
 )
 from .tensor_table import TYPES, alike, has_vectors, tensor_table
+
+PRODUCTS_ARE_SEPARATE = True
 
 _INTERPRETED = not isinstance(kernels._clipped_grad_kernel, triton.JITFunction)
 
@@ -55,8 +56,6 @@ OFFSET_OPTIONS = OPTIONS | {"num_warps": 8}
 
 # Relative rounding error of an fp32 addition: tensor cores truncate.
 _ROUNDING = 2.0**-23
-# Products below it are not normal numbers in fp32.
-_LEAST_NORMAL = 2.0**-126
 
 
 def per_sample_grad(
@@ -64,34 +63,46 @@ def per_sample_grad(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `reference.per_sample_grad`; the squares come from the fp32 tiles, still on chip."""
     x, dy = _operands(x, dy)
-    shape = (_samples(x, spans), dy.shape[2], x.shape[2])
-    grads = torch.empty(shape, dtype=torch.float32, device=x.device)
-    squares = _launch_per_sample(x, dy, grads, return_squares, spans)
-    return grads if squares is None else (grads, squares)
+    batch, tokens, inputs, outputs = _samples(x, spans), *x.shape[1:], dy.shape[2]
+    grads = torch.empty((batch, outputs, inputs), dtype=torch.float32, device=x.device)
+    sizes = _config("per_sample_grad", x, dy)
+    tiles_i = _blocks(inputs, sizes.block_n)
+    num_tiles = _blocks(outputs, sizes.block_m) * tiles_i
+    parts = None
+    if return_squares:
+        parts = torch.empty((batch, num_tiles), dtype=torch.float64, device=x.device)
+    if batch * num_tiles:
+        with on_device(x):
+            kernels._per_sample_grad_kernel[(batch * num_tiles,)](
+                x, dy, places(spans, x.device), grads, parts, *x.stride()[:2], *dy.stride()[:2],
+                tokens, inputs, outputs, tiles_i, num_tiles, SQUARES=return_squares,
+                BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
+            )  # fmt: skip
+    return grads if parts is None else (grads, _sum_squares(parts, inputs * outputs))
 
 
 def grad_norm(
     x: Tensor, dy: Tensor, *, form: str | None = None, spans: Spans | None = None
 ) -> Tensor:
-    """See `reference.grad_norm`; an upper bound of ||H_i||^2 or ||G_i||^2, by form.
+    """See `reference.grad_norm`; an upper bound of ||H_i||^2, H_i what `clipped_grad` sums.
 
-    "tile": of ||H_i||^2 for H_i = G_i as `per_sample_grad` makes it, with products and sums in
-    fp32 (of fp32 operands, with three TF32 products for each). H_i differs from G_i by the
-    rounding of T products, at most T 2^-20 `grad_magnitude`, which is not added here.
+    H_i is G_i in fp32. Its products and sums are in fp32 (of fp32 operands, with three TF32 products for each), so it
+    differs from G_i by the rounding of T products, at most T 2^-20 `grad_magnitude`.
 
-    "gram": of ||G_i||^2 in real arithmetic. The rounding error of fp32 in the products of tokens,
-    see `_gram_rounding`, is added relative to `grad_magnitude` squared: where tokens are
-    orthogonal and I + O = 2048, that is T 8e-5 of ||G_i||^2 in 16 bits and T 1.2e-4 in 32. A
-    product that overflows gives a non-finite square.
+    "tile": by making H_i, with the kernel of `clipped_grad`.
+
+    "gram": by ||G_i||^2 in real arithmetic and that rounding. The rounding error of fp32 in the
+    products of tokens, see `_gram_rounding`, is added relative to `grad_magnitude` squared: where
+    tokens are orthogonal and I + O = 2048, that is T 8e-5 of ||G_i||^2 in 16 bits and T 1.2e-4 in
+    32. A product that overflows gives a non-finite square. Where a sample's tokens nearly cancel,
+    H_i is made, which the device decides.
     """
     x, dy = _operands(x, dy)
     if spans is not None:
         return _span_squares(x, dy, spans, form)
     if (form or cheaper_norm(x.shape[1], x, dy, fused=True)) == "gram":
         return _gram_squares(x, dy, None)
-    squares = _launch_per_sample(x, dy, None, True, None)
-    assert squares is not None
-    return squares
+    return _tile_squares(x, dy, None)
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
@@ -102,32 +113,15 @@ def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tens
         own = tuple(
             span if form_of == each else (0, 0) for span, form_of in zip(spans, forms, strict=True)
         )
-        found = (
-            _gram_squares(x, dy, own)
-            if each == "gram"
-            else _launch_per_sample(x, dy, None, True, own)
-        )
-        assert found is not None
-        total += found
+        total += (_gram_squares if each == "gram" else _tile_squares)(x, dy, own)
     return total
 
 
 def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None = None) -> Tensor:
     """See `reference.clipped_grad`; factors are applied to each sample's fp32 product."""
     x, dy = _operands(x, dy)
-    tokens, inputs, outputs = *x.shape[1:], dy.shape[2]
-    sizes = _config("clipped_grad", x, dy)
-    out = torch.empty((outputs, inputs), dtype=torch.float32, device=x.device)
-    tiles_i = _blocks(inputs, sizes.block_n)
-    num_tiles = _blocks(outputs, sizes.block_m) * tiles_i
-    if num_tiles:
-        with on_device(x):
-            kernels._clipped_grad_kernel[(num_tiles,)](
-                x, dy, places(spans, x.device), factors.float().contiguous(), out,
-                *x.stride()[:2], *dy.stride()[:2],
-                _samples(x, spans), tokens, inputs, outputs, tiles_i,
-                BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
-            )  # fmt: skip
+    out = torch.empty((dy.shape[2], x.shape[2]), dtype=torch.float32, device=x.device)
+    _launch_products(x, dy, spans, factors.float().contiguous(), out)
     return out
 
 
@@ -180,35 +174,47 @@ def clip_reduce_all(
 
 def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     """See `reference.squared_norm`; everything in fp64, one launch for all tensors of a dtype."""
-    first = grads[0]
+    first, is_new = grads[0], into is None
+    batch = first.shape[0]
     if into is None:
-        into = torch.zeros(first.shape[0], dtype=torch.float64, device=first.device)
+        into = torch.empty(batch, dtype=torch.float64, device=first.device)
     flat = [own.contiguous() for own in grads if own.numel()]
-    for numbers in alike([kind_of(None, own, own[0]) for own in flat]):
-        own = [flat[i] for i in numbers]
-        sizes = [x[0].numel() for x in own]
+    # A sample's part begins at 16 bytes where it has a multiple of 16 elements.
+    counts = [own.numel() // batch for own in flat]
+    kinds = [
+        (own.dtype, own.data_ptr() % 16 == 0 and count % 16 == 0)
+        for own, count in zip(flat, counts, strict=True)
+    ]
+    for numbers in alike(kinds):
+        own, sizes = [flat[i] for i in numbers], [counts[i] for i in numbers]
         table = tensor_table(own, sizes=sizes, block=SQUARES_CHUNK)
-        partial = torch.empty(len(first), table.programs, dtype=torch.float64, device=first.device)
+        parts = torch.empty(batch, table.programs, dtype=torch.float64, device=first.device)
         with on_device(first):
-            kernels._squares_kernel[(table.programs * len(first),)](
-                table.rows, table.owners, partial, table.programs, GRADS=TYPES[own[0].dtype],
-                CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK,
-                VECTORS=has_vectors(own[0], own[0][0]),
+            kernels._squares_kernel[(table.programs * batch,)](
+                table.rows, table.owners, parts, table.programs, GRADS=TYPES[own[0].dtype],
+                CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK, VECTORS=kinds[numbers[0]][1],
             )  # fmt: skip
         # A square is rounded, and a sum for each term of its own program and each program.
         terms = min(sum(sizes), SQUARES_CHUNK + table.programs)
-        into += upper_bound(partial.sum(1), terms)
-    return into
+        _sum_squares(parts, terms, into, is_into=not is_new)
+        is_new = False
+    # Autograd must notice the change, as it does with PyTorch's own operations.
+    torch.autograd.graph.increment_version(into)
+    return into.zero_() if is_new else into
 
 
-def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
+def clip_factors(
+    squared_norms: Tensor, bound: float, function: str = "hard", *, keep: Tensor | None = None
+) -> Tensor:
     """See `reference.clip_factors`."""
-    factors = torch.empty(len(squared_norms), dtype=torch.float32, device=squared_norms.device)
-    if len(factors):
+    batch = squared_norms.shape[0]
+    factors = torch.empty(batch, dtype=torch.float32, device=squared_norms.device)
+    if batch:
         with on_device(factors):
-            kernels._clip_factors_kernel[(_blocks(len(factors), TOKEN_CHUNK),)](
-                squared_norms.contiguous(), factors, len(factors), bits_of(float(bound)),
-                HARD=function == "hard", BLOCK=TOKEN_CHUNK,
+            kernels._clip_factors_kernel[(_blocks(batch, TOKEN_CHUNK),)](
+                squared_norms.contiguous(),
+                None if keep is None else keep.contiguous().view(torch.uint8), factors,
+                batch, bits_of(float(bound)), HARD=function == "hard", BLOCK=TOKEN_CHUNK,
             )  # fmt: skip
     return factors
 
@@ -221,15 +227,16 @@ def embedding_per_sample_grad(
     # Each sample has a table of its own, and so do the tokens of no sample, which is not returned.
     tables = batch if spans is None else batch + 1
     rows = indices.long() + _sample_of_tokens(dy, spans) * num_embeddings
-    ones = torch.ones(batch, device=dy.device)
-    grads = embedding_clipped_grad(rows, dy, ones, tables * num_embeddings, spans=spans)
+    factors = _ones(batch, dy.device)
+    grads = embedding_clipped_grad(rows, dy, factors, tables * num_embeddings, spans=spans)
     return grads.view(tables, num_embeddings, width)[:batch]
 
 
 def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = None) -> Tensor:
     """See `reference.embedding_grad_norm`; a sample's tokens sorted by row, a program a row.
 
-    An upper bound of the squared norm in real arithmetic: it includes the rounding error of fp64.
+    An upper bound of the squared norm, both in real arithmetic and as `embedding_clipped_grad`
+    sums the gradient: it includes the rounding errors of fp64.
     """
     batch, tokens, width = dy.shape
     dy = _unit_stride(dy)
@@ -263,11 +270,13 @@ def embedding_clipped_grad(
     *,
     spans: Spans | None = None,
 ) -> Tensor:
-    """See `reference.embedding_clipped_grad`; all tokens sorted by row, so nothing is atomic."""
-    if spans is not None:
-        factors, indices, dy = tokens_as_samples(factors, spans, indices, dy)
+    """See `reference.embedding_clipped_grad`; all tokens sorted by row, so nothing is atomic.
+
+    Each sample's gradient is summed in fp64 by itself, so `embedding_grad_norm` bounds its norm.
+    """
     tokens, width = dy.shape[1:]
     dy = _unit_stride(dy)
+    samples = None if spans is None else samples_of_tokens(spans, tokens, dy.device)
     rows, order = torch.sort(indices.long().flatten(), stable=True)
     ends = torch.searchsorted(rows, rows, right=True)
     out = torch.zeros((num_embeddings, width), dtype=torch.float32, device=dy.device)
@@ -275,8 +284,9 @@ def embedding_clipped_grad(
     if dy.numel():
         with on_device(dy):
             kernels._embedding_clipped_grad_kernel[(rows.numel() * blocks,)](
-                dy, order, rows, ends, factors.float().contiguous(), out, *dy.stride()[:2],
-                tokens, width, blocks, BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
+                dy, order, rows, ends, samples, factors.float().contiguous(), out,
+                *dy.stride()[:2], len(factors), tokens, width, blocks,
+                BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
             )  # fmt: skip
     return out
 
@@ -331,64 +341,101 @@ def rms_norm_backward(
     return dx.to(x.dtype), dweight.view(_samples(x, spans), *shape)
 
 
-def _launch_per_sample(
-    x: Tensor, dy: Tensor, grads: Tensor | None, squares: bool, spans: Spans | None
-) -> Tensor | None:
-    """Writes grads where given; returns bounds of their squared norms [B] where asked for."""
-    tokens, inputs, outputs = *x.shape[1:], dy.shape[2]
-    batch = _samples(x, spans)
-    sizes = _config("per_sample_grad", x, dy)
+def _launch_products(
+    x: Tensor, dy: Tensor, spans: Spans | None, factors: Tensor, out: Tensor | None
+) -> Tensor:
+    """Writes sum_i c_i H_i to `out`; without it returns the parts of ||H_i||^2 where c_i is not 0.
+
+    Both with one compiled kernel, for norms of what is summed: with arguments of the same types.
+
+    Returns:
+        [B, tiles], fp64; [0, tiles] with `out`.
+    """
+    batch, tokens, inputs, outputs = _samples(x, spans), *x.shape[1:], dy.shape[2]
+    sizes = _config("clipped_grad", x, dy)
     tiles_i = _blocks(inputs, sizes.block_n)
     num_tiles = _blocks(outputs, sizes.block_m) * tiles_i
-    partial = None
-    if squares:
-        partial = torch.empty((batch, num_tiles), dtype=torch.float64, device=x.device)
-    if batch * num_tiles:
+    rows = batch if out is None else 0
+    parts = torch.empty((rows, num_tiles), dtype=torch.float64, device=x.device)
+    programs = num_tiles if out is not None else parts.numel()
+    if programs:
         with on_device(x):
-            kernels._per_sample_grad_kernel[(batch * num_tiles,)](
-                x, dy, places(spans, x.device), grads, partial,
-                *x.stride()[:2], *dy.stride()[:2],
-                tokens, inputs, outputs, tiles_i, num_tiles,
-                STORE=grads is not None, SQUARES=squares,
+            kernels._clipped_grad_kernel[(programs,)](
+                x, dy, places(spans, x.device), factors, factors if out is None else out, parts,
+                int(out is None), *x.stride()[:2], *dy.stride()[:2],
+                batch, tokens, inputs, outputs, tiles_i, num_tiles,
                 BLOCK_M=sizes.block_m, BLOCK_N=sizes.block_n, **_options(sizes),
             )  # fmt: skip
-    return None if partial is None else upper_bound(partial.sum(1), inputs * outputs)
+    return parts
+
+
+def _tile_squares(x: Tensor, dy: Tensor, spans: Spans | None) -> Tensor:
+    """Bounds of ||H_i||^2 [B] from H_i itself."""
+    parts = _launch_products(x, dy, spans, _ones(_samples(x, spans), x.device), None)
+    return _sum_squares(parts, x.shape[2] * dy.shape[2])
 
 
 def _gram_squares(x: Tensor, dy: Tensor, spans: Spans | None) -> Tensor:
-    """||G_i||^2 [B] by pairs of token tiles, raised by the products' rounding error."""
+    """Bounds of ||H_i||^2 [B] by pairs of token tiles, from H_i itself where tokens cancel."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
     sizes = _config("gram", x, dy)
     run = GRAM_STEPS * sizes.block_k
-    if spans is None:
-        pairs = _pairs(_blocks(tokens, sizes.block_m), x.device)
-    else:
+    pairs, of_samples = _pairs(_blocks(tokens, sizes.block_m), x.device), None
+    if spans is not None:
         pairs, of_samples = pairs_of_tiles(spans, sizes.block_m, x.device)
-    partial = torch.empty((batch, pairs.shape[1]), dtype=torch.float64, device=x.device)
-    if partial.numel():
-        with on_device(x):
-            kernels._grad_norm_gram_kernel[(partial.numel(),)](
-                x, dy, places(spans, x.device), pairs, partial,
-                *x.stride()[:2], *dy.stride()[:2],
-                tokens, inputs, outputs, pairs.shape[1],
+    samples, where = _samples(x, spans), places(spans, x.device)
+    parts = torch.empty((batch, pairs.shape[1]), dtype=torch.float64, device=x.device)
+    norms = torch.empty((batch, tokens, 2), dtype=torch.float64, device=x.device)
+    squares = torch.empty(samples, dtype=torch.float64, device=x.device)
+    apart = torch.empty(samples, dtype=torch.float32, device=x.device)
+    if not samples:
+        return squares
+    rounding = _gram_rounding(inputs, run, x.dtype) + _gram_rounding(outputs, run, x.dtype)
+    blocks = _blocks(tokens, TOKEN_BLOCK)
+    strides = *x.stride()[:2], *dy.stride()[:2]
+    with on_device(x):
+        if parts.numel():
+            kernels._grad_norm_gram_kernel[(parts.numel(),)](
+                x, dy, where, pairs, parts, *strides, tokens, inputs, outputs, pairs.shape[1],
                 BLOCK_M=sizes.block_m, RUN=run, **_options(sizes),
             )  # fmt: skip
-    x_norms = torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)
-    dy_norms = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
-    terms = torch.stack([x_norms * dy_norms, x_norms, dy_norms], 2)
-    if (where := places(spans, x.device)) is None or spans is None:
-        squares, terms = partial.sum(1), terms.sum(1)
-        pairs_of_tokens: float | Tensor = tokens**2
-    else:
-        squares, terms = span_sum(partial[0], of_samples), span_sum(terms[0], spans)
-        pairs_of_tokens = where.diff(dim=1)[:, 0].double().square()
-    # Where a product of two tokens overflows, that of one of them with itself does too: NaN.
-    squares = squares.clamp(min=0)
-    size, x_size, dy_size = terms.square().unbind(1)
-    rounding = _gram_rounding(inputs, run, x.dtype) + _gram_rounding(outputs, run, x.dtype)
-    # An underflowed product of inputs multiplies the product of outputs, and vice versa.
-    vanished = inputs * dy_size + outputs * x_size
-    return squares + (rounding + pairs_of_tokens * 2.0**-52) * size + _LEAST_NORMAL * vanished
+        if norms.numel():
+            kernels._token_norms_kernel[(batch * blocks,)](
+                x, dy, norms, *strides, tokens, inputs, outputs, blocks,
+                BLOCK_T=TOKEN_BLOCK, BLOCK_E=WIDTH_BLOCK,
+            )  # fmt: skip
+        kernels._gram_bound_kernel[(samples,)](
+            parts, places(of_samples, x.device), norms, where, squares, apart,
+            tokens, pairs.shape[1], inputs, outputs, bits_of(rounding), BLOCK=REDUCE_BLOCK,
+        )  # fmt: skip
+    own = _launch_products(x, dy, spans, apart, None)
+    return _sum_squares(own, inputs * outputs, squares, apart=apart)
+
+
+def _sum_squares(
+    parts: Tensor,
+    terms: int,
+    squares: Tensor | None = None,
+    *,
+    apart: Tensor | None = None,
+    is_into: bool = False,
+) -> Tensor:
+    """Bounds [B] of the sums of parts [B, parts] with so many squares in all.
+
+    Args:
+        squares: written, and returned; with `is_into` added to.
+        apart: [B], fp32: where 0, squares stays as it is.
+    """
+    batch, count = parts.shape
+    if squares is None:
+        squares = torch.empty(batch, dtype=torch.float64, device=parts.device)
+    if batch:
+        with on_device(parts):
+            kernels._sum_squares_kernel[(batch,)](
+                parts, apart, squares, count, bits_of(upper_bound(1.0, terms)),
+                INTO=is_into, BLOCK=REDUCE_BLOCK,
+            )  # fmt: skip
+    return squares
 
 
 def _gram_rounding(width: int, run: int, dtype: torch.dtype) -> float:
@@ -541,6 +588,12 @@ def _sample_of_tokens(x: Tensor, spans: Spans | None) -> Tensor:
     if spans is None:
         return torch.arange(x.shape[0], device=x.device).view(-1, 1)
     return samples_of_tokens(spans, x.shape[1], x.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(samples: int, device: torch.device) -> Tensor:
+    """[B], fp32. Not to be changed."""
+    return torch.ones(samples, device=device)
 
 
 @functools.lru_cache(maxsize=64)

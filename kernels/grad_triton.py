@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .noise_triton import ADDRESS, as_fp64, as_key, elements_of, noisy, reciprocal_of_grid
-from .reference import FP64_SLACK, STABILITY
+from .reference import FP64_SLACK, HARMLESS_CANCELLATION, PRODUCT_BITS, STABILITY
 from .tensor_table import read_from, row_of, size_of, written_to
 
 # ruff: noqa: N803
@@ -26,7 +26,10 @@ from .tensor_table import read_from, row_of, size_of, written_to
 
 _SLACK = tl.constexpr(FP64_SLACK)
 _STABILITY = tl.constexpr(STABILITY)
+# The least normal number of fp32.
 _LEAST_NORMAL = tl.constexpr(2.0**-126)
+_HARMLESS_CANCELLATION = tl.constexpr(HARMLESS_CANCELLATION)
+_PRODUCT_ROUNDING = tl.constexpr(2.0 ** PRODUCT_BITS[True])
 
 
 @triton.jit
@@ -85,10 +88,9 @@ def _per_sample_grad_kernel(
     stride_xb, stride_xt, stride_dyb, stride_dyt,
     num_tokens, num_inputs, num_outputs, tiles_i, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STORE: tl.constexpr, SQUARES: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    SQUARES: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``G_i = dy_i^T x_i``, its sum of squares, or both; [B, tiles] of the latter."""
+    """A tile of ``G_i = dy_i^T x_i``, with SQUARES its sum of squares too, [B, tiles]."""
     pid = tl.program_id(0)
     tile = pid % num_tiles
     b = (pid // num_tiles).to(tl.int64)
@@ -101,10 +103,9 @@ def _per_sample_grad_kernel(
         count, rows, num_outputs, columns, num_inputs,
         BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PRECISION,
     )  # fmt: skip
-    if STORE:
-        mask = (rows < num_outputs)[:, None] & (columns < num_inputs)[None, :]
-        offsets = (b * num_outputs + rows.to(tl.int64)[:, None]) * num_inputs + columns[None, :]
-        tl.store(grads_ptr + offsets, acc, mask=mask)
+    mask = (rows < num_outputs)[:, None] & (columns < num_inputs)[None, :]
+    offsets = (b * num_outputs + rows.to(tl.int64)[:, None]) * num_inputs + columns[None, :]
+    tl.store(grads_ptr + offsets, acc, mask=mask)
     if SQUARES:
         tl.store(squares_ptr + b * num_tiles + tile, _sum_of_squares(acc))
 
@@ -133,7 +134,7 @@ def _gram_tile(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
 def _grad_norm_gram_kernel(
-    x_ptr, dy_ptr, spans_ptr, pairs_ptr, squares_ptr,
+    x_ptr, dy_ptr, spans_ptr, pairs_ptr, parts_ptr,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
     num_tokens, num_inputs, num_outputs, num_pairs,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
@@ -166,39 +167,153 @@ def _grad_norm_gram_kernel(
     total = tl.sum(tl.sum(inputs.to(tl.float64) * outputs.to(tl.float64), 1), 0)
     if s != t:
         total = total * 2
-    tl.store(squares_ptr + pid, total)
+    tl.store(parts_ptr + pid, total)
 
 
-@triton.jit(do_not_specialize=["batch", "num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"])
+def _token_norms_kernel(
+    x_ptr, dy_ptr, norms_ptr, stride_xb, stride_xt, stride_dyb, stride_dyt,
+    num_tokens, num_inputs, num_outputs, num_blocks,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """``||x_t||`` and ``||dy_t||`` in fp64 for a block of tokens, [B, T, 2]."""
+    pid = tl.program_id(0)
+    b = (pid // num_blocks).to(tl.int64)
+    tokens = pid % num_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+    inputs = _squares_of_tokens(
+        x_ptr + b * stride_xb, stride_xt, tokens, num_tokens, num_inputs, BLOCK_T, BLOCK_E
+    )
+    outputs = _squares_of_tokens(
+        dy_ptr + b * stride_dyb, stride_dyt, tokens, num_tokens, num_outputs, BLOCK_T, BLOCK_E
+    )
+    there, at = tokens < num_tokens, norms_ptr + 2 * (b * num_tokens + tokens)
+    tl.store(at, tl.sqrt(inputs), mask=there)
+    tl.store(at + 1, tl.sqrt(outputs), mask=there)
+
+
+@triton.jit
+def _squares_of_tokens(
+    ptr, stride, tokens, num_tokens, width, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    total = tl.zeros([BLOCK_T], dtype=tl.float64)
+    for start in range(0, width, BLOCK_E):
+        columns = start + tl.arange(0, BLOCK_E)
+        tile = _load_tile(ptr, stride, tokens, num_tokens, columns, width, False).to(tl.float64)
+        total += tl.sum(tile * tile, 1)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "rounding_bits"])
+def _gram_bound_kernel(
+    parts_ptr, of_samples_ptr, norms_ptr, spans_ptr, squares_ptr, apart_ptr,
+    num_tokens, num_pairs, num_inputs, num_outputs, rounding_bits: tl.uint64,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A bound of ``||H_i||^2`` of a sample from its Gram products, see `grad_launch.grad_norm`.
+
+    parts: of pairs of tiles; of_samples: the pairs of each span. apart is 1 where tokens cancel
+    so far that the bound is not used, else 0.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    row, first, count = _place(of_samples_ptr, b, num_pairs)
+    total = _sum_of(parts_ptr + row * num_pairs + first, count, BLOCK)
+    # Where a product of two tokens overflows, that of one of them with itself does too: NaN.
+    total = tl.where(total < 0, 0.0, total)
+    row, first, count = _place(spans_ptr, b, num_tokens)
+    norms_ptr += 2 * (row * num_tokens + first)
+    sizes = tl.zeros([BLOCK], dtype=tl.float64)
+    x_sizes = tl.zeros([BLOCK], dtype=tl.float64)
+    dy_sizes = tl.zeros([BLOCK], dtype=tl.float64)
+    for start in range(0, count, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        x = tl.load(norms_ptr + 2 * tokens, mask=tokens < count, other=0.0)
+        dy = tl.load(norms_ptr + 2 * tokens + 1, mask=tokens < count, other=0.0)
+        sizes += x * dy
+        x_sizes += x
+        dy_sizes += dy
+    size, x_size, dy_size = tl.sum(sizes, 0), tl.sum(x_sizes, 0), tl.sum(dy_sizes, 0)
+    tokens = count.to(tl.float64)
+    # An underflowed product of inputs multiplies the product of outputs, and vice versa.
+    vanished = num_inputs * dy_size * dy_size + num_outputs * x_size * x_size
+    rounding = as_fp64(rounding_bits) + tokens * tokens * 2.0**-52
+    norm = tl.sqrt(total + rounding * size * size + _LEAST_NORMAL * vanished)
+    bound = norm + (tokens + 2) * _PRODUCT_ROUNDING * size
+    tl.store(squares_ptr + b, bound * bound)
+    tl.store(apart_ptr + b, (size > _HARMLESS_CANCELLATION * norm).to(tl.float32))
+
+
+@triton.jit
+def _sum_of(ptr, count, BLOCK: tl.constexpr):
+    """The sum of so many fp64 numbers."""
+    total = tl.zeros([BLOCK], dtype=tl.float64)
+    for start in range(0, count, BLOCK):
+        numbers = start + tl.arange(0, BLOCK)
+        total += tl.load(ptr + numbers, mask=numbers < count, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["num_parts", "scale_bits"])
+def _sum_squares_kernel(
+    parts_ptr, apart_ptr, squares_ptr, num_parts, scale_bits: tl.uint64,
+    INTO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``scale`` times the sum of a sample's parts, [B, num_parts]; with INTO added to squares.
+
+    Where apart is given and 0, squares stays as it is.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    is_due = True
+    if apart_ptr is not None:
+        is_due = tl.load(apart_ptr + b) != 0
+    if is_due:
+        square = _sum_of(parts_ptr + b * num_parts, num_parts, BLOCK) * as_fp64(scale_bits)
+        if INTO:
+            square += tl.load(squares_ptr + b)
+        tl.store(squares_ptr + b, square)
+
+
+@triton.jit(do_not_specialize=["is_norm", "batch", "num_tokens"])
 def _clipped_grad_kernel(
-    x_ptr, dy_ptr, spans_ptr, factors_ptr, out_ptr,
+    x_ptr, dy_ptr, spans_ptr, factors_ptr, out_ptr, squares_ptr, is_norm,
     stride_xb, stride_xt, stride_dyb, stride_dyt,
-    batch, num_tokens, num_inputs, num_outputs, tiles_i,
+    batch, num_tokens, num_inputs, num_outputs, tiles_i, num_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``sum_i c_i dy_i^T x_i`` in fp32; no G_i leaves the chip.
+    """A tile of ``sum_i c_i H_i`` in fp32, H_i the fp32 product ``dy_i^T x_i``, none in memory.
 
-    c_i is ``factors[i]``. Where it is 0 the tile may hold NaN.
+    c_i is ``factors[i]``. Where it is 0, H_i is not made.
+
+    With is_norm a program has one sample, and writes the sum of squares of its tile of H_i,
+    [B, tiles]. Both are one compiled kernel, so these are the squares of the H_i that are summed.
     """
-    tile = tl.program_id(0)
+    pid = tl.program_id(0)
+    tile = pid % num_tiles
+    first = pid // num_tiles
+    end = batch
+    if is_norm:
+        end = first + 1
     rows = tile // tiles_i * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile % tiles_i * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for b in range(0, batch):
+    for b in range(first, end):
         sample = tl.cast(b, tl.int64)
-        row, first, count = _place(spans_ptr, sample, num_tokens)
-        acc = _grad_tile(
-            x_ptr + row * stride_xb + first * stride_xt,
-            dy_ptr + row * stride_dyb + first * stride_dyt, stride_xt, stride_dyt,
-            count, rows, num_outputs, columns, num_inputs,
-            BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PRECISION,
-        )  # fmt: skip
         factor = tl.load(factors_ptr + sample)
-        total += tl.where(factor != 0, acc * factor, 0.0)
-    mask = (rows < num_outputs)[:, None] & (columns < num_inputs)[None, :]
-    offsets = rows.to(tl.int64)[:, None] * num_inputs + columns[None, :]
-    tl.store(out_ptr + offsets, total, mask=mask)
+        if factor != 0:
+            row, start, count = _place(spans_ptr, sample, num_tokens)
+            acc = _grad_tile(
+                x_ptr + row * stride_xb + start * stride_xt,
+                dy_ptr + row * stride_dyb + start * stride_dyt, stride_xt, stride_dyt,
+                count, rows, num_outputs, columns, num_inputs,
+                BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PRECISION,
+            )  # fmt: skip
+            total += acc * factor
+            if is_norm:
+                tl.store(squares_ptr + sample * num_tiles + tile, _sum_of_squares(acc))
+    if is_norm == 0:
+        mask = (rows < num_outputs)[:, None] & (columns < num_inputs)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * num_inputs + columns[None, :]
+        tl.store(out_ptr + offsets, total, mask=mask)
 
 
 @triton.jit
@@ -255,7 +370,7 @@ def _clip_reduce_kernel(
 
 @triton.jit(do_not_specialize=["num_programs"])
 def _squares_kernel(
-    rows_ptr, owners_ptr, squares_ptr, num_programs, GRADS: tl.constexpr, CHUNK: tl.constexpr,
+    rows_ptr, owners_ptr, parts_ptr, num_programs, GRADS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Sums of squares in fp64 of a chunk of each sample's elements of a table: [B, programs]."""
@@ -269,12 +384,12 @@ def _squares_kernel(
         elements = start + tl.arange(0, BLOCK)
         grad = tl.load(grads_ptr + elements, mask=elements < size, other=0.0).to(tl.float64)
         total += grad * grad
-    tl.store(squares_ptr + pid, tl.sum(total, 0))
+    tl.store(parts_ptr + pid, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["batch", "bound_bits"])
 def _clip_factors_kernel(
-    squares_ptr, factors_ptr, batch, bound_bits: tl.uint64,
+    squares_ptr, keep_ptr, factors_ptr, batch, bound_bits: tl.uint64,
     HARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`reference.clip_factors`."""
@@ -292,6 +407,8 @@ def _clip_factors_kernel(
     bits = narrow.to(tl.int32, bitcast=True) - (narrow.to(tl.float64) > factors).to(tl.int32)
     narrow = bits.to(tl.float32, bitcast=True)
     narrow = tl.where(narrow >= _LEAST_NORMAL, narrow, 0.0)
+    if keep_ptr is not None:
+        narrow = tl.where(tl.load(keep_ptr + samples, mask=there, other=0) != 0, narrow, 0.0)
     tl.store(factors_ptr + samples, narrow, mask=there)
 
 
@@ -349,8 +466,8 @@ def _embedding_grad_norm_kernel(
 ):  # fmt: skip
     """``||sum of dy_t over the tokens of one row||^2``, written where the row's tokens start.
 
-    Each element of the sum is raised by the rounding error of adding its n terms in fp64, below
-    (n - 1) 2^-53 of the sum of their sizes.
+    Each element of the sum is raised by the rounding errors of adding its n terms in fp64, here
+    and in the clipped sum, each below (n - 1) 2^-53 of the sum of their sizes.
 
     order: a sample's tokens sorted by row; ends: for each, the place behind its row's last one.
     """
@@ -376,35 +493,60 @@ def _embedding_grad_norm_kernel(
         ).to(tl.float64)
         total += tl.sum(dy, 0)
         sizes += tl.sum(tl.abs(dy), 0)
-    terms = tl.maximum(end - place - 1, 0).to(tl.float64)
+    terms = tl.where(end - place > 1, end - place, 0).to(tl.float64)
     bound = tl.abs(total) + sizes * (terms * 2.0**-52)
     square = tl.sum(bound * bound, 0)
     tl.store(squares_ptr + (b * num_tokens + place) * num_blocks + block, square)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
+def _sample_of(samples_ptr, tokens, num_tokens):
+    if samples_ptr is None:
+        return tokens // num_tokens
+    else:
+        return tl.load(samples_ptr + tokens)
+
+
+@triton.jit(do_not_specialize=["batch", "num_tokens"])
 def _embedding_clipped_grad_kernel(
-    dy_ptr, order_ptr, rows_ptr, ends_ptr, factors_ptr, out_ptr,
-    stride_dyb, stride_dyt, num_tokens, width, num_blocks,
+    dy_ptr, order_ptr, rows_ptr, ends_ptr, samples_ptr, factors_ptr, out_ptr,
+    stride_dyb, stride_dyt, batch, num_tokens, width, num_blocks,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """``sum_i c_i sum_t dy_it`` over the tokens of one row of the table, all samples' sorted."""
+    """``sum_i c_i H_i`` for one row of the table, H_i in fp64: ``sum_t dy_it`` over its tokens.
+
+    order: all tokens sorted by row, and so by sample there. samples: of each token, of spans.
+    """
     pid = tl.program_id(0)
     columns = pid % num_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
     place = (pid // num_blocks).to(tl.int64)
     end = tl.load(ends_ptr + place)
     before = tl.load(ends_ptr + place - 1, mask=place > 0, other=0)
     if before <= place:
-        total = tl.zeros([BLOCK_E], dtype=tl.float32)
-        for start in range(place, end, BLOCK_T):
-            places = start + tl.arange(0, BLOCK_T)
+        row = tl.load(rows_ptr + place)
+        total = tl.zeros([BLOCK_E], dtype=tl.float64)
+        own = tl.zeros([BLOCK_E], dtype=tl.float64)
+        sample = place * 0 - 1
+        factor = tl.full([], 0.0, tl.float32)
+        while place < end:
+            places = place + tl.arange(0, BLOCK_T)
             there = places < end
             tokens = tl.load(order_ptr + places, mask=there, other=0)
-            b = tokens // num_tokens
-            factors = tl.load(factors_ptr + b, mask=there, other=0.0)
-            offsets = b * stride_dyb + (tokens - b * num_tokens) * stride_dyt
-            mask = (factors != 0)[:, None] & (columns < width)[None, :]
-            dy = tl.load(dy_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
-            total += tl.sum(dy.to(tl.float32) * factors[:, None], 0)
-        row = tl.load(rows_ptr + place)
+            row_of_token = tokens // num_tokens
+            offsets = row_of_token * stride_dyb
+            offsets += (tokens - row_of_token * num_tokens) * stride_dyt
+            first = _sample_of(samples_ptr, tl.load(order_ptr + place), num_tokens)
+            if first != sample:
+                total += own * factor
+                own = tl.zeros([BLOCK_E], dtype=tl.float64)
+                sample = first
+                factor = tl.load(factors_ptr + sample, mask=sample < batch, other=0.0)
+            theirs = there & (_sample_of(samples_ptr, tokens, num_tokens) == sample)
+            if factor != 0:
+                mask = theirs[:, None] & (columns < width)[None, :]
+                dy = tl.load(dy_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
+                own += tl.sum(dy.to(tl.float64), 0)
+            # Others may be between tokens of no sample.
+            place += tl.where(sample < batch, tl.sum(theirs.to(tl.int32), 0), 1)
+        total += own * factor
         tl.store(out_ptr + row * width + columns, total, mask=columns < width)

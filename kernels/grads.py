@@ -94,6 +94,15 @@ def grad_norm(
     return _backend(x, dy).grad_norm(x, dy, form=form, spans=spans)
 
 
+def products_are_separate(*dy: Tensor) -> bool:
+    """Whether sums of clipped gradients make each sample's gradient by itself, for these dy.
+
+    `grad_norm` and `embedding_grad_norm` are then upper bounds of the squared norms of what
+    `clipped_grad` and `embedding_clipped_grad` multiply by the factors, rounding included.
+    """
+    return bool(_backend(*dy).PRODUCTS_ARE_SEPARATE)
+
+
 @_documented_by(reference.clipped_grad)
 def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None = None) -> Tensor:
     """See `reference.clipped_grad`."""
@@ -144,11 +153,15 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
 
 
 @_documented_by(reference.clip_factors)
-def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
+def clip_factors(
+    squared_norms: Tensor, bound: float, function: str = "hard", *, keep: Tensor | None = None
+) -> Tensor:
     """See `reference.clip_factors`; on a GPU its kernel takes the fp64 squares."""
     _check("squared_norms", squared_norms, 1)
     squares = squared_norms.double()
-    return _backend(squares, any_dtype=True).clip_factors(squares, bound, function)
+    if keep is not None:
+        _check_keep(keep, squares)
+    return _backend(squares, any_dtype=True).clip_factors(squares, bound, function, keep=keep)
 
 
 @_documented_by(reference.embedding_per_sample_grad)
@@ -326,6 +339,16 @@ def _check_spans(spans: Spans | None, of_tokens: Tensor) -> int:
         raise ValueError("spans: give a tuple of tuples (first token, end)")
     check_spans(spans, of_tokens.shape[1])
     return len(spans)
+
+
+def _check_keep(keep: Tensor, squares: Tensor) -> None:
+    _check_tensor("keep", keep)
+    if keep.dtype != torch.bool or keep.shape != squares.shape:
+        raise ValueError(
+            f"keep has shape {tuple(keep.shape)} and dtype {keep.dtype}: give a bool for each of "
+            f"the {len(squares)} samples"
+        )
+    _check_device("keep and squared_norms", keep, squares)
 
 
 def _check_factors(factors: Tensor, of_samples: Tensor, batch: int) -> None:

@@ -29,15 +29,17 @@ def __getattr__(name: str) -> Any:
     return getattr(reference, name)
 
 
-def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
+def clip_factors(
+    squared_norms: Tensor, bound: float, function: str = "hard", *, keep: Tensor | None = None
+) -> Tensor:
     """See `reference.clip_factors`."""
     if function != "hard":
-        return reference.clip_factors(squared_norms, bound, function)
+        return reference.clip_factors(squared_norms, bound, function, keep=keep)
     squares = squared_norms.contiguous()
     factors = torch.empty(squares.shape, dtype=torch.float32, device="cpu")
     numbers = float(bound), 1 + reference.FP64_SLACK, 1 - reference.FP64_SLACK, len(squares)
     call("clip_factors", squares.dtype, squares, *numbers, factors)
-    return factors
+    return factors if keep is None else factors * keep
 
 
 def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:

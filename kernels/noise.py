@@ -197,7 +197,7 @@ class NoiseStream:
 
     def __post_init__(self) -> None:
         """Raise for anything but an address of a stream; no message has the key's bytes."""
-        std, grid, key, offset = self.std, self.grid, self.key, self.offset
+        std, grid, key = self.std, self.grid, self.key
         number = type(std) is float or (isinstance(std, Real) and not isinstance(std, bool))
         if not number or not 0 <= std < math.inf:
             remedy = "0 or a greater finite number" if number else "a plain float"
@@ -214,30 +214,34 @@ class NoiseStream:
             raise ValueError(
                 f"key: expected {KEY_BYTES} bytes, got {len(key)}; take them from os.urandom"
             )
-        for name, value, bits in (
-            ("step", self.step, 64),
-            ("parameter_id", self.parameter_id, 32),
-        ):
-            if not _is_integer(value) or not 0 <= value < 1 << bits:
-                raise ValueError(
-                    f"{name}={value!r}: expected an integer in [0, 2^{bits}); count from 0"
-                )
+        _check_count("step", self.step, 64)
         if not isinstance(self.generator, str) or self.generator not in _ELEMENTS:
             raise ValueError(
                 f"generator={self.generator!r}: expected one of {', '.join(_ELEMENTS)}; take "
                 "chacha20 for a release"
             )
-        if not _is_integer(offset) or offset < 0:
-            raise ValueError(
-                f"offset={offset!r}: expected an integer >= 0; pass the element at which out "
-                "begins"
-            )
+        self._check_place()
         # Numbers of other libraries, for instance numpy's, would overflow.
         kinds = {"std": float, "grid": float, "step": int, "parameter_id": int, "offset": int}
         for name, kind in kinds.items():
             value = getattr(self, name)
             if type(value) is not kind:
                 object.__setattr__(self, name, kind(value))
+
+    def _check_place(self) -> None:
+        _check_count("parameter_id", self.parameter_id, 32)
+        if not _is_integer(self.offset) or self.offset < 0:
+            raise ValueError(
+                f"offset={self.offset!r}: expected an integer >= 0; pass the element at which out "
+                "begins"
+            )
+
+    def at(self, parameter_id: int, offset: int = 0) -> NoiseStream:
+        """The noise of another parameter, or part of one, in the same release."""
+        other = object.__new__(NoiseStream)  # what is the same is checked already
+        other.__dict__.update(self.__dict__, parameter_id=parameter_id, offset=offset)
+        other._check_place()
+        return other
 
     @property
     def release(self) -> tuple[object, ...]:
@@ -407,6 +411,11 @@ def _check_out(out: Tensor) -> None:
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("out.requires_grad=True: expected no gradient; use torch.no_grad()")
+
+
+def _check_count(name: str, value: object, bits: int) -> None:
+    if not _is_integer(value) or not 0 <= value < 1 << bits:
+        raise ValueError(f"{name}={value!r}: expected an integer in [0, 2^{bits}); count from 0")
 
 
 def _is_integer(value: object) -> bool:

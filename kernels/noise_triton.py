@@ -41,6 +41,8 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 GROUPS = 128
 # Elements of a list that a program settles, with eight borders for each.
 SETTLE_BLOCK = 16
+# Elements that are made at once for lists of undecided elements, where these are short.
+SPARE = 1 << 15
 # What the launcher passes: nothing is compiled again for another address or grid.
 ADDRESS = [
     "grid_bits", "scale_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
@@ -411,11 +413,13 @@ class OpenList(NamedTuple):
             how many of them `settle` has left to the CPU; then, for each of them in any order,
             the number of its result, its number there, its word, the bits of its sum before noise,
             fp64 in units of the grid, and whether it is left to the CPU.
+        spare: zeros behind the entries, for the next lists of the release.
     """
 
     outs: tuple[Tensor, ...]
     streams: tuple[NoiseStream, ...]
     entries: Tensor
+    spare: Tensor
 
     @property
     def capacity(self) -> int:
@@ -426,10 +430,16 @@ class OpenList(NamedTuple):
 def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenList:
     """An empty list for the noise of results on one device, of one release."""
     elements = sum(out.numel() for out in outs)
-    capacity = expected_capacity(elements, streams[0].scale)
-    size = _COUNTERS.value + _COLUMNS.value * capacity
-    entries = torch.zeros(size, dtype=torch.int64, device=outs[0].device)
-    return OpenList(tuple(outs), tuple(streams), entries)
+    size = _COUNTERS.value + _COLUMNS.value * expected_capacity(elements, streams[0].scale)
+    before = streams[0].unsettled
+    spare = before[-1].spare if before else None
+    # A list begins at a multiple of 16 bytes.
+    end = size + size % 2
+    if spare is None or spare.device != outs[0].device or spare.shape[0] < end:
+        # Zeros for some more lists, so that not each of them is a launch.
+        spare = torch.zeros(max(end, SPARE), dtype=torch.int64, device=outs[0].device)
+    entries, _, spare = spare.split([size, end - size, spare.shape[0] - end])
+    return OpenList(tuple(outs), tuple(streams), entries, spare)
 
 
 def expected_capacity(elements: int, scale: float) -> int:

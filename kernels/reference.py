@@ -34,19 +34,29 @@ _CHUNK = 1 << 18
 FP64_SLACK = 2.0**-40
 # Factor that exceeds the upward rounding of a root and of later products with it.
 ROOT_SLACK = 1.0 - 2.0**-50
+# A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. A
+# sample whose tokens cancel by more than this factor is multiplied by itself.
+HARMLESS_CANCELLATION = 256.0
+# log2 of the relative rounding of an fp32 product: on a CPU; as three TF32 products on a GPU.
+PRODUCT_BITS = {False: -24, True: -20}
+# Whether `clipped_grad` makes each sample's product by itself, and `grad_norm` is that one's norm.
+PRODUCTS_ARE_SEPARATE = False
 # gamma of automatic clipping, as in its paper.
 STABILITY = 0.01
 
 _Squares = TypeVar("_Squares", Tensor, float)
 
 
-def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") -> Tensor:
+def clip_factors(
+    squared_norms: Tensor, bound: float, function: str = "hard", *, keep: Tensor | None = None
+) -> Tensor:
     """c_i = min(1, bound / n_i), or bound / (n_i + 0.01) for "automatic", rounded down.
 
     Args:
         squared_norms: [B], fp64, upper bounds of the n_i^2, see `squared_norm`.
         bound: clipping bound, in the units of the norms.
         function: "hard" or "automatic"; the latter needs a finite bound.
+        keep: [B], bool: false for samples whose factor is 0 whatever their norm; None for none.
 
     Source: automatic clipping is AUTO-S of Bu et al. (arXiv:2206.07136).
 
@@ -58,9 +68,11 @@ def clip_factors(squared_norms: Tensor, bound: float, function: str = "hard") ->
     """
     squares = squared_norms.double()
     if function == "hard":
-        return hard_clip_factors(squares, bound)
-    norms = squares.sqrt()
-    return rounded_down(bound / (norms + STABILITY) * (1 - 2 * FP64_SLACK))
+        factors = hard_clip_factors(squares, bound)
+    else:
+        norms = squares.sqrt()
+        factors = rounded_down(bound / (norms + STABILITY) * (1 - 2 * FP64_SLACK))
+    return factors if keep is None else factors * keep
 
 
 def bound_share(part: int, whole: int) -> float:

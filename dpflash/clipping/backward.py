@@ -383,8 +383,8 @@ class PrivateBackward:
         if squares.shape != losses.shape:
             self.refuse_size(gate.batch_size, losses.shape[0])
         allowed = first.allowed(squares)
-        factors = clip_factors(allowed, gate.bound, self.clip_function)
-        factors = self.step.rows.only(factors)
+        keep = self.step.rows.of(allowed)
+        factors = clip_factors(allowed, gate.bound, self.clip_function, keep=keep)
         self.statistics.note(squares, factors)
         del grads
         self._summing = gate

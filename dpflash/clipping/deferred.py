@@ -20,19 +20,16 @@ from dpflash.kernels import (
     embedding_per_sample_grad,
     grad_norm,
     per_sample_grad,
+    products_are_separate,
     squared_norm,
 )
+from dpflash.kernels.reference import HARMLESS_CANCELLATION, PRODUCT_BITS
 
 from ..packing.pack import EXACT_ALIGN
 from ..packing.units import Units
 
-# A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. A
-# sample whose tokens cancel by more than this factor, or whose clipping factor is near the end of
-# fp32's range, is multiplied separately.
-_HARMLESS_CANCELLATION = 256.0
+# A sample whose clipping factor is below it, near the end of fp32's range, is multiplied apart.
 _LEAST_SHARED_FACTOR = 2.0**-90
-# log2 of the relative rounding of an fp32 product: on a CPU; as three TF32 products on a GPU.
-_PRODUCT_BITS = {False: -24, True: -20}
 # Rounding of two fp32 sums that are clipped separately, relative to their sizes.
 _SUM_OF_TWO = 2.0**-22
 
@@ -109,6 +106,14 @@ class DeferredGradients:
         self.linear += [(x.detach(), dy.detach()) for x, dy in uses.linear]
         self.embedding += [(indices, dy.detach()) for indices, dy in uses.embedding]
 
+    @property
+    def is_separate(self) -> bool:
+        """Whether the sum has each sample's gradient by itself, whose norm `squares` bounds."""
+        # Of units each use is a product, whose sum would be rounded otherwise than that of one.
+        are_joined = self.units is None or max(len(self.linear), len(self.embedding)) < 2
+        uses = [*self.linear, *self.embedding]
+        return not self.tiled and are_joined and products_are_separate(*(dy for _, dy in uses))
+
     def clipped(self, share: Share) -> Tensor:
         """sum_i factors_i G_i, rounded as a whole."""
         if self.tiled:
@@ -170,7 +175,7 @@ class DeferredGradients:
         return total
 
     def squares(self) -> Tensor:
-        """||G_i||^2 [B], of products that may round."""
+        """||G_i||^2 [B], of products that may round, but where these are separate."""
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -186,10 +191,16 @@ class DeferredGradients:
             total = grad_norm(linear.first, linear.dy, spans=linear.spans)
         if embedding is not None:
             of_use = embedding_grad_norm(embedding.first, embedding.dy, spans=embedding.spans)
-            total = of_use if total is None else total + of_use
+            if total is None or linear is None:
+                return of_use
+            inner = _inner(embedding, linear)
+            if self.is_separate:
+                # As the products round, and in fp64; never above what two norms allow.
+                error = self.rounding() * self.sizes()
+                inner = inner + (of_use.sqrt() + error) * error
+                inner = torch.minimum(inner, (of_use * total).sqrt())
+            total = (total + of_use + 2 * inner).clamp(min=0)
         assert total is not None
-        if linear is not None and embedding is not None:
-            total = total + 2 * _inner(embedding, linear)
         return total
 
     def sizes(self) -> Tensor:
@@ -207,7 +218,7 @@ class DeferredGradients:
         # Two more for the Gram form in fp64: (I + O + T^2) 2^-46 of the sizes, with norms of at
         # least 1/256 of these.
         wide = all(dy.dtype == torch.float64 for _, dy in uses)
-        of_token = 2.0 ** (-53 if wide else _PRODUCT_BITS[uses[0][1].is_cuda])
+        of_token = 2.0 ** (-53 if wide else PRODUCT_BITS[uses[0][1].is_cuda])
         if self.units is None:
             return (sum(dy.shape[1] for _, dy in uses) + 2) * of_token
         spans = tuple(self.units.spans_of(dy.shape[1]) for _, dy in uses)
@@ -274,54 +285,59 @@ class DeferredGradients:
 def squared_norms(
     kept: Collection[DeferredGradients], others: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """Upper bounds [B] of ||G_i||^2 of each, summed over its uses, cross terms included.
+    """Upper bounds [B] whose sum bounds that of all ||G_i||^2, cross terms included.
 
-    A product over T tokens rounds by at most T 2^-24 of the sum of the magnitudes of its terms;
-    that much is added to the norm. Where a sample's tokens nearly cancel, it is multiplied apart,
-    as mode "instantiate" does, and its norm is that of its own G_i. The device is waited for once.
+    Where products are separate, their norms are bounds. Else a product over T tokens rounds by at
+    most T 2^-24 of the sum of the magnitudes of its terms, and that much is added to the norm;
+    where a sample's tokens nearly cancel, it is multiplied apart, as mode "instantiate" does, and
+    its norm is that of its own G_i. For these the device is waited for once.
 
     Args:
         kept: of one batch.
         others: [B, rows, ...] of each, or None: added to G_i for the norm, and summed separately.
     """
-    others = [None] * len(kept) if others is None else others
+    pairs = list(zip(kept, [None] * len(kept) if others is None else others, strict=True))
+    alone = [one.squares() for one, other in pairs if other is None and one.is_separate]
+    first = [torch.stack(alone).sum(0)] if alone else []
+    pairs = [(one, other) for one, other in pairs if other is not None or not one.is_separate]
     found = [
         (one.squares() if one.tiled else None) if other is None else one.bound_with(other)
-        for one, other in zip(kept, others, strict=True)
+        for one, other in pairs
     ]
-    plain = [one for one, squares in zip(kept, found, strict=True) if squares is None]
+    plain = [one for (one, _), squares in zip(pairs, found, strict=True) if squares is None]
     if not plain:
-        return [squares for squares in found if squares is not None]
+        return first + [squares for squares in found if squares is not None]
     norms = torch.stack([one.squares() for one in plain]).clamp_(min=0).sqrt_()
     sizes = torch.stack([one.sizes() for one in plain])
     squares = (norms + _roundings(plain, norms.device) * sizes).square()
-    for row, i in (sizes > _HARMLESS_CANCELLATION * norms).nonzero().tolist():
+    for row, i in (sizes > HARMLESS_CANCELLATION * norms).nonzero().tolist():
         squares[row, i] = plain[row].of_sample(i)[0]
     own = iter(squares.unbind())
-    return [next(own) if squares is None else squares for squares in found]
+    return first + [next(own) if squares is None else squares for squares in found]
 
 
 def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
-    """How the samples of each are multiplied; waits for the device once.
+    """How the samples of each are multiplied; waits for the device, but for separate products.
 
     Args:
         kept: of one batch.
         factors: [B], fp32.
         bound: L2 bound of one sample's contribution.
     """
-    plain = [one for one in kept if not one.tiled]
+    plain = [one for one in kept if not (one.tiled or one.is_separate)]
     if not plain:
         return [Share(factors, factors, [])] * len(kept)
     sizes = torch.stack([one.sizes() for one in plain])
-    apart = factors.double() * sizes > _HARMLESS_CANCELLATION * bound
+    apart = factors.double() * sizes > HARMLESS_CANCELLATION * bound
     apart |= (factors > 0) & (factors < _LEAST_SHARED_FACTOR)
     shared = iter(factors.expand_as(apart).masked_fill(apart, 0).unbind())
     numbers: list[list[int]] = [[] for _ in plain]
     for row, i in apart.nonzero().tolist():
         numbers[row].append(i)
     left = iter(numbers)
+    whole = Share(factors, factors, [])
     return [
-        Share(factors, factors, []) if one.tiled else Share(factors, next(shared), next(left))
+        whole if one.tiled or one.is_separate else Share(factors, next(shared), next(left))
         for one in kept
     ]
 

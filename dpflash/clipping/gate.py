@@ -269,12 +269,14 @@ class Gate:
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Squared norms [B] of the group, from the handles' gradients and the saved pairs."""
-        squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
-        if self.squares is not None:
-            squares += self.squares
-        for of_kept in squared_norms(self._kept.values(), [grads[i] for i in self._kept]):
-            squares += of_kept
+        parts = [] if self.squares is None else [self.squares]
+        parts += squared_norms(self._kept.values(), [grads[i] for i in self._kept])
         rest = [g for i, g in enumerate(grads) if g is not None and i not in self._kept]
+        if rest and not parts:
+            return squared_norm(*rest)
+        squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
+        for part in parts:
+            squares += part
         return squared_norm(*rest, into=squares) if rest else squares
 
     def finish(self, grads: Sequence[Tensor | None]) -> None:
@@ -304,7 +306,8 @@ class Gate:
         scale = self.batch_size if rules.loss_reduction == "mean" else 1
         squares = self.finish_norms(grads)
         squares = squares if scale == 1 else squares * scale**2
-        factors = self.step.rows.only(clip_factors(squares, self.bound, rules.clip_function))
+        keep = self.step.rows.of(squares)
+        factors = clip_factors(squares, self.bound, rules.clip_function, keep=keep)
         rules.statistics.note(squares, factors)
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 

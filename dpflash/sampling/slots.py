@@ -194,11 +194,6 @@ class RealRows:
         mask = self.mask_of(rows)
         return rows if mask is None else int(mask.sum())
 
-    def only(self, factors: Tensor) -> Tensor:
-        """Clipping factors `[B]`, with exact zeros in padding rows."""
-        mask = self.of(factors)
-        return factors if mask is None else factors * mask
-
 
 def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
     """Refuse batches whose sums float64 might not hold exactly.

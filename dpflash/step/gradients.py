@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed.fsdp import as_grad, is_sharded, local_rows
 from ..privacy.public_data import PublicGradients
 from ..refusal import PrivateRefusal
+from .sums import in_dtypes
 
 
 class Gradients:
@@ -66,12 +67,13 @@ class Gradients:
         Rows of padding get 0 in place of their noise.
         """
         means = torch._foreach_div(list(totals), divisor) if totals else ()
-        for parameter, mean in zip(parameters, means, strict=True):
+        grads = in_dtypes(means, [p.dtype for p in parameters])
+        for parameter, grad in zip(parameters, grads, strict=True):
             if parameter in self._padding_rows:
                 first = local_rows(parameter)[0] if is_sharded(parameter) else 0
                 row = self._padding_rows[parameter] - first
-                mean[max(0, row) : max(0, row + 1)] = 0
-            parameter.grad = as_grad(mean.to(parameter.dtype), parameter)
+                grad[max(0, row) : max(0, row + 1)] = 0
+            parameter.grad = as_grad(grad, parameter)
 
     def drop(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Drop a release, or what others wrote; that of all parameters by default."""

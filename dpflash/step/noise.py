@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -92,9 +91,10 @@ class BatchNoise:
         self._grid = grid_of(bound) if std else 1.0
         self._key = key
         self._step = step
+        self._unsettled: list[OpenList] = []
+        self._first = self._stream(self._std, self._grid, step, self._unsettled)
         self._parameter_ids = parameter_ids
         self._noised: set[nn.Parameter] = set()
-        self._unsettled: list[OpenList] = []
 
     @property
     def std(self) -> float:
@@ -110,24 +110,14 @@ class BatchNoise:
         """Noise still to be added to this parameter's sum, or None."""
         if not self.is_due(parameter):
             return None
-        return self._stream(parameter, self._std, self._grid, self._step, self._unsettled)
+        return self._first.at(self._parameter_ids[parameter], first_element(parameter))
 
     def _stream(
-        self,
-        parameter: nn.Parameter,
-        std: float,
-        grid: float,
-        step: int,
-        unsettled: list[OpenList],
+        self, std: float, grid: float, step: int, unsettled: list[OpenList]
     ) -> NoiseStream:
+        """The noise of parameter 0 in a release."""
         return NoiseStream(
-            std=std,
-            grid=grid,
-            key=self._key,
-            step=step,
-            parameter_id=self._parameter_ids[parameter],
-            offset=first_element(parameter),
-            unsettled=unsettled,
+            std=std, grid=grid, key=self._key, step=step, parameter_id=0, unsettled=unsettled
         )
 
     def streams(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
@@ -316,10 +306,11 @@ class BandedNoise(BatchNoise):
         groups += [[(p, part)] for p, y in found.items() if not y.is_cuda for part in _parts(y)]
         for group in groups:
             unsettled: list[OpenList] = []
+            first = self._stream(self._std_of_z, self._unit_of_z, step, unsettled)
             streams, drawn = [], []
             for parameter, part in group:
-                stream = self._stream(parameter, self._std_of_z, self._unit_of_z, step, unsettled)
-                streams.append(replace(stream, offset=stream.offset + part.start))
+                begin = first_element(parameter) + part.start
+                streams.append(first.at(self._parameter_ids[parameter], begin))
                 y = found[parameter].view(-1)[part]
                 drawn.append(torch.zeros_like(y, dtype=torch.float64))
             add_noise_(drawn, streams)

@@ -142,8 +142,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             for parameter, total in zip(own, totals, strict=True):
                 self._note_rounding(parameter)
                 self._add(parameter, total)
-                if noise is not None:
-                    self._narrow(parameter)
+            if noise is not None:
+                self._narrow(own)
 
     def add(
         self,
@@ -178,7 +178,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         totals = add_noise_([self._sums[p].contiguous() for p in parameters], noise)
         for parameter, total in zip(parameters, totals, strict=True):
             self._sums[parameter] = total
-            self._narrow(parameter)
+        self._narrow(parameters)
 
     def mark_of(self, parameter: nn.Parameter) -> int:
         """A number that travels with a parameter's gradient and identifies it."""
@@ -197,7 +197,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         totals = {p: self._wide(p, copy=not alone or noise.is_due(p)) for p in parameters}
         all_reduce_all_([t for p, t in totals.items() if not is_sharded(p)], self.ranks.data)
         noise.add_(totals)
-        return [total.to(wide_dtype(p)) for p, total in totals.items()]
+        return in_dtypes(totals.values(), [wide_dtype(p) for p in totals])
 
     def _wide(self, parameter: nn.Parameter, *, copy: bool) -> Tensor:
         # Ranks add in one dtype; a sum that has its noise is of this process alone.
@@ -206,6 +206,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         if held is None:
             return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
         dtype = max(dtype, held.dtype, key=lambda held: held.itemsize)
+        if held.dtype == dtype and not copy and held.is_contiguous():
+            return held
         return held.to(dtype, copy=copy, memory_format=torch.contiguous_format)
 
     def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
@@ -227,9 +229,11 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         held = self._sums.get(parameter)
         self._sums[parameter] = total if held is None or total is held else held + total
 
-    def _narrow(self, parameter: nn.Parameter) -> None:
-        """Keep a sum with its noise in the dtype of its release."""
-        self._sums[parameter] = self._sums[parameter].to(wide_dtype(parameter))
+    def _narrow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Keep sums with their noise in the dtypes of their release."""
+        totals = [self._sums[p] for p in parameters]
+        dtypes = [wide_dtype(p) for p in parameters]
+        self._sums.update(zip(parameters, in_dtypes(totals, dtypes), strict=True))
 
     def _add_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add this rank's rows of a sharded parameter's sum; the release adds their noise."""
@@ -247,6 +251,18 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 def wide_dtype(tensor: Tensor) -> torch.dtype:
     """float32, or float64 where the tensor is."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The tensors in these dtypes, each as it is where it has its own; one launch on a GPU."""
+    found = list(tensors)
+    others = [i for i, dtype in enumerate(dtypes) if found[i].dtype != dtype]
+    if others:
+        made = [torch.empty_like(found[i], dtype=dtypes[i]) for i in others]
+        torch._foreach_copy_(made, [found[i] for i in others])
+        for i, tensor in zip(others, made, strict=True):
+            found[i] = tensor
+    return found
 
 
 def refuse_mixed(mixed: Sequence[Tensor]) -> None:

@@ -49,7 +49,10 @@ REDUCTIONS = {
     "offset_clip_reduce": NOISY | {"ALIGNED": False},
     "philox_clip_reduce": NOISY | {"PHILOX": True},
     "squares": {"CHUNK": launch.SQUARES_CHUNK, "BLOCK": launch.REDUCE_BLOCK, "VECTORS": True},
+    "sum_squares": {"INTO": True, "BLOCK": launch.REDUCE_BLOCK},
     "clip_factors": {"HARD": True, "BLOCK": launch.TOKEN_CHUNK},
+    "token_norms": {"BLOCK_T": launch.TOKEN_BLOCK, "BLOCK_E": launch.WIDTH_BLOCK},
+    "gram_bound": {"BLOCK": launch.REDUCE_BLOCK},
     "token_sums": {
         "CHUNK": launch.TOKEN_CHUNK,
         "BLOCK_T": launch.TOKEN_BLOCK,
@@ -66,6 +69,12 @@ POINTERS = {
     "grads_ptr": "*fp32",
     "owners_ptr": "*i32",
     "squares_ptr": "*fp64",
+    "parts_ptr": "*fp64",
+    "norms_ptr": "*fp64",
+    "apart_ptr": "*fp32",
+    "keep_ptr": "*u8",
+    "samples_ptr": "*i64",
+    "of_samples_ptr": "*i64",
     "pairs_ptr": "*i32",
     "factors_ptr": "*fp32",
     "out_ptr": "*fp32",
@@ -80,11 +89,12 @@ POINTERS = {
     "open_ptr": "*i64",
 }
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# What the launcher passes None for; spans_ptr too, but for spans.
+# What the launcher passes None for; these too, but for spans.
 ABSENT = {
     "clip_reduce": "open_ptr",
     "exact_clip_reduce": "open_ptr",
 }
+OF_SPANS = ("spans_ptr", "samples_ptr", "of_samples_ptr")
 
 
 def constants_of(kernel, arch, sizes):
@@ -92,7 +102,7 @@ def constants_of(kernel, arch, sizes):
     if kernel in REDUCTIONS:
         return REDUCTIONS[kernel]
     flags = {
-        "per_sample_grad": {"STORE": True, "SQUARES": True},
+        "per_sample_grad": {"SQUARES": True},
         "gram": {"RUN": launch.GRAM_STEPS * sizes[2]},
         "clipped_grad": {},
     }[kernel]
@@ -117,7 +127,7 @@ def compile_one(kernel, arch, dtype, sizes, odd=False, spans=False):
         if parameter.is_constexpr:
             signature[name] = "constexpr"
             constexprs[name] = constants[name]
-        elif name == ABSENT.get(kernel) or (name == "spans_ptr" and not spans):
+        elif name == ABSENT.get(kernel) or (name in OF_SPANS and not spans):
             signature[name] = "constexpr"
             constexprs[name] = None
         elif name.endswith("_ptr"):

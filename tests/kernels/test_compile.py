@@ -50,7 +50,10 @@ GRADS = [
 REDUCTIONS = (
     "clip_reduce/16",
     "squares/16",
+    "sum_squares/32",
     "clip_factors/32",
+    "token_norms/16",
+    "gram_bound/32",
     "token_sums/16",
     "embedding_grad_norm/16",
     "embedding_clipped_grad/16",

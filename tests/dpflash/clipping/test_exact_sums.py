@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dpflash import PrivateRefusal
-from dpflash.clipping.deferred import DeferredGradients
+from dpflash.clipping.deferred import DeferredGradients, Share
 from dpflash.clipping.groups import per_layer_groups
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
@@ -288,6 +288,30 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
     sizes = dy.double().norm(dim=2).mul(x.double().norm(dim=2)).sum(1)
     assert bool((bounds >= norms + 64 * 2.0**-24 * sizes).all())
     assert bool((bounds <= norms + 80 * 2.0**-24 * (sizes + other.flatten(1).norm(dim=1))).all())
+
+
+@pytest.mark.usefixtures("kernels_of_a_gpu")
+@pytest.mark.parametrize("part", [0.0, 2.0**-10, 0.5, 2.0], ids=str)
+def test_the_norm_of_a_tied_table_bounds_what_kernels_sum_where_its_uses_cancel(part):
+    """The head's gradient is nearly minus that of the look-ups, in rows whose tokens cancel too."""
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    rows, tokens, width = 24, 40, 16
+    x, dy = (torch.randn(3, tokens, n, generator=generator) for n in (width, rows))
+    x[:, 20:], dy[:, 20:] = x[:, :20], -dy[:, :20] * (1 - 2.0**-4)
+    head = DeferredGradients(rows, linear=[(x, dy)])
+    looked_up = torch.arange(rows).expand(3, -1)
+    tied = DeferredGradients(
+        rows, linear=[(x, dy)], embedding=[(looked_up, (part - 1) * head.dense())]
+    )
+    assert head.is_separate and tied.is_separate
+    one = torch.ones(1)
+    for i, bound in enumerate(tied.squares().tolist()):
+        own = tied._sample(i).clipped(Share(one, one, []))
+        square = float(own.double().square().sum())
+        # The two norms of a sum whose parts cancel no further say no more.
+        alone = float(head.squares()[i])
+        assert square <= bound <= square + 0.02 * alone
 
 
 def test_weights_without_elements_and_bounds_of_numpy_are_taken(private):
