@@ -1,5 +1,6 @@
 """Per-sample gradient operations and noise, dispatched by the tensors' device."""
 
+from .capture import Kept, refuse_capture
 from .grads import (
     clip_factors,
     clip_reduce,
@@ -17,7 +18,7 @@ from .grads import (
     squared_norm,
 )
 from .grid import exact_slots, grid_of
-from .noise import NoiseStream, add_noise_, gaussian_noise_, refuse_capture, settle_noise
+from .noise import NoiseStream, add_noise_, gaussian_noise_, settle_noise
 from .reference import (
     bound_share,
     embedding_grad_inner,
@@ -25,6 +26,7 @@ from .reference import (
 )
 
 __all__ = [
+    "Kept",
     "NoiseStream",
     "add_noise_",
     "bound_share",

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import noise_cpu, noise_reference, rounded_normal
-from .layout import on_device, sent
+from .capture import sent
+from .layout import on_device
 from .noise import NoiseStream
 from .tensor_table import (
     COLUMNS,
