@@ -38,6 +38,7 @@ from .isolation.schedule import Schedule
 from .isolation.trial import Trial
 from .kernels.devices import problem_with
 from .noise import Banded, compare_bands
+from .optimize.captured import CapturedCalls, obstacle
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, joined, listed, trained_parameters
@@ -221,9 +222,15 @@ def build(
         lambda: (step.releases, step.tracker.place(), ranks.data_rank),
         lambda: step.tracker.received,
     )
-    optimization = checked.optimization
+    optimization, captured = checked.optimization, None
+    if settings.performance.cuda_graph:
+        why = obstacle(backward, optimization)
+        if why is None:
+            captured = CapturedCalls(module, backward, step)
+        else:
+            optimization = optimization.with_change(f"left out: CUDA graphs, since {why}")
     wrapper = ForwardWrapper(
-        module, backward, optimization, unchanged, masks, loader.seen, uncovered
+        module, backward, optimization, unchanged, masks, loader.seen, uncovered, captured
     )
     wrapper.put()
     _log.info("%s", optimization.summary)

@@ -449,6 +449,12 @@ class PerformanceConfig:
             (and the model's forward under bfloat16 autocast) or "aggressive" (and per_layer
             clipping, and torch.compile). `engine.optimization` lists the changes and omissions;
             none changes epsilon.
+        cuda_graph: on a GPU, replay the model's forward and its clipped backward as CUDA graphs,
+            so that a small model no longer waits for Python. Losses, charge, noise and release
+            run as ever, and so does what a graph cannot hold: batches that are proven or tried,
+            dropout, hooks, several calls for a backward, several ranks. Batches should have few
+            shapes, and the outputs of a call are overwritten by the next call.
+            `engine.optimization` says what is captured, or why nothing is.
 
     Raises:
         ValueError: naming the argument, its value and the way out.
@@ -458,6 +464,7 @@ class PerformanceConfig:
     physical_batch_size: int | None = None
     memory_budget: int | None = None
     optimize: str = DEFAULT_LEVEL
+    cuda_graph: bool = False
     # The mode that was passed, of each object.
     asked_mode: ClassVar[str]
 
@@ -471,7 +478,7 @@ class PerformanceConfig:
             )
         object.__setattr__(self, "grad_sample_mode", _SAME_MODE.get(mode, mode))
         one_of(grad_sample_mode=(self.grad_sample_mode, ("auto", *GRAD_SAMPLE_MODES)))
-        one_of(optimize=(self.optimize, LEVELS))
+        one_of(optimize=(self.optimize, LEVELS), cuda_graph=(self.cuda_graph, (False, True)))
         optional(positive_int, physical_batch_size=self.physical_batch_size)
         optional(positive_int, memory_budget=self.memory_budget)
         if self.optimize == "none" and self.grad_sample_mode not in ("auto", "instantiate"):

@@ -1,5 +1,6 @@
 """Per-sample gradients, noise and rotary positions, dispatched by the tensors' device."""
 
+from .capture import Kept, refuse_capture
 from .grads import (
     clip_factors,
     clip_reduce,
@@ -18,7 +19,7 @@ from .grads import (
     squared_norm,
 )
 from .grid import exact_slots, grid_of
-from .noise import NoiseStream, add_noise_, gaussian_noise_, refuse_capture, settle_noise
+from .noise import NoiseStream, add_noise_, gaussian_noise_, settle_noise
 from .reference import (
     bound_share,
     embedding_grad_inner,
@@ -27,6 +28,7 @@ from .reference import (
 from .rotary import apply_rotary
 
 __all__ = [
+    "Kept",
     "NoiseStream",
     "add_noise_",
     "apply_rotary",

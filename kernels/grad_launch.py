@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import grad_triton as kernels
 from .attention_configs import architecture, precision
+from .capture import kept_in_captures
 from .grad_configs import INTERPRETED, GradConfig, Kernel, entry, table
 from .layout import is_aligned, on_device
 from .noise import NoiseStream, add_noise_
@@ -590,6 +591,7 @@ def _sample_of_tokens(x: Tensor, spans: Spans | None) -> Tensor:
     return samples_of_tokens(spans, x.shape[1], x.device)
 
 
+@kept_in_captures
 @functools.lru_cache(maxsize=64)
 def _ones(samples: int, device: torch.device) -> Tensor:
     """[B], fp32. Not to be changed."""

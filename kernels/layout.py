@@ -41,10 +41,3 @@ def is_aligned(*tensors: Tensor) -> bool:
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Kernels launched inside run on the tensor's GPU, whichever is the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-def sent(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of x, on a CPU, on a device, which is not waited for."""
-    if device.type != "cuda":
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)

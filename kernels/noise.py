@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import noise_cpu, noise_reference
+from .capture import refuse_capture
 from .grid import check_grid
 from .rounded_normal import EXACT_INTEGERS, settle
 
@@ -39,20 +40,6 @@ _ZEROS = bytes(1 << 19)
 _Words = Callable[[int], Tensor]
 # Above it multiples of the grid would not be exact in fp64, ten standard deviations out.
 MAX_SCALE = EXACT_INTEGERS / 2**8
-
-
-def refuse_capture(reason: str) -> None:
-    """Raise RuntimeError while the current CUDA stream is capturing.
-
-    Args:
-        reason: the effect of a replay, for the message.
-    """
-    # The second call raises without CUDA; nothing captures before CUDA is initialized.
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"a CUDA stream is capturing a graph, and {reason}. Leave it out of the capture: call "
-            "it outside of torch.cuda.graph, make_graphed_callables and the like"
-        )
 
 
 def _keystream(

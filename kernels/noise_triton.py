@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import noise_reference, rounded_normal
-from .layout import on_device, sent
+from .capture import sent
+from .layout import on_device
 from .noise import NoiseStream
 from .normal_tail_triton import reciprocal_words, sides, tail_table
 from .tensor_table import (

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .layout import sent
+from .capture import kept_in_captures, sent
 from .noise import NoiseStream
 
 # ruff: noqa: N803
@@ -77,6 +77,7 @@ def tensor_table(
     return TensorTable(sent(table, device), _owners(tuple(counts), device))
 
 
+@kept_in_captures
 @functools.lru_cache(maxsize=32)
 def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """[programs], int32: the number of each program's tensor. Not to be changed."""

@@ -196,6 +196,15 @@ class PrivateBackward:
         return refusal
 
     @property
+    def may_replay(self) -> bool:
+        """Whether nothing of this forward and its backward is recorded, compared or proven."""
+        run, trial = self._run, self.trial
+        is_tried = trial is not None and (trial.decides or trial.is_by_sample)
+        is_watched = run.mode != "clip" or run.watches != self.proof.resting
+        is_seen = self.forward.rows is not None or self.recording is not None
+        return self.proof.is_settled and not (is_tried or is_watched or is_seen)
+
+    @property
     def is_compared(self) -> bool:
         """Whether the backward is compared with that of an altered microbatch."""
         is_alone = self.proof.group is None

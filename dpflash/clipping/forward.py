@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -354,6 +354,26 @@ class PrivateForward:
     def _new_gate(self, group: int, samples: int) -> Gate:
         of_group = self._groups[group], group, samples
         return self._open_gate(*of_group, generation=self.number, units=self.units)
+
+    # Captured calls, see `dpflash.optimize.captured`
+
+    @contextmanager
+    def gates_with(self, open_gate: Callable[..., Gate]) -> Iterator[None]:
+        """Gates are made by another function inside the block."""
+        held, self._open_gate = self._open_gate, open_gate
+        try:
+            yield
+        finally:
+            self._open_gate = held
+
+    def replay(self, gate: Gate, handles: tuple[Tensor, ...], captured: ForwardState) -> None:
+        """The forward of a call that no layer ran: one gate stands for those of all layers."""
+        self._close_gates()
+        self.number += 1
+        self.state = replace(captured, gates={gate.index: gate}, handles={gate.index: handles})
+        self.finish()
+        if self._call is not None:
+            self._call.batch_size = captured.batch_size
 
     # Handles for torch.compile
 

@@ -31,7 +31,7 @@ from .deferred import DeferredGradients, TiledUse, shares, squared_norms
 from .groups import Group
 from .planner import LinearShape, Plan
 from .precision import without_autocast
-from .rules import BackwardRun, GateRules, Step
+from .rules import BackwardRun, GateRules, GateStep
 
 # In these modes a gate follows the planner; "prove" only compares.
 _CLIPS = ("clip", "prove")
@@ -119,7 +119,7 @@ class Gate:
         return alive(self._rules)
 
     @property
-    def step(self) -> Step:
+    def step(self) -> GateStep:
         """The logical batch that clipped sums are added to."""
         return self.rules.step
 

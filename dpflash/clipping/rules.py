@@ -19,18 +19,14 @@ from .precision import coarse_products, coarse_use, refuse_coarse_mean, refuse_c
 from .statistics import ClipStatistics
 
 
-class Step(Protocol):
-    """The logical batch of a backward and its gates, see `dpflash.step.PrivateStep`."""
+class GateStep(Protocol):
+    """What gates use of a logical batch."""
 
     sums: ClippedSums
-    tracker: BatchTracker
-    rows: RealRows
 
-    def attach(self, clipper: Clipper) -> None:
-        """Report to `clipper` where microbatches begin and logical batches end."""
-
-    def begin_backward(self) -> None:
-        """A backward begins."""
+    @property
+    def rows(self) -> RealRows:
+        """Which rows of the microbatch are samples."""
 
     def begin_trial(self) -> None:
         """A backward begins, of an altered microbatch."""
@@ -52,6 +48,21 @@ class Step(Protocol):
     ) -> None:
         """Add a microbatch's clipped sums."""
 
+    def dropping(self) -> AbstractContextManager[None]:
+        """Drop the logical batch where the block fails."""
+
+
+class Step(GateStep, Protocol):
+    """The logical batch of a backward and its gates, see `dpflash.step.PrivateStep`."""
+
+    tracker: BatchTracker
+
+    def attach(self, clipper: Clipper) -> None:
+        """Report to `clipper` where microbatches begin and logical batches end."""
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
     def end_backward(self) -> None:
         """A backward has run to its end."""
 
@@ -60,9 +71,6 @@ class Step(Protocol):
 
     def noting_refusals(self) -> AbstractContextManager[None]:
         """Note a private refusal that the block raises."""
-
-    def dropping(self) -> AbstractContextManager[None]:
-        """Drop the logical batch where the block fails."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class GateRules:
         stand_ins: by device, the tensor that gates hang on in place of parameters.
     """
 
-    step: Step
+    step: GateStep
     planner: Planner
     clip_function: str
     loss_reduction: str | None

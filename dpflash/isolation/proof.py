@@ -176,6 +176,12 @@ class Proof:
         return "gradients" if missed else "pending"
 
     @property
+    def is_settled(self) -> bool:
+        """Whether no batch with the training flags of the last call is to be proven."""
+        halves = self._mode.layers, self._mode.uses
+        return not self.is_on or not any(half.is_pending or half.keeps for half in halves)
+
+    @property
     def waiting(self) -> tuple[bool, set[Any]]:
         """Whether too few samples took part; and parameters without a compared gradient.
 

@@ -59,6 +59,10 @@ class Optimization:
         parts += ["bfloat16 autocast"] * self.autocast + ["torch.compile"] * self.compiled
         return f"optimize={self.level!r}: {', '.join(parts)}"
 
+    def with_change(self, sentence: str) -> Optimization:
+        """A copy with one more sentence."""
+        return replace(self, changes=(*self.changes, sentence))
+
     def without_compiler(self, why: str) -> Optimization:
         """A copy with torch.compile left out, and the reason."""
         gone = _of_compiler(self.stored_bytes)

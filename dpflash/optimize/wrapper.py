@@ -42,6 +42,7 @@ from ..verification.second_order import refuse_transforms
 from ..verification.tracing import refuse_tracing
 from ..verification.unchanged import Contents, Unchanged
 from ..verification.uncovered import Uncovered
+from .captured import CapturedCalls
 from .levels import Optimization
 
 # Tests use a quicker one.
@@ -73,14 +74,16 @@ class ForwardWrapper:
         masks: SecretMasks | None = None,
         seen: SeenBatches | None = None,
         uncovered: Uncovered | None = None,
+        captured: CapturedCalls | None = None,
     ):
-        self.optimization = optimization
+        self._optimization = optimization
         self.unchanged = unchanged
         self._module = module
         self._backward = backward
         self._masks = masks
         self._seen = seen
         self._uncovered = uncovered
+        self._captured = captured
         self._structure = self._restarts = 0
         self._left = LeftAlone()
         self._unreplaced = 0
@@ -99,6 +102,13 @@ class ForwardWrapper:
             kinds = type(self._inner), plain_class(self._inner)
             around = [_class_with(kind, _guards(kind, self, "module.")) for kind in kinds]
             self._classes.append((self._inner, kinds[0], *around))
+
+    @property
+    def optimization(self) -> Optimization:
+        """What the optimization level, and captured graphs, change."""
+        if self._captured is None:
+            return self._optimization
+        return self._optimization.with_change(self._captured.sentence)
 
     def put(self) -> None:
         """Wrap the model's forward, and guard its state_dict."""
@@ -155,7 +165,7 @@ class ForwardWrapper:
         if self._compiled is None:
             return
         self._compiled = None
-        self.optimization = self.optimization.without_compiler(why)
+        self._optimization = self._optimization.without_compiler(why)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._is_plain:
@@ -191,7 +201,7 @@ class ForwardWrapper:
                     outputs = self._tried(module, tensors, args, kwargs)
                 elif self._backward.begin_proof(most):
                     outputs = self._proven(module, tensors, args, kwargs)
-                else:
+                elif (outputs := self._replayed(module, args, kwargs)) is None:
                     outputs = self._called(module, tensors, args, kwargs)
             return self._backward.expect_scalar(outputs, self._size_of_call(tensors), tensors)
 
@@ -205,6 +215,21 @@ class ForwardWrapper:
         yield
         if trial is not None:
             trial.sandbox.end_forward()
+
+    def _replayed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a captured call returns; None where the layers have to run."""
+        if self._captured is None:
+            return None
+        dtype = self._autocast_dtype()
+        flags = bytes([m.training for m in module.modules()])
+
+        def run(args: Any, kwargs: Any) -> Any:
+            tensors = _tensors((args, kwargs))
+            with self._backward.call(_first_dimensions(tensors)), self._watched(again=True):
+                return self._eagerly(module, dtype, args, kwargs)
+
+        setting = self._structure, dtype, flags
+        return self._captured.outputs(setting, (args, kwargs), run, self._keeping_state)
 
     def _tried(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """A forward that is recorded for a trial, or compared with what was recorded."""
@@ -270,16 +295,20 @@ class ForwardWrapper:
         It comes last, from the state that the call began with, so that what hooks and objects keep
         of a forward is of this one.
         """
-        # What a forward may change; a repeated one must find and leave it as it was.
+        with self._keeping_state() as before, self._backward.forward.aside():
+            run = functools.partial(self._repeated, module, before)
+            self._compare_forwards(run, (args, kwargs), before.attributes)
+        return self._called(module, tensors, args, kwargs)
+
+    @contextlib.contextmanager
+    def _keeping_state(self) -> Iterator[_State]:
+        """Restore what forwards inside the block may change."""
         contents = Contents(()) if self.unchanged is None else self.unchanged.allowed_contents()
         before = _State(RandomState(self._parameter_device), contents, self._attributes())
         try:
-            with self._backward.forward.aside():
-                run = functools.partial(self._repeated, module, before)
-                self._compare_forwards(run, (args, kwargs), before.attributes)
+            yield before
         finally:
             before.restore()
-        return self._called(module, tensors, args, kwargs)
 
     def _compare_forwards(
         self, run: Callable[..., ForwardRows], arguments: Any, attributes: OwnAttributes

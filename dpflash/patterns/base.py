@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dpflash.kernels.capture import kept_in_captures
 from dpflash.kernels.tile_graph import MAX_TOKENS, TileGraph, real_cpu_tensors
 from dpflash.kernels.tile_shard import Chunk, restrict
 
@@ -168,6 +169,7 @@ class Pattern(ABC):
         _arguments.store(self, key=json.dumps({"pattern": type(self).__name__, **named}))
 
 
+@kept_in_captures
 @functools.lru_cache(maxsize=64)
 def _cached_graph(
     pattern: Pattern, num_tokens: int, num_heads: int, device: torch.device

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpflash.kernels.capture import kept_in_captures
 from dpflash.kernels.tile_graph import UNBOUNDED, Side, TileGraph, real_cpu_tensors
 
 from . import _arguments, _builder
@@ -42,6 +43,7 @@ class Dense(Pattern):
         return _builder.make_graph(num_tokens, [0] * num_heads, rows, rows, self.causal)
 
 
+@kept_in_captures
 @functools.lru_cache(maxsize=64)
 def cross_graph(
     num_queries: int, num_keys: int, num_heads: int, device: torch.device

@@ -97,6 +97,11 @@ class OpenBatch:
         tracker.attach(self)
 
     @property
+    def bound(self) -> float:
+        """L2 bound of one sample in the logical batch under way, or in the next one."""
+        return self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
+
+    @property
     def releases(self) -> int:
         """How many releases were charged so far."""
         return self.charge.releases

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _LEAF = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
 _GATE = "_ClipGateBackward"
+_REPLAY = "_ReplayBackward"
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
@@ -238,8 +239,9 @@ def leaves_past_gates(
         if _is_foreign(node) and (node is root or runs(node)):
             found |= {id(x): x for x in _trained_inside(node, model, reached)}
         for below, _ in node.next_functions:
-            if path is not None:
-                path.add((type(node).__name__, type(below).__name__))
+            names = type(node).__name__, type(below).__name__
+            if path is not None and _REPLAY not in names:  # it stands for operations known before
+                path.add(names)
             if type(below) is _LEAF:
                 if type(node).__name__ != _GATE and runs(below):
                     leaf: Tensor = below.variable  # type: ignore[attr-defined]

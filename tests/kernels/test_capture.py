@@ -1,15 +1,19 @@
-"""Noise is refused while a CUDA stream captures a graph, whose replays would repeat it.
+"""Captures of CUDA graphs: noise is refused, and what replays read is kept.
 
 There may be no GPU: what PyTorch answers about the stream is replaced.
 """
 
+import functools
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
 
 from dpflash import kernels
-from dpflash.kernels import NoiseStream, gaussian_noise_
+from dpflash.kernels import Kept, NoiseStream, clip_reduce, gaussian_noise_
+from dpflash.kernels.capture import kept_in_captures, sent
 
 STREAM = NoiseStream(std=1.0, grid=2.0**-30, key=bytes(32), step=0, parameter_id=0)
 OPERANDS = {
@@ -83,3 +87,56 @@ def test_a_real_capture_is_seen():
         add_noise(out)
     torch.cuda.synchronize()
     assert torch.equal(out, before)
+
+
+def test_tables_are_copied_once_after_the_capture():
+    kept, table = Kept(), torch.arange(4)
+    with kept.capturing():
+        there = sent(table, torch.device("cpu"))
+    there.zero_()
+    assert there.data_ptr() != table.data_ptr()
+    kept.write()
+    assert torch.equal(there, table)
+    assert sent(table, torch.device("cpu")) is table
+
+
+def test_what_a_cache_gave_in_a_capture_outlives_the_cache():
+    @kept_in_captures
+    @functools.lru_cache(maxsize=1)
+    def made(number):
+        return torch.full((3,), number)
+
+    kept = Kept()
+    with kept.capturing():
+        inside = weakref.ref(made(1))
+    outside = weakref.ref(made(2))
+    made(3)
+    gc.collect()
+    assert inside() is not None and outside() is None
+
+
+def test_a_table_is_refused_in_a_capture_of_others(capturing):
+    with pytest.raises(RuntimeError, match="capturing"):
+        sent(torch.arange(4), torch.device("cuda"))
+
+
+def test_a_launch_reads_its_tables_at_the_replay(monkeypatch):
+    launch = pytest.importorskip("dpflash.kernels.grad_launch")
+    calls, kernels = [], launch.kernels
+    grads, factors = torch.randn(2, 3, 40), torch.tensor([0.5, 0.25])
+    into = torch.zeros(3, 40, dtype=torch.float64)
+    expected = clip_reduce(grads, factors, grid=2.0**-20)
+
+    class Recorded:
+        def __getitem__(self, programs):
+            return lambda *args, **options: calls.append((programs, args, options))
+
+    kernel, kept = kernels._clip_reduce_kernel, Kept()
+    monkeypatch.setattr(kernels, "_clip_reduce_kernel", Recorded())
+    with kept.capturing():
+        launch.clip_reduce_all([grads], factors, grid=2.0**-20, into=[into])
+    kept.write()
+    for replays in (1, 2):
+        for programs, args, options in calls:
+            kernel[programs](*args, **options)
+        assert torch.equal(into, replays * expected)

@@ -1,0 +1,531 @@
+"""CapturedCalls: the model's forward and its clipped backward, replayed as CUDA graphs.
+
+A call of the model with gradients on is captured once for each kind of batch, in two graphs: its
+forward, and its backward up to the clipped sums, which are added to tensors that stay. The losses,
+between the two, and all that decides about privacy run in each step as ever: the checks of the
+call and of the backward, the charge, the noise and the release. No graph holds noise or charges
+for anything, so a replay can repeat neither.
+
+    model(x):          copy x to where the graph reads it; replay the forward
+    losses:            the loop's own operations
+    backward:          copy the outputs' gradient and the mask of real rows; check the gate;
+                       replay the backward; add the sums to the logical batch
+    optimizer.step():  as ever
+
+What a graph cannot hold runs layer by layer, and `engine.optimization` says why: batches that are
+recorded, compared or proven; random masks; hooks; gradients that are not instantiated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dpflash.kernels import Kept
+
+from ..clipping.backward import PrivateBackward
+from ..clipping.gate import Gate
+from ..clipping.rules import BackwardRun, GateRules
+from ..clipping.statistics import ClipStatistics
+from ..random_state import RandomState
+from ..refusal import PrivateRefusal
+from ..sampling.slots import RealRows
+from ..step import ClippedSums, PrivateStep
+from ..verification.second_order import differentiable_once
+from .levels import Optimization
+
+# Kinds of batches that are captured, calls of a kind before it is, and moves of the weights.
+_MOST_KINDS, _EAGER_CALLS, _MOST_MOVES = 4, 3, 3
+# Of a replay and the same call layer by layer: kernels of libraries may add in another order.
+_ROUNDING = 2.0**-7
+_LONGEST_REASON = 200
+_PLAIN = (type(None), bool, int, float, str)
+_OFF = "; or pass PerformanceConfig(cuda_graph=False)"
+
+
+def obstacle(backward: PrivateBackward, optimization: Optimization) -> str | None:
+    """Why no call of a private model can be captured; None where one may be."""
+    device, ranks = _device(backward), backward.ranks
+    if device.type != "cuda":
+        return f"the model is on {device}"
+    if ranks.everyone is not None:
+        return "several ranks exchange what each step needs"
+    if optimization.compiled:
+        return "torch.compile runs the model"
+    return None
+
+
+def _device(backward: PrivateBackward) -> torch.device:
+    return backward.groups[0].parameters[0].device
+
+
+class NotCaptured(RuntimeError):
+    """Says why a call cannot be captured."""
+
+
+class Recorder(Protocol):
+    """Records what a block launches, for replays."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Run the block beside what the device is doing, as a first run before it is recorded."""
+
+    def recording(self) -> AbstractContextManager[Callable[[], None]]:
+        """Record the block; gives the function that replays it."""
+
+
+class CudaGraphs:
+    """Records CUDA graphs with common memory, which are replayed in the order of recording."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """See `Recorder`."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def recording(self) -> Iterator[Callable[[], None]]:
+        """See `Recorder`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            yield graph.replay
+
+
+class CapturedCalls:
+    """The captured calls of one private model.
+
+    Args:
+        module: the model.
+        backward: its private backward.
+        step: the logical batch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backward: PrivateBackward,
+        step: PrivateStep,
+    ):
+        self._module = module
+        self._backward = backward
+        self._step = step
+        self._found: dict[Hashable, _CapturedCall | None] = {}
+        self._counts: dict[Hashable, int] = {}
+        self._open: tuple[_ReplayedGate, int] | None = None
+        self._moves = 0
+        self._is_off = False
+        self._why = "no kind of batch has had enough calls yet"
+
+    @property
+    def sentence(self) -> str:
+        """What is captured, or why nothing is."""
+        shapes = [call.shape for call in self._found.values() if call is not None]
+        if not shapes or self._is_off:
+            return f"left out: CUDA graphs, since {self._why}"
+        return f"CUDA graphs: forward and backward of batches {', '.join(map(str, shapes))}"
+
+    def outputs(
+        self,
+        setting: Hashable,
+        arguments: tuple[Any, Any],
+        run: Callable[[Any, Any], Any],
+        keeping_state: Callable[[], AbstractContextManager[object]],
+    ) -> Any:
+        """What the model returns, by a replay; None where it has to run layer by layer.
+
+        Args:
+            setting: what else a capture depends on, besides the kind of batch.
+            arguments: of the call.
+            run: runs the model, given these or others like them.
+            keeping_state: restores what the model changes inside a block.
+        """
+        if self._is_off or not self._is_alone() or not self._backward.may_replay:
+            return None
+        leaves, structure = tree_flatten(arguments)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if (why := self._unfit(leaves, tensors)) is not None:
+            self._why = why
+            return None
+        kinds = [
+            (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else (type(x), x)
+            for x in leaves
+        ]
+        kind = (setting, repr(structure), tuple(kinds), self._step.bound)
+        if kind not in self._found:
+            count = self._counts[kind] = self._counts.get(kind, 0) + 1
+            if count <= _EAGER_CALLS or len(self._found) >= _MOST_KINDS:
+                return None
+            with keeping_state():
+                self._found[kind] = self._capture(arguments, run)
+        call = self._found[kind]
+        if call is None:
+            return None
+        if not call.is_in_place():
+            self._leave_place()
+            return None
+        return self._replayed(call, tensors)
+
+    def _leave_place(self) -> None:
+        """Tensors of the model are not where the graphs read them: capture anew."""
+        self._found.clear()
+        self._counts.clear()
+        self._moves += 1
+        if self._moves > _MOST_MOVES:
+            self._is_off, self._why = True, "tensors of the model are replaced again and again"
+
+    def _is_alone(self) -> bool:
+        """Whether no other call waits for the backward that this one is for."""
+        is_open = not self._backward.forward.state.is_over
+        if self._open is not None:
+            gate, microbatch = self._open
+            is_open |= not gate.has_run and microbatch == self._step.tracker.received
+        if is_open:
+            self._is_off = True
+            self._why = "the loop calls the model more than once for a backward"
+        return not is_open
+
+    def _unfit(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
+        """Why arguments cannot be copied to where a graph reads them, or None."""
+        if self._backward.forward.units is not None:
+            return "samples are no rows of the batch"
+        device = _device(self._backward)
+        if any(x.device != device for x in tensors):
+            return f"an argument of the model is not on {device}"
+        if any(x.requires_grad for x in tensors):
+            return "an argument of the model requires its gradient"
+        others = [type(x) for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
+        return f"the model was given {others[0].__name__}" if others else None
+
+    def _capture(
+        self, arguments: tuple[Any, Any], run: Callable[[Any, Any], Any]
+    ) -> _CapturedCall | None:
+        try:
+            sums = _static_sums(self._step)
+            return _CapturedCall(self._module, self._backward, sums, arguments, run)
+        except RuntimeError as error:
+            self._why = " ".join(str(error).split())[:_LONGEST_REASON]
+            if not isinstance(error, NotCaptured):
+                self._why = f"capturing failed: {type(error).__name__}: {self._why}"
+            return None
+
+    def _replayed(self, call: _CapturedCall, tensors: Sequence[Tensor]) -> Any:
+        forward = self._backward.forward
+        gate = _ReplayedGate(self._backward.rules, self._backward.groups[0], call, forward.number)
+        handle, *_ = handles = gate.open()
+        forward.replay(gate, handles, call.state)
+        call.replay_forward(gate, tensors)
+        self._open = gate, self._step.tracker.received
+        return call.outputs(_Replay.apply(call, handle))
+
+
+class _CapturedCall:
+    """Two graphs of one kind of batch, and the tensors that they read and write.
+
+    Args:
+        module, backward: see `CapturedCalls`.
+        sums: empty; hold what the backward adds to.
+        arguments: of the first call of this kind.
+        run: see `CapturedCalls.outputs`.
+
+    Attributes:
+        state: what the layers left in `PrivateForward`.
+        roots: the outputs that require a gradient.
+        shape: of the first argument.
+
+    Raises:
+        NotCaptured: a graph cannot hold this call.
+        RuntimeError: the model waited for the device, or CUDA refused the capture otherwise.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backward: PrivateBackward,
+        sums: ClippedSums,
+        arguments: tuple[Any, Any],
+        run: Callable[[Any, Any], Any],
+    ):
+        recorder: Recorder = CudaGraphs()
+        _refuse_hooks(module)
+        self._backward = backward
+        # Graphs know addresses: of these tensors and no others that may replace them.
+        self._held = [*module.parameters(), *module.buffers()]
+        self._addresses = [(x.data_ptr(), x.requires_grad) for x in self._held]
+        leaves, structure = tree_flatten(arguments)
+        leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        self._inputs = [x for x in leaves if isinstance(x, Tensor)]
+        self.shape = tuple(self._inputs[0].shape) if self._inputs else ()
+        args, kwargs = tree_unflatten(leaves, structure)
+        self._sums = sums
+        self._noted = _Noted()
+        self._kept = Kept()
+        step, clip = _Captured(self._sums), BackwardRun()
+
+        def admit(gate: Gate) -> None:
+            step.rows.set_size(gate.batch_size, gate.device)
+            backward.forward.finish()
+
+        # Gates hold their rules by weak references.
+        self._rules = replace(
+            backward.rules, step=step, statistics=self._noted, run=lambda: clip, admit=admit
+        )
+        with (
+            backward.forward.aside(),
+            backward.forward.gates_with(functools.partial(Gate, self._rules)),
+        ):
+            self._run = functools.partial(self._forward, run, args, kwargs)
+            reference = self._first(recorder)
+            self._noted.found.clear()
+            with self._kept.capturing():
+                with recorder.recording() as self._replay_forward:
+                    self._flat, self._structure = self._run()
+                with recorder.recording() as self._replay_backward:
+                    self._differentiate()
+            self.state = backward.forward.state
+        self._rows = step.rows
+        self._kept.write()
+        self._refuse_other(reference)
+
+    def _forward(self, run: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """The model's outputs, flat, and their structure."""
+        # Casts that autocast keeps are of the weights at that time.
+        torch.clear_autocast_cache()
+        flat, structure = tree_flatten(run(args, kwargs))
+        torch.clear_autocast_cache()
+        self.roots = [x for x in flat if isinstance(x, Tensor) and x.requires_grad]
+        if not self.roots:
+            raise NotCaptured("no output of the model depends on what is trained")
+        if any(not isinstance(x, (Tensor, *_PLAIN)) for x in flat):
+            raise NotCaptured("the model returns more than tensors and plain values")
+        return flat, structure
+
+    def _differentiate(self) -> None:
+        # Of the gates' stand-ins, since nodes that accumulate gradients have streams of their own.
+        ends = list(self._rules.stand_ins.values())
+        torch.autograd.grad(self.roots, ends, self._grads, allow_unused=True)
+
+    def _first(self, recorder: Recorder) -> list[Tensor]:
+        """Outputs and sums of a run layer by layer, like that of a replay."""
+        device = _device(self._backward)
+        before = RandomState(device)
+        with recorder.aside():
+            # The first one makes the sums, and what kernels keep; the second one adds in place.
+            for _ in range(2):
+                self._run()
+                self._grads = [torch.ones_like(x) for x in self.roots]
+                self._clear(self._sums.values())
+                self._differentiate()
+            found = [x.detach().clone() for x in (*self.roots, *self._sums.values())]
+        if not RandomState(device).equals(before):
+            raise NotCaptured("the model's forward draws random numbers, as dropout does")
+        return found
+
+    def _refuse_other(self, reference: Sequence[Tensor]) -> None:
+        """Refuse graphs whose first replay gives other outputs or sums than the layers did."""
+        self._clear(self._sums.values())
+        self._replay_forward()
+        self._replay_backward()
+        found = (*self.roots, *self._sums.values())
+        for own, other in zip(found, reference, strict=True):
+            distance, size = ((own - other).double().norm(), other.double().norm())
+            if not bool(distance <= _ROUNDING * size):
+                raise NotCaptured("a replay gave other results than the model")
+
+    @staticmethod
+    def _clear(sums: Iterable[Tensor]) -> None:
+        if totals := list(sums):
+            torch._foreach_zero_(totals)
+
+    def is_in_place(self) -> bool:
+        """Whether the model's tensors are where the graphs read them, and train what they did."""
+        return [(x.data_ptr(), x.requires_grad) for x in self._held] == self._addresses
+
+    def outputs(self, roots: Sequence[Tensor]) -> Any:
+        """The model's outputs with `roots` for those that require a gradient."""
+        own = iter(roots)
+        return tree_unflatten(
+            [next(own) if any(x is root for root in self.roots) else x for x in self._flat],
+            self._structure,
+        )
+
+    def replay_forward(self, gate: _ReplayedGate, tensors: Sequence[Tensor]) -> None:
+        """Run the model on tensors; what a call before it computed is gone then."""
+        self._gate = gate
+        torch._foreach_copy_(self._inputs, list(tensors))
+        self._replay_forward()
+        self._versions = [x._version for x in self._of_forward()]
+
+    def _of_forward(self) -> list[Tensor]:
+        """What the backward reads as the forward left it."""
+        return [*self.roots, *self._held]
+
+    def take(self, grads: Sequence[Tensor | None]) -> None:
+        """Copy the gradients of the outputs to where the backward reads them."""
+        for own, grad in zip(self._grads, grads, strict=True):
+            own.zero_() if grad is None else own.copy_(grad)
+
+    def replay_backward(self, gate: _ReplayedGate, rules: GateRules) -> None:
+        """Add the clipped sums of the call to the logical batch.
+
+        Raises:
+            PrivateRefusal: the graphs have run another batch since.
+            RuntimeError: outputs or weights were changed in place since the forward.
+        """
+        if gate is not self._gate:
+            raise PrivateRefusal(
+                "losses come from an earlier call of the model, whose activations a captured "
+                "call of a later batch has replaced: call engine.backward after each forward"
+                + _OFF
+            ) from None
+        if [x._version for x in self._of_forward()] != self._versions:
+            raise RuntimeError(
+                "outputs of the model, or its weights, were changed in place between its call and "
+                "the backward, which reads them again with cuda_graph=True: change a clone of the "
+                "outputs, and weights after optimizer.step()" + _OFF
+            )
+        step = rules.step
+        if step.sums.bound != self._sums.bound:
+            raise RuntimeError(
+                "max_grad_norm changed between a call of the model and its backward"
+            )
+        self._rows.copy(step.rows)
+        # A sum of which the logical batch has none yet, or one by layers, begins at zero.
+        self._clear(total for p, total in self._sums.items() if step.sums.get(p) is not total)
+        self._replay_backward()
+        for squares, factors in self._noted.found:
+            rules.statistics.note(squares, factors)
+        step.add(list(self._sums), self._sums.values())
+
+
+class _Replay(torch.autograd.Function):
+    """The model's captured forward; its backward hands over gradients, and the gate's runs."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _CapturedCall, handle: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in call.roots)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        ctx.call.take(grads)
+        return None, None
+
+
+class _ReplayedGate(Gate):
+    """Stands for all gates of a captured call."""
+
+    def __init__(self, rules: GateRules, group: Any, call: _CapturedCall, number: int):
+        one = replace(group, parameters=group.parameters[:1])
+        size = call.state.batch_size
+        assert size is not None
+        super().__init__(rules, one, 0, size, generation=number + 1, units=None)
+        self._call = call
+        self.has_run = False
+
+    def finish(self, grads: Sequence[Tensor | None]) -> None:
+        """See `Gate.finish`."""
+        self._enter()
+        self.has_run = True
+        with self.step.dropping():
+            if self.run.mode != "clip":
+                raise RuntimeError("a backward of a captured call that is only compared")
+            self.rules.admit(self)
+            self.compare(grads)
+            self._call.replay_backward(self, self.rules)
+        self.reset()
+
+
+class _Rows(RealRows):
+    """The mask of real rows, where graphs read it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda rows: None)
+        self._mask = torch.empty(0)
+
+    def set_size(self, rows: int, device: torch.device) -> None:
+        """Make the mask, once."""
+        if len(self._mask) != rows:
+            self._mask = torch.ones(rows, dtype=torch.bool, device=device)
+
+    def of(self, x: Tensor) -> Tensor:
+        """See `RealRows.of`."""
+        return self._mask
+
+    def copy(self, rows: RealRows) -> None:
+        """Take over the mask of a microbatch."""
+        mask = rows.of(self._mask)
+        self._mask.fill_(True) if mask is None else self._mask.copy_(mask)
+
+
+class _Captured:
+    """The logical batch of a capture: exact sums, to which each replay adds, without noise."""
+
+    def __init__(self, sums: ClippedSums):
+        self.sums = sums
+        self.rows = _Rows()
+
+    def before_gate(self) -> None:
+        """Nothing: a replay's own gate asks."""
+
+    def begin_trial(self) -> None:
+        """Nothing: trials are not captured."""
+
+    def dropping(self) -> AbstractContextManager[None]:
+        """Nothing is dropped."""
+        return nullcontext()
+
+    def add_clipped(
+        self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor], factors: Tensor
+    ) -> None:
+        """See `PrivateStep.add_clipped`."""
+        self.sums.add_clipped(parameters, grads, factors)
+
+    def add(self, parameters: Sequence[nn.Parameter], *_: Any, **options: Any) -> None:
+        """Refuse sums that are rounded."""
+        raise NotCaptured(
+            f"the planner keeps activations of '{self.sums.names[parameters[0]]}' in place of its "
+            "per-sample gradients; pass grad_sample_mode='instantiate'"
+        )
+
+
+class _Noted(ClipStatistics):
+    """Norms and factors of each group, where graphs write them."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def note(self, squares: Tensor, factors: Tensor) -> None:
+        """See `ClipStatistics.note`."""
+        self.found.append((squares, factors))
+
+
+def _static_sums(step: PrivateStep) -> ClippedSums:
+    own = step.sums
+    sums = ClippedSums(own.trained, names=own.names, exact=own.exact)
+    sums.begin(step.bound)
+    if sums.grid is None:
+        raise NotCaptured("sums are not exact; leave exact=None, and max_grad_norm finite")
+    return sums
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    for name, m in module.named_modules():
+        hooks = [m._backward_hooks, m._backward_pre_hooks]
+        # Those of the model itself run around its forward.
+        hooks += [m._forward_hooks, m._forward_pre_hooks] if name else []
+        if any(hooks):
+            raise NotCaptured(f"module '{name}' has hooks, which a replay would not call")
