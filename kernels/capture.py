@@ -86,6 +86,12 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True)
 
 
+def is_captured_by_others(device: torch.device) -> bool:
+    """Whether a stream captures a graph without `Kept`, so that caches must not be used."""
+    is_cuda = device.type == "cuda" and _kept is None
+    return is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_capture(reason: str) -> None:
     """Raise RuntimeError while the current CUDA stream is capturing.
 

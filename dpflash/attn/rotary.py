@@ -6,19 +6,19 @@ D/2 + j.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dpflash.kernels.capture import is_captured_by_others, kept_in_captures
 from dpflash.kernels.rotary import is_traced
 
 _BASE = 10_000.0
-# How many tables are kept, and the elements of one at most. Larger ones cost little beside the
-# attention of so many tokens.
-_MOST_KEPT, _MOST_ELEMENTS = 4, 1 << 21
-_kept: dict[tuple[int, int, torch.device, torch.dtype], Turns] = {}
+# Of a table that is kept. Larger ones cost little beside the attention of so many tokens.
+_MOST_ELEMENTS = 1 << 21
 
 
 class Turns(NamedTuple):
@@ -41,18 +41,19 @@ class Turns(NamedTuple):
         """Of the positions 0 to T - 1 of x `[B, H, T, ...]`; made once for each T."""
         tokens = x.shape[2]
         # Selective checkpointing counts operations, in a forward as in its recomputation.
-        is_watched = is_traced() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        is_watched = is_traced() or is_captured_by_others(x.device)
         if is_watched or tokens * head_dim > 2 * _MOST_ELEMENTS:
             return cls.at(torch.arange(tokens, device=x.device), head_dim, x.dtype)
-        key = (tokens, head_dim, x.device, x.dtype)
-        if (known := _kept.get(key)) is None:
-            # Tensors of inference mode could not be saved for a backward later.
-            with torch.inference_mode(False), torch.no_grad():
-                known = cls.at(torch.arange(tokens, device=x.device), head_dim, x.dtype)
-            while len(_kept) >= _MOST_KEPT:
-                _kept.pop(next(iter(_kept)), None)
-            _kept[key] = known
-        return known
+        return _of_first(tokens, head_dim, x.device, x.dtype)
+
+
+@kept_in_captures
+@functools.lru_cache(maxsize=4)
+def _of_first(tokens: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Turns:
+    """Of the positions 0 to `tokens` - 1."""
+    # Tensors of inference mode could not be saved for a backward later.
+    with torch.inference_mode(False), torch.no_grad():
+        return Turns.at(torch.arange(tokens, device=device), head_dim, dtype)
 
 
 def document_positions(cu_seqlens: Sequence[int], device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ def test_distances_stay_exact_at_position_one_million():
 
 
 def test_angles_are_made_once_for_all_layers_steps_and_directions(monkeypatch):
-    rotary._kept.clear()
+    rotary._of_first.__wrapped__.cache_clear()
     model = dpflash.nn.LongContextLM(9, 16, 3, 2, max_seq_len=8)
     with torch.inference_mode():
         model(torch.zeros(1, 8, dtype=torch.long))
@@ -35,11 +35,12 @@ def test_angles_are_made_once_for_all_layers_steps_and_directions(monkeypatch):
     monkeypatch.setattr(Turns, "at", None)
     for _ in range(2):
         model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-    assert all(type(x) is torch.Tensor and not x.is_inference() for x in rotary._kept.popitem()[1])
+    turns = Turns.of(torch.empty(1, 1, 8, 8), 8)
+    assert all(type(x) is torch.Tensor and not x.is_inference() for x in turns)
 
 
 def test_few_tables_are_kept_and_those_of_long_sequences_are_not():
-    rotary._kept.clear()
+    rotary._of_first.__wrapped__.cache_clear()
     for tokens in (*range(1, 9), 1 << 20):
         Turns.of(torch.empty(1, 1, tokens, 1), 8)
-    assert [key[0] for key in rotary._kept] == [5, 6, 7, 8]
+    assert rotary._of_first.__wrapped__.cache_info()[1:] == (8, 4, 4)

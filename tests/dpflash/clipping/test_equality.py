@@ -416,7 +416,7 @@ def test_rotary_attention_agrees_in_a_selective_checkpoint(saved, agree):
     products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
     which = products if saved == "mm" else [torch.ops.aten.mul.Tensor]
     torch.manual_seed(0)
-    rotary._kept.clear()
+    rotary._of_first.__wrapped__.cache_clear()
     model, x = Turned(use_reentrant=False, **_selective(which)), torch.randn(4, 3, 5)
     plain = copy.deepcopy(model)
     plain.options = {"use_reentrant": False}
