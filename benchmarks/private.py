@@ -92,11 +92,12 @@ class Training(NamedTuple):
 
 
 def make_training(
-    task: Task, provider: str, *, noise_multiplier: float, optimize: Optimize
+    task: Task, provider: str, *, noise_multiplier: float, optimize: Optimize, **options: Any
 ) -> Training:
     """The training of a task by one of PROVIDERS, or by `make_private(optimize=LEVEL)`.
 
-    The name of the latter is "optimize-LEVEL". Unsupported without Opacus or opake.
+    The name of the latter is "optimize-LEVEL". `options` are further arguments of make_private.
+    Unsupported without Opacus or opake.
     """
     if provider == OPAKE:
         return Training(_opake_step(task, noise_multiplier, optimize))
@@ -121,7 +122,9 @@ def make_training(
         engine = PrivacyEngine()
         backward = engine.backward
         # The checks of the first batch are no part of a step.
-        model, optimizer, loader = engine.make_private(**given, verify_first_batch=False)
+        model, optimizer, loader = engine.make_private(
+            **given, **options, verify_first_batch=False
+        )
     batches = endless(loader)
 
     def step() -> None:

@@ -331,11 +331,15 @@ def time_training(
 
     # The model returns losses: the logits of all tokens are never in memory together.
     task = Task(build, x, y, lambda losses, y: losses, lambda model, x, y: model(x, y), "bfloat16")
-    adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-    kind = NONPRIVATE if provider == PLAIN else provider
-    step = make_training(task, kind, noise_multiplier=1.0, optimize=adamw).step
+    adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True, capturable=provider == GRAPHED)
+    kind = NONPRIVATE if provider in (PLAIN, GRAPHED) else provider
+    options: dict[str, Any] = {}
+    if provider == CAPTURED:
+        kind, options = "dpflash-flat-instantiate", {"cuda_graph": True}
+    made = make_training(task, kind, noise_multiplier=1.0, optimize=adamw, **options)
     times, host_times = [], []
     with attention_of(provider):
+        step = graphed(made.step) if provider == GRAPHED else made.step
         for number in range(2 if DRY else effort.calls):
             if number == effort.warm_ups:
                 torch.cuda.reset_peak_memory_stats()
@@ -344,20 +348,40 @@ def time_training(
             host_times.append(1e3 * (time.perf_counter() - start))
             synchronize()
             times.append(1e3 * (time.perf_counter() - start))
+    if provider == CAPTURED and made.engine is not None and not DRY:
+        changes = str(made.engine.optimization)
+        if "CUDA graphs: forward" not in changes:
+            raise RuntimeError(changes)
     ms, host_ms = (statistics.median(each[-effort.trials :]) for each in (times, host_times))
     return {"ms": ms, "host_ms": host_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
+def graphed(step: Step) -> Step:
+    """A step that replays a CUDA graph of one."""
+    if DRY:
+        return step
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replay: Step = graph.replay
+    return replay
+
+
 @contextlib.contextmanager
 def attention_of(provider: str) -> Iterator[None]:
-    """Inside, models of PLAIN attend by torch's kernels: cuDNN's where there is one."""
+    """Inside, plain models attend by torch's kernels: cuDNN's where there is one."""
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
     backends = [getattr(SDPBackend, name) for name in names]
-    if provider != PLAIN:
+    if provider not in (PLAIN, GRAPHED):
         yield
         return
     with (
@@ -424,6 +448,8 @@ PATTERNS = (
 WITH_FLEX = (("causal", CAUSAL, 128, TOKENS, FLEX), ("window 1024", WINDOW, 128, TOKENS, FLEX))
 # torch's attention in a plain step; NONPRIVATE has ours.
 PLAIN = "nonprivate-sdpa"
+# The same in one CUDA graph, and a private step with captured forward and backward.
+GRAPHED, CAPTURED = "nonprivate-sdpa-graph", "dpflash-captured"
 # What the speed of a kernel is computed from, and how many calls a graph has.
 KERNEL_TIME, REPEATS = ("eager_ms", 1) if DRY else ("graph_ms", 10)
 # Tokens, inputs and outputs: projections, MLPs of a short and of a long sequence, an adapter.
@@ -444,7 +470,7 @@ PARTS: dict[str, Callable[[], Rows]] = {
     "reductions": partial(reductions, SHAPES),
     "products": partial(products, PRODUCTS, (4, 8, 16)),
     "rotary": partial(rotary, ((16, 16, 128), (32, 8, 64))),
-    "steps": partial(training, SHAPES, (PLAIN, NONPRIVATE, *DPFLASH)),
+    "steps": partial(training, SHAPES, (PLAIN, GRAPHED, NONPRIVATE, *DPFLASH, CAPTURED)),
     "long": partial(training, LONG_SHAPES, (PLAIN, NONPRIVATE, AUTO)),
     "lora": partial(lora, MODELS, (1024, 4096, 32768)),
 }

@@ -39,11 +39,13 @@ CASES: dict[str, dict[str, Any]] = {
     "flat exact": {"clipping": "flat", "exact": True},
     "aggressive": {"optimize": "aggressive"},
     "balanced": {"optimize": "balanced"},
+    "flat captured": {"grad_sample_mode": "instantiate", "cuda_graph": True},
+    "per_layer captured": {"clipping": "per_layer", "cuda_graph": True},
 }
 
 
-def train(device: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Parameters before and after the steps, and the epsilon spent."""
+def train(device: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Parameters before and after the steps, the epsilon spent, and what was captured."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     tokens = torch.randint(0, 61, (64, TOKENS + 1), generator=torch.Generator().manual_seed(1))
@@ -79,7 +81,8 @@ def train(device: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {
         "before": before,
         "after": after,
-        "epsilon": torch.tensor(engine.get_epsilon(delta=1e-5), dtype=torch.float64),
+        "epsilon": engine.get_epsilon(delta=1e-5),
+        "captured": "CUDA graphs: forward" in str(engine.optimization),
     }
 
 
@@ -89,12 +92,14 @@ def compare(device: str, options: dict[str, Any]) -> dict[str, Any]:
     apart = float((on_gpu["after"] - on_cpu["after"]).norm())
     # 16-bit forwards (levels of `optimize`) round gradients themselves.
     tolerance = 2e-2 if "optimize" in options else TOLERANCE
-    return {
+    found = {
         "distance_over_way": apart / way,
         "tolerance": tolerance,
-        "same_epsilon": bool(on_cpu["epsilon"] == on_gpu["epsilon"]),
-        "holds": apart <= tolerance * way and bool(on_cpu["epsilon"] == on_gpu["epsilon"]),
+        "same_epsilon": on_cpu["epsilon"] == on_gpu["epsilon"],
+        "captured": on_gpu["captured"],
     }
+    is_captured = device == "cpu" or on_gpu["captured"] == options.get("cuda_graph", False)
+    return {**found, "holds": apart <= tolerance * way and found["same_epsilon"] and is_captured}
 
 
 def main() -> int:
