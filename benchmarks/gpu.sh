@@ -146,6 +146,7 @@ case $stage in
   right)
     part versions 60 "$PYTHON" tests/gpu/versions.py "$DEVICE"
     tests noise 100 tests/kernels/test_noise_triton.py tests/kernels/test_grads_noise.py \
+      tests/kernels/test_normal_tail_triton.py \
       tests/kernels/test_capture.py
     tests gradients 120 tests/kernels/test_grads_triton.py tests/kernels/test_rotary.py
     tests attention 200 tests/kernels/test_attention_triton.py tests/kernels/test_attention_squares.py

@@ -38,7 +38,7 @@ from dpflash.bench.private import AUTO, DPFLASH, NONPRIVATE, make_training
 from dpflash.bench.private_tasks import Task
 from dpflash.bench.timing import FULL, QUICK, Effort, Step, Stopwatch, time_steps
 from dpflash.bench.work import measured_roofs
-from dpflash.kernels import noise, tensor_table
+from dpflash.kernels import noise
 from dpflash.kernels.rotary import apply_rotary, rotate
 
 Row = dict[str, Any]
@@ -204,24 +204,17 @@ def eager_and_graph(call: Step) -> dict[str, float]:
 
 def captured(calls: Step) -> Step:
     """Replays a graph of the calls. Their noise is the same each time: it is released nowhere."""
-    graph, aside, kept = torch.cuda.CUDAGraph(), torch.cuda.Stream(), []
-
-    def sent(x: Tensor, device: torch.device) -> Tensor:
-        # Now: a copy in the graph would read host memory that others have by then.
-        with torch.cuda.stream(aside):
-            kept.append(x.to(device))
-        return kept[-1]
-
-    with (
-        mock.patch.object(tensor_table, "sent", sent),
-        mock.patch.object(noise, "refuse_capture", lambda reason: None),
-    ):
-        calls()  # compiles
+    graph, kept, side = torch.cuda.CUDAGraph(), kernels.Kept(), torch.cuda.Stream()
+    with mock.patch.object(noise, "refuse_capture", lambda reason: None):
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                calls()
         synchronize()
-        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        with kept.capturing(), torch.cuda.graph(graph):
             calls()
+    kept.write()
 
-    def replay() -> list[Tensor]:
+    def replay() -> kernels.Kept:
         graph.replay()
         return kept
 
@@ -339,7 +332,7 @@ def time_training(
     made = make_training(task, kind, noise_multiplier=1.0, optimize=adamw, **options)
     times, host_times = [], []
     with attention_of(provider):
-        step = graphed(made.step) if provider == GRAPHED else made.step
+        step = captured(made.step) if provider == GRAPHED and not DRY else made.step
         for number in range(2 if DRY else effort.calls):
             if number == effort.warm_ups:
                 torch.cuda.reset_peak_memory_stats()
@@ -354,22 +347,6 @@ def time_training(
             raise RuntimeError(changes)
     ms, host_ms = (statistics.median(each[-effort.trials :]) for each in (times, host_times))
     return {"ms": ms, "host_ms": host_ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
-
-
-def graphed(step: Step) -> Step:
-    """A step that replays a CUDA graph of one."""
-    if DRY:
-        return step
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    replay: Step = graph.replay
-    return replay
 
 
 @contextlib.contextmanager
