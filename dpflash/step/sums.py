@@ -257,7 +257,10 @@ def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[
     """The tensors in these dtypes, each as it is where it has its own; one launch on a GPU."""
     found = list(tensors)
     others = [i for i, dtype in enumerate(dtypes) if found[i].dtype != dtype]
-    if others:
+    if len(others) == 1:
+        (i,) = others
+        found[i] = found[i].to(dtypes[i])
+    elif others:
         made = [torch.empty_like(found[i], dtype=dtypes[i]) for i in others]
         torch._foreach_copy_(made, [found[i] for i in others])
         for i, tensor in zip(others, made, strict=True):
