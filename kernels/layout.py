@@ -1,5 +1,6 @@
-"""Memory layout, alignment and device of tensors."""
+"""Memory layout, alignment, dtype and device of tensors."""
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -48,3 +49,14 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The tensors in these dtypes, each as it is where it has its own; one launch on a GPU."""
+    pairs = list(zip(tensors, dtypes, strict=True))
+    if sum(x.dtype != dtype for x, dtype in pairs) < 2:
+        return [x.to(dtype) for x, dtype in pairs]
+    made = [x if x.dtype == d else torch.empty_like(x, dtype=d) for x, d in pairs]
+    changed = [(new, x) for new, (x, _) in zip(made, pairs, strict=True) if new is not x]
+    torch._foreach_copy_(*map(list, zip(*changed, strict=True)))
+    return made

@@ -68,8 +68,7 @@ def clip_factors(
     if function == "hard":
         factors = hard_clip_factors(squares, bound)
     else:
-        norms = squares.sqrt()
-        factors = rounded_down(bound / (norms + STABILITY) * (1 - 2 * FP64_SLACK))
+        factors = rounded_down(bound / (squares.sqrt() + STABILITY) * (1 - 2 * FP64_SLACK))
     return factors if keep is None else factors * keep
 
 
