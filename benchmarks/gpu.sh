@@ -15,10 +15,11 @@
 #   1. `steps`: sums, noise, norms and factors are one launch a gate each, where each parameter had
 #      seven to ten; with the mask that is copied without a wait and rotary tables made once, flat
 #      clipping takes 1.10 to 1.15 of plain at 184M parameters (1.31 before) and 40 to 48 ms at 29M
-#      (61.6 before); book_keeping waits three times a step (37 before).
+#      (61.6 before); no mode waits more than once a step (book_keeping: 37 times before).
 #   2. `noise`, `gradients`: the bits of the reference from addresses in device memory; 16-byte
 #      loads where all sums of a launch allow them; no spill (32 to 128 registers on sm_90).
-#   3. `steps`: per_layer launches some 38 kernels a layer more than plain.
+#   3. `steps`: per_layer launches some 23 kernels a layer more than plain, book_keeping 15; the
+#      latter's norms are those of what it sums, made twice by one kernel, no longer by estimates.
 #   4. `long`, `lora`: plain is torch's attention, cuDNN's where there is one, and fused AdamW. What
 #      a private step is above 1.1 of it is attention: cuDNN's is 1.9 times as fast as ours. LoRA on
 #      6.6B parameters 1.05 to 1.15 at T = 1k and 4k, 1.4 to 1.5 at 32k; memory 1.0 to 1.1.

@@ -40,8 +40,6 @@ from .spans import (
 )
 from .tensor_table import TYPES, alike, has_vectors, tensor_table
 
-PRODUCTS_ARE_SEPARATE = True
-
 _INTERPRETED = not isinstance(kernels._clipped_grad_kernel, triton.JITFunction)
 
 # Elements, tokens, columns and rows that a program of a reduction takes at a time.
@@ -104,6 +102,11 @@ def grad_norm(
     if (form or cheaper_norm(x.shape[1], x, dy, fused=True)) == "gram":
         return _gram_squares(x, dy, None)
     return _tile_squares(x, dy, None)
+
+
+def products_are_separate(*dy: Tensor) -> bool:
+    """See `reference.products_are_separate`."""
+    return True
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:

@@ -94,13 +94,10 @@ def grad_norm(
     return _backend(x, dy).grad_norm(x, dy, form=form, spans=spans)
 
 
+@_documented_by(reference.products_are_separate)
 def products_are_separate(*dy: Tensor) -> bool:
-    """Whether sums of clipped gradients make each sample's gradient by itself, for these dy.
-
-    `grad_norm` and `embedding_grad_norm` are then upper bounds of the squared norms of what
-    `clipped_grad` and `embedding_clipped_grad` multiply by the factors, rounding included.
-    """
-    return bool(_backend(*dy).PRODUCTS_ARE_SEPARATE)
+    """See `reference.products_are_separate`."""
+    return bool(_backend(*dy).products_are_separate(*dy))
 
 
 @_documented_by(reference.clipped_grad)

@@ -1,5 +1,6 @@
-"""Memory layout, alignment and device of tensors."""
+"""Memory layout, alignment, dtype and device of tensors."""
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -41,3 +42,14 @@ def is_aligned(*tensors: Tensor) -> bool:
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Kernels launched inside run on the tensor's GPU, whichever is the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The tensors in these dtypes, each as it is where it has its own; one launch on a GPU."""
+    pairs = list(zip(tensors, dtypes, strict=True))
+    if sum(x.dtype != dtype for x, dtype in pairs) < 2:
+        return [x.to(dtype) for x, dtype in pairs]
+    made = [x if x.dtype == d else torch.empty_like(x, dtype=d) for x, d in pairs]
+    changed = [(new, x) for new, (x, _) in zip(made, pairs, strict=True) if new is not x]
+    torch._foreach_copy_(*map(list, zip(*changed, strict=True)))
+    return made

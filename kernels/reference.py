@@ -39,8 +39,6 @@ ROOT_SLACK = 1.0 - 2.0**-50
 HARMLESS_CANCELLATION = 256.0
 # log2 of the relative rounding of an fp32 product: on a CPU; as three TF32 products on a GPU.
 PRODUCT_BITS = {False: -24, True: -20}
-# Whether `clipped_grad` makes each sample's product by itself, and `grad_norm` is that one's norm.
-PRODUCTS_ARE_SEPARATE = False
 # gamma of automatic clipping, as in its paper.
 STABILITY = 0.01
 
@@ -70,8 +68,7 @@ def clip_factors(
     if function == "hard":
         factors = hard_clip_factors(squares, bound)
     else:
-        norms = squares.sqrt()
-        factors = rounded_down(bound / (norms + STABILITY) * (1 - 2 * FP64_SLACK))
+        factors = rounded_down(bound / (squares.sqrt() + STABILITY) * (1 - 2 * FP64_SLACK))
     return factors if keep is None else factors * keep
 
 
@@ -266,6 +263,15 @@ def grad_norm(
             continue
         squares[i] = squared_norm(torch.mm(_wide(dy[i]).t(), _wide(x[i])).unsqueeze(0))[0]
     return squares
+
+
+def products_are_separate(*dy: Tensor) -> bool:
+    """Whether sums of clipped gradients make each sample's gradient by itself, for these dy.
+
+    `grad_norm` and `embedding_grad_norm` are then upper bounds of the squared norms of what
+    `clipped_grad` and `embedding_clipped_grad` multiply by the factors, rounding included.
+    """
+    return False
 
 
 def norm_costs(tokens: int, inputs: int, outputs: int, *, fused: bool) -> dict[str, int]:

@@ -274,9 +274,8 @@ class Gate:
         rest = [g for i, g in enumerate(grads) if g is not None and i not in self._kept]
         if rest and not parts:
             return squared_norm(*rest)
-        squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
-        for part in parts:
-            squares += part
+        zeros = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
+        squares = sum(parts, zeros)
         return squared_norm(*rest, into=squares) if rest else squares
 
     def finish(self, grads: Sequence[Tensor | None]) -> None:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from dpflash.kernels.layout import in_dtypes
+
 from ..distributed.fsdp import as_grad, is_sharded, local_rows
 from ..privacy.public_data import PublicGradients
 from ..refusal import PrivateRefusal
-from .sums import in_dtypes
 
 
 class Gradients:

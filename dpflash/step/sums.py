@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpflash.kernels import NoiseStream, add_noise_, clip_reduce_all, exact_slots, grid_of
+from dpflash.kernels.layout import in_dtypes
 
 from ..distributed.collectives import all_reduce_all_
 from ..distributed.fsdp import is_sharded, local_shape, reduce_to_part
@@ -206,8 +207,6 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         if held is None:
             return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
         dtype = max(dtype, held.dtype, key=lambda held: held.itemsize)
-        if held.dtype == dtype and not copy and held.is_contiguous():
-            return held
         return held.to(dtype, copy=copy, memory_format=torch.contiguous_format)
 
     def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
@@ -251,18 +250,6 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 def wide_dtype(tensor: Tensor) -> torch.dtype:
     """float32, or float64 where the tensor is."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The tensors in these dtypes, each as it is where it has its own; one launch on a GPU."""
-    found = list(tensors)
-    others = [i for i, dtype in enumerate(dtypes) if found[i].dtype != dtype]
-    if others:
-        made = [torch.empty_like(found[i], dtype=dtypes[i]) for i in others]
-        torch._foreach_copy_(made, [found[i] for i in others])
-        for i, tensor in zip(others, made, strict=True):
-            found[i] = tensor
-    return found
 
 
 def refuse_mixed(mixed: Sequence[Tensor]) -> None:

@@ -202,11 +202,12 @@ def test_only_the_last_physical_batch_is_noised(private, kind, monkeypatch):
     )
     drawn = []
 
-    def count(**address):
-        drawn.append((address["step"], address["parameter_id"]))
-        return NoiseStream(**address)
+    def count(stream, parameter_id, offset):
+        drawn.append((stream.step, parameter_id))
+        return at(stream, parameter_id, offset)
 
-    monkeypatch.setattr(noise, "NoiseStream", count)
+    at = NoiseStream.at
+    monkeypatch.setattr(NoiseStream, "at", count)
     parts = 0
     for (x,) in loader:
         optimizer.zero_grad()

@@ -293,7 +293,7 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
 @pytest.mark.usefixtures("kernels_of_a_gpu")
 @pytest.mark.parametrize("part", [0.0, 2.0**-10, 0.5, 2.0], ids=str)
 def test_the_norm_of_a_tied_table_bounds_what_kernels_sum_where_its_uses_cancel(part):
-    """The head's gradient is nearly minus that of the look-ups, in rows whose tokens cancel too."""
+    """The head's gradient is nearly minus that of the look-ups; its own tokens cancel too."""
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(0)
     rows, tokens, width = 24, 40, 16

@@ -147,7 +147,7 @@ def test_the_norm_form_is_the_one_that_the_kernels_take(tokens, gpu, monkeypatch
         launch = pytest.importorskip("dpflash.kernels.grad_launch")
         monkeypatch.setattr(launch, "_gram_squares", lambda *_: taken.append("gram"))
         tile = torch.ones(1)
-        monkeypatch.setattr(launch, "_launch_per_sample", lambda *_: taken.append("tile") or tile)
+        monkeypatch.setattr(launch, "_tile_squares", lambda *_: taken.append("tile") or tile)
         launch.grad_norm(x, dy)
     else:
         reference = kernels.grads.reference
