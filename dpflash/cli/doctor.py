@@ -227,9 +227,7 @@ def _as_text(report: dict[str, Any]) -> str:
             ("triton", triton["version"] or triton["why_not"]),
             ("cryptography", report["cryptography"]["version"]),
         ],
-        "devices": [
-            (f"gpu {device['index']}", _described(device)) for device in report["devices"]
-        ]
+        "devices": [(f"gpu {device['index']}", _described(device)) for device in report["devices"]]
         or [("gpu", "none")],
         "what will run": [
             (name.replace("_", " "), path) for name, path in report["paths"].items()
