@@ -85,7 +85,7 @@ def grad_norm(
 ) -> Tensor:
     """See `reference.grad_norm`; an upper bound of ||H_i||^2, H_i what `clipped_grad` sums.
 
-    H_i is G_i in fp32. Its products and sums are in fp32 (of fp32 operands, with three TF32 products for each), so it
+    Its products and sums are in fp32 (of fp32 operands, with three TF32 products for each), so it
     differs from G_i by the rounding of T products, at most T 2^-20 `grad_magnitude`.
 
     "tile": by making H_i, with the kernel of `clipped_grad`.

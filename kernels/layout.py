@@ -50,6 +50,6 @@ def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[
     if sum(x.dtype != dtype for x, dtype in pairs) < 2:
         return [x.to(dtype) for x, dtype in pairs]
     made = [x if x.dtype == d else torch.empty_like(x, dtype=d) for x, d in pairs]
-    changed = [(new, x) for new, (x, _) in zip(made, pairs, strict=True) if new is not x]
-    torch._foreach_copy_(*map(list, zip(*changed, strict=True)))
+    changed = [i for i, (x, _) in enumerate(pairs) if made[i] is not x]
+    torch._foreach_copy_([made[i] for i in changed], [pairs[i][0] for i in changed])
     return made

@@ -400,7 +400,7 @@ def _check_out(out: Tensor) -> None:
         raise ValueError("out.requires_grad=True: expected no gradient; use torch.no_grad()")
 
 
-def _check_count(name: str, value: object, bits: int) -> None:
+def _check_count(name: str, value: int, bits: int) -> None:
     if not _is_integer(value) or not 0 <= value < 1 << bits:
         raise ValueError(f"{name}={value!r}: expected an integer in [0, 2^{bits}); count from 0")
 
