@@ -92,6 +92,8 @@ class DeferredGradients:
         tiled: uses that recompute their gradient.
         units: where samples are no rows: the tensors of linear uses and look-ups are then
             `[1, n, ...]`, with the entries of all samples, and B is the number of units.
+        cancelling: [B], bool: samples whose norm is that of their own product; None before it is
+            known, and where it is none of a product of all.
     """
 
     rows: int
@@ -99,6 +101,7 @@ class DeferredGradients:
     embedding: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     tiled: list[TiledUse] = field(default_factory=list)
     units: Units | None = None
+    cancelling: Tensor | None = None
     _magnitudes: Tensor | None = None
 
     def save(self, uses: DeferredGradients) -> None:
@@ -194,11 +197,10 @@ class DeferredGradients:
             if total is None or linear is None:
                 return of_use
             inner = _inner(embedding, linear)
-            if self.is_separate:
-                # As the products round, and in fp64; never above what two norms allow.
-                error = self.rounding() * self.sizes()
-                inner = inner + (of_use.sqrt() + error) * error
-                inner = torch.minimum(inner, (of_use * total).sqrt())
+            # It is of exact products, and these round; never above what two norms allow.
+            error = self.rounding() * self.sizes()
+            inner = inner + (of_use.sqrt() + error) * error
+            inner = torch.minimum(inner, (of_use * total).sqrt())
             total = (total + of_use + 2 * inner).clamp(min=0)
         assert total is not None
         return total
@@ -310,7 +312,10 @@ def squared_norms(
     norms = torch.stack([one.squares() for one in plain]).clamp_(min=0).sqrt_()
     sizes = torch.stack([one.sizes() for one in plain])
     squares = (norms + _roundings(plain, norms.device) * sizes).square()
-    for row, i in (sizes > HARMLESS_CANCELLATION * norms).nonzero().tolist():
+    cancelling = sizes > HARMLESS_CANCELLATION * norms
+    for one, own in zip(plain, cancelling, strict=True):
+        one.cancelling = own
+    for row, i in cancelling.nonzero().tolist():
         squares[row, i] = plain[row].of_sample(i)[0]
     own = iter(squares.unbind())
     return first + [next(own) if squares is None else squares for squares in found]
@@ -318,6 +323,9 @@ def squared_norms(
 
 def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
     """How the samples of each are multiplied; waits for the device, but for separate products.
+
+    Apart are samples that a product of all would round too coarsely, and those whose norm is that
+    of their own product.
 
     Args:
         kept: of one batch.
@@ -330,6 +338,9 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
     sizes = torch.stack([one.sizes() for one in plain])
     apart = factors.double() * sizes > HARMLESS_CANCELLATION * bound
     apart |= (factors > 0) & (factors < _LEAST_SHARED_FACTOR)
+    for row, one in zip(apart, plain, strict=True):
+        if one.cancelling is not None:
+            row |= one.cancelling & (factors > 0)
     shared = iter(factors.expand_as(apart).masked_fill(apart, 0).unbind())
     numbers: list[list[int]] = [[] for _ in plain]
     for row, i in apart.nonzero().tolist():

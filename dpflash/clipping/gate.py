@@ -100,6 +100,8 @@ class Gate:
         self._dense: set[int] = set()
         self._read: dict[int, int] = {}
         self._plan: dict[int, str] | None = None
+        # Of the backward for norms, for the one for sums.
+        self._cancelling: dict[int, Tensor | None] = {}
         self._task = -1
         self.device = group.parameters[0].device
         self.reset()
@@ -250,7 +252,8 @@ class Gate:
     def _deferred(self, position: int, **uses: Any) -> DeferredGradients:
         """Uses of a parameter: `linear`, `embedding` and `tiled` of `DeferredGradients`."""
         rows = self.group.parameters[position].shape[0]
-        return DeferredGradients(rows, units=self.units, **uses)
+        known = self._cancelling.get(position)
+        return DeferredGradients(rows, units=self.units, cancelling=known, **uses)
 
     def _keep(self, position: int) -> DeferredGradients:
         return self._kept.setdefault(position, self._deferred(position))
@@ -265,12 +268,14 @@ class Gate:
             if not self.run.norms_again:
                 return
         (squares,) = squared_norms([use])
+        self._cancelling[position] = use.cancelling
         self.squares = squares if self.squares is None else self.squares + squares
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Squared norms [B] of the group, from the handles' gradients and the saved pairs."""
         parts = [] if self.squares is None else [self.squares]
         parts += squared_norms(self._kept.values(), [grads[i] for i in self._kept])
+        self._cancelling |= {i: one.cancelling for i, one in self._kept.items()}
         rest = [g for i, g in enumerate(grads) if g is not None and i not in self._kept]
         if rest and not parts:
             return squared_norm(*rest)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dpflash import PrivateRefusal
-from dpflash.clipping.deferred import DeferredGradients, Share
+from dpflash.clipping.deferred import DeferredGradients, Share, squared_norms
 from dpflash.clipping.groups import per_layer_groups
 from dpflash.kernels import NoiseStream, grid_of
 from dpflash.kernels.grid import is_on_grid
@@ -290,11 +290,14 @@ def test_what_kept_and_other_uses_of_a_weight_round_together_is_in_the_norm():
     assert bool((bounds <= norms + 80 * 2.0**-24 * (sizes + other.flatten(1).norm(dim=1))).all())
 
 
-@pytest.mark.usefixtures("kernels_of_a_gpu")
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("part", [0.0, 2.0**-10, 0.5, 2.0], ids=str)
-def test_the_norm_of_a_tied_table_bounds_what_kernels_sum_where_its_uses_cancel(part):
+def test_the_norm_of_a_tied_table_bounds_what_kernels_sum_where_its_uses_cancel(
+    part, device, request
+):
     """The head's gradient is nearly minus that of the look-ups; its own tokens cancel too."""
-    pytest.importorskip("triton")
+    if device == "gpu":
+        request.getfixturevalue("kernels_of_a_gpu")
     generator = torch.Generator().manual_seed(0)
     rows, tokens, width = 24, 40, 16
     x, dy = (torch.randn(3, tokens, n, generator=generator) for n in (width, rows))
@@ -304,14 +307,37 @@ def test_the_norm_of_a_tied_table_bounds_what_kernels_sum_where_its_uses_cancel(
     tied = DeferredGradients(
         rows, linear=[(x, dy)], embedding=[(looked_up, (part - 1) * head.dense())]
     )
-    assert head.is_separate and tied.is_separate
+    assert head.is_separate == tied.is_separate == (device == "gpu")
     one = torch.ones(1)
-    for i, bound in enumerate(tied.squares().tolist()):
+    (bounds,) = squared_norms([tied])
+    for i, bound in enumerate(bounds.tolist()):
         own = tied._sample(i).clipped(Share(one, one, []))
         square = float(own.double().square().sum())
         # The two norms of a sum whose parts cancel no further say no more.
         alone = float(head.squares()[i])
         assert square <= bound <= square + 0.02 * alone
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
+def test_a_sample_with_the_norm_of_its_own_product_is_summed_by_itself(mode, private, monkeypatch):
+    """Tokens that cancel to less than the bound, with terms of more."""
+    summed, clipped = [], DeferredGradients.clipped
+
+    def noted(uses, share):
+        summed.append(share.apart)
+        return clipped(uses, share)
+
+    monkeypatch.setattr(DeferredGradients, "clipped", noted)
+    data = torch.ones(4, 2, 8)
+    engine, model, optimizer, loader = private(
+        nn.Linear(8, 4, bias=False), data, data, batch_size=4, max_grad_norm=4.0,
+        grad_sample_mode=mode, sampling="fixed_size", verify_first_batch=False,
+    )  # fmt: skip
+    weights = torch.tensor([[1.0, 1.0], [1.0, 2.0**-12 - 1], [0.0, 0.0], [0.5, -0.25]])
+    for x, _ in loader:
+        engine.backward((model(x).sum(2) * weights).sum(1))
+        break
+    assert summed == [[1]]
 
 
 def test_weights_without_elements_and_bounds_of_numpy_are_taken(private):
