@@ -325,7 +325,7 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
     """How the samples of each are multiplied; waits for the device, but for separate products.
 
     Apart are samples that a product of all would round too coarsely, and those whose norm is that
-    of their own product.
+    of their own product. Of all others the norm has the rounding of a product of all.
 
     Args:
         kept: of one batch.
@@ -337,10 +337,11 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
         return [Share(factors, factors, [])] * len(kept)
     sizes = torch.stack([one.sizes() for one in plain])
     apart = factors.double() * sizes > HARMLESS_CANCELLATION * bound
-    apart |= (factors > 0) & (factors < _LEAST_SHARED_FACTOR)
+    apart |= factors < _LEAST_SHARED_FACTOR
     for row, one in zip(apart, plain, strict=True):
         if one.cancelling is not None:
-            row |= one.cancelling & (factors > 0)
+            row |= one.cancelling
+    apart &= factors > 0
     shared = iter(factors.expand_as(apart).masked_fill(apart, 0).unbind())
     numbers: list[list[int]] = [[] for _ in plain]
     for row, i in apart.nonzero().tolist():
