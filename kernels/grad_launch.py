@@ -27,7 +27,7 @@ from .noise_triton import (
     bits_of,
     kind_of,
     open_list,
-    settle_or_keep,
+    settle_unless_kept,
 )
 from .reference import cheaper_norm, upper_bound
 from .spans import (
@@ -481,7 +481,7 @@ def _launch_reduce(
             **_noise_options(found),
         )  # fmt: skip
     if found is not None:
-        settle_or_keep(found)
+        settle_unless_kept(found)
 
 
 def _norm_sums(

@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 
 from .noise_triton import ADDRESS, as_fp64, as_key, elements_of, noisy, reciprocal_of_grid
-from .reference import FP64_SLACK, HARMLESS_CANCELLATION, PRODUCT_BITS, STABILITY
+from .reference import (
+    FP64_SLACK,
+    HARMLESS_CANCELLATION,
+    LARGEST_TERMS,
+    PRODUCT_BITS,
+    STABILITY,
+)
 from .tensor_table import read_from, row_of, size_of, written_to
 
 # ruff: noqa: N803
@@ -29,6 +35,7 @@ _STABILITY = tl.constexpr(STABILITY)
 # The least normal number of fp32.
 _LEAST_NORMAL = tl.constexpr(2.0**-126)
 _HARMLESS_CANCELLATION = tl.constexpr(HARMLESS_CANCELLATION)
+_LARGEST_TERMS = tl.constexpr(LARGEST_TERMS)
 _PRODUCT_ROUNDING = tl.constexpr(2.0 ** PRODUCT_BITS[True])
 
 
@@ -211,14 +218,14 @@ def _gram_bound_kernel(
 ):  # fmt: skip
     """A bound of ``||H_i||^2`` of a sample from its Gram products, see `grad_launch.grad_norm`.
 
-    parts: of pairs of tiles; of_samples: the pairs of each span. apart is 1 where tokens cancel
-    so far that the bound is not used, else 0.
+    parts: of pairs of tiles; of_samples: the pairs of each span. apart is 1 where the bound is not
+    used, since tokens cancel too far or may overflow, else 0.
     """
     b = tl.program_id(0).to(tl.int64)
     row, first, count = _place(of_samples_ptr, b, num_pairs)
     total = _sum_of(parts_ptr + row * num_pairs + first, count, BLOCK)
-    # Where a product of two tokens overflows, that of one of them with itself does too: NaN.
-    total = tl.where(total < 0, 0.0, total)
+    # A product of two tokens that overflows is no cancellation.
+    total = tl.where(total < 0, tl.where(total == float("-inf"), float("inf"), 0.0), total)
     row, first, count = _place(spans_ptr, b, num_tokens)
     norms_ptr += 2 * (row * num_tokens + first)
     sizes = tl.zeros([BLOCK], dtype=tl.float64)
@@ -239,7 +246,9 @@ def _gram_bound_kernel(
     norm = tl.sqrt(total + rounding * size * size + _LEAST_NORMAL * vanished)
     bound = norm + (tokens + 2) * _PRODUCT_ROUNDING * size
     tl.store(squares_ptr + b, bound * bound)
-    tl.store(apart_ptr + b, (size > _HARMLESS_CANCELLATION * norm).to(tl.float32))
+    # Sums of terms so large may overflow in fp32, where their sum in real arithmetic need not.
+    is_harmless = (size <= _HARMLESS_CANCELLATION * norm) & (size < _LARGEST_TERMS)
+    tl.store(apart_ptr + b, tl.where(is_harmless, 0.0, 1.0))
 
 
 @triton.jit
@@ -307,7 +316,7 @@ def _clipped_grad_kernel(
                 count, rows, num_outputs, columns, num_inputs,
                 BLOCK_M, BLOCK_N, BLOCK_K, UPCAST, PRECISION,
             )  # fmt: skip
-            total += acc * factor
+            total = tl.fma(acc, factor, total)
             if is_norm:
                 tl.store(squares_ptr + sample * num_tiles + tile, _sum_of_squares(acc))
     if is_norm == 0:

@@ -228,6 +228,7 @@ class NoiseStream:
         other = object.__new__(NoiseStream)  # what is the same is checked already
         other.__dict__.update(self.__dict__, parameter_id=parameter_id, offset=offset)
         other._check_place()
+        other.__dict__.update(parameter_id=int(parameter_id), offset=int(offset))
         return other
 
     @property

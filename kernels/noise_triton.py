@@ -429,7 +429,10 @@ class OpenList(NamedTuple):
 
 
 def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenList:
-    """An empty list for the noise of results on one device, of one release."""
+    """An empty list for the noise of results on one device, of one release.
+
+    It is in `NoiseStream.unsettled` from now on: a launch that fails may have written to it.
+    """
     elements = sum(out.numel() for out in outs)
     size = _COUNTERS.value + _COLUMNS.value * expected_capacity(elements, streams[0].scale)
     before = streams[0].unsettled
@@ -440,7 +443,10 @@ def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenLis
         # Zeros for some more lists, so that not each of them is a launch.
         spare = torch.zeros(max(end, SPARE), dtype=torch.int64, device=outs[0].device)
     entries, _, spare = spare.split([size, end - size, spare.shape[0] - end])
-    return OpenList(tuple(outs), tuple(streams), entries, spare)
+    found = OpenList(tuple(outs), tuple(streams), entries, spare)
+    if before is not None:
+        before.append(found)
+    return found
 
 
 def expected_capacity(elements: int, scale: float) -> int:
@@ -542,7 +548,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
         for out in own:
             # Autograd must notice the change, as it does with PyTorch's own operations.
             torch.autograd.graph.increment_version(out)
-        settle_or_keep(found)
+        settle_unless_kept(found)
 
 
 def kind_of(stream: NoiseStream | None, *tensors: Tensor) -> tuple[object, ...]:
@@ -551,10 +557,7 @@ def kind_of(stream: NoiseStream | None, *tensors: Tensor) -> tuple[object, ...]:
     return (*(x.dtype for x in tensors), has_vectors(*tensors), of_noise)
 
 
-def settle_or_keep(found: OpenList) -> None:
-    """Settle a list now, or append it to `NoiseStream.unsettled` for later."""
-    unsettled = found.streams[0].unsettled
-    if unsettled is None:
+def settle_unless_kept(found: OpenList) -> None:
+    """Settle a list now that `NoiseStream.unsettled` does not keep for later."""
+    if found.streams[0].unsettled is None:
         settle([found])
-    else:
-        unsettled.append(found)

@@ -37,6 +37,8 @@ ROOT_SLACK = 1.0 - 2.0**-50
 # A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. A
 # sample whose tokens cancel by more than this factor is multiplied by itself.
 HARMLESS_CANCELLATION = 256.0
+# Terms whose magnitudes add up to less than this do not overflow in fp32.
+LARGEST_TERMS = 2.0**126
 # log2 of the relative rounding of an fp32 product: on a CPU; as three TF32 products on a GPU.
 PRODUCT_BITS = {False: -24, True: -20}
 # gamma of automatic clipping, as in its paper.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -23,7 +24,7 @@ from dpflash.kernels import (
     products_are_separate,
     squared_norm,
 )
-from dpflash.kernels.reference import HARMLESS_CANCELLATION, PRODUCT_BITS
+from dpflash.kernels.reference import HARMLESS_CANCELLATION, LARGEST_TERMS, PRODUCT_BITS
 
 from ..packing.pack import EXACT_ALIGN
 from ..packing.units import Units
@@ -137,7 +138,8 @@ class DeferredGradients:
         dense, others = self.dense(), squared_norm(other).sqrt()
         sizes = others + (squared_norm(dense).sqrt() if self.tiled else self.sizes())
         rounding = _SUM_OF_TWO if self.tiled else self.rounding() + _SUM_OF_TWO
-        return (squared_norm(other + dense).sqrt() + rounding * sizes).square()
+        bounds = (squared_norm(other + dense).sqrt() + rounding * sizes).square()
+        return bounds.masked_fill(sizes >= LARGEST_TERMS, math.inf)
 
     def of_sample(self, i: int) -> Tensor:
         """[1], fp64: ||G_i||^2 of a sample's own product."""
@@ -312,7 +314,8 @@ def squared_norms(
     norms = torch.stack([one.squares() for one in plain]).clamp_(min=0).sqrt_()
     sizes = torch.stack([one.sizes() for one in plain])
     squares = (norms + _roundings(plain, norms.device) * sizes).square()
-    cancelling = sizes > HARMLESS_CANCELLATION * norms
+    # Sums of large terms may overflow in fp32, where Gram norms are finite.
+    cancelling = (sizes > HARMLESS_CANCELLATION * norms) | (sizes >= LARGEST_TERMS)
     for one, own in zip(plain, cancelling, strict=True):
         one.cancelling = own
     for row, i in cancelling.nonzero().tolist():

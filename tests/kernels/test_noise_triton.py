@@ -7,6 +7,7 @@ import math
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from normal_words import as_tensor, magnitudes, near_borders
@@ -453,3 +454,25 @@ def test_shards_on_a_gpu_get_the_noise_of_the_whole_bit_for_bit(generator):
     for begin, end in ((0, 1), (1, 500_000), (7, 1_000_003), (16, 999_984), (999_999, 1_000_003)):
         part = added(zeros[begin:end], stream(offset=begin, generator=generator), groups=128)
         assert same_bits(part, whole[begin:end])
+
+
+def test_a_list_after_a_launch_that_failed_begins_behind_what_it_may_have_written(monkeypatch):
+    noise_triton = pytest.importorskip("dpflash.kernels.noise_triton")
+    unsettled = []
+    own = [stream(parameter_id=i, unsettled=unsettled) for i in range(2)]
+
+    def failing(found):
+        found.entries.fill_(7)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(noise_triton, "settle_unless_kept", failing)
+        noise_triton.add_noise_([sums(30)], own[:1])
+    failed, found = unsettled[0], noise_triton.open_list([sums(30)], own[1:])
+    assert not found.entries.any() and failed.entries.data_ptr() != found.entries.data_ptr()
+
+
+def test_a_stream_in_the_same_release_takes_numbers_of_other_libraries():
+    other = stream().at(np.uint8(3), np.int32(250))
+    assert other == stream().at(3, 250)
+    assert {type(other.parameter_id), type(other.offset)} == {int}

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from dpflash import PrivateRefusal
-from dpflash.clipping.deferred import DeferredGradients, Share, squared_norms
+from dpflash.clipping.deferred import DeferredGradients, Share, shares, squared_norms
 from dpflash.clipping.groups import per_layer_groups
-from dpflash.kernels import NoiseStream, grid_of
+from dpflash.kernels import NoiseStream, clip_factors, grid_of
 from dpflash.kernels.grid import is_on_grid
 from dpflash.step import BatchNoise
 from dpflash.step import noise as noise_module
@@ -316,6 +316,23 @@ def test_the_norm_of_a_tied_table_bounds_what_kernels_sum_where_its_uses_cancel(
         # The two norms of a sum whose parts cancel no further say no more.
         alone = float(head.squares()[i])
         assert square <= bound <= square + 0.02 * alone
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("tokens", [[4.8e18] * 16 + [-4.8e18] * 16, [1.7e19] * 4], ids=["+-", "+"])
+def test_terms_that_overflow_in_float32_alone_add_nothing(tokens, device, request):
+    if device == "gpu":
+        request.getfixturevalue("kernels_of_a_gpu")
+    x, dy = torch.randn(2, 2, len(tokens), 64, generator=torch.Generator().manual_seed(0))
+    x[1], dy[1] = 0, 0
+    x[1, :, 0], dy[1, :, 0] = torch.tensor(tokens).abs(), torch.tensor(tokens)
+    kept = DeferredGradients(64, linear=[(x, dy)])
+    (squares,) = squared_norms([kept])
+    factors = clip_factors(squares, 20.0)
+    (share,) = shares([kept], factors, 20.0)
+    assert kept.clipped(share).isfinite().all()
+    (bound,) = squared_norms([kept], [torch.zeros(2, 64, 64)])
+    assert factors[0] > 0 == factors[1] and bound[1] == math.inf
 
 
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
