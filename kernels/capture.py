@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -26,16 +26,18 @@ _kept: Kept | None = None
 class Kept:
     """What the kernels of a captured graph read beside the tensors of the model.
 
-    It must live as long as the graph.
+    It must live as long as the graph. A rehearsal, a run of what is then captured, makes the
+    memory of its tables: memory of the graph's own would be that of other results too.
     """
 
     def __init__(self) -> None:
-        self._tables: list[tuple[Tensor, Tensor]] = []
+        self._places: list[Tensor] = []
+        self._tables: list[Tensor] = []
         self._objects: list[object] = []
+        self._rehearses = False
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Hold what launches inside the block use; one capture at a time."""
+    def _is_current(self) -> Iterator[None]:
         global _kept
         held, _kept = _kept, self
         try:
@@ -43,11 +45,39 @@ class Kept:
         finally:
             _kept = held
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Run the block as ever, and hold what launches use; before `capturing`."""
+        self._rehearses = True
+        with self._is_current():
+            yield
+        self._rehearses = False
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Launches inside the block, which was rehearsed, use what is held."""
+        return self._is_current()
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether a table is of the block, not of another thread that captures nothing."""
+        is_cuda = device.type == "cuda" and not self._rehearses
+        return not is_cuda or torch.cuda.is_current_stream_capturing()
+
     def place_of(self, table: Tensor, device: torch.device) -> Tensor:
-        """Memory on the device for a table on the CPU, which `write` copies there."""
-        there = torch.empty_like(table, device=device)
-        self._tables.append((there, table))
-        return there
+        """Memory on the device for a table on the CPU, which `write` copies there.
+
+        Raises:
+            RuntimeError: the rehearsal sent other tables.
+        """
+        if self._rehearses:
+            self._places.append(table.to(device, copy=True))
+            return self._places[-1]
+        number = len(self._tables)
+        self._tables.append(table)
+        if number < len(self._places):
+            there = self._places[number]
+            if (there.shape, there.dtype, there.device) == (table.shape, table.dtype, device):
+                return there
+        raise RuntimeError("a capture launches other kernels than its rehearsal")
 
     def hold(self, found: object) -> None:
         """Hold what holds tensors."""
@@ -55,7 +85,7 @@ class Kept:
 
     def write(self) -> None:
         """Copy the tables to the device; once, after the capture and before the first replay."""
-        for there, table in self._tables:
+        for there, table in zip(self._places, self._tables, strict=True):
             there.copy_(table)
 
 
@@ -78,7 +108,7 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: a CUDA stream captures a graph without `Kept`.
     """
-    if _kept is not None:
+    if _kept is not None and _kept.serves(device):
         return _kept.place_of(x, device)
     if device.type != "cuda":
         return x.to(device)

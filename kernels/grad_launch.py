@@ -601,6 +601,7 @@ def _ones(samples: int, device: torch.device) -> Tensor:
     return torch.ones(samples, device=device)
 
 
+@kept_in_captures
 @functools.lru_cache(maxsize=64)
 def _pairs(tiles: int, device: torch.device) -> Tensor:
     """[2, pairs]: the tiles (s, t) with t >= s."""

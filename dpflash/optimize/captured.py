@@ -13,12 +13,16 @@ for anything, so a replay can repeat neither.
     optimizer.step():  as ever
 
 What a graph cannot hold runs layer by layer, and `engine.optimization` says why: batches that are
-recorded, compared or proven; random masks; hooks; gradients that are not instantiated.
+recorded, compared or proven; random masks; hooks; gradients that are not instantiated; a model
+that reads tensors which are neither its arguments nor its own, writes such, or keeps results. A
+replay would read and leave those of another batch.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -26,12 +30,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpflash.kernels import Kept
 
 from ..clipping.backward import PrivateBackward
 from ..clipping.gate import Gate
+from ..clipping.precision import without_autocast
 from ..clipping.rules import BackwardRun, GateRules
 from ..clipping.statistics import ClipStatistics
 from ..random_state import RandomState
@@ -41,11 +48,13 @@ from ..step import ClippedSums, PrivateStep
 from ..verification.second_order import differentiable_once
 from .levels import Optimization
 
+_log = logging.getLogger(__name__)
+
 # Kinds of batches that are captured, calls of a kind before it is, and moves of the weights.
 _MOST_KINDS, _EAGER_CALLS, _MOST_MOVES = 4, 3, 3
 # Of a replay and the same call layer by layer: kernels of libraries may add in another order.
 _ROUNDING = 2.0**-7
-_LONGEST_REASON = 200
+_MOST_SEEN = 64
 _PLAIN = (type(None), bool, int, float, str)
 _OFF = "; or pass PerformanceConfig(cuda_graph=False)"
 
@@ -83,24 +92,38 @@ class Recorder(Protocol):
 class CudaGraphs:
     """Records CUDA graphs with common memory, which are replayed in the order of recording."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """See `Recorder`."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            self._stream.wait_stream(before)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                before.wait_stream(self._stream)
 
     @contextmanager
     def recording(self) -> Iterator[Callable[[], None]]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            yield graph.replay
+        # Other threads may go on: a loader pins memory.
+        mode = "thread_local"
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
+                    yield graph.replay
+            except BaseException:
+                torch.cuda.set_stream(before)  # which a failed capture does not do
+                raise
 
 
 class CapturedCalls:
@@ -131,10 +154,13 @@ class CapturedCalls:
     @property
     def sentence(self) -> str:
         """What is captured, or why nothing is."""
-        shapes = [call.shape for call in self._found.values() if call is not None]
-        if not shapes or self._is_off:
+        # Shapes may be private, where the longest sample of a batch decides.
+        kinds = sum(call is not None for call in self._found.values())
+        if not kinds or self._is_off:
             return f"left out: CUDA graphs, since {self._why}"
-        return f"CUDA graphs: forward and backward of batches {', '.join(map(str, shapes))}"
+        return f"CUDA graphs: forward and backward of {kinds} kinds of batches".replace(
+            "1 kinds", "1 kind"
+        )
 
     def outputs(
         self,
@@ -153,6 +179,9 @@ class CapturedCalls:
         """
         if self._is_off or not self._is_alone() or not self._backward.may_replay:
             return None
+        if self._backward.is_past_calls:
+            self._why = "the loop calls layers of the model by themselves"
+            return None
         leaves, structure = tree_flatten(arguments)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if (why := self._unfit(leaves, tensors)) is not None:
@@ -164,8 +193,11 @@ class CapturedCalls:
         ]
         kind = (setting, repr(structure), tuple(kinds), self._step.bound)
         if kind not in self._found:
+            if len(self._counts) > _MOST_SEEN or len(self._found) >= _MOST_KINDS:
+                self._why = "there are many kinds of batches, or of numbers in the model"
+                return None
             count = self._counts[kind] = self._counts.get(kind, 0) + 1
-            if count <= _EAGER_CALLS or len(self._found) >= _MOST_KINDS:
+            if count <= _EAGER_CALLS:
                 return None
             with keeping_state():
                 self._found[kind] = self._capture(arguments, run)
@@ -205,6 +237,8 @@ class CapturedCalls:
             return f"an argument of the model is not on {device}"
         if any(x.requires_grad for x in tensors):
             return "an argument of the model requires its gradient"
+        if not tensors:
+            return "the model was given no tensor"
         others = [type(x) for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
         return f"the model was given {others[0].__name__}" if others else None
 
@@ -214,11 +248,13 @@ class CapturedCalls:
         try:
             sums = _static_sums(self._step)
             return _CapturedCall(self._module, self._backward, sums, arguments, run)
-        except RuntimeError as error:
-            self._why = " ".join(str(error).split())[:_LONGEST_REASON]
-            if not isinstance(error, NotCaptured):
-                self._why = f"capturing failed: {type(error).__name__}: {self._why}"
-            return None
+        except NotCaptured as error:
+            self._why = str(error)
+        except Exception as error:
+            # Its text may hold values.
+            self._why = f"capturing failed with {type(error).__name__}, which the log has"
+            _log.debug("capturing failed", exc_info=True)
+        return None
 
     def _replayed(self, call: _CapturedCall, tensors: Sequence[Tensor]) -> Any:
         forward = self._backward.forward
@@ -242,7 +278,6 @@ class _CapturedCall:
     Attributes:
         state: what the layers left in `PrivateForward`.
         roots: the outputs that require a gradient.
-        shape: of the first argument.
 
     Raises:
         NotCaptured: a graph cannot hold this call.
@@ -257,43 +292,46 @@ class _CapturedCall:
         arguments: tuple[Any, Any],
         run: Callable[[Any, Any], Any],
     ):
-        recorder: Recorder = CudaGraphs()
+        recorder: Recorder = CudaGraphs(_device(backward))
         _refuse_hooks(module)
-        self._backward = backward
+        self._module, self._backward = module, backward
         # Graphs know addresses: of these tensors and no others that may replace them.
-        self._held = [*module.parameters(), *module.buffers()]
-        self._addresses = [(x.data_ptr(), x.requires_grad) for x in self._held]
+        self._held = _tensors_in(module)
+        self._places = _places(self._held)
         leaves, structure = tree_flatten(arguments)
         leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         self._inputs = [x for x in leaves if isinstance(x, Tensor)]
-        self.shape = tuple(self._inputs[0].shape) if self._inputs else ()
         args, kwargs = tree_unflatten(leaves, structure)
         self._sums = sums
         self._noted = _Noted()
         self._kept = Kept()
-        step, clip = _Captured(self._sums), BackwardRun()
+        step, clip, forward = _Captured(self._sums), BackwardRun(), backward.forward
 
         def admit(gate: Gate) -> None:
             step.rows.set_size(gate.batch_size, gate.device)
-            backward.forward.finish()
+            if gate.generation != forward.number or gate.batch_size != forward.state.batch_size:
+                raise NotCaptured("layers of one call saw batches of several sizes")
+            forward.finish()
 
         # Gates hold their rules by weak references.
         self._rules = replace(
             backward.rules, step=step, statistics=self._noted, run=lambda: clip, admit=admit
         )
-        with (
-            backward.forward.aside(),
-            backward.forward.gates_with(functools.partial(Gate, self._rules)),
-        ):
+        with forward.gates_with(functools.partial(Gate, self._rules)):
             self._run = functools.partial(self._forward, run, args, kwargs)
-            reference = self._first(recorder)
+            with recorder.aside():
+                with forward.aside():
+                    reference = self._first()
+                self._refuse_strangers()
             self._noted.found.clear()
-            with self._kept.capturing():
+            with forward.aside(), self._kept.capturing():
                 with recorder.recording() as self._replay_forward:
                     self._flat, self._structure = self._run()
                 with recorder.recording() as self._replay_backward:
                     self._differentiate()
-            self.state = backward.forward.state
+                self.state = forward.state
+        # Names of the operations that the loop's own follow.
+        self.stands_for = tuple(type(x.grad_fn).__name__ for x in self.roots)
         self._rows = step.rows
         self._kept.write()
         self._refuse_other(reference)
@@ -314,23 +352,33 @@ class _CapturedCall:
     def _differentiate(self) -> None:
         # Of the gates' stand-ins, since nodes that accumulate gradients have streams of their own.
         ends = list(self._rules.stand_ins.values())
-        torch.autograd.grad(self.roots, ends, self._grads, allow_unused=True)
+        with without_autocast(_device(self._backward).type):
+            torch.autograd.grad(self.roots, ends, self._grads, allow_unused=True)
 
-    def _first(self, recorder: Recorder) -> list[Tensor]:
+    def _first(self) -> list[Tensor]:
         """Outputs and sums of a run layer by layer, like that of a replay."""
         device = _device(self._backward)
         before = RandomState(device)
-        with recorder.aside():
-            # The first one makes the sums, and what kernels keep; the second one adds in place.
-            for _ in range(2):
-                self._run()
-                self._grads = [torch.ones_like(x) for x in self.roots]
-                self._clear(self._sums.values())
-                self._differentiate()
-            found = [x.detach().clone() for x in (*self.roots, *self._sums.values())]
+        # The first one makes the sums, and what kernels keep; the second one adds in place.
+        self._run()
+        self._grads = [torch.ones_like(x) for x in self.roots]
+        self._differentiate()
+        with self._kept.rehearsing():
+            self._run()
+            self._clear(self._sums.values())
+            self._differentiate()
         if not RandomState(device).equals(before):
             raise NotCaptured("the model's forward draws random numbers, as dropout does")
-        return found
+        return [x.detach().clone() for x in (*self.roots, *self._sums.values())]
+
+    def _refuse_strangers(self) -> None:
+        """Refuse a forward that reads, writes or keeps tensors which a replay does not."""
+        seen = _Seen([*self._inputs, *self._held])
+        with self._backward.forward.aside(), seen:
+            self._run()
+        self.roots = []
+        if (refusal := seen.refusal()) is not None:
+            raise NotCaptured(refusal)
 
     def _refuse_other(self, reference: Sequence[Tensor]) -> None:
         """Refuse graphs whose first replay gives other outputs or sums than the layers did."""
@@ -339,8 +387,13 @@ class _CapturedCall:
         self._replay_backward()
         found = (*self.roots, *self._sums.values())
         for own, other in zip(found, reference, strict=True):
-            distance, size = ((own - other).double().norm(), other.double().norm())
-            if not bool(distance <= _ROUNDING * size):
+            # A sample may have no finite gradient: that tells nothing of the graphs.
+            is_finite = other.isfinite()
+            same = torch.equal(own.isfinite(), is_finite)
+            distance, size = (
+                x.masked_fill(~is_finite, 0).double().norm() for x in (own - other, other)
+            )
+            if not same or not bool(distance <= _ROUNDING * size):
                 raise NotCaptured("a replay gave other results than the model")
 
     @staticmethod
@@ -350,7 +403,7 @@ class _CapturedCall:
 
     def is_in_place(self) -> bool:
         """Whether the model's tensors are where the graphs read them, and train what they did."""
-        return [(x.data_ptr(), x.requires_grad) for x in self._held] == self._addresses
+        return _places(_tensors_in(self._module)) == self._places
 
     def outputs(self, roots: Sequence[Tensor]) -> Any:
         """The model's outputs with `roots` for those that require a gradient."""
@@ -369,7 +422,7 @@ class _CapturedCall:
 
     def _of_forward(self) -> list[Tensor]:
         """What the backward reads as the forward left it."""
-        return [*self.roots, *self._held]
+        return [*(x for x in self._flat if isinstance(x, Tensor)), *self._held]
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
         """Copy the gradients of the outputs to where the backward reads them."""
@@ -405,7 +458,8 @@ class _CapturedCall:
         self._clear(total for p, total in self._sums.items() if step.sums.get(p) is not total)
         self._replay_backward()
         for squares, factors in self._noted.found:
-            rules.statistics.note(squares, factors)
+            # The next forward may use their memory.
+            rules.statistics.note(squares.clone(), factors.clone())
         step.add(list(self._sums), self._sums.values())
 
 
@@ -414,7 +468,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _CapturedCall, handle: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
+        ctx.call, ctx.stands_for = call, call.stands_for
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in call.roots)
 
@@ -423,6 +477,65 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         ctx.call.take(grads)
         return None, None
+
+
+class _Seen(TorchDispatchMode):
+    """Sees the operations of a forward: where their operands and results are.
+
+    Args:
+        known: what they may read.
+    """
+
+    def __init__(self, known: Sequence[Tensor]):
+        super().__init__()
+        self._known = {_storage(x) for x in known}
+        self._made: dict[int, StorageWeakRef] = {}
+        self._refusal: str | None = None
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
+        is_written = any(
+            a.alias_info and a.alias_info.is_write for a in operation._schema.arguments
+        )
+        if any(_storage(x) not in self._known and not self._is_made(x) for x in given):
+            self._refusal = (
+                "its forward reads a tensor that is no argument, parameter or buffer; give it to "
+                "the model as an argument, or register it as a buffer"
+            )
+        elif is_written and not self._is_made(given[0]):
+            self._refusal = "its forward changes its arguments, parameters or buffers in place"
+        found = operation(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor) and x.numel() and _storage(x) not in self._known:
+                self._made[_storage(x)] = StorageWeakRef(x.untyped_storage())
+        return found
+
+    def _is_made(self, x: Tensor) -> bool:
+        made = self._made.get(_storage(x))
+        return made is not None and not made.expired()
+
+    def refusal(self) -> str | None:
+        """What a graph cannot hold, or None; after all that the forward returned is dropped."""
+        gc.collect()
+        if self._refusal is None and not all(made.expired() for made in self._made.values()):
+            return (
+                "its forward keeps tensors that it does not return, as on the model or in a list"
+            )
+        return self._refusal
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _tensors_in(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _places(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in tensors]
 
 
 class _ReplayedGate(Gate):
@@ -439,8 +552,13 @@ class _ReplayedGate(Gate):
     def finish(self, grads: Sequence[Tensor | None]) -> None:
         """See `Gate.finish`."""
         self._enter()
-        self.has_run = True
         with self.step.dropping():
+            if self.has_run:
+                raise RuntimeError(
+                    "a backward through a captured call for a second time: the first one may have "
+                    "used the memory of its activations. Call the model again" + _OFF
+                )
+            self.has_run = True
             if self.run.mode != "clip":
                 raise RuntimeError("a backward of a captured call that is only compared")
             self.rules.admit(self)
@@ -520,6 +638,16 @@ def _static_sums(step: PrivateStep) -> ClippedSums:
     if sums.grid is None:
         raise NotCaptured("sums are not exact; leave exact=None, and max_grad_norm finite")
     return sums
+
+
+def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
+    """The numbers, flags and names that modules keep, which a forward may read."""
+    return tuple(
+        (name, type(x), x)
+        for m in module.modules()
+        for name, x in vars(m).items()
+        if type(x) in _PLAIN
+    )
 
 
 def _refuse_hooks(module: nn.Module) -> None:

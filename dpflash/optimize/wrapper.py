@@ -42,7 +42,7 @@ from ..verification.second_order import refuse_transforms
 from ..verification.tracing import refuse_tracing
 from ..verification.unchanged import Contents, Unchanged
 from ..verification.uncovered import Uncovered
-from .captured import CapturedCalls
+from .captured import CapturedCalls, plain_attributes
 from .levels import Optimization
 
 # Tests use a quicker one.
@@ -221,14 +221,12 @@ class ForwardWrapper:
         if self._captured is None:
             return None
         dtype = self._autocast_dtype()
-        flags = bytes([m.training for m in module.modules()])
 
         def run(args: Any, kwargs: Any) -> Any:
-            tensors = _tensors((args, kwargs))
-            with self._backward.call(_first_dimensions(tensors)), self._watched(again=True):
+            with self._backward.call(_first_dimensions(_tensors((args, kwargs)))):
                 return self._eagerly(module, dtype, args, kwargs)
 
-        setting = self._structure, dtype, flags
+        setting = self._structure, dtype, plain_attributes(module)
         return self._captured.outputs(setting, (args, kwargs), run, self._keeping_state)
 
     def _tried(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:

@@ -24,7 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _LEAF = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
 _GATE = "_ClipGateBackward"
-_REPLAY = "_ReplayBackward"
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
@@ -238,10 +237,12 @@ def leaves_past_gates(
         node = waiting.pop()
         if _is_foreign(node) and (node is root or runs(node)):
             found |= {id(x): x for x in _trained_inside(node, model, reached)}
-        for below, _ in node.next_functions:
-            names = type(node).__name__, type(below).__name__
-            if path is not None and _REPLAY not in names:  # it stands for operations known before
-                path.add(names)
+        for below, output in node.next_functions:
+            # A replay stands for the operations of the model, which are known.
+            replayed = getattr(below, "stands_for", None)
+            name = type(below).__name__ if replayed is None else replayed[output]
+            if path is not None and not hasattr(node, "stands_for"):
+                path.add((type(node).__name__, name))
             if type(below) is _LEAF:
                 if type(node).__name__ != _GATE and runs(below):
                     leaf: Tensor = below.variable  # type: ignore[attr-defined]

@@ -89,15 +89,24 @@ def test_a_real_capture_is_seen():
     assert torch.equal(out, before)
 
 
-def test_tables_are_copied_once_after_the_capture():
-    kept, table = Kept(), torch.arange(4)
+def test_tables_are_copied_once_after_the_capture_to_memory_of_the_rehearsal():
+    kept, table, cpu = Kept(), torch.arange(4), torch.device("cpu")
+    with kept.rehearsing():
+        first = sent(torch.ones(4, dtype=torch.int64), cpu)
     with kept.capturing():
-        there = sent(table, torch.device("cpu"))
-    there.zero_()
-    assert there.data_ptr() != table.data_ptr()
+        there = sent(table, cpu)
+    assert there is first and first.sum() == 4
     kept.write()
-    assert torch.equal(there, table)
-    assert sent(table, torch.device("cpu")) is table
+    assert torch.equal(there, table) and there.data_ptr() != table.data_ptr()
+    assert sent(table, cpu) is table
+
+
+def test_a_capture_that_sends_other_tables_than_its_rehearsal_is_refused():
+    kept, cpu = Kept(), torch.device("cpu")
+    with kept.rehearsing():
+        sent(torch.arange(4), cpu)
+    with kept.capturing(), pytest.raises(RuntimeError, match="other kernels than its rehearsal"):
+        sent(torch.arange(5), cpu)
 
 
 def test_what_a_cache_gave_in_a_capture_outlives_the_cache():
@@ -133,6 +142,9 @@ def test_a_launch_reads_its_tables_at_the_replay(monkeypatch):
 
     kernel, kept = kernels._clip_reduce_kernel, Kept()
     monkeypatch.setattr(kernels, "_clip_reduce_kernel", Recorded())
+    with kept.rehearsing():
+        launch.clip_reduce_all([grads.clone()], factors, grid=2.0**-20, into=[into])
+    calls.clear()
     with kept.capturing():
         launch.clip_reduce_all([grads], factors, grid=2.0**-20, into=[into])
     kept.write()
