@@ -452,9 +452,12 @@ class PerformanceConfig:
         cuda_graph: on a GPU, replay the model's forward and its clipped backward as CUDA graphs,
             so that a small model no longer waits for Python. Losses, charge, noise and release
             run as ever, and so does what a graph cannot hold: batches that are proven or tried,
-            dropout, hooks, several calls for a backward, several ranks. Batches should have few
-            shapes, and the outputs of a call are overwritten by the next call.
-            `engine.optimization` says what is captured, or why nothing is.
+            dropout, hooks, several calls for a backward, several ranks, and a model whose forward
+            reads or keeps tensors beside its arguments, parameters, buffers and outputs. Batches
+            should have few shapes; the next call overwrites the outputs of a call; and what a
+            forward reads of Python beside numbers in the model's attributes, such as a global, is
+            read at the capture alone. `engine.optimization` says whether calls are captured, or
+            why not. Not yet run on a GPU.
 
     Raises:
         ValueError: naming the argument, its value and the way out.

@@ -50,11 +50,11 @@ from .levels import Optimization
 
 _log = logging.getLogger(__name__)
 
-# Kinds of batches that are captured, calls of a kind before it is, and moves of the weights.
-_MOST_KINDS, _EAGER_CALLS, _MOST_MOVES = 4, 3, 3
+# Kinds of batches that are captured and that are seen, calls of a kind before it is captured, and
+# moves of the weights.
+_MOST_KINDS, _MOST_SEEN, _EAGER_CALLS, _MOST_MOVES = 4, 64, 3, 3
 # Of a replay and the same call layer by layer: kernels of libraries may add in another order.
 _ROUNDING = 2.0**-7
-_MOST_SEEN = 64
 _PLAIN = (type(None), bool, int, float, str)
 _OFF = "; or pass PerformanceConfig(cuda_graph=False)"
 
@@ -135,12 +135,7 @@ class CapturedCalls:
         step: the logical batch.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        backward: PrivateBackward,
-        step: PrivateStep,
-    ):
+    def __init__(self, module: nn.Module, backward: PrivateBackward, step: PrivateStep):
         self._module = module
         self._backward = backward
         self._step = step
@@ -154,13 +149,10 @@ class CapturedCalls:
     @property
     def sentence(self) -> str:
         """What is captured, or why nothing is."""
-        # Shapes may be private, where the longest sample of a batch decides.
-        kinds = sum(call is not None for call in self._found.values())
-        if not kinds or self._is_off:
+        if self._is_off or not any(self._found.values()):
             return f"left out: CUDA graphs, since {self._why}"
-        return f"CUDA graphs: forward and backward of {kinds} kinds of batches".replace(
-            "1 kinds", "1 kind"
-        )
+        # No shapes: they may be private, where the longest sample of a batch decides.
+        return "CUDA graphs: forward and backward of batches of frequent shapes"
 
     def outputs(
         self,
