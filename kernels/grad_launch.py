@@ -93,8 +93,8 @@ def grad_norm(
     "gram": by ||G_i||^2 in real arithmetic and that rounding. The rounding error of fp32 in the
     products of tokens, see `_gram_rounding`, is added relative to `grad_magnitude` squared: where
     tokens are orthogonal and I + O = 2048, that is T 8e-5 of ||G_i||^2 in 16 bits and T 1.2e-4 in
-    32. A product that overflows gives a non-finite square. Where a sample's tokens nearly cancel,
-    H_i is made, which the device decides.
+    32. Where a sample's tokens nearly cancel, or products overflow, H_i is made, which the device
+    decides.
     """
     x, dy = _operands(x, dy)
     if spans is not None:

@@ -33,6 +33,8 @@ WORDS_PER_BLOCK = 8
 MAX_WORDS = (1 << 32) * WORDS_PER_BLOCK
 # Both counters have 32 bits for the block, which holds 8 elements or 2.
 _ELEMENTS = {"chacha20": MAX_WORDS, "philox": 1 << 33}
+# Of the numbers that a stream is addressed by.
+_BITS = {"step": 64, "parameter_id": 32, "offset": 64}
 # Words made at a time: their scratch memory fits into a cache.
 _CHUNK_WORDS = 1 << 17
 _ZEROS = bytes(1 << 19)
@@ -201,13 +203,13 @@ class NoiseStream:
             raise ValueError(
                 f"key: expected {KEY_BYTES} bytes, got {len(key)}; take them from os.urandom"
             )
-        _check_count("step", self.step, 64)
+        for name, bits in _BITS.items():
+            _check_count(name, getattr(self, name), bits)
         if not isinstance(self.generator, str) or self.generator not in _ELEMENTS:
             raise ValueError(
                 f"generator={self.generator!r}: expected one of {', '.join(_ELEMENTS)}; take "
                 "chacha20 for a release"
             )
-        self._check_place()
         # Numbers of other libraries, for instance numpy's, would overflow.
         kinds = {"std": float, "grid": float, "step": int, "parameter_id": int, "offset": int}
         for name, kind in kinds.items():
@@ -215,20 +217,12 @@ class NoiseStream:
             if type(value) is not kind:
                 object.__setattr__(self, name, kind(value))
 
-    def _check_place(self) -> None:
-        _check_count("parameter_id", self.parameter_id, 32)
-        if not _is_integer(self.offset) or self.offset < 0:
-            raise ValueError(
-                f"offset={self.offset!r}: expected an integer >= 0; pass the element at which out "
-                "begins"
-            )
-
     def at(self, parameter_id: int, offset: int = 0) -> NoiseStream:
         """The noise of another parameter, or part of one, in the same release."""
+        for name, value in (("parameter_id", parameter_id), ("offset", offset)):
+            _check_count(name, value, _BITS[name])
         other = object.__new__(NoiseStream)  # what is the same is checked already
-        other.__dict__.update(self.__dict__, parameter_id=parameter_id, offset=offset)
-        other._check_place()
-        other.__dict__.update(parameter_id=int(parameter_id), offset=int(offset))
+        other.__dict__.update(self.__dict__, parameter_id=int(parameter_id), offset=int(offset))
         return other
 
     @property

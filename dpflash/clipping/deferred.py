@@ -199,9 +199,11 @@ class DeferredGradients:
             if total is None or linear is None:
                 return of_use
             inner = _inner(embedding, linear)
-            # It is of exact products, and these round; never above what two norms allow.
-            error = self.rounding() * self.sizes()
-            inner = inner + (of_use.sqrt() + error) * error
+            # It is of an exact product, and that of the head rounds: H is in the other norm, or in
+            # the sum. Never above what two norms allow.
+            head = DeferredGradients(self.rows, linear=self.linear, units=self.units)
+            error = head.rounding() * head.sizes()
+            inner = inner + ((of_use if self.is_separate else total).sqrt() + error) * error
             inner = torch.minimum(inner, (of_use * total).sqrt())
             total = (total + of_use + 2 * inner).clamp(min=0)
         assert total is not None

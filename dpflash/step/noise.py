@@ -92,7 +92,6 @@ class BatchNoise:
         self._key = key
         self._step = step
         self._unsettled: list[OpenList] = []
-        self._first = self._stream(self._std, self._grid, step, self._unsettled)
         self._parameter_ids = parameter_ids
         self._noised: set[nn.Parameter] = set()
 
@@ -105,6 +104,10 @@ class BatchNoise:
         """Whether noise is still to be added to this parameter's sum."""
         is_known = parameter in self._parameter_ids and parameter not in self._noised
         return self._std > 0 and is_known
+
+    @functools.cached_property
+    def _first(self) -> NoiseStream:
+        return self._stream(self._std, self._grid, self._step, self._unsettled)
 
     def stream(self, parameter: nn.Parameter) -> NoiseStream | None:
         """Noise still to be added to this parameter's sum, or None."""

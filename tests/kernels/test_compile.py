@@ -371,4 +371,4 @@ for module in (attention_triton, grad_triton, noise_triton, rotary_triton):
         left = {p for p in specialised if not p.startswith("stride_")} - fixed
         left -= lengths if name.startswith("_attention_") else set()
         assert not left, name
-    assert len(lines) == 16
+    assert len(lines) == 19

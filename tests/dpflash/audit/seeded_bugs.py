@@ -290,8 +290,8 @@ def _parts_drawn_anew(put: Put) -> None:
 def _replayed_z(put: Put) -> None:
     original = noise_module.BandedNoise._stream
 
-    def stream(self: Any, parameter: Any, std: float, grid: float, step: int, *rest: Any) -> Any:
-        return original(self, parameter, std, grid, step // 2, *rest)
+    def stream(self: Any, std: float, grid: float, step: int, *rest: Any) -> Any:
+        return original(self, std, grid, step // 2, *rest)
 
     put(noise_module.BandedNoise, "_stream", stream)
 
