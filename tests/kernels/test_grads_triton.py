@@ -268,7 +268,7 @@ def test_where_gram_products_overflow_the_gradient_itself_is_made():
     x, dy = torch.full((1, 2, 3), 1e20), torch.ones(1, 2, 3)
     x[0, 1] *= -0.5
     found = launch.grad_norm(x.to(DEVICE), dy.to(DEVICE), form="gram")
-    torch.testing.assert_close(found.cpu(), torch.tensor([9 * 0.5e20**2]).double())
+    torch.testing.assert_close(found.cpu(), torch.full((1,), 9 * 0.5e20**2, dtype=torch.float64))
 
 
 @every_dtype
