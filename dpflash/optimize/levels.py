@@ -182,7 +182,7 @@ def _of_compiler(size: int) -> tuple[str, ...]:
         "of one sample does, once",
         "memory: per-sample gradients of all layers leave the compiled backward together, "
         f"{size / 2**20:,.1f} MiB for a batch of the planned size, whatever modes were planned",
-        "left out: CUDA graphs, since it is not proven on a GPU yet that a replay is safe",
+        "left out: torch.compile's own CUDA graphs, which would replay what must run in each step",
     )
 
 
