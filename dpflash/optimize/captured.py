@@ -425,8 +425,8 @@ class _CapturedCall:
         """Add the clipped sums of the call to the logical batch.
 
         Raises:
-            PrivateRefusal: the graphs have run another batch since.
-            RuntimeError: outputs or weights were changed in place since the forward.
+            PrivateRefusal: the graphs have run another batch since; or outputs, weights or
+                max_grad_norm were changed since the forward.
         """
         if gate is not self._gate:
             raise PrivateRefusal(
@@ -435,16 +435,17 @@ class _CapturedCall:
                 + _OFF
             ) from None
         if [x._version for x in self._of_forward()] != self._versions:
-            raise RuntimeError(
+            raise PrivateRefusal(
                 "outputs of the model, or its weights, were changed in place between its call and "
                 "the backward, which reads them again with cuda_graph=True: change a clone of the "
                 "outputs, and weights after optimizer.step()" + _OFF
-            )
+            ) from None
         step = rules.step
         if step.sums.bound != self._sums.bound:
-            raise RuntimeError(
-                "max_grad_norm changed between a call of the model and its backward"
-            )
+            raise PrivateRefusal(
+                "max_grad_norm changed between a call of the model and its backward, which clips "
+                "to the earlier one with cuda_graph=True: set it between steps" + _OFF
+            ) from None
         self._rows.copy(step.rows)
         # A sum of which the logical batch has none yet, or one by layers, begins at zero.
         self._clear(total for p, total in self._sums.items() if step.sums.get(p) is not total)
@@ -546,10 +547,10 @@ class _ReplayedGate(Gate):
         self._enter()
         with self.step.dropping():
             if self.has_run:
-                raise RuntimeError(
+                raise PrivateRefusal(
                     "a backward through a captured call for a second time: the first one may have "
                     "used the memory of its activations. Call the model again" + _OFF
-                )
+                ) from None
             self.has_run = True
             if self.run.mode != "clip":
                 raise RuntimeError("a backward of a captured call that is only compared")
@@ -628,7 +629,7 @@ def _static_sums(step: PrivateStep) -> ClippedSums:
     sums = ClippedSums(own.trained, names=own.names, exact=own.exact)
     sums.begin(step.bound)
     if sums.grid is None:
-        raise NotCaptured("sums are not exact; leave exact=None, and max_grad_norm finite")
+        raise NotCaptured("sums are not exact; leave exact='auto', and max_grad_norm finite")
     return sums
 
 
