@@ -6,6 +6,10 @@
 #     benchmarks/gpu.sh tune     # private over non-private steps of long contexts and of LoRA; then
 #                                # the kernels' configurations
 #
+# right: versions, noise, gradients, attention, shards (tests of those kernels), steps (private steps
+#        beside the CPU's), train, memcheck, racecheck. time: steps, ceilings, reductions, products,
+#        rotary, attention, flex, ncu. tune: long, lora, tune. "dpflash-captured" is a step replayed
+#        by CUDA graphs, "plain" the same model without privacy.
 # Nothing is installed outside a temporary folder and nothing is fetched. A part that fails or runs
 # out of time does not stop the others; one that needs what is not installed is skipped, by name.
 # The exit status is 0 only if no part failed.

@@ -72,6 +72,8 @@ _OPTIONS = {
     "{max_grad_norm})",
     "--optimize LEVEL": "none, conservative, balanced (bfloat16) or aggressive (compiled) "
     "(default: {optimize})",
+    "--cuda-graph": "replay forward and clipped backward as CUDA graphs; what is left out, and "
+    "why, is printed",
     "--learning-rate R": "Adam learning rate (default: 0.01; 1e-3 with --lora-rank, 1e-4 for all "
     "parameters of --model)",
     "--embed-dim N": "width of the model (default: 64)",
@@ -271,7 +273,7 @@ def _announcement(job: Any) -> list[str]:
         adapters = f", LoRA of rank {config.lora_rank}" if config.lora_rank else ""
         lines.append(f"model     {config.model}{adapters}")
     lines.append(f"steps     {_schedule(job)}")
-    if config.optimize != TrainingConfig.optimize:
+    if config.optimize != TrainingConfig.optimize or config.cuda_graph:
         first, *changes = str(job.optimization).splitlines()
         lines += [f"level     {first}", *(f"        {change}" for change in changes)]
     if ranks["data"] * ranks["context"] > 1:

@@ -73,6 +73,7 @@ class TrainingConfig:
     grad_sample_mode: str = "auto"
     max_grad_norm: float = 1.0
     optimize: str = DEFAULT_LEVEL
+    cuda_graph: bool = False
     learning_rate: float | None = None
     embed_dim: int | None = None
     layers: int | None = None

@@ -143,6 +143,7 @@ class TrainingRun:
             clipping=None if config.clipping == default_clipping else config.clipping,
             grad_sample_mode=config.grad_sample_mode,
             optimize=config.optimize,
+            cuda_graph=config.cuda_graph,
             physical_batch_size=config.units_in_memory,
             dataset_size=config.dataset_size,
             unit_of=corpus.train.owners,
