@@ -8,8 +8,8 @@ of queries and keys, E that of values.
 
 from __future__ import annotations
 
-import ctypes
 import math
+import struct
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
     """
     q, sinks = inputs.q, inputs.sinks
     dtype = torch.promote_types(q.dtype, torch.float32)
-    call = _Call(inputs, dtype)
     o = q.new_empty((*q.shape[:3], inputs.v.shape[3]), dtype=dtype)
     lse = q.new_empty(q.shape[:3], dtype=dtype)
     if sinks is not None:
@@ -47,7 +46,7 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
     if not _visits_all_rows(inputs.graph):
         o.zero_()
         lse.copy_(lse.new_tensor(-math.inf) if sinks is None else sinks.unsqueeze(2))
-    call.run("forward", sinks=sinks, o=o, lse=lse)
+    _run("forward", inputs, dtype, sinks=sinks, o=o, lse=lse)
     return o if wide or o.dtype == q.dtype else o.to(q.dtype), lse
 
 
@@ -75,20 +74,21 @@ def attention_backward(
     """
     q, k, v, sinks = inputs.q, inputs.k, inputs.v, inputs.sinks
     dtype = lse.dtype
-    call = _Call(inputs, dtype)
     new_dq = q.new_empty if _visits_all_rows(inputs.graph) else q.new_zeros
     dq = new_dq(q.shape, dtype=dtype)
-    dk = k.new_zeros(*k.shape[:3], call.padded, dtype=dtype)
-    dv = v.new_zeros(*v.shape[:3], call.value_padded, dtype=dtype)
+    dk = k.new_zeros(*k.shape[:3], _padded(k.shape[3], dtype), dtype=dtype)
+    dv = v.new_zeros(*v.shape[:3], _padded(v.shape[3], dtype), dtype=dtype)
     dbias = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=dtype) if bias_grad else None
     row_sums = None
     if inputs.slopes is not None:
         row_sums = q.new_zeros((4, *q.shape[:3]), dtype=torch.float64)
     dweights = _RunGrads(inputs.graph, q.shape[:2]) if run_grads else None
-    call.run(
+    _run(
         "backward",
-        o_in=_aligned(o, dtype),
-        dout=_aligned(do, dtype),
+        inputs,
+        dtype,
+        o_in=o,
+        dout=do,
         lse_in=lse.contiguous(),
         dlse=None if dlse is None else dlse.to(dtype).contiguous(),
         **{"dq": dq, "dk": dk, "dv": dv, "dbias": dbias},
@@ -96,27 +96,29 @@ def attention_backward(
         dweights=None if dweights is None else dweights.of_heads,
         dweights_of=None if dweights is None else dweights.begin_of_runs,
     )
-    dk, dv = dk[..., : k.shape[3]], dv[..., : v.shape[3]]
+    dk, dv = _unpadded(dk, k.shape[3]), _unpadded(dv, v.shape[3])
     needs_delta = sinks is not None or (row_sums is not None and all_keys)
     delta = delta_of(do, o, lse, dlse) if needs_delta else None
     dslopes = None if row_sums is None else -row_sums[2]
     if dslopes is not None and row_sums is not None and delta is not None and all_keys:
         dslopes -= _slopes_error(row_sums, sinks, lse, delta, dlse)
-    grads = AttentionGrads(
-        dq,
-        dk,
-        dv,
-        dsinks=None if sinks is None or delta is None else sinks_grad(sinks, lse, delta),
-        dslopes=None if dslopes is None else dslopes.to(dtype),
-        dlog_multiplicity=None if dweights is None else dweights.total().to(dtype),
-        dbias=dbias,
-    )
-    if token_sums:
-        grads = grads._replace(q_sum=dq.sum(2), k_sum=dk.sum(2), v_sum=dv.sum(2))
-    if not wide:
+    sums = (dq.sum(2), dk.sum(2), dv.sum(2)) if token_sums else (None, None, None)
+    if not wide and q.dtype != dtype:
         dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    grads = grads._replace(dq=dq, dk=dk.contiguous(), dv=dv.contiguous())
-    return grads._replace(squares=squared_norms(dq, dk, dv)) if squares else grads
+    return AttentionGrads(
+        *(dq, dk, dv),
+        None if sinks is None or delta is None else sinks_grad(sinks, lse, delta),
+        None if dslopes is None else dslopes.to(dtype),
+        None if dweights is None else dweights.total().to(dtype),
+        *sums,
+        squared_norms(dq, dk, dv) if squares else None,
+        dbias,
+    )
+
+
+def _unpadded(x: Tensor, dim: int) -> Tensor:
+    """Without the numbers that fill up its last vectors."""
+    return x if x.shape[3] == dim else x.narrow(3, 0, dim).contiguous()
 
 
 def _slopes_error(
@@ -145,8 +147,10 @@ def _visits_all_rows(graph: TileGraph) -> bool:
     return not graph.rows.runtime and graph.rows.is_complete(graph.num_queries)
 
 
-def _aligned(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """In the dtype of the computation; the numbers of a token next to each other."""
+    if x is None:
+        return None
     x = x if x.dtype == dtype else x.to(dtype)
     return x if x.stride(3) == 1 else x.contiguous()
 
@@ -182,110 +186,73 @@ class _RunGrads:
             return total.index_add_(0, run, self.of_heads)
 
 
-class _Tokens(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("sample", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("token", ctypes.c_int64),
-    ]
+# The fields of attention_cpu.cpp's Problem, in its order: tensors with their strides, other
+# pointers, sizes, two numbers.
+_STRIDED = ("q", "k", "v", "o_in", "dout", "bias")
+_POINTERS = (
+    *("sinks", "slopes", "o", "lse", "lse_in", "dlse", "dq", "dk", "dv"),
+    *("dbias", "dweights", "row_sums", "dweights_of"),
+    *("groups", "runs", "weights", "variants", "row_variants", "key_range"),
+)
+_SIZES = (
+    *("variant_sample", "variant_head", "batch", "heads", "key_heads", "queries"),
+    *("keys", "dim", "padded", "value_dim", "value_padded", "distance_shift", "threads"),
+)
+_NUMBERS = ("scale", "softcap")
+_PROBLEM = struct.Struct(f"{4 * len(_STRIDED) + len(_POINTERS) + len(_SIZES)}q{len(_NUMBERS)}d")
+_ABSENT = (0, 0, 0, 0)
 
 
-class _Problem(ctypes.Structure):
-    """The fields of attention_cpu.cpp's Problem, in its order."""
-
-    _fields_ = [
-        *((name, _Tokens) for name in ("q", "k", "v", "o_in", "dout", "bias")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("sinks", "slopes", "o", "lse", "lse_in", "dlse", "dq", "dk", "dv"),
-                *("dbias", "dweights", "row_sums", "dweights_of"),
-                *("groups", "runs", "weights", "variants", "row_variants", "key_range"),
-            )
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                *("variant_sample", "variant_head", "batch", "heads", "key_heads", "queries"),
-                *("keys", "dim", "padded", "value_dim", "value_padded"),
-                *("distance_shift", "threads"),
-            )
-        ),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-    ]
+def _padded(dim: int, dtype: torch.dtype) -> int:
+    """A head dim, rounded up to whole vectors."""
+    library = native.library()
+    assert library is not None
+    lanes = int(library.vector_bytes()) // dtype.itemsize
+    return -(-dim // lanes) * lanes
 
 
-_STRIDED = {field[0] for field in _Problem._fields_ if field[1] is _Tokens}
+def _run(
+    direction: str, inputs: AttentionInputs, dtype: torch.dtype, **tensors: Tensor | None
+) -> None:
+    """Run a kernel on its inputs and on further `tensors`, which it reads or writes."""
+    graph, bias, slopes = inputs.graph, inputs.bias, inputs.slopes
+    batch, heads, queries, dim = inputs.q.shape
+    key_heads, keys, value_dim = inputs.v.shape[1:]
+    tensors |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "bias": bias}
+    tensors |= {name: _aligned(tensors[name], dtype) for name in _STRIDED if name in tensors}
+    tensors["slopes"] = None if slopes is None else slopes.to(dtype).contiguous()
+    if inputs.key_range is not None:
+        tensors["key_range"] = inputs.key_range.int().contiguous()
+    tensors |= _tables(graph)
+    # Holds their memory until the kernel has run.
+    held = {name: x.resolve_neg() for name, x in tensors.items() if x is not None}
+    variants = graph.row_variants
+    pairs = batch * heads * queries * keys * dim
+    fields: list[int] = []
+    for name in _STRIDED:
+        x = held.get(name)
+        fields += _ABSENT if x is None else (x.data_ptr(), *x.stride()[:3])
+    fields += [held[name].data_ptr() if name in held else 0 for name in _POINTERS]
+    problem = _PROBLEM.pack(
+        *fields,
+        variants.stride(0) if variants.ndim == 2 and len(variants) > 1 else 0,
+        *(variants.stride(-1), batch, heads, key_heads, queries, keys),
+        *(dim, _padded(dim, dtype), value_dim, _padded(value_dim, dtype)),
+        graph.distance_shift,
+        min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD),
+        *(inputs.scale, inputs.softcap or 0.0),
+    )
+    number = "double" if dtype == torch.float64 else "float"
+    if getattr(native.library(), f"{direction}_{number}")(problem):
+        raise MemoryError(f"attention on the CPU, {direction}: no memory for its threads")
 
 
-class _Call:
-    """Arguments of forward and backward as the C++ kernels read them; keeps their memory alive."""
-
-    def __init__(self, inputs: AttentionInputs, dtype: torch.dtype) -> None:
-        q, k, v, graph = inputs.q, inputs.k, inputs.v, inputs.graph
-        library = native.library()
-        assert library is not None
-        self._library = library
-        self._dtype = dtype
-        tables, problem = _tables(graph)
-        self._held: list[Tensor] = [*tables]
-        self._problem = _Problem.from_buffer_copy(problem)
-        lanes = library.vector_bytes() // dtype.itemsize
-        batch, heads, queries, dim = q.shape
-        key_heads, keys, value_dim = v.shape[1:]
-        self.padded, self.value_padded = (-(-x // lanes) * lanes for x in (dim, value_dim))
-        variants = graph.row_variants
-        problem = self._problem
-        problem.variant_sample = (
-            variants.stride(0) if variants.ndim == 2 and len(variants) > 1 else 0
-        )
-        problem.variant_head = variants.stride(-1)
-        problem.batch, problem.heads, problem.queries, problem.dim = batch, heads, queries, dim
-        problem.key_heads, problem.keys, problem.value_dim = key_heads, keys, value_dim
-        problem.padded, problem.value_padded = self.padded, self.value_padded
-        problem.distance_shift = graph.distance_shift
-        pairs = batch * heads * queries * keys * dim
-        problem.threads = min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD)
-        problem.scale, problem.softcap = inputs.scale, inputs.softcap or 0.0
-        self._set(
-            q=_aligned(q, dtype),
-            k=_aligned(k, dtype),
-            v=_aligned(v, dtype),
-            bias=None if inputs.bias is None else _aligned(inputs.bias, dtype),
-            row_variants=variants,
-            key_range=None if inputs.key_range is None else inputs.key_range.int().contiguous(),
-            slopes=None if inputs.slopes is None else inputs.slopes.to(dtype).contiguous(),
-        )
-
-    def run(self, direction: str, **tensors: Tensor | None) -> None:
-        """Runs the kernel on its further tensors."""
-        self._set(**tensors)
-        number = "double" if self._dtype == torch.float64 else "float"
-        if getattr(self._library, f"{direction}_{number}")(ctypes.byref(self._problem)):
-            raise MemoryError(f"attention on the CPU, {direction}: no memory for its threads")
-
-    def _set(self, **fields: Tensor | None) -> None:
-        problem = self._problem
-        for name, value in fields.items():
-            if value is None:
-                continue
-            if value.is_neg():
-                value = value.resolve_neg()
-            self._held.append(value)
-            if name in _STRIDED:
-                setattr(problem, name, (value.data_ptr(), *value.stride()[:3]))
-            else:
-                setattr(problem, name, value.data_ptr())
-
-
-def _tables(graph: TileGraph) -> tuple[tuple[Tensor, ...], _Problem]:
-    """The tables of the graph's rows, and a problem that points to them and says no more."""
+def _tables(graph: TileGraph) -> dict[str, Tensor]:
+    """The tables of the graph's rows, as the kernels read them."""
     side = graph.rows
-    known: tuple[Side, tuple[Tensor, ...], _Problem] | None = graph.plans.get("cpu")
+    known: tuple[Side, dict[str, Tensor]] | None = graph.plans.get("cpu")
     if known is not None and known[0] is side:
-        return known[1], known[2]
+        return known[1]
     tables = side.groups, side.runs, side.variants, graph.row_variants
     assert all(table.dtype == torch.int32 for table in tables)
     named = {
@@ -293,9 +260,8 @@ def _tables(graph: TileGraph) -> tuple[tuple[Tensor, ...], _Problem]:
         "runs": side.runs.contiguous(),
         "weights": side.log_multiplicity.detach().double().contiguous(),
         "variants": side.variants.contiguous(),
+        "row_variants": graph.row_variants,
     }
-    problem = _Problem(**{name: table.data_ptr() for name, table in named.items()})
-    held = tuple(named.values())
     if not side.runtime:  # a graph built for one call
-        graph.plans["cpu"] = (side, held, problem)
-    return held, problem
+        graph.plans["cpu"] = (side, named)
+    return named

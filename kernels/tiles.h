@@ -23,7 +23,7 @@ struct Tokens {
   }
 };
 
-// The fields of attention_cpu.py's _Problem, in its order. Pointers may be null where noted.
+// The fields of attention_cpu.py's _PROBLEM, in its order. Pointers may be null where noted.
 struct Problem {
   Tokens q, k, v, o_in, dout, bias;  // bias [B, H, T, S], or null
   const void *sinks, *slopes;      // [B, H], or null

@@ -132,7 +132,8 @@ def attention(
         attention on the CPU, where nothing else is asked for and no gradient, runs in torch's own
         `scaled_dot_product_attention`, whose last bits may depend on the number of samples.
     """
-    q, k, v = autocast(q), autocast(k), autocast(v)
+    if not isinstance(q, Tensor) or torch.is_autocast_enabled(q.device.type):
+        q, k, v = autocast(q), autocast(k), autocast(v)
     require_fitting(q, k, v, equal_head_dims=False)
     pattern = resolve_pattern(pattern, causal, q.shape[2], k.shape[2])
     _validate.optional(_validate.finite, softmax_scale=softmax_scale)
@@ -353,6 +354,11 @@ def _require_padding(mask: object, k: Tensor) -> None:
 
 def require_fitting(q: Tensor, k: Tensor, v: Tensor, *, equal_head_dims: bool = True) -> None:
     """Refuses shapes, dtypes and devices that do not fit together."""
+    if type(q) is type(k) is type(v) is Tensor and q.shape == k.shape == v.shape:
+        common = q.dtype == k.dtype == v.dtype and q.is_cpu and k.is_cpu and v.is_cpu
+        if common and q.ndim == 4 and q.dtype in _DTYPES:
+            if q.shape[1] and 1 <= q.shape[3] <= _MAX_HEAD_DIM:
+                return  # what small calls are, which would spend their time below
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(

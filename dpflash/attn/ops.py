@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dpflash.kernels import attention as kernels
 from dpflash.kernels.attention_reference import AttentionInputs, needs_wide_o
@@ -87,7 +88,7 @@ class Attention(torch.autograd.Function):
         arguments = (do, dlse, o, lse, *tensors, *options, bias_grad)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             # Nobody differentiates the gradient; the compiler supports no node inside a node.
-            grads = (_backward if _is_plain(arguments) else _BACKWARD)(*arguments)
+            grads = (_gradients if _is_plain(arguments) else _BACKWARD)(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
         dq, dk, dv, dsinks, dslopes, dgates, dbias, _ = grads
@@ -143,6 +144,9 @@ def _is_plain(inputs: Sequence[Any]) -> bool:
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """(o, lse) by `Attention`, whose inputs these are, through the node that costs least."""
+    trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:9])
+    if not trains and forward_ad._current_level < 0 and _is_plain(inputs):
+        return _forward(*inputs)
     func = torch._C._are_functorch_transforms_active()
     node = Attention if func or torch.compiler.is_compiling() else _EagerAttention
     return node.apply(*inputs)
@@ -251,9 +255,18 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
     return _laid_out(o, given[0]), lse.contiguous()
 
 
-def _backward(
+def _backward(*given: Any) -> tuple[Tensor, ...]:
+    """`_gradients` as an operator, which returns no None."""
+    return tuple(_absent(given[4]) if x is None else x for x in _gradients(*given))
+
+
+def _absent(q: Tensor) -> Tensor:
+    return q.new_empty((q.shape[0], 0))
+
+
+def _gradients(
     do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *given: Any
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     inputs, (bias_grad, squares) = _inputs_of(*given[:12]), _asked(given)
     q, k, v, sinks, slopes, _, _, gates, bias = given[:9]
     if needs_wide_o(q, sinks, slopes):
@@ -275,13 +288,8 @@ def _backward(
         (grads.dbias, bias),
     )
     dqkv = (_laid_out(*pair) for pair in ((grads.dq, q), (grads.dk, k), (grads.dv, v)))
-    of_samples = _like(None, None, q) if grads.squares is None else grads.squares
-    return *dqkv, *(_like(grad, x, q) for grad, x in optional), of_samples
-
-
-def _like(grad: Tensor | None, x: Tensor | None, q: Tensor) -> Tensor:
-    """A gradient in the dtype of its input; no elements where the input is absent."""
-    return q.new_empty((q.shape[0], 0)) if grad is None or x is None else grad.to(x.dtype)
+    rest = (None if grad is None else grad.to(x.dtype) for grad, x in optional)
+    return *dqkv, *rest, grads.squares
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
@@ -307,8 +315,8 @@ def _fake_backward(*given: Any) -> tuple[Tensor, ...]:
     q, k, v, sinks, slopes, _, _, gates, bias = given[4:13]
     bias_grad, squares = _asked(given[4:])
     optional = (sinks, slopes, gates, bias if bias_grad else None)
-    grads = (_like(None if x is None else x.new_empty(x.shape), x, q) for x in optional)
-    of_samples = q.new_empty(q.shape[0], dtype=torch.float64) if squares else _like(None, None, q)
+    grads = (_absent(q) if x is None else x.new_empty(x.shape) for x in optional)
+    of_samples = q.new_empty(q.shape[0], dtype=torch.float64) if squares else _absent(q)
     return *(new_like(x, x.dtype) for x in (q, k, v)), *grads, of_samples
 
 
