@@ -156,10 +156,12 @@ case $stage in
     tests gradients 120 tests/kernels/test_grads_triton.py tests/kernels/test_rotary.py
     tests attention 200 tests/kernels/test_attention_triton.py tests/kernels/test_attention_squares.py
     tests shards 90 tests/kernels/test_tile_shard.py
+    steps=20 sizes=()
+    [ "$DEVICE" = cpu ] && steps=2 sizes=(--batch-size 4 --seq-len 128 --eval-windows 4)
     needing cryptography steps 130 "$PYTHON" tests/gpu/private_steps.py --jobs "$jobs" \
-      --device "$DEVICE" --json "$results/gpu-private-steps.json"
+      --steps "$steps" --device "$DEVICE" --json "$results/gpu-private-steps.json"
     needing cryptography train 60 "$PYTHON" -m dpflash train --device "$DEVICE" --steps 4 \
-      --out "$results/train"
+      ${sizes[@]+"${sizes[@]}"} --out "$results/train"
     for tool in memcheck racecheck; do
       needing compute-sanitizer "$tool" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer \
         --tool $tool --error-exitcode 1 "$PYTHON" tests/gpu/tiny_calls.py "$DEVICE"

@@ -1,4 +1,4 @@
-"""Twenty private steps on a GPU and on the CPU, which must reach the same parameters.
+"""Private steps on a GPU and on the CPU, which must reach the same parameters.
 
 Every clipping and way trains the same small language model with the same seed: the draws and the
 noise are then the same bits on both devices, and parameters may differ by float32's rounding of
@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpflash
 from dpflash import patterns
 
-STEPS = 20
 TOKENS = 96
 # Of the distance that training goes; noise is the same, gradients round differently.
 TOLERANCE = 2e-4
@@ -44,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def train(device: str, options: dict[str, Any]) -> dict[str, Any]:
+def train(device: str, options: dict[str, Any], num_steps: int) -> dict[str, Any]:
     """Parameters before and after the steps, the epsilon spent, and what was captured."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
@@ -68,14 +67,14 @@ def train(device: str, options: dict[str, Any]) -> dict[str, Any]:
         **options,
     )
     steps = 0
-    while steps < STEPS:
+    while steps < num_steps:
         for x, y in loader:
             x, y = x.to(device), y.to(device)
             engine.backward(dpflash.losses.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
             steps += loader.is_last
-            if steps == STEPS:
+            if steps == num_steps:
                 break
     after = torch.cat([p.detach().float().cpu().flatten() for p in model.parameters()])
     return {
@@ -86,8 +85,8 @@ def train(device: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compare(device: str, options: dict[str, Any]) -> dict[str, Any]:
-    on_cpu, on_gpu = train("cpu", options), train(device, options)
+def compare(device: str, options: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    on_cpu, on_gpu = (train(where, options, num_steps) for where in ("cpu", device))
     way = float((on_cpu["after"] - on_cpu["before"]).norm())
     apart = float((on_gpu["after"] - on_cpu["after"]).norm())
     # 16-bit forwards (levels of `optimize`) round gradients themselves.
@@ -106,6 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("runs/private_steps.json"))
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=4, help="cases at a time")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     args = parser.parse_args()
@@ -113,7 +113,9 @@ def main() -> int:
     results: dict[str, Any] = {}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, mp_context=spawn) as pool:
-        running = {pool.submit(compare, args.device, CASES[name]): name for name in args.only}
+        running = {
+            pool.submit(compare, args.device, CASES[name], args.steps): name for name in args.only
+        }
         for done in as_completed(running):
             name = running[done]
             try:
