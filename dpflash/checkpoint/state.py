@@ -48,8 +48,12 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        # torch.save's own RuntimeError says nothing of a full disk, the error behind it does.
+        said = error.__context__ if isinstance(error, RuntimeError) else error
+        if isinstance(said, OSError):
+            raise OSError(said.errno, said.strerror, str(path)) from error
         raise
 
 

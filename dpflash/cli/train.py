@@ -52,6 +52,8 @@ _OPTIONS = {
     "--out DIR": f"new folder for the results (default: {_DEFAULT_OUT}, or the next free number)",
     "--resume DIR": "continue the run in this folder, with any number of ranks; the options of "
     "the job are read from its checkpoint, the distributed options are not; pass them again",
+    "--resume-if-present": "with --out: continue the run in that folder if it has a checkpoint, "
+    "else start it; the same command then starts and restarts a job, as torchrun --max-restarts",
     "--seq-len N": "maximum number of tokens per window; a sampled document trains on one window, "
     "or with --pack on all of its windows (default: {seq_len})",
     "--batch-size N": "expected number of units per step, over all ranks (default: {batch_size})",
@@ -97,6 +99,9 @@ _OPTIONS = {
     "--allow-large-delta": "accept a delta that is not below 1 / number of units",
     "--seed N": "make the run repeatable, for research: its noise can be recomputed by others",
 }
+
+# Arguments that are not of the job.
+_OF_COMMAND = ("command", "run", "out", "resume", "resume_if_present")
 
 # What the summary calls a held-out loss, and its key in the report.
 _MEASURED = (("before", "before"), ("private", "after"), ("non-private", "nonprivate"))
@@ -155,7 +160,7 @@ def _run_train(args: argparse.Namespace) -> int:
     # torch and the engine are slow to import, and other subcommands do not need them.
     from dpflash.train.launch import Launch, describe_loss
 
-    given = {k: v for k, v in vars(args).items() if k not in ("command", "run", "out", "resume")}
+    given = {k: v for k, v in vars(args).items() if k not in _OF_COMMAND}
     shared = {f.name: given.pop(f.name) for f in fields(Parallelism) if f.name in given}
     rank = _rank()
     try:
@@ -221,10 +226,17 @@ def _print_error(rank: int, error: object) -> None:
 
 
 def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
-    from dpflash.train.run import TrainingRun, holds_a_run
+    from dpflash.train.run import TrainingRun, checkpoint_of, holds_a_run
 
     resumed = getattr(args, "resume", None)
     out = getattr(args, "out", None)
+    if getattr(args, "resume_if_present", False):
+        if out is None:
+            raise ValueError(
+                "resume_if_present=True without out: expected the folder in which a run may be; "
+                "pass --out DIR"
+            )
+        resumed = resumed or (out if checkpoint_of(out) is not None else None)
     if resumed is not None:
         if out is not None and Path(out).resolve() != Path(resumed).resolve():
             raise ValueError(f"out={out!r}: a resumed run stays in its folder; drop --out")

@@ -21,6 +21,13 @@ from .config import Parallelism, TrainingConfig
 from .ranks import Team
 
 _REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Launchers that start several processes without torchrun's variables, and their number of them.
+# Slurm sets SLURM_NTASKS for a batch script too, which is one process.
+_OTHERS = {
+    "srun": "SLURM_STEP_NUM_TASKS",
+    "mpirun (Open MPI)": "OMPI_COMM_WORLD_SIZE",
+    "mpirun (MPICH, Intel MPI)": "PMI_SIZE",
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,14 @@ class Launch:
     def from_environment(
         cls, parallel: Parallelism, environment: Mapping[str, str] = os.environ
     ) -> Launch:
-        """Read the variables that torchrun sets; a single process without them."""
+        """Read the variables that torchrun sets; a single process without them.
+
+        Raises:
+            ValueError: variables that are missing or wrong, and several processes of another
+                launcher, each of which would train on its own.
+        """
+        if "WORLD_SIZE" not in environment:
+            _refuse_other_launchers(environment)
         world_size = _number({"WORLD_SIZE": "1", **environment}, "WORLD_SIZE", least=1)
         if world_size == 1:
             launch = cls(parallel)
@@ -94,7 +108,7 @@ class Launch:
         except RuntimeError as error:
             raise RankError(
                 f"the start of {self.world_size} ranks: rank {self.rank} could not connect to the "
-                f"others ({describe_loss(error) or error}); start all of them by torchrun"
+                f"others ({describe_loss(error) or error}); {_remedy(config.device)}"
             ) from error
 
     def __enter__(self) -> Launch:
@@ -132,6 +146,35 @@ def _mesh(launch: Launch, device: str, timeout: timedelta) -> DeviceMesh:
         created = [dist.new_group(row.tolist(), timeout=timeout) for row in rows]
         groups += [group for group in created if group is not dist.GroupMember.NON_GROUP_MEMBER]
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=(DATA, CONTEXT))
+
+
+def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
+    for launcher, variable in _OTHERS.items():
+        tasks = environment.get(variable, "1")
+        if tasks.isdigit() and int(tasks) > 1:
+            first = "srun --ntasks-per-node 1 " if launcher == "srun" else "mpirun --map-by node "
+            raise ValueError(
+                f"{variable}={tasks} in the environment, but no WORLD_SIZE: {launcher} started "
+                f"{tasks} processes, each of which would train alone and spend its own epsilon; "
+                f"have it start one torchrun on each machine, {first}torchrun --nnodes NODES "
+                "--nproc-per-node RANKS --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dpflash "
+                f"train, or unset {variable} to train in one process"
+            )
+
+
+def _remedy(device: str, environment: Mapping[str, str] = os.environ) -> str:
+    """What to do where ranks do not find each other."""
+    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
+        return "start all of them by torchrun"
+    # Of several machines; a host's name often stands for 127.0.0.1 on itself.
+    names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * (device == "cuda")
+    missing = " and ".join(name for name in names if name not in environment)
+    interface = f"set {missing} on each machine to the" if missing else "check the"
+    address = environment.get("MASTER_ADDR")
+    return (
+        f"the ranks are on several machines: {interface} network interface that reaches "
+        f"MASTER_ADDR={address} (ip route get {address} names it), and open its ports"
+    )
 
 
 def _number(

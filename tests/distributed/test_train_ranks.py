@@ -333,6 +333,38 @@ def test_an_environment_that_lacks_something_is_refused(monkeypatch, capsys):
     assert "without LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in error and "torchrun" in error
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_another_launcher_do_not_train_alone(name, monkeypatch, capsys):
+    for each in ("WORLD_SIZE", *ENVIRONMENT):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "2")
+    assert main(["train", "--data", "nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert f"{name}=2" in error and "torchrun --nnodes" in error
+    # One process is none of several, and neither is a batch script of several tasks.
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert main(["train", "--data", "nowhere"]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_ranks_of_two_machines_that_do_not_connect_hear_of_the_interface(
+    data, monkeypatch, capsys
+):
+    def lose(*_, **__):
+        raise RuntimeError("connect timeout")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lose)
+    assert main(["train", "--data", str(data), "--batch-size", "6", "--delta", "1e-3"]) != 0
+    error = capsys.readouterr().err
+    assert "set GLOO_SOCKET_IFNAME on each machine" in error and "MASTER_ADDR=" in error
+
+
 def test_what_only_another_rank_finds_wrong_is_told_by_it(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value in {**ENVIRONMENT, "RANK": "1"}.items():

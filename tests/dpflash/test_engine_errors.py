@@ -1,10 +1,12 @@
 """Bad input is refused with the argument, its value and the way out, and nothing is changed."""
 
 import copy
+import errno
 import io
 import json
 import math
 import os
+import resource
 import stat
 from dataclasses import FrozenInstanceError
 from itertools import chain
@@ -857,6 +859,19 @@ def unchanged():
         assert sum(steps for _, _, steps in engine.accountant.history) == optimizer.releases > 0
 
     return check
+
+
+def test_a_save_that_the_disk_refuses_says_so_and_leaves_the_checkpoint_before_it(private, saved):
+    engine, before = run(private)[0], saved.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            engine.save_checkpoint(saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(saved))
+    assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]
 
 
 def test_a_missing_checkpoint_is_refused(private, tmp_path, unchanged):

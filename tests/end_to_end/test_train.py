@@ -400,12 +400,16 @@ def test_a_max_epsilon_that_allows_no_step_is_refused_and_nothing_is_written(
 
 def test_a_finished_run_is_not_run_again(data, tmp_path, capsys):
     out = tmp_path / "out"
-    assert main([*options(data, steps=2), "--no-baseline", "--out", str(out)]) == 0
+    words = [*options(data, steps=2), "--no-baseline", "--resume-if-present"]
+    assert main(words) == 2
+    assert "pass --out" in capsys.readouterr().err
+    words += ["--out", str(out)]
+    assert main(words) == 0
     names = ("checkpoint.pt", "ledger.jsonl", "model.pt", "report.json")
     before = [(out / name).read_bytes() for name in names]
     written = (out / "checkpoint.pt").stat().st_mtime_ns
     capsys.readouterr()
-    assert main(["train", "--resume", str(out)]) == 0
+    assert main(words) == 0
     assert "finished" in capsys.readouterr().out
     assert [(out / name).read_bytes() for name in names] == before
     assert (out / "checkpoint.pt").stat().st_mtime_ns == written
