@@ -52,7 +52,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         Path(temporary).unlink(missing_ok=True)
         # torch.save's own RuntimeError says nothing of a full disk, the error behind it does.
         said = error.__context__ if isinstance(error, RuntimeError) else error
-        if isinstance(said, OSError):
+        if isinstance(said, OSError) and said.errno is not None:
             raise OSError(said.errno, said.strerror, str(path)) from error
         raise
 
