@@ -114,7 +114,10 @@ _SHARED = {
     "(default: {context_mode})",
     "--sharding NAME": "which tokens each rank holds: contiguous, or zigzag for balanced causal "
     "work (default: {sharding})",
-    "--rank-timeout SECONDS": "how long a rank waits for another one (default: {rank_timeout})",
+    "--rank-timeout SECONDS": "how long a rank waits for another one that works (default: "
+    "{rank_timeout})",
+    "--heartbeat-timeout SECONDS": "how long a rank may give no sign at all before the others end "
+    "(default: {heartbeat_timeout})",
     "--shard-parameters": "shard parameters and optimizer state over the ranks that divide the "
     "documents (FSDP2); skips the non-private run",
 }
@@ -164,7 +167,7 @@ def _run_train(args: argparse.Namespace) -> int:
     shared = {f.name: given.pop(f.name) for f in fields(Parallelism) if f.name in given}
     rank = _rank()
     try:
-        launch = Launch.from_environment(Parallelism(**shared))
+        launch = Launch.from_environment(Parallelism(**shared), on_loss=_end)
         with launch, _warnings_as_lines(shown=rank == 0):
             return _train(args, given, launch)
     except (ValueError, OSError, RuntimeError) as error:
@@ -223,6 +226,13 @@ def _rank() -> int:
 def _print_error(rank: int, error: object) -> None:
     text = " ".join(str(error).split())
     print(f"dpflash: error: rank {rank}: {text}", file=sys.stderr, flush=True)
+
+
+def _end(loss: str) -> None:
+    """End this process, whose main thread waits for the lost rank and hears of nothing."""
+    _print_error(_rank(), f"{loss}; resume the run with --resume")
+    sys.stdout.flush()
+    os._exit(_LOST)
 
 
 def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:

@@ -281,6 +281,7 @@ class Parallelism:
     sharding: str = "contiguous"
     shard_parameters: bool = False
     rank_timeout: float = 600.0
+    heartbeat_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         _validate.positive_int(context_parallel=self.context_parallel)
@@ -288,8 +289,9 @@ class Parallelism:
             context_mode=(self.context_mode, ("auto", "ring", "all_gather", "ulysses")),
             sharding=(self.sharding, ("contiguous", "zigzag")),
         )
-        _validate.positive(rank_timeout=self.rank_timeout)
-        _validate.finite(rank_timeout=self.rank_timeout)
+        times = {"rank_timeout": self.rank_timeout, "heartbeat_timeout": self.heartbeat_timeout}
+        _validate.positive(**times)
+        _validate.finite(**times)
 
     def check(self, config: TrainingConfig) -> None:
         """Refuse a job that cannot be shared in this way, such as by more ranks than tokens."""

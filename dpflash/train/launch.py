@@ -6,9 +6,9 @@ Nothing here waits for other ranks before `Launch.connect`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..distributed.collectives import RankError
 from ..distributed.mesh import CONTEXT, DATA
 from .config import Parallelism, TrainingConfig
+from .heartbeat import Heartbeat
 from .ranks import Team
 
 _REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -38,10 +39,16 @@ class Launch:
     rank: int = 0  # global rank, from 0
     local_rank: int = 0  # rank on this machine, from 0
     world_size: int = 1  # number of ranks
+    # called where another rank gives no sign; without it the ranks send none
+    on_loss: Callable[[str], None] | None = None
+    _heartbeats: list[Heartbeat] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def from_environment(
-        cls, parallel: Parallelism, environment: Mapping[str, str] = os.environ
+        cls,
+        parallel: Parallelism,
+        environment: Mapping[str, str] = os.environ,
+        on_loss: Callable[[str], None] | None = None,
     ) -> Launch:
         """Read the variables that torchrun sets; a single process without them.
 
@@ -63,7 +70,7 @@ class Launch:
                     "train, or unset WORLD_SIZE to train in one process"
                 )
             rank = _number(environment, "RANK", below=world_size)
-            launch = cls(parallel, rank, _number(environment, "LOCAL_RANK"), world_size)
+            launch = cls(parallel, rank, _number(environment, "LOCAL_RANK"), world_size, on_loss)
         context, data = parallel.context_parallel, world_size // parallel.context_parallel
         if world_size % context:
             choices = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
@@ -104,6 +111,11 @@ class Launch:
             dist.init_process_group(
                 backend, rank=self.rank, world_size=self.world_size, timeout=timeout
             )
+            if self.on_loss is not None:
+                store = dist.distributed_c10d._get_default_store()
+                limit = self.parallel.heartbeat_timeout
+                own = Heartbeat(store, self.rank, self.world_size, limit, self.on_loss)
+                self._heartbeats.append(own)
             return Team(self.parallel, _mesh(self, config.device, timeout))
         except RuntimeError as error:
             raise RankError(
@@ -115,6 +127,8 @@ class Launch:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for heartbeat in self._heartbeats:
+            heartbeat.stop()
         # After an error other ranks may be gone, and the barrier could wait forever.
         if error is None and self.world_size > 1 and dist.is_initialized():
             # A rank that exits early can make gloo abort the other ranks when they exit.

@@ -454,17 +454,30 @@ def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data, tmp_path):
 
 @pytest.mark.cases(0)
 @linux_only
-@pytest.mark.parametrize(("victim", "every"), [(0, 1000), (1, 3)])
-def test_a_rank_that_dies_ends_the_others_and_its_step_counts_once(victim, every, data, tmp_path):
+@pytest.mark.parametrize(
+    ("victim", "every", "number"),
+    [(0, 1000, signal.SIGKILL), (1, 3, signal.SIGSTOP)],
+    ids=["dies", "hangs"],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_others_and_its_step_counts_once(
+    victim, every, number, data, tmp_path
+):
     out = tmp_path / "out"
     words = options(data, out, steps=200, checkpoint_every=every)
-    words += ["--context-parallel", "2", "--no-baseline", "--rank-timeout", "20"]
+    words += ["--context-parallel", "2", "--no-baseline", "--rank-timeout", "60"]
+    words += ["--heartbeat-timeout", "4"]
     process = torchrun(2, words)
     after_releases(process, out / "ledger.jsonl", 5)
-    begun = time.monotonic()
-    os.kill(children(process.pid)[victim], signal.SIGKILL)
-    shown, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and time.monotonic() - begun < 30
+    begun, lost = time.monotonic(), children(process.pid)[victim]
+    os.kill(lost, number)
+    shown = ""
+    while "dpflash: error:" not in shown and (line := process.stdout.readline()):
+        shown += line
+    assert time.monotonic() - begun < 30
+    if number != signal.SIGKILL:  # for which torchrun would wait half a minute
+        os.kill(lost, signal.SIGKILL)
+    shown += process.communicate(timeout=60)[0]
+    assert process.returncode == 1
     errors = [line for line in shown.splitlines() if "dpflash: error:" in line]
     assert len(errors) == 1 and f"dpflash: error: rank {1 - victim}: " in errors[0], shown
     assert "/dpflash/" not in shown  # No traceback of ours.
