@@ -106,13 +106,15 @@ def attention_backward(
     if not wide and q.dtype != dtype:
         dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     return AttentionGrads(
-        *(dq, dk, dv),
+        dq,
+        dk,
+        dv,
         None if sinks is None or delta is None else sinks_grad(sinks, lse, delta),
         None if dslopes is None else dslopes.to(dtype),
         None if dweights is None else dweights.total().to(dtype),
         *sums,
-        squared_norms(dq, dk, dv) if squares else None,
-        dbias,
+        squares=squared_norms(dq, dk, dv) if squares else None,
+        dbias=dbias,
     )
 
 

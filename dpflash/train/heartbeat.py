@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 _SECONDS = 1.0  # between two counts
-_ENDED = b"ended"  # the count of a rank that has done its work, or raised an error
+_ENDED = "ended"  # the count of a rank that has done its work, or raised an error
 
 
 class Heartbeat:
@@ -35,7 +35,7 @@ class Heartbeat:
         timeout: float,
         on_loss: Callable[[str], None],
     ):
-        self._store = dist.PrefixStore("dpflash heartbeat", store.clone())
+        self._store = dist.PrefixStore("dpflash heartbeat", store.clone())  # type: ignore[attr-defined]
         self._rank, self._next = rank, (rank + 1) % world_size
         self._timeout, self._on_loss = timeout, on_loss
         self._ended = threading.Event()
@@ -55,7 +55,7 @@ class Heartbeat:
                 self._store.set(str(self._rank), str(count))
                 key = str(self._next)
                 found = self._store.get(key) if self._store.check([key]) else b""
-                if found != seen or found == _ENDED:
+                if found != seen or found == _ENDED.encode():
                     seen, at = found, time.monotonic()
                 elif time.monotonic() - at > self._timeout:
                     self._on_loss(
