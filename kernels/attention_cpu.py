@@ -102,17 +102,19 @@ def attention_backward(
     dslopes = None if row_sums is None else -row_sums[2]
     if dslopes is not None and row_sums is not None and delta is not None and all_keys:
         dslopes -= _slopes_error(row_sums, sinks, lse, delta, dlse)
-    sums = (dq.sum(2), dk.sum(2), dv.sum(2)) if token_sums else (None, None, None)
+    q_sum, k_sum, v_sum = (x.sum(2) if token_sums else None for x in (dq, dk, dv))
     if not wide and q.dtype != dtype:
         dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     return AttentionGrads(
         dq,
         dk,
         dv,
-        None if sinks is None or delta is None else sinks_grad(sinks, lse, delta),
-        None if dslopes is None else dslopes.to(dtype),
-        None if dweights is None else dweights.total().to(dtype),
-        *sums,
+        dsinks=None if sinks is None or delta is None else sinks_grad(sinks, lse, delta),
+        dslopes=None if dslopes is None else dslopes.to(dtype),
+        dlog_multiplicity=None if dweights is None else dweights.total().to(dtype),
+        q_sum=q_sum,
+        k_sum=k_sum,
+        v_sum=v_sum,
         squares=squared_norms(dq, dk, dv) if squares else None,
         dbias=dbias,
     )
