@@ -8,6 +8,7 @@ from ._lazy import lazy
 
 if TYPE_CHECKING:
     from . import accounting, distributed, losses, nn, noise, optim, patterns, sampling
+    from .attn.backend import attention_backend
     from .attn.boundary import Boundary, private_boundary
     from .attn.functional import attention
     from .config import PerformanceConfig, PrivacyConfig
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "accounting",
     "attention",
+    "attention_backend",
     "distributed",
     "load",
     "losses",
@@ -58,6 +60,7 @@ _MODULES = {
     "PrivateRefusal": "refusal",
     "PrivateWarning": "refusal",
     "attention": "attn.functional",
+    "attention_backend": "attn.backend",
     "load": "release.load",
     "private_boundary": "attn.boundary",
     "recommend": "recommender",

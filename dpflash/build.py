@@ -36,6 +36,7 @@ from .isolation.proof import Proof
 from .isolation.sandbox import Sandbox
 from .isolation.schedule import Schedule
 from .isolation.trial import Trial
+from .kernels.attention_vendor import FAST, OWN
 from .kernels.devices import problem_with
 from .noise import Banded, compare_bands
 from .optimize.captured import CapturedCalls, obstacle
@@ -74,7 +75,7 @@ _log = logging.getLogger(__name__)
 _EQUAL = (
     *("noise_multiplier", "max_grad_norm", "clipping", "clip_function", "loss_reduction"),
     *("budget", "exact", "verify_first_batch", "foreign_batches"),
-    *("grad_sample_mode", "optimize", "physical_batch_size"),
+    *("grad_sample_mode", "optimize", "physical_batch_size", "attention_backend"),
 )
 _OF_DRAWS = (
     *("sampling", "noise_mechanism", "max_batch_size", "max_dataset_size"),
@@ -230,8 +231,9 @@ def build(
         else:
             optimization = optimization.with_change(f"left out: CUDA graphs, since {why}")
     wrapper = ForwardWrapper(
-        module, backward, optimization, unchanged, masks, loader.seen, uncovered, captured
-    )
+        module, backward, optimization, unchanged, masks, loader.seen, uncovered, captured,
+        OWN if privacy.exact is True else settings.performance.attention_backend,
+    )  # fmt: skip
     wrapper.put()
     _log.info("%s", optimization.summary)
     turns = Turns(joined(optimizers), step)
@@ -560,12 +562,14 @@ def _backward(
     if privacy.verify_first_batch:
         allow_second_backwards()
     only_instantiate = performance.optimize == "none" or privacy.exact is True
+    # Both of its backwards have to give the same gradients.
+    repeats = performance.attention_backend != FAST
     memory = performance.memory_budget or default_memory_budget(device)
     planner = Planner(
         mode="instantiate" if only_instantiate else performance.grad_sample_mode,
         memory_budget=int(ranks.broadcast_from_first(str(memory).encode(), "the memory budget")),
         batch_size=checked.planned_batch_size,
-        ghost_allowed=privacy.loss_reduction is None and settings.clipping == "flat",
+        ghost_allowed=repeats and privacy.loss_reduction is None and settings.clipping == "flat",
         book_keeping_allowed=ranks.context is None,
         ceilings=ceilings_for(device),
     )

@@ -22,6 +22,7 @@ from ._validate import (
     positive_int,
     probability,
 )
+from .attn.backend import BACKENDS
 from .clipping.groups import Bounds, joint_bound
 from .clipping.planner import DEFAULT_LEVEL, GRAD_SAMPLE_MODES, LEVELS, clipping_for
 from .noise import Banded
@@ -449,6 +450,10 @@ class PerformanceConfig:
             (and the model's forward under bfloat16 autocast) or "aggressive" (and per_layer
             clipping, and torch.compile). `engine.optimization` lists the changes and omissions;
             none changes epsilon.
+        attention_backend: whose attention kernels run the model's forward, and its backward:
+            "own", "fast" or "auto", see `dpflash.attention_backend`. With "auto" the loop's own
+            ``with dpflash.attention_backend(...)`` counts. exact=True means "own"; with "fast" the
+            planner leaves out "ghost", and grad_sample_mode="ghost" takes "auto" in its place.
         cuda_graph: on a GPU, replay the model's forward and its clipped backward as CUDA graphs,
             so that a small model no longer waits for Python. Losses, charge, noise and release
             run as ever, and so does what a graph cannot hold: batches that are proven or tried,
@@ -467,6 +472,7 @@ class PerformanceConfig:
     physical_batch_size: int | None = None
     memory_budget: int | None = None
     optimize: str = DEFAULT_LEVEL
+    attention_backend: str = AUTO
     cuda_graph: bool = False
     # The mode that was passed, of each object.
     asked_mode: ClassVar[str]
@@ -482,6 +488,7 @@ class PerformanceConfig:
         object.__setattr__(self, "grad_sample_mode", _SAME_MODE.get(mode, mode))
         one_of(grad_sample_mode=(self.grad_sample_mode, ("auto", *GRAD_SAMPLE_MODES)))
         one_of(optimize=(self.optimize, LEVELS), cuda_graph=(self.cuda_graph, (False, True)))
+        one_of(attention_backend=(self.attention_backend, BACKENDS))
         optional(positive_int, physical_batch_size=self.physical_batch_size)
         optional(positive_int, memory_budget=self.memory_budget)
         if self.optimize == "none" and self.grad_sample_mode not in ("auto", "instantiate"):

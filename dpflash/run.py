@@ -323,7 +323,7 @@ class PrivateRun:
                 "per-sample gradients, so nothing is planned; engine.optimization says what that "
                 "takes. Pass optimize='balanced' for a planned model"
             )
-        return explain_plan(self.backward, self.public)
+        return explain_plan(self.backward, self.public, self.wrapper.attention)
 
     @property
     def public(self) -> PublicFacts:

@@ -1,5 +1,7 @@
 """Attention over a tile graph: dispatches to the backend of the tensors' device.
 
+Dense and causal calls on a GPU may get another library's kernels, see `attention_vendor.py`.
+
 Signatures and semantics are those of the reference implementation, `attention_reference.py`.
 """
 
@@ -12,13 +14,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import attention_configs, attention_cpu, attention_reference, native
+from . import attention_configs, attention_cpu, attention_reference, attention_vendor, native
 from .attention_reference import AttentionGrads, AttentionInputs, squared_norms
 
 
 def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
     """See `attention_reference.attention_forward`."""
-    return _backend(inputs).attention_forward(_with_positive_scale(inputs), wide=wide)
+    kernel = attention_vendor.choice_of(inputs).forward
+    inputs = _with_positive_scale(inputs)
+    if kernel == attention_vendor.OWN:
+        return _backend(inputs).attention_forward(inputs, wide=wide)
+    return attention_vendor.attention_forward(inputs, kernel, wide=wide)
 
 
 def attention_backward(
@@ -56,20 +62,29 @@ def attention_backward(
         fully_masked = lse == -math.inf
         do = do.masked_fill(fully_masked.unsqueeze(3), 0.0)
         dlse = None if dlse is None else dlse.masked_fill(fully_masked, 0.0)
-    backend = _backend(inputs)
-    # Only the Triton kernels write into given buffers.
-    triton = backend not in (attention_cpu, attention_reference)
-    where = {"out": out} if out is not None and triton else {}
-    grads = backend.attention_backward(
-        *(do, dlse, o, lse, _with_positive_scale(inputs)),
-        token_sums=token_sums,
-        run_grads=run_grads,
-        bias_grad=bias_grad,
-        squares=squares,
-        wide=wide,
-        all_keys=all_keys,
-        **where,
-    )
+    kernel = attention_vendor.choice_of(
+        inputs,
+        has_dlse=dlse is not None,
+        only_grads=not (token_sums or run_grads or bias_grad),
+    ).backward
+    given = (do, dlse, o, lse, _with_positive_scale(inputs))
+    if kernel != attention_vendor.OWN:
+        grads = attention_vendor.attention_backward(*given, kernel, squares=squares, wide=wide)
+    else:
+        backend = _backend(inputs)
+        # Only the Triton kernels write into given buffers.
+        triton = backend not in (attention_cpu, attention_reference)
+        where = {"out": out} if out is not None and triton else {}
+        grads = backend.attention_backward(
+            *given,
+            token_sums=token_sums,
+            run_grads=run_grads,
+            bias_grad=bias_grad,
+            squares=squares,
+            wide=wide,
+            all_keys=all_keys,
+            **where,
+        )
     if scale <= 0:
         sign = -1.0 if scale < 0 else 0.0
         q_sum = None if grads.q_sum is None else sign * grads.q_sum

@@ -34,6 +34,8 @@ class AttentionInputs:
         softcap: a bound c of the scores: ``c tanh(scale q k / c)`` takes the place of scale q k
             (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
         bias: `[B, H, T, S]`, added to the scores behind the bound; any strides, 0 included.
+        backend: one of `attention_vendor.BACKENDS`: whose kernels may run. A backward gets the
+            choice of its forward.
     """
 
     q: Tensor
@@ -46,6 +48,7 @@ class AttentionInputs:
     key_range: Tensor | None = None
     softcap: float | None = None
     bias: Tensor | None = None
+    backend: str = "auto"
 
 
 class AttentionGrads(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -32,18 +34,24 @@ import dpflash
 from dpflash import kernels, patterns
 from dpflash.attn.rotary import Turns
 from dpflash.bench.attention import DIRECTIONS, case_subject
+from dpflash.bench.attention_cases import Case
 from dpflash.bench.isolated import brief
 from dpflash.bench.output import write_text
+from dpflash.bench.peers import build_run
 from dpflash.bench.private import AUTO, DPFLASH, NONPRIVATE, make_training
 from dpflash.bench.private_tasks import Task
 from dpflash.bench.timing import FULL, QUICK, Effort, Step, Stopwatch, time_steps
 from dpflash.bench.work import measured_roofs
+from dpflash.kernels import attention as attention_kernels
+from dpflash.kernels import attention_vendor as vendor
 from dpflash.kernels import noise
+from dpflash.kernels.attention_reference import AttentionInputs
 from dpflash.kernels.rotary import apply_rotary, rotate
 
 Row = dict[str, Any]
 Rows = Iterator[Row]
 Product = Callable[[Tensor, Tensor, Tensor], Any]
+Kernel = Callable[..., Any]
 DEVICE = torch.device(os.environ.get("DEVICE", "cuda"))
 DRY = DEVICE.type == "cpu"
 DTYPE = "float32" if DRY else "bfloat16"
@@ -248,6 +256,94 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
                 yield {**row, "provider": operator, "ms": ms, "tflops": flops / ms / 1e9}
 
 
+def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
+    """Every kernel of dense and causal calls, and what a sample's bits depend on."""
+    for causal, head_dim, tokens in cases:
+        shape = (8, 16, size(tokens), size(head_dim))
+        q, k, v, do = (torch.randn(shape, device=DEVICE).to(getattr(torch, DTYPE)) for _ in "qkvo")
+        graph = patterns.Dense(causal=causal).graph(shape[2], shape[1], DEVICE)
+        inputs = AttentionInputs(q, k, v, graph, shape[3] ** -0.5)
+        pairs = shape[0] * graph.edges() * shape[3]
+        row: Row = {"causal": causal, **dict(zip("BHTD", shape, strict=True))}
+        for backend in vendor.BACKENDS:
+            choice = vendor.choice_of(replace(inputs, backend=backend))
+            yield {"what": backend, **row, **choice._asdict()}
+        o, lse = forward_by(vendor.OWN, inputs, q, k, v)
+        saved = (q, k, v, do, o, lse)
+        calls: list[tuple[str, str, Kernel, tuple[Tensor, ...], int]] = [
+            ("flex", "forward", partial(flex_forward, causal), (q, k, v), 4),
+            ("flex", "forward+backward", partial(flex_both, causal), (q, k, v, do), 14),
+        ]
+        for name in (vendor.OWN, vendor.CUDNN, vendor.FA4, vendor.FLASH, vendor.FA4_FAST):
+            if name not in (vendor.FLASH, vendor.FA4_FAST):  # which have a backward alone
+                calls.append((name, "forward", partial(forward_by, name, inputs), (q, k, v), 4))
+            calls.append((name, "backward", partial(backward_by, name, inputs), saved, 10))
+        for name, direction, call, given, flops in calls:
+            found: Row = {"what": name, "direction": direction, **row}
+            try:
+                start = time.perf_counter()
+                call(*given)
+                synchronize()
+                found["first_ms"] = 1e3 * (time.perf_counter() - start)  # with plan and compiler
+                found |= eager_and_graph(partial(call, *given))
+                found["tflops"] = flops * pairs / found[KERNEL_TIME] / 1e9
+                yield found | bits_of(call, given)
+            except Exception as error:  # the others are still timed
+                problem = "error" if name == vendor.OWN else "error of a peer"
+                yield {**found, problem: brief(error)[:400]}
+
+
+def forward_by(name: str, inputs: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    inputs = replace(inputs, q=q, k=k, v=v, backend=vendor.OWN)
+    if name == vendor.OWN:
+        return attention_kernels.attention_forward(inputs)
+    return vendor.attention_forward(inputs, name)
+
+
+def backward_by(name: str, inputs: AttentionInputs, *saved: Tensor) -> Any:
+    q, k, v, do, o, lse = saved
+    inputs = replace(inputs, q=q, k=k, v=v, backend=vendor.OWN)
+    if name == vendor.OWN:
+        return attention_kernels.attention_backward(do, None, o, lse, inputs)[:3]
+    return vendor.attention_backward(do, None, o, lse, inputs, name)[:3]
+
+
+def flex_forward(causal: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+    with torch.no_grad():
+        return (flex_of(causal, *q.shape)(q, k, v),)
+
+
+def flex_both(causal: bool, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Any:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(flex_of(causal, *q.shape)(*leaves), leaves, do)
+
+
+@functools.cache
+def flex_of(causal: bool, batch: int, heads: int, tokens: int, head_dim: int) -> Any:
+    shape: dict[str, Any] = {"batch": batch, "heads": heads, "tokens": tokens}
+    case = Case(
+        patterns.Dense(causal=causal), **shape, head_dim=head_dim, device=DEVICE.type, dtype=DTYPE
+    )
+    return build_run("flex", case)
+
+
+def bits_of(call: Kernel, given: Sequence[Tensor]) -> Row:
+    """Whether a call repeats, and whether a sample's bits are those without and beside others."""
+
+    def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+        return all(map(torch.equal, found, expected))
+
+    spoilt = [x.clone() for x in given]
+    for x in spoilt:
+        x[0] = math.nan
+    first, beside_nan = call(*given), call(*spoilt)
+    return {
+        "repeats": all(same(call(*given), first) for _ in range(20)),
+        "same_bits_alone": same(call(*(x[-1:] for x in given)), [x[-1:] for x in first]),
+        "same_bits_beside_nan": same([x[1:] for x in beside_nan], [x[1:] for x in first]),
+    }
+
+
 def rotate_both(q: Tensor, k: Tensor, turns: Turns, back: bool) -> list[Tensor]:
     return [rotate(x, *turns, back=back) for x in (q, k)]
 
@@ -444,6 +540,7 @@ PARTS: dict[str, Callable[[], Rows]] = {
     "ceilings": ceilings,
     "attention": partial(attention, PATTERNS),
     "flex": partial(attention, WITH_FLEX),
+    "vendors": partial(vendors, ((True, 128, TOKENS // 4), (True, 64, 4096), (False, 128, 4096))),
     "reductions": partial(reductions, SHAPES),
     "products": partial(products, PRODUCTS, (4, 8, 16)),
     "rotary": partial(rotary, ((16, 16, 128), (32, 8, 64))),

@@ -128,8 +128,9 @@ def attention(
 
     Guarantees:
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
-        sinks, alibi_slopes and position_bias) alone. Repeats bit for bit. One query in dense
-        attention on the CPU, where nothing else is asked for and no gradient, runs in torch's own
+        sinks, alibi_slopes and position_bias) alone. Repeats bit for bit, but for gradients under
+        ``attention_backend("fast")``, which says whose kernels run. One query in dense attention
+        on the CPU, where nothing else is asked for and no gradient, runs in torch's own
         `scaled_dot_product_attention`, whose last bits may depend on the number of samples.
     """
     if not isinstance(q, Tensor) or torch.is_autocast_enabled(q.device.type):
@@ -188,7 +189,7 @@ def attention(
             )
         blocks, gates = pattern.choose(q, k, scale)
     tensors = (q, k, v, sinks, alibi_slopes, key_padding_mask, blocks, gates, bias)
-    o, lse = attend(*tensors, pattern.key, scale, softcap)
+    o, lse = attend(*tensors, pattern.key, scale, softcap, return_lse=return_lse)
     return (o, lse) if return_lse else o
 
 

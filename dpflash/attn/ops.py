@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from dpflash.kernels import attention as kernels
 from dpflash.kernels.attention_reference import AttentionInputs, needs_wide_o
+from dpflash.kernels.attention_vendor import AUTO
 from dpflash.kernels.layout import heads_outside, new_like
 from dpflash.kernels.tile_graph import TileGraph
 
@@ -26,6 +27,7 @@ from ..patterns.adaptive import runtime_graph
 from ..patterns.dense import cross_graph
 from ..refusal import PrivateRefusal
 from ..verification.second_order import differentiable_once
+from .backend import current_backend
 
 _LIBRARY = torch.library.Library("dpflash", "DEF")
 
@@ -33,7 +35,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? slopes, Tensor? padding, "
     "Tensor? blocks, Tensor? gates, Tensor? bias"
 )
-_OPTIONS = "str pattern, float scale, float? softcap=None"
+_OPTIONS = "str pattern, float scale, float? softcap=None, str backend='auto'"
 _LIBRARY.define(f"attention({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     f"attention_backward(Tensor do, Tensor? dlse, Tensor o, Tensor lse, {_INPUTS}, "
@@ -66,13 +68,15 @@ class Attention(torch.autograd.Function):
         pattern: str,
         scale: float,
         softcap: float | None,
+        backend: str,
+        return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
         tensors = (q, k, v, sinks, slopes, padding, blocks, gates, bias)
-        return _FORWARD(*tensors, pattern, scale, softcap)
+        return _FORWARD(*tensors, pattern, scale, softcap, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        *tensors, ctx.pattern, ctx.scale, ctx.softcap = inputs
+        tensors, (*ctx.options, ctx.return_lse) = inputs[:9], inputs[9:]
         ctx.save_for_backward(*output, *tensors)
         ctx.set_materialize_grads(False)
 
@@ -80,12 +84,13 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         o, lse, *tensors = ctx.saved_tensors
         if do is None and dlse is None:
-            return (None,) * 12
+            return (None,) * 14
         do = torch.zeros_like(o) if do is None else do
+        if not ctx.return_lse:
+            dlse = None  # The compiler makes it of zeros.
         _, _, _, sinks, slopes, _, _, gates, bias = tensors
-        options = (ctx.pattern, ctx.scale, ctx.softcap)
         bias_grad = bias is not None and ctx.needs_input_grad[8]
-        arguments = (do, dlse, o, lse, *tensors, *options, bias_grad)
+        arguments = (do, dlse, o, lse, *tensors, *ctx.options, bias_grad)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             # Nobody differentiates the gradient; the compiler supports no node inside a node.
             grads = (_gradients if _is_plain(arguments) else _BACKWARD)(*arguments)
@@ -96,7 +101,7 @@ class Attention(torch.autograd.Function):
         dslopes = None if slopes is None else dslopes
         dgates = None if gates is None else dgates
         dbias = dbias if bias_grad else None
-        return (dq, dk, dv, dsinks, dslopes, None, None, dgates, dbias, None, None, None)
+        return (dq, dk, dv, dsinks, dslopes, None, None, dgates, dbias, *(None,) * 5)
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -125,7 +130,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = (_forward if _is_plain(inputs) else _FORWARD)(*inputs)
+        output = (_forward if _is_plain(inputs) else _FORWARD)(*inputs[:-1])
         Attention.setup_context(ctx, inputs, output)
         return output
 
@@ -142,14 +147,17 @@ def _is_plain(inputs: Sequence[Any]) -> bool:
     return plain and not torch._C._autograd._profiler_enabled()
 
 
-def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """(o, lse) by `Attention`, whose inputs these are, through the node that costs least."""
+def attend(*inputs: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
+    """(o, lse) by `Attention`, whose first inputs these are, through the node that costs least.
+
+    Without `return_lse` nothing may be computed from lse.
+    """
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:9])
     if not trains and forward_ad._current_level < 0 and _is_plain(inputs):
-        return _forward(*inputs)
+        return _forward(*inputs, current_backend())
     func = torch._C._are_functorch_transforms_active()
     node = Attention if func or torch.compiler.is_compiling() else _EagerAttention
-    return node.apply(*inputs)
+    return node.apply(*inputs, current_backend(), return_lse)
 
 
 class ReleasedAttention(torch.autograd.Function):
@@ -172,7 +180,7 @@ class ReleasedAttention(torch.autograd.Function):
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = (q, k, v, None, None, padding, None, None, None)
-        ctx.options = (pattern, scale, softcap)
+        ctx.options = (pattern, scale, softcap, current_backend())
         o, lse = torch.ops.dpflash.attention(*inputs, *ctx.options)
         ctx.save_for_backward(o, lse, *inputs)
         ctx.release = release
@@ -243,11 +251,13 @@ def _inputs_of(
     pattern: str,
     scale: float,
     softcap: float | None = None,
+    backend: str = AUTO,
 ) -> AttentionInputs:
     """The kernels' inputs, of an operator's inputs and options."""
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
     key_range = key_range_of(padding)
-    return AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range, softcap, bias)
+    extras = (sinks, slopes, key_range, softcap, bias)
+    return AttentionInputs(q, k, v, graph, scale, *extras, backend)
 
 
 def _forward(*given: Any) -> tuple[Tensor, Tensor]:
@@ -267,7 +277,7 @@ def _absent(q: Tensor) -> Tensor:
 def _gradients(
     do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *given: Any
 ) -> tuple[Tensor | None, ...]:
-    inputs, (bias_grad, squares) = _inputs_of(*given[:12]), _asked(given)
+    inputs, (bias_grad, squares) = _inputs_of(*given[:13]), _asked(given)
     q, k, v, sinks, slopes, _, _, gates, bias = given[:9]
     if needs_wide_o(q, sinks, slopes):
         o, _ = kernels.attention_forward(inputs, wide=True)
@@ -307,7 +317,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 def _asked(given: Sequence[Any]) -> tuple[bool, bool]:
     """The last two options of a backward, bias_grad and squares; left out, they are False."""
-    bias_grad, squares = (*given[12:], False, False)[:2]
+    bias_grad, squares = (*given[13:], False, False)[:2]
     return bias_grad, squares
 
 

@@ -154,7 +154,9 @@ def _installed_version(name: str) -> str | None:
 
 
 def _paths(report: dict[str, Any]) -> dict[str, str]:
-    from dpflash.kernels import native
+    import torch
+
+    from dpflash.kernels import attention_vendor, native
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report contains the reason
@@ -169,6 +171,9 @@ def _paths(report: dict[str, Any]) -> dict[str, str]:
         on_gpu = "Triton kernels" if triton["version"] else f"none: triton {triton['why_not']}"
         paths = {f"{name}_on_cpu": path for name, path in paths.items()}
         paths |= {"attention": on_gpu, "private_gradients": on_gpu}
+        for device in (device for device in report["devices"] if device["problem"] is None):
+            index = device["index"]
+            paths[f"gpu_{index}"] = attention_vendor.describe(torch.device("cuda", index))
     chacha20 = report["cryptography"]["chacha20"]
     paths["noise"] = (
         f"ChaCha20 ({'C++' if file else 'cryptography'}, CPU)"

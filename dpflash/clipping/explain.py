@@ -95,11 +95,13 @@ class ClippingPlan:
         uses: one for each parameter.
         ceilings: assumed speed of the device, from which times were predicted.
         public: the public facts about the batches.
+        attention: whose kernels run dense and causal attention, and why.
     """
 
     uses: tuple[PlannedUse, ...]
     ceilings: Ceilings
     public: PublicFacts
+    attention: str
 
     def __iter__(self) -> Iterator[PlannedUse]:
         return iter(self.uses)
@@ -132,6 +134,7 @@ class ClippingPlan:
             f"{_table(list(zip(names, figures, strict=True)))}\n"
             f"+ beyond a non-private backward; time: part of the predicted {predicted:.3g} ms\n"
             f"ceilings: {self.ceilings}\n"
+            f"{self.attention}\n"
             f"{self.public}"
         )
 
@@ -153,7 +156,7 @@ def describe_groups(
     return ClippingGroups(found, min(sensitivity, max_grad_norm))
 
 
-def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan:
+def explain_plan(backward: PrivateBackward, public: PublicFacts, attention: str) -> ClippingPlan:
     """See `PrivacyEngine.plan`."""
     if not any(backward.forward.state.shapes.values()):
         raise ValueError(
@@ -179,7 +182,7 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts) -> ClippingPlan
             uses.append(use)
     total = sum(use.seconds for use in uses)
     shared = (replace(use, share=use.seconds / total) for use in uses)
-    return ClippingPlan(tuple(shared), ceilings, public)
+    return ClippingPlan(tuple(shared), ceilings, public, attention)
 
 
 def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:

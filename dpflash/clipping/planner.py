@@ -423,6 +423,11 @@ class Planner:
             )
         return Plan(modes)
 
+    @property
+    def may_be_ghost(self) -> bool:
+        """Whether some plan has two backwards, so that a model must compute both alike."""
+        return self.mode == "ghost" or (self.mode == "auto" and self.ghost_allowed)
+
     def avoid_ghost(self) -> None:
         """Do not choose "ghost" any more: two backwards of this model differ."""
         self.ghost_allowed = self.ghost_allowed and self.mode != "auto"

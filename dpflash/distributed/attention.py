@@ -249,7 +249,7 @@ class _ShardedAttention(torch.autograd.Function):
         gates: Tensor | None,
         call: Ring | AllGatherCall,
     ) -> tuple[Tensor, Tensor]:
-        forward = BlockwiseForward(q, sinks, slopes, call.scale)
+        forward = BlockwiseForward(q, sinks, slopes, call.scale, call.backend)
         call.forward(forward, k, v, BlockChoice.graph_of(blocks, gates, call.sharded))
         o, lse = forward.o, forward.lse
         ctx.save_for_backward(q, k, v, forward.o_to_save(o), lse, sinks, slopes, blocks, gates)
@@ -264,7 +264,7 @@ class _ShardedAttention(torch.autograd.Function):
         # Read only once: activation checkpointing returns saved tensors a single time.
         saved = ctx.saved_tensors
         _, k, v, *_, blocks, gates = saved
-        backward = BlockwiseBackward(saved, do, dlse, call.scale)
+        backward = BlockwiseBackward(saved, do, dlse, call.scale, call.backend)
         runtime = BlockChoice.graph_of(blocks, gates, call.sharded)
         own = call.backward(backward, k, v, runtime, any(ctx.needs_input_grad[1:3]))
         return *backward.results(own, k, v), None

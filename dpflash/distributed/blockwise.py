@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import block_counts, runtime_graph
 
+from ..attn.backend import current_backend
 from ..verification.second_order import differentiable_once
 from .exchange import all_reduce
 from .exchange_plan import Piece, ShardedPattern
@@ -72,6 +73,8 @@ class ShardedCall:
     group: ProcessGroup  # the ranks that share the sequence
     scale: float  # softmax scale
     by_chunk: bool  # compute each pair of chunks separately, because distances matter (ALiBi)
+    # whose kernels may run, in the backward too
+    backend: str = field(default_factory=current_backend)
 
     @property
     def rank(self) -> int:
@@ -117,9 +120,9 @@ class BlockwiseForward:
     """
 
     def __init__(
-        self, q: Tensor, sinks: Tensor | None, slopes: Tensor | None, scale: float
+        self, q: Tensor, sinks: Tensor | None, slopes: Tensor | None, scale: float, backend: str
     ) -> None:
-        self._q, self._slopes, self._scale = q, slopes, scale
+        self._q, self._slopes, self._options = q, slopes, (scale, slopes, backend)
         self._sinks = sinks
         self._merged: tuple[Tensor, Tensor] | None = None
 
@@ -127,7 +130,7 @@ class BlockwiseForward:
         """Merge the results over the pieces of a shard's k and v `[B, G, S, D]`."""
         for piece in pieces:
             rows = piece.queries
-            inputs = _inputs_of(piece, self._q, k, v, self._scale, self._slopes)
+            inputs = _inputs_of(piece, self._q, k, v, *self._options)
             partial = attention_forward(inputs, wide=True)
             if self._merged is None and self._sinks is None and _is_all(rows, self._q):
                 self._merged = partial
@@ -173,10 +176,11 @@ class BlockwiseBackward:
         do: Tensor | None,
         dlse: Tensor | None,
         scale: float,
+        backend: str,
     ) -> None:
         q, _, _, o, lse, self._sinks, self._slopes, _, self._gates = saved
         assert q is not None and o is not None and lse is not None
-        self._q, self._o, self._lse, self._scale = q, o, lse, scale
+        self._q, self._o, self._lse, self._options = q, o, lse, (scale, self._slopes, backend)
         self._do = torch.zeros_like(o, dtype=q.dtype) if do is None else do
         self._dlse = dlse
         self._dq: Tensor | None = None
@@ -188,7 +192,7 @@ class BlockwiseBackward:
         dkv: list[Tensor] | None = None
         for piece in pieces:
             rows, columns = piece.queries, piece.keys
-            inputs = _inputs_of(piece, self._q, k, v, self._scale, self._slopes)
+            inputs = _inputs_of(piece, self._q, k, v, *self._options)
             grads = attention_backward(
                 self._do[:, :, rows],
                 None if self._dlse is None else self._dlse[:, :, rows],
@@ -245,12 +249,18 @@ class BlockwiseBackward:
 
 
 def _inputs_of(
-    piece: Piece, q: Tensor, k: Tensor, v: Tensor, scale: float, slopes: Tensor | None
+    piece: Piece,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    slopes: Tensor | None,
+    backend: str,
 ) -> AttentionInputs:
     """The queries and keys of a piece, of this rank's q and a shard's k and v."""
     rows, columns = piece.queries, piece.keys
     parts = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
-    return AttentionInputs(*parts, piece.graph, scale, slopes=slopes)
+    return AttentionInputs(*parts, piece.graph, scale, slopes=slopes, backend=backend)
 
 
 def _is_all(tokens: slice, x: Tensor) -> bool:

@@ -22,6 +22,7 @@ from dpflash.kernels.tile_graph import TileGraph
 from dpflash.patterns import Adaptive
 from dpflash.patterns.adaptive import runtime_graph
 
+from ..attn.backend import current_backend
 from ..verification.second_order import differentiable_once
 from .exchange import all_to_all
 from .exchange_plan import ShardedPattern
@@ -115,7 +116,8 @@ class _OwnHeads(torch.autograd.Function):
         graph: TileGraph,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        inputs = AttentionInputs(q, k, v, graph, scale, sinks, slopes)
+        ctx.backend = current_backend()
+        inputs = AttentionInputs(q, k, v, graph, scale, sinks, slopes, backend=ctx.backend)
         o, lse = attention_forward(inputs, wide=needs_wide_o(q, sinks, slopes))
         ctx.save_for_backward(q, k, v, o, lse, sinks, slopes, gates)
         ctx.graph, ctx.scale = graph, scale
@@ -125,7 +127,8 @@ class _OwnHeads(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         q, k, v, o, lse, sinks, slopes, gates = ctx.saved_tensors
-        inputs = AttentionInputs(q, k, v, ctx.graph, ctx.scale, sinks, slopes)
+        options = (ctx.graph, ctx.scale, sinks, slopes)
+        inputs = AttentionInputs(q, k, v, *options, backend=ctx.backend)
         grads = attention_backward(do, dlse, o, lse, inputs, run_grads=gates is not None)
         dgates = grads.dlog_multiplicity
         return (

@@ -24,6 +24,7 @@ from dpflash.kernels import apply_rotary
 from dpflash.kernels.attention import attention_backward
 from dpflash.kernels.attention_reference import AttentionInputs
 
+from ..attn.backend import current_backend
 from ..attn.functional import attention, resolve_pattern
 from ..attn.ops import graph_of, key_range_of
 from ..attn.rotary import Turns, document_positions
@@ -82,6 +83,7 @@ class _SelfAttention(torch.autograd.Function):
         o, lse = attention(q, k, v, pattern=heads.pattern, return_lse=True, **options)
         ctx.save_for_backward(x, qkv, o, lse, qkv_weight, out_weight, sinks, slopes, padding)
         ctx.slots, ctx.heads, ctx.units = (qkv_slot, out_slot), heads, units
+        ctx.backend = current_backend()
         y = F.linear(o.transpose(1, 2).flatten(2), out_weight, out_bias)
         # Torch may return a view, which the next layer could not change in place.
         return torch.ops.aten._unsafe_view(y, y.shape)
@@ -104,12 +106,13 @@ class _SelfAttention(torch.autograd.Function):
         # The attention kernel sums over the tokens of a row, before they are turned back.
         sums_of_rows = not heads.rotary and ctx.units is None
         graph, scale = graph_of(q, k, heads.pattern), 1 / math.sqrt(heads.head_dim)
+        options: Any = {"key_range": key_range_of(padding), "backend": ctx.backend}
         grads = attention_backward(
             (dy @ out_weight).unflatten(2, (heads.heads, heads.head_dim)).transpose(1, 2),
             None,
             o,
             lse,
-            AttentionInputs(q, k, v, graph, scale, sinks, slopes, key_range_of(padding)),
+            AttentionInputs(q, k, v, graph, scale, sinks, slopes, **options),
             token_sums=needs[9] and sums_of_rows,
             out=(dq, dk, dv),
         )

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpflash.kernels.attention_vendor import AUTO, FAST, describe
+
+from ..attn.backend import attention_backend, current_backend
 from ..clipping.backward import PrivateBackward
 from ..clipping.precision import without_autocast
 from ..grad_rules import PrivateModule
@@ -75,8 +78,10 @@ class ForwardWrapper:
         seen: SeenBatches | None = None,
         uncovered: Uncovered | None = None,
         captured: CapturedCalls | None = None,
+        attention_backend: str = AUTO,
     ):
         self._optimization = optimization
+        self._attention_backend = attention_backend
         self.unchanged = unchanged
         self._module = module
         self._backward = backward
@@ -105,10 +110,21 @@ class ForwardWrapper:
 
     @property
     def optimization(self) -> Optimization:
-        """What the optimization level, and captured graphs, change."""
-        if self._captured is None:
-            return self._optimization
-        return self._optimization.with_change(self._captured.sentence)
+        """What the optimization level, and captured graphs, change; whose attention runs."""
+        found = self._optimization.with_change(self.attention)
+        return found if self._captured is None else found.with_change(self._captured.sentence)
+
+    @property
+    def attention(self) -> str:
+        """Whose attention kernels dense and causal calls of the model get, and why."""
+        return describe(self._parameter_device, self._backend())
+
+    def _backend(self) -> str:
+        """Whose attention kernels calls of the model may use: the model's, or the loop's."""
+        asked = self._attention_backend
+        asked = current_backend() if asked == AUTO else asked
+        # Both backwards of ghost clipping have to give the same gradients.
+        return AUTO if asked == FAST and self._backward.planner.may_be_ghost else asked
 
     def put(self) -> None:
         """Wrap the model's forward, and guard its state_dict."""
@@ -226,7 +242,7 @@ class ForwardWrapper:
             with self._backward.call(_first_dimensions(_tensors((args, kwargs)))):
                 return self._eagerly(module, dtype, args, kwargs)
 
-        setting = self._structure, dtype, plain_attributes(module)
+        setting = self._structure, dtype, self._backend(), plain_attributes(module)
         return self._captured.outputs(setting, (args, kwargs), run, self._keeping_state)
 
     def _tried(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
@@ -452,7 +468,8 @@ class ForwardWrapper:
         *,
         inner: bool = False,
     ) -> Any:
-        with nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype):
+        autocast = nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype)
+        with autocast, attention_backend(self._backend()):
             if inner and self._inner is not None:
                 # DistributedDataParallel prepares for the backward of its last forward.
                 outputs = self._inner(*args, **kwargs)
@@ -521,7 +538,7 @@ class ForwardWrapper:
         self._backward.forward.set_compiled()
         # Inside the user's autocast region the compiler would autocast the backward too.
         try:
-            with without_autocast(self._device):
+            with without_autocast(self._device), attention_backend(self._backend()):
                 outputs = self._compiled(dtype, args, kwargs)
         except (
             torch._dynamo.exc.TorchDynamoException,

@@ -206,7 +206,7 @@ def test_the_backward_operator_with_squares_passes_opcheck():
     arguments = (q, k, v, *[None] * 6, Dense(causal=True).key, 0.25)
     o, lse = torch.ops.dpflash.attention(*arguments)
     backward = torch.ops.dpflash.attention_backward.default
-    torch.library.opcheck(backward, (o, lse, o, lse, *arguments, 2.0, False, True))
+    torch.library.opcheck(backward, (o, lse, o, lse, *arguments, 2.0, "own", False, True))
 
 
 def test_differentiating_twice_mapping_and_compiling_are_refused():

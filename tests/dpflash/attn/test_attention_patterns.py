@@ -302,7 +302,7 @@ def test_operators_pass_opcheck(extras):
     torch.library.opcheck(torch.ops.dpflash.attention.default, arguments)
     o, lse = torch.ops.dpflash.attention(*arguments)
     backward = torch.ops.dpflash.attention_backward.default
-    torch.library.opcheck(backward, (o, lse, o, lse, *arguments, extras))
+    torch.library.opcheck(backward, (o, lse, o, lse, *arguments, "own", extras))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 import dpflash
 from dpflash.cli import doctor, main
-from dpflash.kernels import native
+from dpflash.kernels import attention_vendor, native
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -82,7 +82,9 @@ def test_doctor_says_why_kernels_are_not_kept(tmp_path, monkeypatch, capsys):
     assert "bits, compiled for this process: the cache folder is not used: " in out
 
 
-def test_doctor_shows_a_gpu_and_its_path(report):
+def test_doctor_shows_a_gpu_and_its_path(report, monkeypatch):
+    h100 = attention_vendor.Machine((9, 0), 91600)
+    monkeypatch.setattr(attention_vendor, "machine", lambda device: h100)
     device = {"index": 0, "name": "GPU X", "memory": 80 * 1024**3, "capability": "9.0"}
     with_gpu = {**report, "devices": [{**device, "problem": None}]}
     with_gpu["torch"] = {**report["torch"], "built_for": "CUDA 13.0"}
@@ -91,6 +93,7 @@ def test_doctor_shows_a_gpu_and_its_path(report):
     assert "GPU X, 80.0 GiB, capability 9.0" in text
     assert with_gpu["paths"]["attention_on_cpu"].startswith("C++ kernels")
     assert with_gpu["paths"]["attention"] == "Triton kernels"
+    assert "forward by cuDNN, backward by dpflash's kernels" in with_gpu["paths"]["gpu_0"]
     without_triton = {**with_gpu, "triton": {"version": None, "why_not": "not installed"}}
     assert doctor._paths(without_triton)["attention"] == "none: triton not installed"
 

@@ -1,0 +1,73 @@
+"""attention_backend: whose kernels attention may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from dpflash.kernels.attention_vendor import AUTO, BACKENDS
+
+from .. import _validate
+
+_current: ContextVar[str] = ContextVar("attention_backend", default=AUTO)
+# What torch.compile reads, and guards on: it traces no ContextVar.
+_traced = AUTO
+
+
+@contextmanager
+def attention_backend(backend: str) -> Iterator[None]:
+    """Choose whose kernels attention uses inside a with block.
+
+    ::
+
+        with dpflash.attention_backend("fast"):
+            o = dpflash.attention(q, k, v, causal=True)
+        o.sum().backward()  # by the choice of its forward
+
+    Dense and causal attention in 16 bit is what other libraries have kernels for. All other calls
+    (patterns, sinks, slopes, masks, biases, fewer queries than keys, float32) run in dpflash's
+    own kernels, and so does everything on a CPU and on a GPU of ROCm. `dpflash doctor` and
+    `engine.optimization` name the kernels of a device.
+
+    Args:
+        backend: "auto": cuDNN's forward or FlashAttention 4's (the package flash-attn-4, where it
+            is installed), and a backward that repeats: FlashAttention 4's deterministic one, or
+            dpflash's own. "fast": the fastest backward too, which is cuDNN's, or FlashAttention
+            2's on GPUs before compute capability 9.0; where lse has a gradient, as with "auto".
+            "own": dpflash's kernels alone.
+
+    Raises:
+        ValueError: another name.
+
+    Guarantees:
+        With "auto" and "own" results and gradients repeat bit for bit; with "fast" gradients do
+        not. With "own" the bits of a sample do not depend on the number of samples; with the
+        others they may. A gradient is computed once, and clipped as it is: neither decides about
+        privacy. Private models with exact=True, and all calls under
+        torch.use_deterministic_algorithms, use "own"; those that may run two backwards
+        (grad_sample_mode="ghost") use "auto" in place of "fast".
+
+    The choice is the calling thread's. Inside a function under torch.compile, and where activation
+    checkpointing runs a forward again, it is the one at that time.
+    """
+    global _traced
+    _validate.one_of(backend=(backend, BACKENDS))
+    is_traced = torch.compiler.is_compiling()
+    before = _traced if is_traced else _current.get()
+    if not is_traced:
+        _current.set(backend)
+    _traced = backend
+    try:
+        yield
+    finally:
+        if not is_traced:
+            _current.set(before)
+        _traced = before
+
+
+def current_backend() -> str:
+    """The choice at this place."""
+    return _traced if torch.compiler.is_compiling() else _current.get()
