@@ -192,15 +192,20 @@ def _plan(request: Request) -> Iterator[Comparison]:
         batch_tokens, width = (1024, 128) if quick else (4096, 256)
         lengths = (1024, 2048) if quick else (1024, 4096, 16384)
         head_dims, reaches = (64,), (True,)
-    product = itertools.product(head_dims, _PEERS_OF, reaches, lengths, DIRECTIONS)
-    for head_dim, pattern, causal, tokens, direction in product:
+    sizes = [(tokens, max(1, batch_tokens // tokens)) for tokens in lengths]
+    shapes = [*itertools.product(head_dims, _PEERS_OF, reaches, sizes)]
+    if not is_cuda:  # one sample and head, as in a small model or a first try
+        shapes += [(64, "dense", True, (tokens, 1)) for tokens in (1, 16, 128)]
+    for (head_dim, pattern, causal, (tokens, batch)), direction in itertools.product(
+        shapes, DIRECTIONS
+    ):
         peers = [
             peer
             for peer in _PEERS_OF[pattern]
             # FlexAttention compiles for half a minute in each case.
             if not (peer == "flex" and quick and is_cuda) and (is_cuda or peer not in _ON_GPUS)
         ]
-        size = tokens, max(1, batch_tokens // tokens), width // head_dim
+        size = tokens, batch, width // head_dim if tokens >= min(lengths) else 1
         given = shape(request, direction, *size, head_dim=head_dim, causal=causal)
         reach = "causal" if causal else "full"
         place = f"{pattern}/{reach}/D{head_dim}/T{tokens}/{direction}"

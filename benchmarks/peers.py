@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch.nn.functional as F
@@ -42,6 +43,8 @@ def _sdpa(operator: str, case: Case) -> Run:
         raise Unsupported("another pattern: SDPA takes dense or causal attention only")
     if case.device != "cpu" and case.dtype == "float32":
         raise Unsupported("fp16 or bf16: this backend takes no fp32 on CUDA")
+    if case.device == "cpu":  # where it is torch's own choice, without the time of a context
+        return functools.partial(F.scaled_dot_product_attention, is_causal=case.pattern.causal)
     is_flash = operator == "sdpa-flash"
     backend = SDPBackend.FLASH_ATTENTION if is_flash else SDPBackend.CUDNN_ATTENTION
 
