@@ -19,7 +19,6 @@ from . import attention_triton as kernels
 from .attention_configs import INTERPRETED, Config, Kernel, architecture, config, precision
 from .attention_reference import AttentionGrads, AttentionInputs, sinks_grad, squared_norms
 from .layout import is_aligned, new_like, on_device
-from .tile_graph import Side
 
 _LOG2E = math.log2(math.e)
 _INTERPRETED = not isinstance(kernels._attention_forward_kernel, triton.JITFunction)
@@ -38,19 +37,21 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
         if sinks is not None:
             lse = torch.maximum(lse, sinks.float().unsqueeze(2))
     sizes = _config("forward", inputs)
-    tiles, borders, num_tiles = graph.rows.tiles(sizes.block_m, last_first=graph.causal)
+    tiles = graph.rows.tiles(sizes.block_m)
+    num_tiles = tiles.shape[1]
     if o.numel() and num_tiles:
         with on_device(q):
             kernels._attention_forward_kernel[_grid(num_tiles, batch, heads)](
                 q, k, v, o, lse,
                 _vector(sinks), _vector(slopes), key_range, inputs.bias,
-                tiles, borders, *_tables(graph.rows, graph.row_variants),
+                tiles, graph.row_variants, graph.rows.run_records(),
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
                 *_bias_strides(inputs),
                 _sample_stride(graph.row_variants), heads, heads // k.shape[1],
                 queries, k.shape[2], num_tiles, _distance_shift(inputs), inputs.scale * _LOG2E,
                 _softcap(inputs), **_head_dims(head_dim, v.shape[3], is_aligned(q, k, v, o)),
                 **_options(q, sizes),
+                HAS_VARIANTS=len(tiles) > 1,
                 HAS_SINKS=sinks is not None, HAS_SLOPES=slopes is not None,
                 HAS_KEY_RANGE=key_range is not None,
                 HAS_SOFTCAP=inputs.softcap is not None, HAS_BIAS=inputs.bias is not None,
@@ -81,7 +82,7 @@ def attention_backward(
     do, o, q, k, v = (_unit_stride(x) for x in (do, o, inputs.q, inputs.k, inputs.v))
     inputs = replace(inputs, q=q, k=k, v=v, slopes=_vector(inputs.slopes))
     graph, sinks = inputs.graph, inputs.sinks
-    delta, pivot = _delta(o, do, lse.contiguous(), dlse)
+    statistics = _row_statistics(o, do, lse.contiguous(), dlse)
     # Products take both sides in one dtype; delta has seen the unrounded do.
     do = do.to(q.dtype)
     if out is None:
@@ -99,7 +100,7 @@ def attention_backward(
     dbias = None
     if bias_grad:
         dbias = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32)
-    rows = (do, pivot, delta)
+    rows = do, statistics.view(torch.int64)
     q_sum, dslopes, dlog, q_squares = _launch_dq(
         dq, dbias, *rows, inputs, token_sums=token_sums, run_grads=run_grads, squares=squares
     )
@@ -109,35 +110,33 @@ def attention_backward(
     of_samples = None
     if q_squares is not None and kv_squares is not None:
         of_samples = q_squares + kv_squares
-    dsinks = None if sinks is None else sinks_grad(sinks, lse, delta)
+    dsinks = None if sinks is None else sinks_grad(sinks, lse, statistics[..., 1])
     sums = q_sum, k_sum, v_sum
     return AttentionGrads(dq, dk, dv, dsinks, dslopes, dlog, *sums, of_samples, dbias)
 
 
-def _delta(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`[B, H, T]`, float32: ``rowsum(o do) - dlse``, and lse in base 2, +inf where it was -inf."""
+def _row_statistics(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+    """`[B, H, T, 2]`, float32: lse in base 2, +inf where it was -inf; ``rowsum(o do) - dlse``."""
     batch, heads, queries, head_dim = o.shape
-    delta = o.new_empty((batch, heads, queries), dtype=torch.float32)
-    pivot = torch.empty_like(delta)
+    statistics = o.new_empty((batch, heads, queries, 2), dtype=torch.float32)
     block = 64
     num_blocks = -(-queries // block)
-    if delta.numel():
+    if statistics.numel():
         with on_device(o):
             kernels._attention_delta_kernel[_grid(num_blocks, batch, heads)](
-                o, do, lse, None if dlse is None else dlse.float().contiguous(), delta, pivot,
+                o, do, lse, None if dlse is None else dlse.float().contiguous(), statistics,
                 *o.stride()[:3], *do.stride()[:3], heads, queries, num_blocks,
                 E=head_dim, BLOCK_E=max(16, 1 << (head_dim - 1).bit_length()), BLOCK_M=block,
                 HAS_DLSE=dlse is not None,
             )  # fmt: skip
-    return delta, pivot
+    return statistics
 
 
 def _launch_dq(
     dq: Tensor,
     dbias: Tensor | None,
     do: Tensor,
-    pivot: Tensor,
-    delta: Tensor,
+    statistics: Tensor,
     inputs: AttentionInputs,
     *,
     token_sums: bool,
@@ -154,7 +153,8 @@ def _launch_dq(
     batch, heads, queries, head_dim = q.shape
     sizes = _config("dq", inputs)
     side = graph.rows
-    tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=graph.causal)
+    tiles = side.tiles(sizes.block_m)
+    num_tiles = tiles.shape[1]
     num_runs = side.runs.shape[0]
     places = -(-side.max_length // sizes.block_m)
     # Variants may have fewer tiles than the longest one: unwritten entries must be 0.
@@ -166,9 +166,9 @@ def _launch_dq(
     if dq.numel() and num_tiles:
         with on_device(q):
             kernels._attention_dq_kernel[_grid(num_tiles, batch, heads)](
-                q, k, v, do, pivot, delta, dq,
+                q, k, v, do, statistics, dq,
                 slopes, key_range, inputs.bias, dbias, q_sums, slope_sums, run_sums, partial,
-                tiles, borders, *_tables(side, graph.row_variants),
+                tiles, graph.row_variants, side.run_records(),
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
                 *dq.stride()[:3], *_bias_strides(inputs),
                 _sample_stride(graph.row_variants), heads, heads // k.shape[1],
@@ -176,6 +176,7 @@ def _launch_dq(
                 _distance_shift(inputs), scale, scale * _LOG2E, _softcap(inputs),
                 **_head_dims(head_dim, v.shape[3], is_aligned(q, k, v, do, dq)),
                 **_options(q, sizes),
+                HAS_VARIANTS=len(tiles) > 1,
                 HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
                 HAS_SOFTCAP=inputs.softcap is not None, HAS_BIAS=inputs.bias is not None,
                 BIAS_GRAD=dbias is not None,
@@ -193,8 +194,7 @@ def _launch_dkdv(
     dk: Tensor,
     dv: Tensor,
     do: Tensor,
-    pivot: Tensor,
-    delta: Tensor,
+    statistics: Tensor,
     inputs: AttentionInputs,
     *,
     token_sums: bool,
@@ -212,7 +212,8 @@ def _launch_dkdv(
     sizes = _config("dkdv", inputs)
     value_dim = v.shape[3]
     side = graph.cols
-    tiles, borders, num_tiles = side.tiles(sizes.block_m, last_first=False)
+    tiles = side.tiles(sizes.block_m)
+    num_tiles = tiles.shape[1]
     shared = graph.heads_share_cols(heads // groups)
     heads_per_program = heads // groups if shared else 1
     results = dk, dv
@@ -232,9 +233,9 @@ def _launch_dkdv(
     if dk.numel() and num_tiles:
         with on_device(q):
             kernels._attention_dkdv_kernel[_grid(num_tiles, batch, programs)](
-                q, k, v, do, pivot, delta, dk, dv,
+                q, k, v, do, statistics, dk, dv,
                 slopes, key_range, inputs.bias, k_sums, v_sums, partial,
-                tiles, borders, *_tables(side, graph.col_variants),
+                tiles, graph.col_variants, side.run_records(),
                 *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3],
                 *dk.stride()[:3], *dv.stride()[:3], *_bias_strides(inputs),
                 _sample_stride(graph.col_variants), heads, heads // groups, heads_per_program,
@@ -242,6 +243,7 @@ def _launch_dkdv(
                 _softcap(inputs),
                 **_head_dims(head_dim, value_dim, is_aligned(q, k, v, do, dk, dv)),
                 **_options(q, sizes),
+                HAS_VARIANTS=len(tiles) > 1,
                 HAS_SLOPES=slopes is not None, HAS_KEY_RANGE=key_range is not None,
                 HAS_SOFTCAP=inputs.softcap is not None, HAS_BIAS=inputs.bias is not None,
                 TOKEN_SUMS=token_sums, SQUARES=partial is not None,
@@ -268,11 +270,6 @@ def _grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
             "programs; split the batch"
         )
     return (programs,)
-
-
-def _tables(side: Side, variants: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tables of a side that a kernel reads, except its tiles."""
-    return variants, side.groups, side.runs, side.float_log_multiplicity()
 
 
 def _distance_shift(inputs: AttentionInputs) -> int:

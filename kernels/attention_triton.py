@@ -66,66 +66,85 @@ def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _tile(
-    tiles_ptr,
-    tile_borders_ptr,
-    head_variants_ptr,
-    groups_ptr,
-    variant_at,
-    index,
-    BLOCK_M: tl.constexpr,
-):
-    """The rows of the variant's tile number `index`.
-
-    Returns whether it exists, its place in its group, positions of the rows, which of them are
-    there, the first and last of these, and the runs of the group.
-    """
-    variant = tl.load(head_variants_ptr + variant_at)
-    tile = tl.load(tile_borders_ptr + variant) + index
-    exists = tile < tl.load(tile_borders_ptr + variant + 1)
-    group = tl.load(tiles_ptr + tile * 2, mask=exists, other=0)
-    place = tl.load(tiles_ptr + tile * 2 + 1, mask=exists, other=0)
-    start = tl.load(groups_ptr + group * 5, mask=exists, other=0)
-    stride = tl.load(groups_ptr + group * 5 + 1, mask=exists, other=0)
-    length = tl.load(groups_ptr + group * 5 + 2, mask=exists, other=0)
-    first_run = tl.load(groups_ptr + group * 5 + 3, mask=exists, other=0)
-    end_run = tl.load(groups_ptr + group * 5 + 4, mask=exists, other=0)
-    offsets = place * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = offsets < length
-    first = start + stride * (place * BLOCK_M)
-    last = start + stride * (tl.minimum(place * BLOCK_M + BLOCK_M, length) - 1)
-    exists = exists & (place * BLOCK_M < length)
-    return exists, place, start + stride * offsets, there, first, last, first_run, end_run
+def _wide(positions):
+    """In int64. They are at least 0, and what knows that multiplies in fewer instructions."""
+    return positions.to(tl.uint32).to(tl.int64)
 
 
 @triton.jit
-def _clip(
-    runs_ptr, log_multiplicity_ptr, run, first, last, column_begin, column_end,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _tile(tiles_ptr, head_variants_ptr, variant_at, index, num_tiles, HAS_VARIANTS: tl.constexpr):
+    """Tile number `index` of the variant of a head, see `Side.tiles`.
+
+    Returns position of the first row, stride and number of the rows, position of the last row,
+    first and end run, and the tile's place in its group.
+    """
+    tile = index.to(tl.int64)
+    if HAS_VARIANTS:
+        tile += tl.load(head_variants_ptr + variant_at).to(tl.int64) * num_tiles
+    record = tiles_ptr + tile * 8
+    first = tl.load(record)
+    stride = tl.load(record + 1)
+    length = tl.load(record + 2)
+    last = first + stride * (length - 1)
+    first_run = tl.load(record + 3)
+    end_run = tl.load(record + 4)
+    return first, stride, length, last, first_run, end_run, tl.load(record + 5)
+
+
+@triton.jit
+def _columns_below(bound, start, stride, reciprocal, shift):
+    """How many columns ``start + n stride`` of an endless run lie below a bound.
+
+    Divides by multiplication, see `Side.run_records`.
+    """
+    doubled = tl.maximum(bound - start + stride - 1, 0).to(tl.uint32) * 2
+    return (tl.umulhi(doubled, reciprocal) >> shift).to(tl.int32)
+
+
+@triton.jit
+def _clip(runs_ptr, run, rows, first, last, column_begin, column_end, BLOCK_N: tl.constexpr):
     """A run, and its columns seen by some row of a tile, in chunks of BLOCK_N.
 
-    Returns its start, stride, band and log multiplicity in base 2, and begin <= left <= right <=
-    end: the chunks of [left, right) are whole and seen by every row, those of [begin, left) and
-    [right, end) need a mask. Column n is ``start + n stride``, so the least n at or above a bound
-    is ``max(bound - start + stride - 1, 0) // stride``.
+    Returns its start, stride and log multiplicity in base 2; begin <= left <= right <= end: the
+    chunks of [left, right) are whole and seen by every row, those of [begin, left) and
+    [right, end) need a mask; and the first column that each row sees, and how many.
     """
-    start = tl.load(runs_ptr + run * 5)
-    stride = tl.load(runs_ptr + run * 5 + 1)
-    length = tl.load(runs_ptr + run * 5 + 2)
-    lo = tl.load(runs_ptr + run * 5 + 3)
-    hi = tl.load(runs_ptr + run * 5 + 4)
-    bias = tl.load(log_multiplicity_ptr + run) * 1.4426950408889634
-    above = tl.maximum(first - hi, column_begin) - start
-    below = tl.minimum(last - lo, column_end - 1) - start
-    begin = tl.maximum(above + stride - 1, 0) // stride
-    end = tl.minimum(tl.maximum(below + stride, 0) // stride, length)
-    begin = tl.minimum(begin, end)
-    full_begin = tl.maximum(tl.maximum(last - hi - start + stride - 1, 0) // stride, begin)
-    full_end = tl.minimum(tl.maximum(first - lo - start + stride, 0) // stride, end)
+    record = runs_ptr + run * 8
+    start = tl.load(record)
+    stride = tl.load(record + 1)
+    length = tl.load(record + 2)
+    lo = tl.load(record + 3)
+    hi = tl.load(record + 4)
+    bias = tl.load(record + 5).to(tl.float32, bitcast=True) * 1.4426950408889634
+    reciprocal = tl.load(record + 6).to(tl.uint32, bitcast=True)
+    shift = tl.load(record + 7).to(tl.uint32)
+    begin_at = tl.maximum(first - hi, column_begin)
+    end_at = tl.minimum(last - lo + 1, column_end)
+    end = tl.minimum(_columns_below(end_at, start, stride, reciprocal, shift), length)
+    begin = tl.minimum(_columns_below(begin_at, start, stride, reciprocal, shift), end)
+    full_begin = tl.maximum(_columns_below(last - hi, start, stride, reciprocal, shift), begin)
+    full_end = tl.minimum(_columns_below(first - lo + 1, start, stride, reciprocal, shift), end)
     left = tl.minimum(begin + (full_begin - begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
     right = left + tl.maximum(full_end - left, 0) // BLOCK_N * BLOCK_N
-    return start, stride, lo, hi, bias, begin, left, right, end
+    row_begin = _columns_below(rows - hi, start, stride, reciprocal, shift)
+    row_end = tl.minimum(_columns_below(rows - lo + 1, start, stride, reciprocal, shift), end)
+    seen = tl.maximum(row_end - row_begin, 0).to(tl.uint32)
+    return start, stride, bias, begin, left, right, end, row_begin, seen
+
+
+@triton.jit
+def _at_run(x_ptr, y_ptr, start, stride, stride_xt, stride_yt):
+    """Where two tensors hold the first column of a run, and the elements between its columns."""
+    wide_start, wide_stride = start.to(tl.int64), stride.to(tl.int64)
+    x_ptr += wide_start * stride_xt
+    y_ptr += wide_start * stride_yt
+    return x_ptr, y_ptr, wide_stride * stride_xt, wide_stride * stride_yt
+
+
+@triton.jit
+def _is_seen(columns, row_begin, row_seen):
+    """`[rows, columns]`: ``row_begin <= column < row_begin + row_seen``, by one comparison."""
+    return (columns[None, :] - row_begin[:, None]).to(tl.uint32) < row_seen[:, None]
 
 
 @triton.jit
@@ -151,17 +170,21 @@ def _tanh(x):
 @triton.jit
 def _bias(ptr, rows, columns, stride_row, stride_column, seen):
     """The bias in base 2 of `[rows, columns]`, 0 where unseen."""
-    offsets = (
-        rows.to(tl.int64)[:, None] * stride_row + columns.to(tl.int64)[None, :] * stride_column
-    )
+    offsets = _wide(rows)[:, None] * stride_row + _wide(columns)[None, :] * stride_column
     return tl.load(ptr + offsets, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
+def _distance(rows, columns, shift):
+    """``|row - column + shift|``, `[rows, columns]`, float32."""
+    return tl.abs((rows + shift)[:, None] - columns[None, :]).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["distance_shift"])
 def _attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
     sinks_ptr, slopes_ptr, key_range_ptr, bias_ptr,
-    tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr, runs_ptr, log_multiplicity_ptr,
+    tiles_ptr, head_variants_ptr, runs_ptr,
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt,
@@ -172,7 +195,8 @@ def _attention_forward_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
+    HAS_VARIANTS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -182,21 +206,23 @@ def _attention_forward_kernel(
     index = pid % num_tiles
     head = (pid // num_tiles) % heads
     b = pid // num_tiles // heads
-    exists, _place, rows, there, first, last, first_run, end_run = _tile(
-        tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr,
-        b * stride_variant_b + head, index, BLOCK_M,
-    )  # fmt: skip
-    if not exists:
+    first, row_stride, length, last, first_run, end_run, _place = _tile(
+        tiles_ptr, head_variants_ptr, b * stride_variant_b + head, index, num_tiles, HAS_VARIANTS
+    )
+    if length == 0:
         return
+    offsets = tl.arange(0, BLOCK_M)
+    there = offsets < length
+    rows = first + row_stride * offsets
+    wide_first, wide_stride = first.to(tl.int64), row_stride.to(tl.int64)
     sample = b.to(tl.int64)
     kv_head = (head // heads_per_group).to(tl.int64)
-    q_ptr += sample * stride_qb + head.to(tl.int64) * stride_qh
+    q_ptr += sample * stride_qb + head.to(tl.int64) * stride_qh + wide_first * stride_qt
     k_ptr += sample * stride_kb + kv_head * stride_kh
     v_ptr += sample * stride_vb + kv_head * stride_vh
-    o_ptr += sample * stride_ob + head.to(tl.int64) * stride_oh
+    o_ptr += sample * stride_ob + head.to(tl.int64) * stride_oh + wide_first * stride_ot
     if HAS_BIAS:
         bias_ptr += sample * stride_ib + head.to(tl.int64) * stride_ih
-    lse_ptr += (sample * heads + head) * num_queries
     key_begin = 0
     key_end = num_keys
     if HAS_KEY_RANGE:
@@ -206,13 +232,12 @@ def _attention_forward_kernel(
     if HAS_SLOPES:
         slope = tl.load(slopes_ptr + b * heads + head) * log2e
 
-    row_offsets = rows.to(tl.int64)
-    q0 = _load(q_ptr, row_offsets * stride_qt, there, 0, D0, D, True, UPCAST)
+    q0 = _load(q_ptr, offsets * (wide_stride * stride_qt), there, 0, D0, D, True, UPCAST)
     q1 = q0
     acc0 = tl.zeros([BLOCK_M, E0], tl.float32)
     acc1 = 0.0
     if D1 > 0:
-        q1 = _load(q_ptr, row_offsets * stride_qt, there, D0, D1, D, True, UPCAST)
+        q1 = _load(q_ptr, offsets * (wide_stride * stride_qt), there, D0, D1, D, True, UPCAST)
     if E1 > 0:
         acc1 = tl.zeros([BLOCK_M, E1], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -224,10 +249,12 @@ def _attention_forward_kernel(
 
     offs_n = tl.arange(0, BLOCK_N)
     for run in range(first_run, end_run):
-        start, stride, lo, hi, bias, begin, left, right, end = _clip(
-            runs_ptr, log_multiplicity_ptr, run, first, last, key_begin, key_end, BLOCK_N
+        start, stride, bias, begin, left, right, end, row_begin, row_seen = _clip(
+            runs_ptr, run, rows, first, last, key_begin, key_end, BLOCK_N
         )
-        columns = start + stride * offs_n
+        k_run_ptr, v_run_ptr, k_step, v_step = _at_run(
+            k_ptr, v_ptr, start, stride, stride_kt, stride_vt
+        )
         for MASKED in tl.static_range(2):
             # First the chunks that every row sees, then those on either side of them.
             to = end - right + left if MASKED else right
@@ -235,17 +262,16 @@ def _attention_forward_kernel(
                 if MASKED:
                     n += tl.where(n < left, 0, right - left)
                 # The online softmax, in base 2.
-                keys = columns + n * stride
-                seen_columns = n + offs_n < end
-                positions = keys.to(tl.int64)
-                k_offsets = positions * stride_kt
-                v_offsets = positions * stride_vt
-                k0 = _load(k_ptr, k_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
+                columns = n + offs_n
+                keys = start + stride * columns
+                seen_columns = columns < end
+                k_offsets = _wide(columns) * k_step
+                v_offsets = _wide(columns) * v_step
+                k0 = _load(k_run_ptr, k_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
                 if D1 > 0:
-                    k1 = _load(k_ptr, k_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
+                    k1 = _load(k_run_ptr, k_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
                     s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
-                distance = rows[:, None] - keys[None, :]
                 factor = scale_log2
                 if HAS_SOFTCAP or HAS_BIAS or HAS_SLOPES:
                     s = s * scale_log2
@@ -256,9 +282,9 @@ def _attention_forward_kernel(
                     inside = there[:, None] & seen_columns[None, :]
                     s += _bias(bias_ptr, rows, keys, stride_it, stride_is, inside)
                 if HAS_SLOPES:
-                    s -= slope * tl.abs(distance + distance_shift).to(tl.float32)
+                    s -= slope * _distance(rows, keys, distance_shift)
                 if MASKED:
-                    seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
+                    seen = _is_seen(offs_n, row_begin - n, row_seen)
                     s = tl.where(seen, s, float("-inf"))
                 m_new = tl.maximum(m, tl.max(s, 1) * factor + bias)
                 pivot = m_new
@@ -268,12 +294,12 @@ def _attention_forward_kernel(
                 p = tl.exp2(s * factor - (pivot - bias)[:, None])
                 alpha = tl.exp2(m - pivot)
                 total = total * alpha + tl.sum(p, 1)
-                v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
+                v0 = _load(v_run_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
                 # Not _plus_product: with a bias and head dim 256 it spills on sm_90.
                 rounded = p.to(v_ptr.dtype.element_ty).to(v0.dtype)
                 acc0 = tl.dot(rounded, v0, acc0 * alpha[:, None], input_precision=PRECISION)
                 if E1 > 0:
-                    v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
+                    v1 = _load(v_run_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
                     acc1 = tl.dot(rounded, v1, acc1 * alpha[:, None], input_precision=PRECISION)
                 m = m_new
 
@@ -281,22 +307,25 @@ def _attention_forward_kernel(
     fully_masked = total == 0.0
     total = tl.where(fully_masked, 1.0, total)
     inverse = tl.where(fully_masked, 0.0, 1.0 / total)
-    _store(o_ptr, row_offsets * stride_ot, there, acc0 * inverse[:, None], 0, E0, E)
+    _store(o_ptr, offsets * (wide_stride * stride_ot), there, acc0 * inverse[:, None], 0, E0, E)
     if E1 > 0:
-        _store(o_ptr, row_offsets * stride_ot, there, acc1 * inverse[:, None], E0, E1, E)
+        _store(
+            o_ptr, offsets * (wide_stride * stride_ot), there, acc1 * inverse[:, None], E0, E1, E
+        )
     lse = tl.where(fully_masked, float("-inf"), (m + tl.log2(total)) / log2e)
+    lse_ptr += (pid // num_tiles).to(tl.int64) * num_queries
     tl.store(lse_ptr + rows, lse, mask=there)
 
 
 @triton.jit
 def _attention_delta_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, pivot_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, statistics_ptr,
     stride_ob, stride_oh, stride_ot,
     stride_db, stride_dh, stride_dt,
     heads, num_queries, num_blocks,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """``delta = rowsum(o do) - dlse``, and ``pivot``, the lse in base 2.
+    """Row statistics: ``pivot``, the lse in base 2, and ``delta = rowsum(o do) - dlse``.
 
     A row without key has lse = -inf; its pivot is +inf, which makes its probabilities 0.
     """
@@ -313,18 +342,25 @@ def _attention_delta_kernel(
     at = (sample * heads + head) * num_queries + rows
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + at, mask=there, other=0.0)
-    tl.store(delta_ptr + at, delta, mask=there)
     pivot = tl.load(lse_ptr + at, mask=there, other=0.0) * 1.4426950408889634
     pivot = tl.where(pivot == float("-inf"), float("inf"), pivot)
-    tl.store(pivot_ptr + at, pivot, mask=there)
+    tl.store(statistics_ptr + at * 2, pivot, mask=there)
+    tl.store(statistics_ptr + at * 2 + 1, delta, mask=there)
+
+
+@triton.jit
+def _pivot_and_delta(statistics):
+    """The two float32 of a row's 8 bytes, which are loaded at once."""
+    pivot = statistics.to(tl.int32).to(tl.float32, bitcast=True)
+    return pivot, (statistics >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["distance_shift"])
 def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, pivot_ptr, delta_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, statistics_ptr, dq_ptr,
     slopes_ptr, key_range_ptr, bias_ptr, dbias_ptr,
     q_sums_ptr, slope_sums_ptr, run_sums_ptr, squares_ptr,
-    tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr, runs_ptr, log_multiplicity_ptr,
+    tiles_ptr, head_variants_ptr, runs_ptr,
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt,
@@ -336,7 +372,7 @@ def _attention_dq_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
+    HAS_VARIANTS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_GRAD: tl.constexpr,
     TOKEN_SUMS: tl.constexpr, RUN_GRADS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -347,20 +383,23 @@ def _attention_dq_kernel(
     index = pid % num_tiles
     head = (pid // num_tiles) % heads
     b = pid // num_tiles // heads
-    exists, place, rows, there, first, last, first_run, end_run = _tile(
-        tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr,
-        b * stride_variant_b + head, index, BLOCK_M,
-    )  # fmt: skip
-    if not exists:
+    first, row_stride, length, last, first_run, end_run, place = _tile(
+        tiles_ptr, head_variants_ptr, b * stride_variant_b + head, index, num_tiles, HAS_VARIANTS
+    )
+    if length == 0:
         return
+    offsets = tl.arange(0, BLOCK_M)
+    there = offsets < length
+    rows = first + row_stride * offsets
+    wide_first, wide_stride = first.to(tl.int64), row_stride.to(tl.int64)
     sample = b.to(tl.int64)
     wide_head = head.to(tl.int64)
     kv_head = (head // heads_per_group).to(tl.int64)
-    q_ptr += sample * stride_qb + wide_head * stride_qh
+    q_ptr += sample * stride_qb + wide_head * stride_qh + wide_first * stride_qt
     k_ptr += sample * stride_kb + kv_head * stride_kh
     v_ptr += sample * stride_vb + kv_head * stride_vh
-    do_ptr += sample * stride_db + wide_head * stride_dh
-    dq_ptr += sample * stride_dqb + wide_head * stride_dqh
+    do_ptr += sample * stride_db + wide_head * stride_dh + wide_first * stride_dt
+    dq_ptr += sample * stride_dqb + wide_head * stride_dqh + wide_first * stride_dqt
     at = (sample * heads + head) * num_queries
     if HAS_BIAS:
         bias_ptr += sample * stride_ib + wide_head * stride_ih
@@ -375,28 +414,30 @@ def _attention_dq_kernel(
     if HAS_SLOPES:
         slope = tl.load(slopes_ptr + b * heads + head) * log2e
 
-    row_offsets = rows.to(tl.int64)
-    q0 = _load(q_ptr, row_offsets * stride_qt, there, 0, D0, D, True, UPCAST)
-    do0 = _load(do_ptr, row_offsets * stride_dt, there, 0, E0, E, True, UPCAST)
+    q0 = _load(q_ptr, offsets * (wide_stride * stride_qt), there, 0, D0, D, True, UPCAST)
+    do0 = _load(do_ptr, offsets * (wide_stride * stride_dt), there, 0, E0, E, True, UPCAST)
     q1 = q0
     do1 = do0
     dq0 = tl.zeros([BLOCK_M, D0], tl.float32)
     dq1 = 0.0
     if D1 > 0:
-        q1 = _load(q_ptr, row_offsets * stride_qt, there, D0, D1, D, True, UPCAST)
+        q1 = _load(q_ptr, offsets * (wide_stride * stride_qt), there, D0, D1, D, True, UPCAST)
         dq1 = tl.zeros([BLOCK_M, D1], tl.float32)
     if E1 > 0:
-        do1 = _load(do_ptr, row_offsets * stride_dt, there, E0, E1, E, True, UPCAST)
-    pivot = tl.load(pivot_ptr + at + rows, mask=there, other=float("inf"))
-    delta = tl.load(delta_ptr + at + rows, mask=there, other=0.0)
+        do1 = _load(do_ptr, offsets * (wide_stride * stride_dt), there, E0, E1, E, True, UPCAST)
+    # Where no row is, pivot = +inf and delta = 0.
+    statistics = tl.load(statistics_ptr + at + rows, mask=there, other=0x7F800000)
+    pivot, delta = _pivot_and_delta(statistics)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
 
     offs_n = tl.arange(0, BLOCK_N)
     for run in range(first_run, end_run):
-        start, stride, lo, hi, bias, begin, left, right, end = _clip(
-            runs_ptr, log_multiplicity_ptr, run, first, last, key_begin, key_end, BLOCK_N
+        start, stride, bias, begin, left, right, end, row_begin, row_seen = _clip(
+            runs_ptr, run, rows, first, last, key_begin, key_end, BLOCK_N
         )
-        columns = start + stride * offs_n
+        k_run_ptr, v_run_ptr, k_step, v_step = _at_run(
+            k_ptr, v_ptr, start, stride, stride_kt, stride_vt
+        )
         run_sum = tl.zeros([BLOCK_M], tl.float32)
         for MASKED in tl.static_range(2):
             # First the chunks that every row sees, then those on either side of them.
@@ -404,23 +445,22 @@ def _attention_dq_kernel(
             for n in range(begin if MASKED else left, to, BLOCK_N):
                 if MASKED:
                     n += tl.where(n < left, 0, right - left)
-                keys = columns + n * stride
-                seen_columns = n + offs_n < end
-                positions = keys.to(tl.int64)
-                k_offsets = positions * stride_kt
-                v_offsets = positions * stride_vt
-                k0 = _load(k_ptr, k_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
-                v0 = _load(v_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
+                columns = n + offs_n
+                keys = start + stride * columns
+                seen_columns = columns < end
+                k_offsets = _wide(columns) * k_step
+                v_offsets = _wide(columns) * v_step
+                k0 = _load(k_run_ptr, k_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
+                v0 = _load(v_run_ptr, v_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
                 k1 = k0
                 s = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
                 dp = tl.dot(do0, tl.trans(v0), input_precision=PRECISION)
                 if D1 > 0:
-                    k1 = _load(k_ptr, k_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
+                    k1 = _load(k_run_ptr, k_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
                     s = tl.dot(q1, tl.trans(k1), s, input_precision=PRECISION)
                 if E1 > 0:
-                    v1 = _load(v_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
+                    v1 = _load(v_run_ptr, v_offsets, seen_columns, E0, E1, E, MASKED, UPCAST)
                     dp = tl.dot(do1, tl.trans(v1), dp, input_precision=PRECISION)
-                distance = rows[:, None] - keys[None, :]
                 s = s * scale_log2
                 tangent = s
                 inside = there[:, None] & seen_columns[None, :]
@@ -430,21 +470,21 @@ def _attention_dq_kernel(
                 if HAS_BIAS:
                     s += _bias(bias_ptr, rows, keys, stride_it, stride_is, inside)
                 if HAS_SLOPES:
-                    s -= slope * tl.abs(distance + distance_shift).to(tl.float32)
+                    s -= slope * _distance(rows, keys, distance_shift)
                 p = tl.exp2(s - (pivot - bias)[:, None])
                 if MASKED:
-                    seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
+                    seen = _is_seen(offs_n, row_begin - n, row_seen)
                     p = tl.where(seen, p, 0.0)
                 ds = p * (dp - delta[:, None])
                 if HAS_SLOPES:
-                    slope_sum += tl.sum(ds * tl.abs(distance + distance_shift).to(tl.float32), 1)
+                    slope_sum += tl.sum(ds * _distance(rows, keys, distance_shift), 1)
                 if RUN_GRADS:
                     run_sum += tl.sum(ds, 1)
                 if BIAS_GRAD:
                     written = inside
                     if MASKED:
-                        written = inside & (distance >= lo) & (distance <= hi)
-                    entries = rows.to(tl.int64)[:, None] * num_keys + positions[None, :]
+                        written = inside & seen
+                    entries = _wide(rows)[:, None] * num_keys + _wide(keys)[None, :]
                     tl.store(dbias_ptr + entries, ds, mask=written)
                 if HAS_SOFTCAP:
                     ds *= 1.0 - tangent * tangent
@@ -456,10 +496,10 @@ def _attention_dq_kernel(
             tl.store(run_sums_ptr + place.to(tl.int64) * num_runs + run, tl.sum(run_sum, 0))
 
     dq0 *= scale
-    _store(dq_ptr, row_offsets * stride_dqt, there, dq0, 0, D0, D)
+    _store(dq_ptr, offsets * (wide_stride * stride_dqt), there, dq0, 0, D0, D)
     if D1 > 0:
         dq1 *= scale
-        _store(dq_ptr, row_offsets * stride_dqt, there, dq1, D0, D1, D)
+        _store(dq_ptr, offsets * (wide_stride * stride_dqt), there, dq1, D0, D1, D)
     # The loops need nearly all registers, so offsets are computed here and not before them. The
     # slopes' terms, one for each query, are stored as a column: that is dq's layout.
     partial = pid.to(tl.int64)
@@ -483,9 +523,9 @@ def _attention_dq_kernel(
 
 @triton.jit(do_not_specialize=["distance_shift"])
 def _attention_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, pivot_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, statistics_ptr, dk_ptr, dv_ptr,
     slopes_ptr, key_range_ptr, bias_ptr, k_sums_ptr, v_sums_ptr, squares_ptr,
-    tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr, runs_ptr, log_multiplicity_ptr,
+    tiles_ptr, head_variants_ptr, runs_ptr,
     stride_qb, stride_qh, stride_qt,
     stride_kb, stride_kh, stride_kt,
     stride_vb, stride_vh, stride_vt,
@@ -498,7 +538,7 @@ def _attention_dkdv_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
+    HAS_VARIANTS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_KEY_RANGE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     TOKEN_SUMS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
@@ -514,25 +554,32 @@ def _attention_dkdv_kernel(
     out_head = (pid // num_tiles) % programs
     b = pid // num_tiles // programs
     first_head = out_head * heads_per_program
-    exists, _place, rows, there, first, last, first_run, end_run = _tile(
-        tiles_ptr, tile_borders_ptr, head_variants_ptr, groups_ptr,
-        b * stride_variant_b + first_head, index, BLOCK_M,
-    )  # fmt: skip
-    if not exists:
+    first, row_stride, length, last, first_run, end_run, _place = _tile(
+        tiles_ptr,
+        head_variants_ptr,
+        b * stride_variant_b + first_head,
+        index,
+        num_tiles,
+        HAS_VARIANTS,
+    )
+    if length == 0:
         return
+    offsets = tl.arange(0, BLOCK_M)
+    there = offsets < length
+    rows = first + row_stride * offsets
+    wide_first, wide_stride = first.to(tl.int64), row_stride.to(tl.int64)
     sample = b.to(tl.int64)
     kv_head = (first_head // heads_per_group).to(tl.int64)
-    k_ptr += sample * stride_kb + kv_head * stride_kh
-    v_ptr += sample * stride_vb + kv_head * stride_vh
+    k_ptr += sample * stride_kb + kv_head * stride_kh + wide_first * stride_kt
+    v_ptr += sample * stride_vb + kv_head * stride_vh + wide_first * stride_vt
     seen_rows = there
     if HAS_KEY_RANGE:
         key_begin = tl.load(key_range_ptr + b * 2)
         key_end = tl.load(key_range_ptr + b * 2 + 1)
         seen_rows = there & (rows >= key_begin) & (rows < key_end)
 
-    row_offsets = rows.to(tl.int64)
-    k0 = _load(k_ptr, row_offsets * stride_kt, there, 0, D0, D, True, UPCAST)
-    v0 = _load(v_ptr, row_offsets * stride_vt, there, 0, E0, E, True, UPCAST)
+    k0 = _load(k_ptr, offsets * (wide_stride * stride_kt), there, 0, D0, D, True, UPCAST)
+    v0 = _load(v_ptr, offsets * (wide_stride * stride_vt), there, 0, E0, E, True, UPCAST)
     k1 = k0
     v1 = v0
     dk0 = tl.zeros([BLOCK_M, D0], tl.float32)
@@ -540,62 +587,56 @@ def _attention_dkdv_kernel(
     dk1 = 0.0
     dv1 = 0.0
     if D1 > 0:
-        k1 = _load(k_ptr, row_offsets * stride_kt, there, D0, D1, D, True, UPCAST)
+        k1 = _load(k_ptr, offsets * (wide_stride * stride_kt), there, D0, D1, D, True, UPCAST)
         dk1 = tl.zeros([BLOCK_M, D1], tl.float32)
     if E1 > 0:
-        v1 = _load(v_ptr, row_offsets * stride_vt, there, E0, E1, E, True, UPCAST)
+        v1 = _load(v_ptr, offsets * (wide_stride * stride_vt), there, E0, E1, E, True, UPCAST)
         dv1 = tl.zeros([BLOCK_M, E1], tl.float32)
 
-    # The shift is one of query - key, and keys are rows here. One matrix of distances for slopes
-    # and band spares registers.
-    shifted = rows - distance_shift if HAS_SLOPES else rows
     offs_n = tl.arange(0, BLOCK_N)
+    # What is known to be at least 0 has no second register for its sign.
+    tl.assume(stride_qh >= 0)
+    wide_head = first_head.to(tl.int64)
+    q_ptr += sample * stride_qb + wide_head * stride_qh
+    do_ptr += sample * stride_db + wide_head * stride_dh
+    statistics_ptr += (sample * heads + wide_head) * num_queries
+    if HAS_BIAS:
+        bias_ptr += sample * stride_ib + wide_head * stride_ih
+    dk_ptr += sample * stride_dkb + out_head.to(tl.int64) * stride_dkh + wide_first * stride_dkt
+    dv_ptr += sample * stride_dvb + out_head.to(tl.int64) * stride_dvh + wide_first * stride_dvt
     for i in range(heads_per_program):
-        head = first_head + i
-        wide_head = first_head.to(tl.int64) + i
-        head_q_ptr = q_ptr + sample * stride_qb + wide_head * stride_qh
-        head_do_ptr = do_ptr + sample * stride_db + wide_head * stride_dh
-        head_pivot_ptr = pivot_ptr + (sample * heads + head) * num_queries
-        head_delta_ptr = delta_ptr + (sample * heads + head) * num_queries
-        head_bias_ptr = bias_ptr
-        if HAS_BIAS:
-            head_bias_ptr = bias_ptr + sample * stride_ib + wide_head * stride_ih
         slope = 0.0
         if HAS_SLOPES:
-            slope = tl.load(slopes_ptr + b * heads + head) * log2e
+            slope = tl.load(slopes_ptr + b * heads + first_head + i) * log2e
         for run in range(first_run, end_run):
-            start, stride, lo, hi, bias, begin, left, right, end = _clip(
-                runs_ptr, log_multiplicity_ptr, run, first, last, 0, num_queries, BLOCK_N
+            start, stride, bias, begin, left, right, end, row_begin, row_seen = _clip(
+                runs_ptr, run, rows, first, last, 0, num_queries, BLOCK_N
             )
-            if HAS_SLOPES:
-                lo -= distance_shift
-                hi -= distance_shift
-            columns = start + stride * offs_n
+            q_run_ptr, do_run_ptr, q_step, do_step = _at_run(
+                q_ptr, do_ptr, start, stride, stride_qt, stride_dt
+            )
             for MASKED in tl.static_range(2):
                 # First the chunks that every row sees, then those on either side of them.
                 to = end - right + left if MASKED else right
                 for n in range(begin if MASKED else left, to, BLOCK_N):
                     if MASKED:
                         n += tl.where(n < left, 0, right - left)
-                    queries = columns + n * stride
-                    seen_columns = n + offs_n < end
-                    positions = queries.to(tl.int64)
-                    q_offsets = positions * stride_qt
-                    do_offsets = positions * stride_dt
-                    q0 = _load(head_q_ptr, q_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
+                    columns = n + offs_n
+                    queries = start + stride * columns
+                    seen_columns = columns < end
+                    q_offsets = _wide(columns) * q_step
+                    do_offsets = _wide(columns) * do_step
+                    q0 = _load(q_run_ptr, q_offsets, seen_columns, 0, D0, D, MASKED, UPCAST)
                     q1 = q0
                     s = tl.dot(k0, tl.trans(q0), input_precision=PRECISION)
                     if D1 > 0:
-                        q1 = _load(head_q_ptr, q_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
+                        q1 = _load(q_run_ptr, q_offsets, seen_columns, D0, D1, D, MASKED, UPCAST)
                         s = tl.dot(k1, tl.trans(q1), s, input_precision=PRECISION)
                     if MASKED:
-                        pivot = tl.load(
-                            head_pivot_ptr + queries, mask=seen_columns, other=float("inf")
-                        )
-                        delta = tl.load(head_delta_ptr + queries, mask=seen_columns, other=0.0)
+                        statistics = tl.load(statistics_ptr + queries, seen_columns, other=0)
                     else:
-                        pivot = tl.load(head_pivot_ptr + queries)
-                        delta = tl.load(head_delta_ptr + queries)
+                        statistics = tl.load(statistics_ptr + queries)
+                    pivot, delta = _pivot_and_delta(statistics)
                     s = s * scale_log2
                     tangent = s
                     if HAS_SOFTCAP:
@@ -603,42 +644,45 @@ def _attention_dkdv_kernel(
                         s = softcap_log2 * tangent
                     if HAS_BIAS:
                         inside = there[:, None] & seen_columns[None, :]
-                        s += _bias(head_bias_ptr, rows, queries, stride_is, stride_it, inside)
-                    distance = shifted[:, None] - queries[None, :]
+                        s += _bias(bias_ptr, rows, queries, stride_is, stride_it, inside)
                     if HAS_SLOPES:
-                        s -= slope * tl.abs(distance).to(tl.float32)
+                        # The shift is one of query - key, and keys are rows here.
+                        s -= slope * _distance(rows, queries, -distance_shift)
                     p = tl.exp2(s - (pivot - bias)[None, :])
                     if MASKED:
-                        seen = seen_columns[None, :] & (distance >= lo) & (distance <= hi)
+                        seen = _is_seen(columns, row_begin, row_seen)
                         p = tl.where(seen, p, 0.0)
                     if HAS_KEY_RANGE:
                         p = tl.where(seen_rows[:, None], p, 0.0)
-                    do0 = _load(head_do_ptr, do_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
-                    dv0 = _plus_product(dv0, p, do0, head_do_ptr, PRECISION)
+                    do0 = _load(do_run_ptr, do_offsets, seen_columns, 0, E0, E, MASKED, UPCAST)
+                    dv0 = _plus_product(dv0, p, do0, do_ptr, PRECISION)
                     dp = tl.dot(v0, tl.trans(do0), input_precision=PRECISION)
                     if E1 > 0:
                         do1 = _load(
-                            head_do_ptr, do_offsets, seen_columns, E0, E1, E, MASKED, UPCAST
+                            do_run_ptr, do_offsets, seen_columns, E0, E1, E, MASKED, UPCAST
                         )
-                        dv1 = _plus_product(dv1, p, do1, head_do_ptr, PRECISION)
+                        dv1 = _plus_product(dv1, p, do1, do_ptr, PRECISION)
                         dp = tl.dot(v1, tl.trans(do1), dp, input_precision=PRECISION)
                     ds = p * (dp - delta[None, :])
                     if HAS_SOFTCAP:
                         ds *= 1.0 - tangent * tangent
-                    dk0 = _plus_product(dk0, ds, q0, head_q_ptr, PRECISION)
+                    dk0 = _plus_product(dk0, ds, q0, q_ptr, PRECISION)
                     if D1 > 0:
-                        dk1 = _plus_product(dk1, ds, q1, head_q_ptr, PRECISION)
+                        dk1 = _plus_product(dk1, ds, q1, q_ptr, PRECISION)
+        q_ptr += stride_qh
+        do_ptr += stride_dh
+        statistics_ptr += num_queries
+        if HAS_BIAS:
+            bias_ptr += stride_ih
 
-    dk_ptr += sample * stride_dkb + out_head.to(tl.int64) * stride_dkh
-    dv_ptr += sample * stride_dvb + out_head.to(tl.int64) * stride_dvh
     dk0 *= scale
-    _store(dk_ptr, row_offsets * stride_dkt, there, dk0, 0, D0, D)
-    _store(dv_ptr, row_offsets * stride_dvt, there, dv0, 0, E0, E)
+    _store(dk_ptr, offsets * (wide_stride * stride_dkt), there, dk0, 0, D0, D)
+    _store(dv_ptr, offsets * (wide_stride * stride_dvt), there, dv0, 0, E0, E)
     if D1 > 0:
         dk1 *= scale
-        _store(dk_ptr, row_offsets * stride_dkt, there, dk1, D0, D1, D)
+        _store(dk_ptr, offsets * (wide_stride * stride_dkt), there, dk1, D0, D1, D)
     if E1 > 0:
-        _store(dv_ptr, row_offsets * stride_dvt, there, dv1, E0, E1, E)
+        _store(dv_ptr, offsets * (wide_stride * stride_dvt), there, dv1, E0, E1, E)
     if TOKEN_SUMS:
         # Rows that are not there have k = v = 0, but p = e^-lse; they are masked out here.
         partial = (sample * programs + out_head) * num_tiles + index

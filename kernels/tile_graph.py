@@ -10,13 +10,14 @@ Letters: B samples, H query heads, T query tokens, S key tokens, V variants.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import _disable_current_modes
 
 # A band that is open on one side. Positions stay below it, so that int32 sums do not overflow.
@@ -58,33 +59,43 @@ class Side:
     max_length: int
     runtime: bool = False
     partial: bool = False
-    _tiles: dict[tuple[int, bool], tuple[Tensor, Tensor, int]] = field(
-        default_factory=dict, repr=False
-    )
+    _tables: dict[int, Tensor] = field(default_factory=dict, repr=False)
     _complete: dict[int, bool] = field(default_factory=dict, repr=False)
     _fully_masked: dict[int, bool] = field(default_factory=dict, repr=False)
 
-    def tiles(self, block: int, last_first: bool) -> tuple[Tensor, Tensor, int]:
+    def tiles(self, block: int) -> Tensor:
         """The rows in tiles of at most `block`.
 
-        Args:
-            block: most rows in a tile.
-            last_first: list the tiles of the last groups and rows first (the heavy ones, where
-                rows are causal queries), so that no long tile starts when all others have ended.
+        The tiles of a variant that see most columns come first, so that no long one starts when
+        all others have ended; those of a run-time side are in the order of its groups.
 
         Returns:
-            `[M, 2]`, int32, (group, index of the tile in its group); `[V + 1]`, int32, the tiles
-            of each variant; the most tiles in one variant. A run-time side may list tiles that
-            begin behind the end of their group.
+            `[V, M, 8]`, int32: position of the first row, stride and number of the rows, first
+            and end run, place of the tile in its group, 0, 0. A tile behind the last one of its
+            variant or, in a run-time side, of its group has no rows.
         """
-        key = (block, last_first)
-        if key not in self._tiles:
-            if self.runtime:
-                self._tiles[key] = self._runtime_tiles(block)
-            else:
-                with real_cpu_tensors():
-                    self._tiles[key] = self._make_tiles(block, last_first)
-        return self._tiles[key]
+        make = self._runtime_tiles if self.runtime else self._make_tiles
+        return self._table(block, lambda: make(block))
+
+    def run_records(self) -> Tensor:
+        """The runs as kernels read them.
+
+        Kernels divide by the stride d of a run by multiplication: for 0 <= x < 2^31,
+        ``x // d = (2 x m // 2^32) // 2^l`` with l the bits of d - 1 and m the least integer at or
+        above ``2^(31 + l) / d``. Source: Granlund and Montgomery, "Division by Invariant Integers
+        using Multiplication", 1994, theorem 4.2.
+
+        Returns:
+            `[R, 8]`, int32: start, stride and length of the columns, lo and hi of the band, the
+            bits of the log multiplicity in float32, those of m as an unsigned integer, l.
+        """
+        return self._table(0, self._make_run_records)
+
+    def _table(self, key: int, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._tables:
+            with nullcontext() if self.runtime else real_cpu_tensors():
+                self._tables[key] = make().to(self.groups.device)
+        return self._tables[key]
 
     def is_complete(self, num_rows: int) -> bool:
         """Whether every row is in a group of each variant; for run-time sides, see `partial`."""
@@ -109,11 +120,7 @@ class Side:
         """Whether each group has a run that all of its rows see, or that holds the row itself."""
         with real_cpu_tensors():
             groups, runs = self.groups.long().cpu(), self.runs.long().cpu()
-            per_group = groups[:, 4] - groups[:, 3]
-            group = torch.arange(len(groups)).repeat_interleave(per_group)
-            run = (
-                torch.arange(len(group)) + (groups[:, 3] - per_group.cumsum(0) + per_group)[group]
-            )
+            group, run = ranges(groups[:, 3], groups[:, 4])
             start, stride, length = groups[group, :3].unbind(1)
             column, step, count, lo, hi = runs[run].unbind(1)
             open_band = (lo <= -UNBOUNDED) & (hi >= UNBOUNDED) & (count > 0)
@@ -125,41 +132,38 @@ class Side:
             found.index_add_(0, group, (open_band | own).long())
             return bool((found[groups[:, 2] > 0] > 0).all())
 
-    def float_log_multiplicity(self) -> Tensor:
-        """The table as kernels read it."""
-        return self.log_multiplicity.float()
+    def _make_tiles(self, block: int) -> Tensor:
+        groups, variants = self.groups.long().cpu(), self.variants.long().cpu()
+        counts = -(-groups[:, 2] // block)
+        group, place = ranges(torch.zeros_like(counts), counts)
+        tiles = _tile_records(groups[group], place, block)
+        variant = torch.bucketize(group, variants[1:], right=True)
+        columns = _columns_of_tiles(tiles.long(), self.runs.long().cpu())
+        order = torch.argsort(variant * 2**40 - columns, stable=True)
+        per_variant = torch.bincount(variant, minlength=len(variants) - 1)
+        return pad_sequence(tiles[order].split(per_variant.tolist()), batch_first=True)
 
-    def _make_tiles(self, block: int, last_first: bool) -> tuple[Tensor, Tensor, int]:
+    def _runtime_tiles(self, block: int) -> Tensor:
         device = self.groups.device
-        num_groups = self.groups.shape[0]
-        counts = -(-self.groups[:, 2].long().cpu() // block)
-        ends = counts.cumsum(0)
-        group = torch.arange(num_groups).repeat_interleave(counts)
-        index = torch.arange(group.shape[0]) - (ends - counts)[group]
-        borders = torch.cat((ends.new_zeros(1), ends))[self.variants.long().cpu()]
-        tiles = torch.stack((group, index), dim=1).int()
-        if last_first:
-            start = self.groups[:, 0].long().cpu()[group] + index * block
-            variant = torch.bucketize(group, self.variants.long().cpu()[1:], right=True)
-            order = torch.argsort(variant * (MAX_TOKENS + 1) - start, stable=True)
-            tiles = tiles[order]
-        most = int(borders.diff().max()) if len(borders) > 1 else 0
-        return tiles.to(device), borders.int().to(device), most
+        group = self.variants[:-1, None] + torch.arange(self.max_groups, device=device)
+        exists = group < self.variants[1:, None]
+        groups = self.groups[group * exists]
+        groups[..., 2] *= exists
+        place = torch.arange(-(-self.max_length // block), device=device)
+        return _tile_records(groups.unsqueeze(2), place, block).flatten(1, 2)
 
-    def _runtime_tiles(self, block: int) -> tuple[Tensor, Tensor, int]:
-        device = self.groups.device
-        num_groups = self.groups.shape[0]
-        per_group = -(-self.max_length // block)
-        group = torch.arange(num_groups, device=device).repeat_interleave(per_group)
-        index = torch.arange(per_group, device=device).repeat(num_groups)
-        tiles = torch.stack((group, index), dim=1).int()
-        return tiles, self.variants * per_group, self.max_groups * per_group
+    def _make_run_records(self) -> Tensor:
+        stride = self.runs[:, 1].long().clamp(min=1)
+        shift = torch.frexp((stride - 1).double()).exponent
+        reciprocal = -(-(1 << (shift.long() + 31)) // stride)
+        bits = self.log_multiplicity.float().view(torch.int32)
+        return torch.column_stack((self.runs, bits, reciprocal.int(), shift))
 
     def to(self, device: torch.device) -> Side:
         """The side with its tables on `device`."""
         names = ("groups", "runs", "log_multiplicity", "variants")
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, **moved, _tiles={})
+        return replace(self, **moved, _tables={})
 
     @property
     def nbytes(self) -> int:
@@ -247,6 +251,34 @@ class TileGraph:
         return replace(self, **moved, plans={})
 
 
+def ranges(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Ranges ``first[i] .. end[i] - 1`` one after another: i and the number, of each entry."""
+    counts = end - first
+    owner = torch.arange(len(first)).repeat_interleave(counts)
+    return owner, torch.arange(len(owner)) + (end - counts.cumsum(0))[owner]
+
+
+def _tile_records(groups: Tensor, place: Tensor, block: int) -> Tensor:
+    """`[..., 8]`, see `Side.tiles`, of groups `[..., 5]` and places that broadcast."""
+    start, stride, length, first_run, end_run = groups.unbind(-1)
+    begin = place * block
+    rows, none = (length - begin).clamp(0, block), torch.zeros_like(place)
+    record = (start + stride * begin, stride, rows, first_run, end_run, place, none, none)
+    return torch.stack(torch.broadcast_tensors(*record), dim=-1).int()
+
+
+def _columns_of_tiles(tiles: Tensor, runs: Tensor) -> Tensor:
+    """`[M]`, int64: how many columns some row of each tile sees."""
+    first, stride, length, first_run, end_run = tiles[:, :5].unbind(1)
+    tile, run = ranges(first_run, end_run)
+    column, step, count, lo, hi = runs[run].unbind(1)
+    last = (first + stride * (length - 1))[tile]
+    begin = (-((column - first[tile] + hi) // step)).clamp(min=0)
+    end = ((last - lo - column) // step + 1).minimum(count)
+    seen = torch.zeros(len(tiles), dtype=torch.int64)
+    return seen.index_add_(0, tile, (end - begin).clamp(min=0))
+
+
 def side_matrix(side: Side, variant: int, num_rows: int, num_columns: int) -> Tensor:
     """One variant of a side as a matrix `[rows, columns]` of multiplicities, float64."""
     matrix = torch.zeros(num_rows, num_columns, dtype=torch.float64)
@@ -266,10 +298,7 @@ def side_matrix(side: Side, variant: int, num_rows: int, num_columns: int) -> Te
 def _edges_per_variant(side: Side) -> Tensor:
     """`[V]`, int64: pairs (row, column) of each variant."""
     groups, runs = side.groups.long().cpu(), side.runs.long().cpu()
-    per_group = groups[:, 4] - groups[:, 3]
-    group = torch.arange(len(groups)).repeat_interleave(per_group)
-    begin = groups[:, 3] - (per_group.cumsum(0) - per_group)
-    run = torch.arange(len(group)) + begin[group]
+    group, run = ranges(groups[:, 3], groups[:, 4])
     start, stride, length = groups[group, :3].unbind(1)
     column, step, count, lo, hi = runs[run].unbind(1)
     # Only a run's position relative to its rows matters; few cases are distinct.

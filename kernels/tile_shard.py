@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .tile_graph import UNBOUNDED, Side, TileGraph, real_cpu_tensors
+from .tile_graph import UNBOUNDED, Side, TileGraph, ranges, real_cpu_tensors
 
 # Most pairs (key, run) that are examined at once.
 _PAIRS = 2**20
@@ -132,9 +132,7 @@ def _static_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequenc
     rows = _within(groups[:, :3], row_chunks)
     parent, row_chunk = (rows[:, :, 2] > 0).nonzero().unbind(1)
     rows = rows[parent, row_chunk]
-    first_run, num_runs = groups[parent, 3], groups[parent, 4] - groups[parent, 3]
-    group = torch.arange(len(parent)).repeat_interleave(num_runs)
-    run = torch.arange(len(group)) + (first_run + num_runs - num_runs.cumsum(0))[group]
+    group, run = ranges(groups[parent, 3], groups[parent, 4])
     columns = _within(runs[:, :3], column_chunks)[run]
     entry, column_chunk = (columns[:, :, 2] > 0).nonzero().unbind(1)
     group, run = group[entry], run[entry]
@@ -239,9 +237,7 @@ def _live(side: Side, variant: int, num_rows: int) -> Tensor:
     first, end = side.variants[variant : variant + 2].tolist()
     groups, runs = side.groups[first:end].long().cpu(), side.runs.long().cpu()
     start, stride, length, first_run, end_run = groups.unbind(1)
-    num_runs = end_run - first_run
-    group = torch.arange(len(groups)).repeat_interleave(num_runs)
-    run = torch.arange(len(group)) + (end_run - num_runs.cumsum(0))[group]
+    group, run = ranges(first_run, end_run)
     counts = (runs[run, 2] > 0) & (side.log_multiplicity.cpu()[run] > -torch.inf)
     group, run = group[counts], run[counts]
     column, step, count, lo, hi = runs[run].unbind(1)

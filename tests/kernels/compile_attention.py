@@ -2,7 +2,8 @@
 
 Prints what each kernel needs as JSON lines: its architecture, name and sizes, the registers of a
 thread, the bytes that a thread spills, the shared memory of a block in bytes, the columns of
-tensor memory, what the assembler says of lost speed, and the seconds that compiling took.
+tensor memory, what the assembler says of lost speed, the instructions of each loop over chunks and
+its copies of 4 bytes (CUDA only), and the seconds that compiling took.
 `test_compile.py` runs this script; by hand, with TRITON_INTERPRET=0, for instance
 `compile_attention.py sm_90 forward/128/16`.
 """
@@ -13,6 +14,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import tempfile
 import time
 
 import torch
@@ -37,8 +40,7 @@ TARGETS = {
 # Pointers not listed here point to the tensors' dtype.
 POINTERS = {
     "lse_ptr": "*fp32",
-    "delta_ptr": "*fp32",
-    "pivot_ptr": "*fp32",
+    "statistics_ptr": "*i64",
     "dlse_ptr": "*fp32",
     "sinks_ptr": "*fp32",
     "slopes_ptr": "*fp32",
@@ -52,11 +54,8 @@ POINTERS = {
     "run_sums_ptr": "*fp32",
     "squares_ptr": "*fp64",
     "tiles_ptr": "*i32",
-    "tile_borders_ptr": "*i32",
     "head_variants_ptr": "*i32",
-    "groups_ptr": "*i32",
     "runs_ptr": "*i32",
-    "log_multiplicity_ptr": "*fp32",
 }
 # The flag of the kernel that makes a pointer present; without it the launcher passes None.
 OPTIONAL = {
@@ -73,7 +72,7 @@ OPTIONAL = {
     "squares_ptr": "SQUARES",
     "dlse_ptr": "HAS_DLSE",
 }
-FLAGS = sorted({*OPTIONAL.values(), "HAS_SOFTCAP"})
+FLAGS = sorted({*OPTIONAL.values(), "HAS_SOFTCAP", "HAS_VARIANTS"})
 
 
 def jit_function(kernel):
@@ -106,6 +105,8 @@ def compile_one(kernel, arch, head_dim, dtype, sizes, flags, small_tensors=False
             constexprs[name] = None
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
+            if kernel == "delta" and name == "statistics_ptr":
+                signature[name] = "*fp32"
             attributes[(position,)] = [["tt.divisibility", 16]] if aligned else []
             if small_tensors:
                 attributes[(position,)].append(["tt.pointer_range", 32])
@@ -129,12 +130,15 @@ def needs(source, arch, options):
     with contextlib.redirect_stdout(log):
         compiled = triton.compile(source, target=TARGETS[arch], options=options)
     cuda = arch.startswith("sm_")
+    loops = chunk_loops(compiled.asm["cubin"]) if cuda else []
     registers, spilled = cuda_resources(log.getvalue()) if cuda else hip_resources(compiled)
     return {
         "registers": registers,
         "spilled": spilled,
         "shared": compiled.metadata.shared,
         "tensor_memory": getattr(compiled.metadata, "tmem_size", None) or 0,
+        "chunks": [len(loop) for loop in loops],
+        "narrow_copies": [sum(map(is_narrow_copy, loop)) for loop in loops],
         "lost": re.findall(r"\(C\d+\) Potential Performance Loss.*", log.getvalue()),
     }
 
@@ -148,6 +152,32 @@ def cuda_resources(log):
     (registers,) = re.findall(r"Used (\d+) registers", log)
     (stack,) = re.findall(r"(\d+) bytes stack frame", log)
     return int(registers), int(stack)
+
+
+def chunk_loops(cubin):
+    """The instructions of each innermost loop that multiplies matrices, in the program's order."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    begins, code, loops = {}, [], []
+    for label, instruction in re.findall(r"^(\.L_x_\d+):|/\*[0-9a-f]{4,}\*/\s+(.*?);", text, re.M):
+        if label:
+            begins[label] = len(code)
+            continue
+        code.append(instruction)
+        target = re.search(r"\bBRA\b.*(\.L_x_\d+)", instruction)
+        if target and target[1] in begins:
+            loops.append((begins[target[1]], len(code)))
+    # A loop ends after those inside of it.
+    inner = [(b, e) for i, (b, e) in enumerate(loops) if all(x < b for x, _ in loops[:i])]
+    return [code[b:e] for b, e in inner if any("MMA" in x for x in code[b:e])]
+
+
+def is_narrow_copy(instruction):
+    """Whether it copies 4 bytes to shared memory; names of wider ones end in .64 or .128."""
+    return re.search(r"LDGSTS(?!\S*\.(64|128))", instruction) is not None
 
 
 def hip_resources(compiled):

@@ -5,7 +5,7 @@ Without a GPU they run in Triton's interpreter, at sizes of several tiles and ch
 
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -284,6 +284,43 @@ def test_multiplicities_count_as_often_as_they_say():
     found, expected = run(graph, q, k, v)
     assert_close(found, expected, 2e-6)
     assert found["lse"].exp().sum() > 0
+
+
+def test_tiles_that_see_most_columns_come_first():
+    causal = block(PATTERNS["causal"], T, 1)
+    assert causal.rows.tiles(16)[0, :, 0].tolist() == [48, 32, 16, 0]
+    assert causal.cols.tiles(16)[0, :, 0].tolist() == [0, 16, 32, 48]
+    documents = block(PATTERNS["documents"], T, 1).rows.tiles(16)
+    assert documents[0, :, 0].tolist() == [20, 36, 52, 1, 17, 0]
+    assert documents[0, :, 2].tolist() == [16, 16, 1, 16, 3, 1]
+
+
+def test_tiles_of_a_run_time_side_are_those_of_a_static_one():
+    """Variants of two, no and one groups, the last group longer than the others."""
+    groups = [[0, 2, 9, 0, 1], [1, 2, 3, 1, 1], [4, 3, 19, 1, 2]]
+    runs = torch.tensor([[0, 1, 60, -UNBOUNDED, UNBOUNDED]] * 2, dtype=torch.int32)
+    variants = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    side = Side(torch.tensor(groups, dtype=torch.int32), runs, torch.zeros(2), variants, 2, 19)
+    static, dynamic = (x.tiles(8) for x in (side, replace(side, runtime=True, _tables={})))
+    assert static.shape == (3, 3, 8) and dynamic.shape == (3, 6, 8)
+    for found, expected in zip(dynamic, static, strict=True):
+        assert sorted(found[found[:, 2] > 0].tolist()) == sorted(
+            expected[expected[:, 2] > 0].tolist()
+        )
+    assert static[0, :, 2].tolist() == [8, 1, 3] and static[2, :, 0].tolist() == [4, 28, 52]
+
+
+def test_strides_are_divided_by_exactly():
+    """At multiples of a stride and beside them, of which those near 2^31 are the hardest."""
+    strides = [x for n in range(30) for x in (2**n, 2**n + 1, 3 * 2**n // 2)] + [7, 2**30 - 1]
+    runs = torch.tensor([[0, x, 1, 0, 0] for x in strides], dtype=torch.int32)
+    empty, borders = torch.zeros(0, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    side = Side(empty, runs, torch.zeros(len(runs)), borders, 0, 0)
+    for _, stride, *_, reciprocal, shift in side.run_records().tolist():
+        most = (2**31 - 1) // stride
+        for multiple in (1, most // 2, most - 1, most):
+            for x in range(max(multiple * stride - 1, 0), min(multiple * stride + 2, 2**31)):
+                assert (2 * x * (reciprocal % 2**32) >> 32) >> shift == x // stride, (x, stride)
 
 
 @pytest.mark.parametrize(
