@@ -40,6 +40,7 @@ from .kernels.attention_vendor import FAST, OWN
 from .kernels.devices import problem_with
 from .noise import Banded, compare_bands
 from .optimize.captured import CapturedCalls, obstacle
+from .optimize.float8 import with_float8
 from .optimize.levels import Asked, Optimization, choose
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, joined, listed, trained_parameters
@@ -75,7 +76,7 @@ _log = logging.getLogger(__name__)
 _EQUAL = (
     *("noise_multiplier", "max_grad_norm", "clipping", "clip_function", "loss_reduction"),
     *("budget", "exact", "verify_first_batch", "foreign_batches"),
-    *("grad_sample_mode", "optimize", "physical_batch_size", "attention_backend"),
+    *("grad_sample_mode", "optimize", "fp8", "physical_batch_size", "attention_backend"),
 )
 _OF_DRAWS = (
     *("sampling", "noise_mechanism", "max_batch_size", "max_dataset_size"),
@@ -214,7 +215,7 @@ def build(
         loader.try_first(trial, place_trial, example)
     backward = _backward(module, checked, settings, step, unchanged, uncovered)
     backward.try_first(trial, place_trial, example)
-    attach(module, checked.layers, backward)
+    attach(module, checked.layers, backward, checked.optimization.float8)
     step.watch_gradients()
 
     masks = SecretMasks(
@@ -365,6 +366,9 @@ def _check(
         refuse_coarse_mean(f"parameter '{narrow[0]}' in 16 bit" if narrow else None)
         level_name = f"optimize={performance.optimize!r}"
         refuse_coarse_mean(level_name if optimization.autocast else None)
+        refuse_coarse_mean("fp8=True" if performance.fp8 else None)
+    if performance.fp8:
+        optimization = with_float8(optimization, module, layers, trained)
     groups = make_groups(layers, trained, settings.clipping, privacy.bounds)
     check_allowed(module, privacy.allow_buffers)
     return _Checked(layers, trained, groups, loader, entries, planned, optimization)

@@ -463,6 +463,11 @@ class PerformanceConfig:
             forward reads of Python beside numbers in the model's attributes, such as a global, is
             read at the capture alone. `engine.optimization` says whether calls are captured, or
             why not. Not yet run on a GPU.
+        fp8: have linear layers, but the last one, multiply in float8 (e4m3), forward and for the
+            gradient of their input. Each token's row has its own scale, so that no sample rounds
+            another; weight gradients are of inputs and output gradients as they are. GPUs of
+            compute capability 8.9 and above multiply so, others and the CPU emulate it, slower.
+            `engine.optimization` says which layers do. Not yet run on a GPU.
 
     Raises:
         ValueError: naming the argument, its value and the way out.
@@ -474,6 +479,7 @@ class PerformanceConfig:
     optimize: str = DEFAULT_LEVEL
     attention_backend: str = AUTO
     cuda_graph: bool = False
+    fp8: bool = False
     # The mode that was passed, of each object.
     asked_mode: ClassVar[str]
 
@@ -489,6 +495,7 @@ class PerformanceConfig:
         one_of(grad_sample_mode=(self.grad_sample_mode, ("auto", *GRAD_SAMPLE_MODES)))
         one_of(optimize=(self.optimize, LEVELS), cuda_graph=(self.cuda_graph, (False, True)))
         one_of(attention_backend=(self.attention_backend, BACKENDS))
+        self._check_fp8()
         optional(positive_int, physical_batch_size=self.physical_batch_size)
         optional(positive_int, memory_budget=self.memory_budget)
         if self.optimize == "none" and self.grad_sample_mode not in ("auto", "instantiate"):
@@ -496,6 +503,19 @@ class PerformanceConfig:
                 f"grad_sample_mode={self.grad_sample_mode!r} with optimize='none', where each "
                 "layer keeps its per-sample gradients ('instantiate'); leave "
                 "grad_sample_mode='auto', or pass optimize='conservative'"
+            )
+
+    def _check_fp8(self) -> None:
+        if isinstance(self.fp8, str):
+            raise ValueError(
+                f"fp8={self.fp8!r}: scales over tokens or over the batch would round a sample by "
+                "the entries of others; pass fp8=True, which has one for each token's row"
+            )
+        one_of(fp8=(self.fp8, (False, True)))
+        if self.fp8 and self.cuda_graph:
+            raise ValueError(
+                "fp8=True with cuda_graph=True: graphs would read the casts of weights that were "
+                "there at the capture; pass one of them"
             )
 
 

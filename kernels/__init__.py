@@ -1,6 +1,7 @@
 """Per-sample gradients, noise and rotary positions, dispatched by the tensors' device."""
 
 from .capture import Kept, refuse_capture
+from .float8 import ScaledRows, multiplies_float8, scaled_product, scaled_rows
 from .grads import (
     clip_factors,
     clip_reduce,
@@ -30,6 +31,7 @@ from .rotary import apply_rotary
 __all__ = [
     "Kept",
     "NoiseStream",
+    "ScaledRows",
     "add_noise_",
     "apply_rotary",
     "bound_share",
@@ -47,11 +49,14 @@ __all__ = [
     "grad_norm",
     "grid_of",
     "layer_norm_backward",
+    "multiplies_float8",
     "per_sample_bias_grad",
     "per_sample_grad",
     "products_are_separate",
     "refuse_capture",
     "rms_norm_backward",
+    "scaled_product",
+    "scaled_rows",
     "settle_noise",
     "span_sum",
     "squared_norm",

@@ -76,6 +76,7 @@ _OPTIONS = {
     "(default: {optimize})",
     "--cuda-graph": "replay forward and clipped backward as CUDA graphs; what is left out, and "
     "why, is printed",
+    "--fp8": "multiply in float8 in linear layers but the last; CPUs and older GPUs emulate it",
     "--learning-rate R": "Adam learning rate (default: 0.01; 1e-3 with --lora-rank, 1e-4 for all "
     "parameters of --model)",
     "--embed-dim N": "width of the model (default: 64)",
@@ -295,7 +296,7 @@ def _announcement(job: Any) -> list[str]:
         adapters = f", LoRA of rank {config.lora_rank}" if config.lora_rank else ""
         lines.append(f"model     {config.model}{adapters}")
     lines.append(f"steps     {_schedule(job)}")
-    if config.optimize != TrainingConfig.optimize or config.cuda_graph:
+    if config.optimize != TrainingConfig.optimize or config.cuda_graph or config.fp8:
         first, *changes = str(job.optimization).splitlines()
         lines += [f"level     {first}", *(f"        {change}" for change in changes)]
     if ranks["data"] * ranks["context"] > 1:

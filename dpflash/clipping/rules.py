@@ -57,6 +57,10 @@ class Step(GateStep, Protocol):
 
     tracker: BatchTracker
 
+    @property
+    def releases(self) -> int:
+        """How many releases were charged so far."""
+
     def attach(self, clipper: Clipper) -> None:
         """Report to `clipper` where microbatches begin and logical batches end."""
 

@@ -169,7 +169,8 @@ class PrivateMultiheadAttention(PrivateModule):
             )
         # Rows of one unit attend by themselves, but their gradients are one.
         of_rows = units is not None
-        if masked or split or dropped or chosen or of_rows or not _is_one_node(module):
+        ordinary = masked or split or dropped or chosen or of_rows or _in_float8(module)
+        if ordinary or not _is_one_node(module):
             return super()._output(  # type: ignore[misc]
                 query, key, value, key_padding_mask, attn_mask, is_causal
             )
@@ -181,7 +182,8 @@ class PrivateMultiheadAttention(PrivateModule):
         tokens = documents.cu_seqlens[-1]
         inner = resolve_pattern(module.pattern, is_causal, tokens, tokens)
         split = module.context_parallel is not None
-        if split or isinstance(inner, Adaptive) or not _is_one_node(module):
+        ordinary = split or isinstance(inner, Adaptive) or _in_float8(module)
+        if ordinary or not _is_one_node(module):
             return super()._packed_output(x, documents, is_causal)  # type: ignore[misc]
         return _attend(module, x, None, documents & inner, tuple(documents.cu_seqlens))
 
@@ -234,6 +236,12 @@ def _is_one_node(module: Any) -> bool:
         and all(isinstance(child, PrivateModule) and child.is_private_call() for child in children)
         and not any(map(_is_watched, children))
     )
+
+
+def _in_float8(module: Any) -> bool:
+    """Whether a projection multiplies in float8, which its own rule does."""
+    projections = (module.qkv_proj, module.out_proj)
+    return any(isinstance(p, PrivateLinear) and p._dpflash.float8 for p in projections)
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from ..refusal import PrivateRefusal
 from ..verification.attributes import OF_TORCH, copied, identity
 from ..verification.second_order import differentiable_once, refuse_transforms
 from ..verification.tracing import refuse_recording, refuse_tracing
+from .float8 import Float8Weight
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ModuleContext:
         takes_units: whether its rule takes samples that are no rows of the batch.
         takes_documents: whether it takes those that are tokens, but no several rows.
         is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
+        float8: the weight in float8, for a linear layer that multiplies in it.
         has_positions: whether an embedding received indices [T] of another length than B.
         longest: most steps of the packed sequences that it received.
         places: "batch" or "positions" for each one-dimensional argument, by the call's structure
@@ -68,6 +70,7 @@ class ModuleContext:
     takes_units: bool = False
     takes_documents: bool = False
     is_whole: bool = False
+    float8: Float8Weight | None = None
     has_positions: bool = False
     longest: int = 0
     places: dict[tuple[str, int] | None, str] = field(default_factory=dict)

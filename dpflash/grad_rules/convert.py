@@ -29,7 +29,9 @@ from . import ModuleContext, PrivateModule, block_rule_for, rule_for
 from .base import plain_class, plain_forward
 from .batch_second import BatchSecond, batch_second
 from .experts import check_routing
+from .float8 import Float8Weight
 from .generic import PrivateLeaf, PrivateParametrized
+from .linear import PrivateConv1D
 from .owner import PrivateOwner
 from .peft import check_adapter, is_adapter
 
@@ -321,14 +323,25 @@ def untraceable(layers: Iterable[Layer]) -> str | None:
     return None
 
 
-def attach(model: nn.Module, layers: Sequence[Layer], backward: PrivateBackward) -> None:
+def attach(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    backward: PrivateBackward,
+    float8: Collection[str] = (),
+) -> None:
     """Swap the class of every layer that holds trainable parameters for its private one.
 
     Objects, parameters, buffers and state_dict keys stay the same.
+
+    Args:
+        model, layers, backward: what becomes private, and how.
+        float8: names of the linear layers that multiply in float8, trained or frozen.
     """
     second = batch_second(model)
     for layer in layers:
         (name, module, own), rule = layer, layer.rule
+        if rule is None and name in float8:
+            rule = rule_for(module)
         if rule is None:
             continue
         module.__dict__["_dpflash"] = ModuleContext(
@@ -339,11 +352,16 @@ def attach(model: nn.Module, layers: Sequence[Layer], backward: PrivateBackward)
             takes_units=rule.takes_units,
             takes_documents=rule.takes_documents,
             is_whole=is_whole(module),
+            float8=_float8_weight(rule) if name in float8 else None,
         )
         original = type(module)
         if id(module) in second and not isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             rule = type(rule.__name__, (BatchSecond, rule), {})
         module.__class__ = type(f"Private{original.__name__}", (rule, original), {})
+
+
+def _float8_weight(rule: type[PrivateModule]) -> Float8Weight:
+    return Float8Weight(transposed=issubclass(rule, PrivateConv1D))
 
 
 def detach(model: nn.Module) -> None:

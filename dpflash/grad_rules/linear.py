@@ -8,17 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpflash.kernels import per_sample_bias_grad
+from dpflash.kernels import ScaledRows, per_sample_bias_grad, scaled_product
 
 from ..clipping.planner import LinearShape
 from ..packing.units import Units
 from ..refusal import PrivateRefusal
-from ..verification.second_order import differentiable_once
+from ..verification.second_order import differentiable_once, is_in_transform
 from .base import PrivateModule, Slot, autocast_dtype, taken
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b for x [B, T, I]; per-sample gradients for the handles of W and b."""
+    """y = x W^T + b for x [B, T, I]; per-sample gradients for the handles of W and b.
+
+    With the casts of `Float8Weight`, products with W are of float8.
+    """
 
     @staticmethod
     def forward(
@@ -31,12 +34,18 @@ class _Linear(torch.autograd.Function):
         slot: Slot | None,
         transposed: bool,
         units: Units | None,
+        *casts: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x if weight_handle is not None else None, weight)
+        kept = casts[2:] or (weight,)
+        ctx.save_for_backward(x if weight_handle is not None else None, *kept)
         ctx.slot = slot
         ctx.transposed = transposed
         ctx.units = units
-        y = F.linear(x, weight.t() if transposed else weight, bias)
+        if casts:
+            y = scaled_product(x, ScaledRows(*casts[:2]))
+            y = y if bias is None else y.add_(bias)
+        else:
+            y = F.linear(x, weight.t() if transposed else weight, bias)
         # Torch may return a view, which the next layer could not change in place.
         is_view = torch.compiler.is_compiling() or y._is_view()
         return torch.ops.aten._unsafe_view(y, y.shape) if is_view else y
@@ -44,16 +53,18 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, *scales = ctx.saved_tensors
         dx = dweight = dbias = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and scales:
+            dx = scaled_product(dy, ScaledRows(weight, *scales))
+        elif ctx.needs_input_grad[0]:
             dx = dy @ (weight.t() if ctx.transposed else weight)
         if ctx.needs_input_grad[3]:
             left, right = (dy, x) if ctx.transposed else (x, dy)
             dweight = taken(ctx.slot, left, right, swapped=ctx.transposed)
         if ctx.needs_input_grad[4]:
             dbias = bias_grad(dy, ctx.units)
-        return dx, None, None, dweight, dbias, None, None, None
+        return dx, None, None, dweight, dbias, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
 def bias_grad(dy: Tensor, units: Units | None) -> Tensor:
@@ -69,8 +80,9 @@ class PrivateLinear(PrivateModule):
 
     # Arguments have the names of the plain layers, which may be called by keyword.
     def forward(self, input: Tensor) -> Tensor:
+        casts = self._casts()
         if not self.is_private_call():
-            return super().forward(input)
+            return self._ungated(input, casts) if casts else super().forward(input)
         x = self._dpflash.check_batch(input)
         if x.ndim == 1:
             raise PrivateRefusal(
@@ -89,15 +101,34 @@ class PrivateLinear(PrivateModule):
         slot = handles.slot("weight", shape)
         y = _Linear.apply(
             flat if dtype is None else flat.to(dtype),
-            weight.detach() if dtype is None else weight.detach().to(dtype),
+            weight.detach() if dtype is None or casts else weight.detach().to(dtype),
             bias if bias is None else bias.detach().to(dtype or bias.dtype),
             handles["weight"],
             handles["bias"] if bias is not None else None,
             slot,
             self._transposed,
             context.units,
+            *casts,
         )
         return context.as_given(y if x.ndim == 3 else y.reshape(*x.shape[:-1], outputs), input)
+
+    def _casts(self) -> tuple[Tensor, ...]:
+        """Those of the weight, where this layer multiplies in float8."""
+        context, weight = self._dpflash, self._parameters["weight"]
+        if context.float8 is None or weight is None:
+            return ()
+        if not torch.compiler.is_compiling() and is_in_transform():
+            return ()
+        return context.float8.casts(weight, context.backward.step.releases)
+
+    def _ungated(self, x: Tensor, casts: tuple[Tensor, ...]) -> Tensor:
+        """The same products without gradients of parameters: evaluation, a frozen layer."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        x = x.to(autocast_dtype(x) or x.dtype)
+        added = bias if bias is None else bias.detach().to(x.dtype)
+        options = (None, None, None, self._transposed, None)
+        y: Tensor = _Linear.apply(x, weight, added, *options, *casts)
+        return y
 
 
 class PrivateConv1D(PrivateLinear):

@@ -48,6 +48,7 @@ class Optimization:
     changes: tuple[str, ...]
     # size of the per-sample gradients of all layers, for a microbatch as planned
     stored_bytes: int
+    float8: frozenset[str] = frozenset()  # names of the linear layers that multiply in float8
 
     def __str__(self) -> str:
         return "\n  ".join((f"optimize={self.level!r}", *self.changes))
@@ -57,6 +58,7 @@ class Optimization:
         """One line."""
         parts = [f"{self.clipping} clipping"]
         parts += ["bfloat16 autocast"] * self.autocast + ["torch.compile"] * self.compiled
+        parts += ["float8 products"] * bool(self.float8)
         return f"optimize={self.level!r}: {', '.join(parts)}"
 
     def with_change(self, sentence: str) -> Optimization:

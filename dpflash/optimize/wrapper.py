@@ -405,6 +405,8 @@ class ForwardWrapper:
         forward = self._backward.forward
         rows = ForwardRows(compares=compares, only_dtypes=only_dtypes, units=forward.units)
         rows.dtypes.update(p.dtype for p in self._module.parameters())
+        # Float8 makes of a float32's rounding in another place what is rounding to bfloat16.
+        rows.dtypes.update([torch.bfloat16] * bool(self._optimization.float8))
         forward.record(rows)
         try:
             yield rows

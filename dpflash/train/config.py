@@ -74,6 +74,7 @@ class TrainingConfig:
     max_grad_norm: float = 1.0
     optimize: str = DEFAULT_LEVEL
     cuda_graph: bool = False
+    fp8: bool = False
     learning_rate: float | None = None
     embed_dim: int | None = None
     layers: int | None = None

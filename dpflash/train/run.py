@@ -144,6 +144,7 @@ class TrainingRun:
             grad_sample_mode=config.grad_sample_mode,
             optimize=config.optimize,
             cuda_graph=config.cuda_graph,
+            fp8=config.fp8,
             physical_batch_size=config.units_in_memory,
             dataset_size=config.dataset_size,
             unit_of=corpus.train.owners,

@@ -53,7 +53,7 @@ def refuse_transforms(layer: str) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_in_transform():
         found = "torch.func (grad, vjp, jvp, jacrev, vmap, ...)"
     elif forward_ad._current_level >= 0:
         found = "forward-mode differentiation (torch.autograd.forward_ad, jvp)"
@@ -64,6 +64,11 @@ def refuse_transforms(layer: str) -> None:
         "per-sample gradients come from engine.backward(losses) alone. Call the model outside of "
         "it, or use a plain copy, copy.deepcopy(model), on public data"
     )
+
+
+def is_in_transform() -> bool:
+    """Whether torch.func's transforms (vmap, grad, jvp, ...) run this code."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _layer_of(node: Any) -> str:

@@ -1,0 +1,116 @@
+"""Float8: the linear layers that `PerformanceConfig(fp8=True)` is for, and what it changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from dpflash.kernels import multiplies_float8
+
+from ..distributed.fsdp import is_sharded
+from ..grad_rules import rule_for
+from ..grad_rules.convert import Layer
+from ..grad_rules.linear import PrivateConv1D, PrivateLinear
+from .levels import Optimization
+
+# Products of e4m3 take dimensions that are multiples of 16. Those of narrower layers, such as
+# adapters, wait for memory, and casts would read and write more of it.
+_MULTIPLE, _LEAST = 16, 64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NAMED = 3  # of the layers that are left out, in a sentence
+
+
+def with_float8(
+    optimization: Optimization,
+    module: nn.Module,
+    layers: Sequence[Layer],
+    trained: Sequence[nn.Parameter],
+) -> Optimization:
+    """The optimization with float8 products in the linear layers that can have them.
+
+    Raises:
+        ValueError: parameters are sharded; no layer can have them; or products are of float32 on
+            another device than the CPU, where trials allow for their rounding alone.
+    """
+    sharded = next((n for n, p in module.named_parameters() if is_sharded(p)), None)
+    if sharded is not None:
+        raise ValueError(
+            f"fp8=True with parameter '{sharded}' sharded by fully_shard: weights are gathered "
+            "for each call, so they would be cast in each call; leave fp8=False, or shard nothing"
+        )
+    device = trained[0].device
+    if device.type != "cpu" and not (
+        optimization.autocast or all(p.dtype in _DTYPES[1:] for p in trained)
+    ):
+        raise ValueError(
+            f"fp8=True with optimize={optimization.level!r} and float32 on {device}: proofs and "
+            "trials compare rows by the rounding of their dtype, and float8 rounds more. Pass "
+            "optimize='balanced', or a model in bfloat16"
+        )
+    chosen: list[str] = []
+    left_out: dict[str, list[str]] = {}
+    for name, why in _linear_layers(module, layers):
+        (chosen if why is None else left_out.setdefault(why, [])).append(name)
+    if not chosen:
+        whys = "; ".join(f"'{names[0]}' {why}" for why, names in left_out.items())
+        raise ValueError(
+            f"fp8=True: no linear layer of the model can multiply in float8 ({whys or 'none'}); "
+            "leave fp8=False"
+        )
+    sentences = [_NUMERICS.format(count=len(chosen)), _MEMORY]
+    if not multiplies_float8(device):
+        sentences.append(
+            f"left out: products in float8 hardware, which {device} has not: they "
+            "are computed in float32 from the same numbers, slower than without fp8"
+        )
+    for why, names in left_out.items():
+        some = ", ".join(f"'{name}'" for name in names[:_NAMED])
+        some += f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        sentences.append(f"left out: float8 in {some}, since it {why}")
+    changes = (*optimization.changes, *sentences)
+    return replace(optimization, float8=frozenset(chosen), changes=changes)
+
+
+_NUMERICS = (
+    "numerics: {count} linear layers multiply in float8 (e4m3, about 1 digit), forward and for "
+    "the gradient of their input, with scales by token's row and by channel of the weight, so "
+    "that no sample rounds another. Weight gradients are of inputs and output gradients as they "
+    "are, and clipping and noise of those. So do evaluations of the private model; copies, "
+    "public_data() and the model after engine.detach do not. Where the number of a batch's rows "
+    "is not public (BatchMemoryManager, batches from elsewhere), it may choose kernels, and what "
+    "these round in another way may be rounded in float8 too"
+)
+_MEMORY = (
+    "memory: 2 bytes an element of their weights, for two casts that are made once a release; "
+    "torch.compile casts in each call"
+)
+
+
+def _linear_layers(module: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[str, str | None]]:
+    """Names of the linear layers, and why one is left out, or None."""
+    linear = [layer for layer in layers if issubclass(rule_for(layer.module), PrivateLinear)]
+    inside = {
+        id(child)
+        for parent in module.modules()
+        if isinstance(parent, nn.MultiheadAttention)
+        for child in parent.children()
+    }
+    owners = Counter(id(p) for m in module.modules() for p in m._parameters.values())
+    for layer in linear:
+        weight, why = layer.module._parameters["weight"], None
+        assert weight is not None
+        if layer is linear[-1] or rule_for(layer.module) not in (PrivateLinear, PrivateConv1D):
+            why = "is the last linear layer, whose outputs the losses take: its rounding is theirs"
+        elif owners[id(weight)] > 1:
+            why = "shares its weight with another layer"
+        elif id(layer.module) in inside:
+            why = "is a part of nn.MultiheadAttention, which multiplies by itself"
+        elif weight.dtype not in _DTYPES:
+            why = f"has a weight of {weight.dtype}"
+        elif any(size % _MULTIPLE or size < _LEAST for size in weight.shape):
+            why = f"has sizes that are not multiples of {_MULTIPLE}, or below {_LEAST}"
+        yield layer.name, why

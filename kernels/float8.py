@@ -1,0 +1,82 @@
+"""Products of float8 matrices (e4m3), in which each row of both operands has a scale of its own.
+
+The scale of a row is the least power of two by which its greatest entry fits into e4m3. So it
+depends on no other row, and division by it is exact: what is lost is the rounding to e4m3 alone
+(3 bits of mantissa; entries below 2^-13 of the row's greatest lose digits, below 2^-17 become 0).
+A row of zeros stays one. A row that is not finite gives NaN in its own products, nowhere else.
+
+Letters: N rows of a, M rows of b, K entries of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_E4M3 = torch.float8_e4m3fn  # has no infinity; the greatest value is 448 = 1.75 * 2^8
+_EXPONENT_OF_GREATEST = 8
+_MANTISSA_BITS, _BIAS = 23, 127  # of float32
+# Added to a float32's bits it carries into the exponent where the mantissa is above 1.75.
+_ABOVE_GREATEST = (1 << 21) - 1
+
+
+class ScaledRows(NamedTuple):
+    """A matrix in float8: row n is `values[n] * scales[n]`.
+
+    Attributes:
+        values: `[N, K]`, e4m3, contiguous.
+        scales: `[N, 1]`, fp32, powers of two; NaN for a row that is not finite.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+def multiplies_float8(device: torch.device) -> bool:
+    """Whether a device multiplies e4m3 matrices itself; elsewhere `scaled_product` emulates it."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def scaled_rows(x: Tensor) -> ScaledRows:
+    """Round x `[N, K]`, of 16 or 32 bits, to float8, each row with its own scale."""
+    wide = x.float()
+    greatest = _greatest(wide)
+    # In integers, since a logarithm would round.
+    exponent = (greatest.view(torch.int32) + _ABOVE_GREATEST) >> _MANTISSA_BITS
+    exponent = exponent.clamp(min=_EXPONENT_OF_GREATEST + 1) - _EXPONENT_OF_GREATEST
+    scales = (exponent << _MANTISSA_BITS).view(torch.float32)
+    inverse = ((2 * _BIAS - exponent) << _MANTISSA_BITS).view(torch.float32)
+    values = (wide * inverse).to(_E4M3, memory_format=torch.contiguous_format)
+    # Of what is not finite, e4m3 keeps 448 in some versions of torch.
+    return ScaledRows(values, torch.where(greatest.isfinite(), scales, torch.nan))
+
+
+def _greatest(x: Tensor) -> Tensor:
+    """`[N, 1]`: the greatest absolute value of each row."""
+    return x.abs().amax(-1, keepdim=True)
+
+
+def scaled_product(a: Tensor, b: ScaledRows) -> Tensor:
+    """The product of a `[..., K]`, rounded to float8, and the transpose of b `[M, K]`; fp32 sums.
+
+    Returns:
+        `[..., M]`, in a's dtype.
+    """
+    rows = scaled_rows(a.reshape(a.shape[:-1].numel(), a.shape[-1]))
+    transposed = b.values.t()
+    with torch.autocast(a.device.type, enabled=False):
+        if not multiplies_float8(a.device) or not a.numel():
+            product = rows.values.float() @ transposed.float()
+        elif a.dtype == torch.bfloat16:
+            scales = rows.scales, b.scales.t()
+            product = torch._scaled_mm(rows.values, transposed, *scales, out_dtype=a.dtype)
+            return product.view(*a.shape[:-1], product.shape[1])
+        else:  # With scales of rows it returns bfloat16 alone.
+            one = torch.ones((), device=a.device)
+            product = torch._scaled_mm(rows.values, transposed, one, one, out_dtype=torch.float32)
+        product = (product * rows.scales * b.scales.t()).to(a.dtype)
+    return product.view(*a.shape[:-1], product.shape[1])
