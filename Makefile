@@ -39,9 +39,10 @@ test-all: $(STAMP) $(FRAMEWORKS) $(NEWEST)/.installed ## run all cases of all te
 	$(TEST_ENV) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
 	tests/install_afresh.sh $(PYTHON)
 
-soak: $(STAMP) $(FRAMEWORKS) ## long campaigns, whose results are committed: how tight the audit is, what it and trials catch (3 hours)
+soak: $(STAMP) $(FRAMEWORKS) ## long campaigns, whose results are committed: how tight the audit is, what it and trials catch, held-out loss in float8 (a day)
 	$(BIN)/python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
 	$(BIN)/python benchmarks/scripts/isolation_figures.py --out benchmarks/results/isolation.json
+	$(BIN)/python benchmarks/scripts/fp8_quality.py --json benchmarks/results/fp8-quality.json
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
