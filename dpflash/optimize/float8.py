@@ -64,8 +64,8 @@ def with_float8(
     sentences = [_NUMERICS.format(count=len(chosen)), _MEMORY]
     if not multiplies_float8(device):
         sentences.append(
-            f"left out: products in float8 hardware, which {device} has not: they "
-            "are computed in float32 from the same numbers, slower than without fp8"
+            f"left out: float8 hardware, which {device} does not have: products are "
+            "computed in float32 from the same numbers, slower than without fp8"
         )
     for why, names in left_out.items():
         some = ", ".join(f"'{name}'" for name in names[:_NAMED])
@@ -76,13 +76,13 @@ def with_float8(
 
 
 _NUMERICS = (
-    "numerics: {count} linear layers multiply in float8 (e4m3, about 1 digit), forward and for "
-    "the gradient of their input, with scales by token's row and by channel of the weight, so "
-    "that no sample rounds another. Weight gradients are of inputs and output gradients as they "
-    "are, and clipping and noise of those. So do evaluations of the private model; copies, "
+    "numerics: {count} linear layers multiply in float8 (e4m3, about 1 digit), in the forward and "
+    "for the gradient of their input. Each token's row and each channel of a weight has a scale "
+    "of its own, so that no sample rounds another. Weight gradients, clipping and noise are "
+    "computed without float8. Evaluations of the private model multiply in float8 too; copies, "
     "public_data() and the model after engine.detach do not. Where the number of a batch's rows "
-    "is not public (BatchMemoryManager, batches from elsewhere), it may choose kernels, and what "
-    "these round in another way may be rounded in float8 too"
+    "is not public (BatchMemoryManager, batches from elsewhere), it may choose other kernels, "
+    "whose rounding float8 may enlarge"
 )
 _MEMORY = (
     "memory: 2 bytes an element of their weights, for two casts that are made once a release; "
