@@ -227,7 +227,8 @@ def _run(
     tensors["slopes"] = None if slopes is None else slopes.to(dtype).contiguous()
     if inputs.key_range is not None:
         tensors["key_range"] = inputs.key_range.int().contiguous()
-    tensors |= _tables(graph)
+    # Not among the tables: a copy of the graph with other variants shares its plans.
+    tensors |= {**_tables(graph), "row_variants": graph.row_variants}
     # Holds their memory until the kernel has run.
     held = {name: x.resolve_neg() for name, x in tensors.items() if x is not None}
     variants = graph.row_variants
@@ -264,7 +265,6 @@ def _tables(graph: TileGraph) -> dict[str, Tensor]:
         "runs": side.runs.contiguous(),
         "weights": side.log_multiplicity.detach().double().contiguous(),
         "variants": side.variants.contiguous(),
-        "row_variants": graph.row_variants,
     }
     if not side.runtime:  # a graph built for one call
         graph.plans["cpu"] = (side, named)
