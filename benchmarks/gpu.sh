@@ -8,11 +8,24 @@
 #
 # right: versions, noise, gradients, attention, shards (tests of those kernels), steps (private steps
 #        beside the CPU's), train, memcheck, racecheck. time: steps, ceilings, reductions, products,
-#        rotary, attention, flex, ncu. tune: long, lora, tune. "dpflash-captured" is a step replayed
+#        rotary, attention, vendors, flex, ncu. tune: long, lora, tune. "dpflash-captured" is a step replayed
 #        by CUDA graphs, "plain" the same model without privacy.
 # Nothing is installed outside a temporary folder and nothing is fetched. A part that fails or runs
 # out of time does not stop the others; one that needs what is not installed is skipped, by name.
 # The exit status is 0 only if no part failed.
+#
+# Environment:
+#   OUT      where results go (runs/gpu): STAGE.tar.xz, the table that is printed, STAGE.txt, and
+#            compiled kernels, triton.tar.xz
+#   PYTHON   the interpreter (.venv/bin/python where there is one, else python3)
+#   WHEELS   a folder of wheels to take missing packages from (.whl)
+#   CACHE    a triton.tar.xz of an earlier run, whose compiled kernels are taken
+#   LIMIT_S  seconds for the stage (540)
+#   DEVICE   cuda; cpu for a dry run of the script itself, tiny and without figures
+#
+# In half an hour: right, time, tune, in this order. Each prints a row a part: name, exit status (0,
+# another number, "skipped" or "no time"), seconds, the last line. Keep STAGE.tar.xz; gpu-time.json in
+# it has median_ms of each row, of private steps beside "plain".
 #
 # What waits for a chip, by worth. Predictions are for an H100, from counts of launches and of
 # instructions; none is measured:
@@ -49,14 +62,6 @@
 #      documents, block-sparse) should gain most, dense least. dkdv at 128x64 is to be timed: 436
 #      instructions for 64 columns, 2 x 264 now, but it spills under Triton 3.6 (144 bytes).
 #  12. Not built yet: norms in the epilogue of products, TMA attention.
-# Environment:
-#   OUT      where results go (runs/gpu): STAGE.tar.xz, the table that is printed, STAGE.txt, and
-#            compiled kernels, triton.tar.xz
-#   PYTHON   the interpreter (.venv/bin/python where there is one, else python3)
-#   WHEELS   a folder of wheels to take missing packages from (.whl)
-#   CACHE    a triton.tar.xz of an earlier run, whose compiled kernels are taken
-#   LIMIT_S  seconds for the stage (540)
-#   DEVICE   cuda; cpu for a dry run of the script itself, tiny and without figures
 set -u -o pipefail
 cd "$(dirname "$0")/.." || exit 2
 stage=${1:-}

@@ -78,5 +78,5 @@ def scaled_product(a: Tensor, b: ScaledRows) -> Tensor:
         else:  # With scales of rows it returns bfloat16 alone.
             one = torch.ones((), device=a.device)
             product = torch._scaled_mm(rows.values, transposed, one, one, out_dtype=torch.float32)
-        product = (product * rows.scales * b.scales.t()).to(a.dtype)
+        product = (product * b.scales.t() * rows.scales).to(a.dtype)
     return product.view(*a.shape[:-1], product.shape[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -15,11 +15,12 @@ from .. import _validate
 _current: ContextVar[str] = ContextVar("attention_backend", default=AUTO)
 # What torch.compile reads, and guards on: it traces no ContextVar.
 _traced = AUTO
+# The choice of the private model whose forward ran last, for recomputed forwards.
+_again: str | None = None
 
 
-@contextmanager
-def attention_backend(backend: str) -> Iterator[None]:
-    """Choose whose kernels attention uses inside a with block.
+def attention_backend(backend: str) -> AbstractContextManager[None]:
+    """Choose whose kernels attention uses inside a with block; without one it changes nothing.
 
     ::
 
@@ -50,11 +51,18 @@ def attention_backend(backend: str) -> Iterator[None]:
         torch.use_deterministic_algorithms, use "own"; those that may run two backwards
         (grad_sample_mode="ghost") use "auto" in place of "fast".
 
-    The choice is the calling thread's. Inside a function under torch.compile, and where activation
-    checkpointing runs a forward again, it is the one at that time.
+    The choice is the calling thread's, inside a function that torch.compile compiles the one that
+    was made last in the process. Where activation checkpointing runs a forward again, in the
+    backward, it is that of the private model whose forward ran last; without a private model
+    it is the one at that time.
     """
-    global _traced
     _validate.one_of(backend=(backend, BACKENDS))
+    return _chosen(backend)
+
+
+@contextmanager
+def _chosen(backend: str) -> Iterator[None]:
+    global _traced
     is_traced = torch.compiler.is_compiling()
     before = _traced if is_traced else _current.get()
     if not is_traced:
@@ -68,6 +76,21 @@ def attention_backend(backend: str) -> Iterator[None]:
         _traced = before
 
 
+@contextmanager
+def attention_backend_of_model(backend: str) -> Iterator[None]:
+    """`attention_backend` for a private model's forward, and for what its backward runs again."""
+    global _again
+    _again = backend
+    with _chosen(backend):
+        yield
+
+
 def current_backend() -> str:
     """The choice at this place."""
-    return _traced if torch.compiler.is_compiling() else _current.get()
+    if torch.compiler.is_compiling():
+        return _traced
+    chosen = _current.get()
+    # A backward runs in threads of its own, which know nothing of the forward's choice.
+    if chosen == AUTO and _again is not None and torch._C._current_graph_task_id() != -1:
+        return _again
+    return chosen

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """A new file that only its owner can read, and which replaces `path` behind the block."""
+    outer = sys.exc_info()[1]  # being handled by the caller
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -52,7 +54,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         Path(temporary).unlink(missing_ok=True)
         # torch.save's own RuntimeError says nothing of a full disk, the error behind it does.
         said = error.__context__ if isinstance(error, RuntimeError) else error
-        if isinstance(said, OSError) and said.errno is not None:
+        if isinstance(said, OSError) and said.errno is not None and said is not outer:
             raise OSError(said.errno, said.strerror, str(path)) from error
         raise
 

@@ -53,7 +53,8 @@ _OPTIONS = {
     "--resume DIR": "continue the run in this folder, with any number of ranks; the options of "
     "the job are read from its checkpoint, the distributed options are not; pass them again",
     "--resume-if-present": "with --out: continue the run in that folder if it has a checkpoint, "
-    "else start it; the same command then starts and restarts a job, as torchrun --max-restarts",
+    "else start it; the same command then starts and restarts a job, as torchrun --max-restarts "
+    "does. Options of the job must be those it began with",
     "--seq-len N": "maximum number of tokens per window; a sampled document trains on one window, "
     "or with --pack on all of its windows (default: {seq_len})",
     "--batch-size N": "expected number of units per step, over all ranks (default: {batch_size})",
@@ -76,7 +77,8 @@ _OPTIONS = {
     "(default: {optimize})",
     "--cuda-graph": "replay forward and clipped backward as CUDA graphs; what is left out, and "
     "why, is printed",
-    "--fp8": "multiply in float8 in linear layers but the last; CPUs and older GPUs emulate it",
+    "--fp8": "multiply in float8 in linear layers but the last: with --optimize balanced on GPUs "
+    "of compute capability 8.9 or above; elsewhere it is emulated, slower",
     "--learning-rate R": "Adam learning rate (default: 0.01; 1e-3 with --lora-rank, 1e-4 for all "
     "parameters of --model)",
     "--embed-dim N": "width of the model (default: 64)",
@@ -231,6 +233,7 @@ def _print_error(rank: int, error: object) -> None:
 
 def _end(loss: str) -> None:
     """End this process, whose main thread waits for the lost rank and hears of nothing."""
+    print(file=sys.stderr)  # behind a progress bar
     _print_error(_rank(), f"{loss}; resume the run with --resume")
     sys.stdout.flush()
     os._exit(_LOST)

@@ -1,4 +1,4 @@
-"""Float8Weight: the weight of a linear layer in float8, cast once a release.
+"""Float8Weight: the weight of a linear layer in float8, cast once a logical batch.
 
     y = x W^T and dx = dy W, from operands in e4m3
     scales: x and dy by the row of each token, W by output channel for y, by input channel for dx
@@ -16,7 +16,11 @@ from dpflash.kernels import scaled_rows
 
 
 class Float8Weight:
-    """Both casts of one weight, which are made anew after it has changed.
+    """Both casts of one weight.
+
+    They are kept for the microbatches of one logical batch, within which weights do not change.
+    All other calls make them anew: fused optimizers, weight averages and merges of adapters write
+    to weights where torch's version counter does not see it.
 
     Args:
         transposed: whether the weight is `[I, O]`, not `[O, I]`.
@@ -28,22 +32,18 @@ class Float8Weight:
         self._state: tuple[int, ...] = ()
         self._casts: tuple[Tensor, ...] = ()
 
-    def casts(self, weight: Tensor, releases: int) -> tuple[Tensor, ...]:
+    def casts(self, weight: Tensor, logical_batch: int | None) -> tuple[Tensor, ...]:
         """Values and scales of W `[O, I]`, which y needs, then those of W^T, which dx needs.
-
-        A compiled call makes them itself: no check of what has changed runs in its graph.
 
         Args:
             weight: the parameter.
-            releases: how many there were: an optimizer may write to `weight.data`, which torch's
-                version counter does not see.
+            logical_batch: number of the one that the call is of, or None.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or logical_batch is None:
             return self._cast(weight.detach())
-        state = (weight.data_ptr(), weight._version, releases if weight.requires_grad else 0)
+        state = (weight.data_ptr(), weight._version, logical_batch)
         if weight is not self._weight or state != self._state:
-            # An evaluation under inference_mode may come first.
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.no_grad():
                 self._casts = self._cast(weight)
             self._weight, self._state = weight, state
         return self._casts

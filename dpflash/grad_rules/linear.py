@@ -80,7 +80,7 @@ class PrivateLinear(PrivateModule):
 
     # Arguments have the names of the plain layers, which may be called by keyword.
     def forward(self, input: Tensor) -> Tensor:
-        casts = self._casts()
+        casts = self._casts(input)
         if not self.is_private_call():
             return self._ungated(input, casts) if casts else super().forward(input)
         x = self._dpflash.check_batch(input)
@@ -112,14 +112,21 @@ class PrivateLinear(PrivateModule):
         )
         return context.as_given(y if x.ndim == 3 else y.reshape(*x.shape[:-1], outputs), input)
 
-    def _casts(self) -> tuple[Tensor, ...]:
-        """Those of the weight, where this layer multiplies in float8."""
+    def _casts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Those of the weight, where this layer multiplies x in float8."""
         context, weight = self._dpflash, self._parameters["weight"]
         if context.float8 is None or weight is None:
             return ()
         if not torch.compiler.is_compiling() and is_in_transform():
             return ()
-        return context.float8.casts(weight, context.backward.step.releases)
+        if (autocast_dtype(x) or x.dtype) != (autocast_dtype(weight) or weight.dtype):
+            return ()  # torch's own product refuses them
+        if torch.compiler.is_compiling():  # guards on the step would compile anew
+            return context.float8.casts(weight, None)
+        step = context.backward.step
+        trains = torch.is_grad_enabled() and step.tracker.current is not None
+        is_open = trains and not step.tracker.is_charged
+        return context.float8.casts(weight, step.releases if is_open else None)
 
     def _ungated(self, x: Tensor, casts: tuple[Tensor, ...]) -> Tensor:
         """The same products without gradients of parameters: evaluation, a frozen layer."""

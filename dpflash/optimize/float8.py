@@ -21,7 +21,7 @@ from .levels import Optimization
 # adapters, wait for memory, and casts would read and write more of it.
 _MULTIPLE, _LEAST = 16, 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NAMED = 3  # of the layers that are left out, in a sentence
+_NAMED = 3  # of the layers, in a sentence
 
 
 def with_float8(
@@ -61,22 +61,26 @@ def with_float8(
             f"fp8=True: no linear layer of the model can multiply in float8 ({whys or 'none'}); "
             "leave fp8=False"
         )
-    sentences = [_NUMERICS.format(count=len(chosen)), _MEMORY]
+    sentences = [_NUMERICS.format(layers=_some(chosen)), _MEMORY]
     if not multiplies_float8(device):
         sentences.append(
             f"left out: float8 hardware, which {device} does not have: products are "
             "computed in float32 from the same numbers, slower than without fp8"
         )
     for why, names in left_out.items():
-        some = ", ".join(f"'{name}'" for name in names[:_NAMED])
-        some += f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        sentences.append(f"left out: float8 in {some}, since it {why}")
+        sentences.append(f"left out: float8 in {_some(names)}, since it {why}")
     changes = (*optimization.changes, *sentences)
     return replace(optimization, float8=frozenset(chosen), changes=changes)
 
 
+def _some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    some = ", ".join(f"'{name}'" for name in names[:_NAMED])
+    return some + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
 _NUMERICS = (
-    "numerics: {count} linear layers multiply in float8 (e4m3, about 1 digit), in the forward and "
+    "numerics: {layers} multiply in float8 (e4m3, about 1 digit), in the forward and "
     "for the gradient of their input. Each token's row and each channel of a weight has a scale "
     "of its own, so that no sample rounds another. Weight gradients, clipping and noise are "
     "computed without float8. Evaluations of the private model multiply in float8 too; copies, "
@@ -112,5 +116,6 @@ def _linear_layers(module: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple
         elif weight.dtype not in _DTYPES:
             why = f"has a weight of {weight.dtype}"
         elif any(size % _MULTIPLE or size < _LEAST for size in weight.shape):
-            why = f"has sizes that are not multiples of {_MULTIPLE}, or below {_LEAST}"
+            sizes = " x ".join(map(str, weight.shape))
+            why = f"is {sizes}: both sizes have to be multiples of {_MULTIPLE} from {_LEAST} on"
         yield layer.name, why

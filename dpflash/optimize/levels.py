@@ -115,7 +115,7 @@ _OF_16_BIT = (
     "there, by 1.0083 where that was searched for"
 )
 _CONSERVATIVE = (
-    "numerics: those of the model as it is; modes differ by rounding alone",
+    "numerics: grad_sample_modes differ by rounding alone",
     "memory: gradients that the planner stores stay within memory_budget",
 )
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpflash.kernels.attention_vendor import AUTO, FAST, describe
 
-from ..attn.backend import attention_backend, current_backend
+from ..attn.backend import attention_backend_of_model, current_backend
 from ..clipping.backward import PrivateBackward
 from ..clipping.precision import without_autocast
 from ..grad_rules import PrivateModule
@@ -471,7 +471,7 @@ class ForwardWrapper:
         inner: bool = False,
     ) -> Any:
         autocast = nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype)
-        with autocast, attention_backend(self._backend()):
+        with autocast, attention_backend_of_model(self._backend()):
             if inner and self._inner is not None:
                 # DistributedDataParallel prepares for the backward of its last forward.
                 outputs = self._inner(*args, **kwargs)
@@ -540,7 +540,7 @@ class ForwardWrapper:
         self._backward.forward.set_compiled()
         # Inside the user's autocast region the compiler would autocast the backward too.
         try:
-            with without_autocast(self._device), attention_backend(self._backend()):
+            with without_autocast(self._device), attention_backend_of_model(self._backend()):
                 outputs = self._compiled(dtype, args, kwargs)
         except (
             torch._dynamo.exc.TorchDynamoException,

@@ -16,15 +16,16 @@ class Heartbeat:
     """A thread that writes a count to the job's store each second, and reads the next rank's.
 
     Without it a rank that waits in an exchange learns of a silent one when the timeout of the
-    exchange ends, which must be longer than the longest step. A rank that works beats on, however
-    long its step takes.
+    exchange ends, which must be longer than the longest step. A rank that works counts on, however
+    long its step takes, unless one call holds Python's lock for as long as the timeout. A second
+    thread watches the first, which waits as long as the store does.
 
     Args:
         store: of the job; the thread has a connection of its own.
         rank: this rank.
         world_size: number of ranks.
         timeout: seconds without a new count after which the next rank is lost.
-        on_loss: called once, in the thread, with a text that says what was lost.
+        on_loss: called once, in a thread, with a text that says what was lost.
     """
 
     def __init__(
@@ -39,32 +40,47 @@ class Heartbeat:
         self._rank, self._next = rank, (rank + 1) % world_size
         self._timeout, self._on_loss = timeout, on_loss
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="dpflash-heartbeat", daemon=True)
-        self._thread.start()
+        # When the store answered last, and when the next rank's count was new.
+        self._answered = self._counted = time.monotonic()
+        self._threads = [
+            threading.Thread(target=work, name="dpflash-heartbeat", daemon=True)
+            for work in (self._count, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """End the thread; the rank before this one no longer expects its counts."""
+        """End the threads; the rank before this one no longer expects its counts."""
         self._ended.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(_SECONDS)  # not longer: the store may be gone
 
-    def _run(self) -> None:
-        count, seen, at = 0, b"", time.monotonic()
+    def _count(self) -> None:
+        count, seen, key = 0, b"", str(self._next)
         try:
             while not self._ended.wait(_SECONDS):
                 count += 1
                 self._store.set(str(self._rank), str(count))
-                key = str(self._next)
                 found = self._store.get(key) if self._store.check([key]) else b""
+                self._answered = time.monotonic()
                 if found != seen or found == _ENDED.encode():
-                    seen, at = found, time.monotonic()
-                elif time.monotonic() - at > self._timeout:
-                    self._on_loss(
-                        f"no sign of rank {self._next} for {self._timeout:g} seconds: it was "
-                        "stopped, or its network is cut"
-                    )
-                    return
+                    seen, self._counted = found, self._answered
             self._store.set(str(self._rank), _ENDED)
-        except RuntimeError as error:  # of torch's store
-            if not self._ended.is_set():
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                self._on_loss(f"the store of the job does not answer ({reason})")
+        except RuntimeError:  # of torch's store, which the other thread notices
+            return
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_SECONDS):
+            now = time.monotonic()
+            if now - self._answered > self._timeout:
+                self._on_loss(
+                    f"no answer of the job's store for {self._timeout:g} seconds: the machine "
+                    "that began the job was stopped, or its network is cut"
+                )
+                return
+            if now - self._counted > self._timeout:
+                self._on_loss(
+                    f"no sign of rank {self._next} for {self._timeout:g} seconds: it was "
+                    "stopped, or its network is cut"
+                )
+                return

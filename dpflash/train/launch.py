@@ -178,6 +178,8 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
 
 def _remedy(device: str, environment: Mapping[str, str] = os.environ) -> str:
     """What to do where ranks do not find each other."""
+    if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return "torchrun restarted the ranks while one that died was still known: restart again"
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return "start all of them by torchrun"
     # Of several machines; a host's name often stands for 127.0.0.1 on itself.

@@ -447,10 +447,11 @@ def test_steps_of_a_ring_are_merged(vendors, backend):
     close([torch.cat([x.dv for x in found], 2)], [grads.dv.float()])
 
 
-def train(**options):
+def train(recomputes=False, **options):
     """A private step of a language model in bfloat16."""
     torch.manual_seed(0)
-    model = dpflash.nn.LongContextLM(11, 32, 1, 2, max_seq_len=16, pattern=Dense(causal=True))
+    sizes = {"max_seq_len": 16, "activation_checkpointing": recomputes}
+    model = dpflash.nn.LongContextLM(11, 32, 1, 2, pattern=Dense(causal=True), **sizes)
     data = torch.utils.data.TensorDataset(torch.randint(0, 11, (16, 17)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(data, batch_size=4)
@@ -478,6 +479,7 @@ TRAINED = {
         {"memory_budget": 1, "attention_backend": "fast"}, "auto", {"cudnn", "cudnn backward"}
     ),
     "exact": ({"exact": True, "attention_backend": "fast"}, "fast", set()),
+    "exact-recomputed": ({"exact": True, "recomputes": True}, "auto", set()),
 }  # fmt: skip
 
 
