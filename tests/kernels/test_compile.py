@@ -232,11 +232,12 @@ def test_table_keeps_square_token_tiles():
             assert gram.block_m == gram.block_n, arch
 
 
-def test_budget_allows_no_spills_in_16_bit_but_of_old_releases_and_head_dim_256():
+def test_budget_allows_no_spills_in_16_bit_but_of_old_releases_head_dim_256_and_noise():
     assert {name for _, name in SPILLED} <= {*ATTENTION, *GRADS}
     for (arch, name), (oldest, later) in SPILLED.items():
         if name.endswith("/16"):
-            assert later == 0 or name == "dq/256/16"
+            makes_noise = name.partition("/")[0] in NOISY
+            assert later == 0 or name == "dq/256/16" or (makes_noise and later <= 16)
             assert oldest == 0 or arch != "sm_90"
 
 
