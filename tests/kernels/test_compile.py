@@ -233,7 +233,7 @@ def test_table_keeps_square_token_tiles():
 
 
 def test_budget_allows_no_spills_in_16_bit_but_of_old_releases_head_dim_256_and_noise():
-    assert {name for _, name in SPILLED} <= {*ATTENTION, *GRADS}
+    assert {name for _, name in SPILLED} <= {*ATTENTION, *GRADS, *(f"{n}/16" for n in NOISY)}
     for (arch, name), (oldest, later) in SPILLED.items():
         if name.endswith("/16"):
             makes_noise = name.partition("/")[0] in NOISY
