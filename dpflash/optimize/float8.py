@@ -89,7 +89,7 @@ _NUMERICS = (
     "whose rounding float8 may enlarge"
 )
 _MEMORY = (
-    "memory: 2 bytes an element of their weights, for two casts that are made once a release; "
+    "memory: 2 bytes an element of their weights, for two casts that are made once a logical batch; "
     "torch.compile casts in each call"
 )
 
