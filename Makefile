@@ -31,7 +31,7 @@ demo: $(STAMP) ## train a small model privately on Python's own library sources
 	@out=runs/demo; n=1; while [ -e $$out ]; do n=$$((n+1)); out=runs/demo-$$n; done; \
 	  set -x; $(BIN)/dpflash train --out $$out
 
-test: $(STAMP) ## run the tests that need no GPU, two cases of each
+test: $(STAMP) ## run the tests that need no GPU: one case of each, and all that kill a mutant
 	$(TEST_ENV) $(PYTEST)
 
 test-all: $(STAMP) $(FRAMEWORKS) $(NEWEST)/.installed ## run all cases of all tests, the kernels again under the newest Triton, and install afresh

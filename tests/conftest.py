@@ -23,7 +23,7 @@ hypothesis.settings.load_profile("dpflash")
 
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 # Of a test's cases otherwise, if its marker `cases` does not say another number.
-CASES = 2
+CASES = 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
