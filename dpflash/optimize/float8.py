@@ -89,8 +89,8 @@ _NUMERICS = (
     "whose rounding float8 may enlarge"
 )
 _MEMORY = (
-    "memory: 2 bytes an element of their weights, for two casts that are made once a logical batch; "
-    "torch.compile casts in each call"
+    "memory: 2 bytes an element of their weights, for two casts that are made once a logical "
+    "batch; torch.compile casts in each call"
 )
 
 
