@@ -102,7 +102,6 @@ def test_contour_needs_less_noise_than_pld_and_pld_less_than_rdp():
     assert rdp > 1.02 * contour
 
 
-@pytest.mark.cases(1)
 @bounds
 @given(
     target_epsilon=st.floats(0.005, 100),
@@ -318,7 +317,6 @@ def test_remaining_steps_of_every_kind_of_event():
         remaining_steps(accountant, Gaussian(noise_multiplier=1.0), **target)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["RDPAccountant", "GaussianAccountant", "PRVAccountant"])
 @pytest.mark.filterwarnings("ignore")
 def test_accountants_of_opacus_are_asked_for_their_own_epsilon(name):

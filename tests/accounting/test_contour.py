@@ -318,7 +318,6 @@ def test_delta_is_the_inverse_of_epsilon(phase, delta):
         assert accountant.get_delta(lower) >= delta * (1 - 1e-9)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("phase", [(1.0, 0.01, 1000), (2.0, 0.5, 30), (0.8, 0.05, 1)])
 def test_beta_is_a_trade_off_curve(phase):
     accountant = of(phase)

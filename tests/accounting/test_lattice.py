@@ -54,7 +54,6 @@ def test_delta_of_almost_two_losses_is_that_of_counting_the_drawn(epsilon, noise
     assert found.upper <= truth * 1.02
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("noise", "rate", "steps", "delta"), SETTINGS)
 def test_epsilon_of_almost_two_losses_agrees_with_pld(noise, rate, steps, delta):
     intervals = []

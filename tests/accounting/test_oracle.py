@@ -53,7 +53,6 @@ def test_one_step_by_contour_is_the_closed_form(rate, noise, epsilon, direction)
     assert lost < 1e-12 * value
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("rate", "noise", "epsilon", "direction"),
     [
@@ -107,7 +106,6 @@ def quick(row):
     return not closed(row) and all(s >= 0.8 and q > 1e-4 for s, q, _ in phases_of(row))
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("row", list(filter(quick, oracle.read()))[::6], ids=name)
 def test_rows_have_their_delta_on_a_line_of_their_own(row):
     if row["epsilon"] == "0.0":

@@ -84,7 +84,6 @@ def test_rdp_keeps_its_digits(noise_multiplier, sample_rate, order):
     assert ours == pytest.approx(truth, rel=1e-10)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("noise_multiplier", [0.02, 0.049])
 def test_rdp_below_the_quadrature_is_still_an_upper_bound(noise_multiplier):
     for order in (1.001, 7.7):

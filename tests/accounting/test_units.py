@@ -75,7 +75,6 @@ def test_rows_of_one_step_have_their_delta_in_closed_form(row):
         assert max(deltas) == deltas[0] == pytest.approx(mpf(row["delta"]), rel=1e-17)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "row",
     [row for row in ROWS if row["steps"] > 100 and 0.05 <= row["sample_rate"] < 0.2],
@@ -242,7 +241,6 @@ def test_moments_are_those_of_quadrature_within_the_claimed_error(noise, rate, e
 # What must hold anywhere.
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("noise", "rate", "examples", "steps", "delta"),
     [

@@ -59,14 +59,12 @@ def test_every_attack_wins_against_torch_normal(view, sigma):
     assert right.pop("likelihood") <= attacks.limit(sigma, TRIALS) < min(right.values())
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("view", "sigma"), CASES)
 def test_no_attack_beats_honest_noise_against_dpflash(view, sigma):
     right = right_guesses(of("dpflash", view, sigma))
     assert max(right.values()) <= attacks.limit(sigma, TRIALS)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_no_attack_beats_honest_noise_in_the_8_digits_of_bfloat16(sigma):
     right = right_guesses(of("dpflash", "p.grad, bf16", sigma))

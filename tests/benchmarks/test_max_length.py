@@ -66,7 +66,6 @@ def test_every_variant_agrees_with_its_definition(variant, direction):
     assert taken.error < 1e-4 and taken.seconds > 0
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("variant", ["LongNet", "SlidingWindow", "BlockSparse"])
 def test_attention_that_leaves_nothing_out_does_not_pass_the_check(variant, monkeypatch):
     right = dpflash.attention

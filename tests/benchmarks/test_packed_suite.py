@@ -9,7 +9,6 @@ from dpflash.bench.suite import Request, Unsupported
 TINY = {"documents": 5, "longest": 100, "embed_dim": 32, "layers": 1, "device": "cpu", "seed": 0}
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("provider", [packed.PACKED, packed.PADDED, NONPRIVATE])
 def test_a_loop_over_documents_confirms_the_gradient_of_a_step(provider, monkeypatch):
     subject = packed.packed_subject(provider=provider, **TINY)

@@ -41,7 +41,6 @@ def failed(found):
     return {check.name for check in rank_checks(found) if not check.ok}
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_two_honest_ranks_pass(findings, clipping):
     found = findings(clipping=clipping)

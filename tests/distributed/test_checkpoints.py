@@ -216,7 +216,6 @@ def test_a_process_by_itself_does_not_write_over_a_folder(cases, saved):
         run.engine.save_checkpoint(saved / "fsdp-adamw")
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "size, at, victim", [(2, "data", 1), (1, "data", 0), (1, "engine", 0), (1, "pointer", 0)]
 )

@@ -39,7 +39,6 @@ def test_a_model_over_its_context_is_that_of_one_process(three, model, mode, sha
         assert max(errors) < 4e-6, errors
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("mesh_as", ["mesh", "parallel"])
 def test_a_module_takes_a_mesh_or_what_was_made_of_one(pair, mesh_as):
     for error in pair.run(CASES, "module_matches", 2, mesh_as=mesh_as):

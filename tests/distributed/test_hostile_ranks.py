@@ -99,7 +99,6 @@ def test_a_layer_that_counts_on_one_rank_only_trains_on_it_or_is_refused(
             assert "exchanged gradients of different parameters" in said
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_ranks_of_a_context_have_as_many_samples(world: Any, kind: str) -> None:
     for said in world.run(CASES, "samples_of_its_own", 4, kind=kind):

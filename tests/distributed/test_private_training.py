@@ -105,7 +105,6 @@ def test_ranks_get_the_parameters_of_one_process(started, ranks, context, wrappe
     assert_as_alone(together, alone)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("clipping", [CLIPPINGS[0], CLIPPINGS[3]])
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"), [MESHES[i] for i in (0, 1, 2, 3, 4, 8, 9)]
@@ -122,7 +121,6 @@ def test_ranks_get_the_parameters_of_one_process_from_packed_documents(
     assert together[0]["microbatches"] == together[1]["microbatches"]
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "ghost"])
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_ranks_get_the_parameters_of_one_process_from_users(started, wrapper, clipping):
@@ -170,7 +168,6 @@ MODELS = [
 ]
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("model", "context"), MODELS)
 def test_every_kind_of_model_trains_over_its_context(started, model, context):
     options = {"model": model, "clipping": "flat", "physical_batch_size": 2, "steps": 3}
@@ -210,7 +207,6 @@ def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started):
         assert 0 < np.abs(one - alone).max() <= 0.02 * 2**-8
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("wrapper", "clipping", "ways"),
     [(kind, "per_layer", {}) for kind in ("plain", "ddp", "fsdp")]
@@ -225,7 +221,6 @@ def test_accumulation_over_unequal_parts_is_one_step(started, wrapper, clipping,
     assert_as_alone(together, _single(**parts))
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 def test_empty_batches_of_a_rank_neither_hang_nor_skew(started, wrapper):
     # Of about one sample a draw, one of three ranks gets it, or none does.
@@ -382,7 +377,6 @@ def test_invariant_4_noise_is_added_once_whatever_the_ranks(started, ranks, cont
         np.testing.assert_allclose(one["noise"], alone, rtol=0, atol=2e-6)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_banded_noise_has_the_bits_of_one_process(started, wrapper):
     alone = cases.noise_of(context=0, bands=3, steps=5)["noise"]
@@ -408,7 +402,6 @@ def test_banded_noise_of_4_ranks_is_that_of_the_reference_in_integers(started, c
     assert [len(elements) for elements in covered] == [shape.numel() for shape in sizes]
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
     [pytest.param(2, 1, "fsdp", id="fsdp2"), pytest.param(4, 2, "fsdp2d", id="fsdp4")],
@@ -432,7 +425,6 @@ def test_invariant_10_no_rank_releases_where_the_ledger_fails(started, tmp_path)
     assert second.startswith("True the payment of a release failed on rank 0")
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("wrapper", "by", "note"),
     [("plain", 1, LOST), ("ddp", 1, LOST), ("fsdp", 1, LOST), ("plain", 0, REFUSED)],
@@ -474,7 +466,6 @@ def assert_same_bits(started, ranks, wrapper, options):
             np.testing.assert_array_equal(one, once)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("ranks", "wrapper", "clipping"),
     EXACT_MESHES,
@@ -487,7 +478,6 @@ def test_a_release_has_the_same_bits_for_any_ranks_and_microbatches(
     assert_same_bits(started, ranks, wrapper, clipping)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
@@ -600,7 +590,6 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", TOGETHER)
 def test_ranks_prove_a_model_together_and_it_changes_no_bit(started, options):
     found = started.run(2, "proven", steps=6, **options)

@@ -105,7 +105,6 @@ def test_bfloat16_is_as_exact_as_in_one_process(world, mode):
             assert found <= factor * alone + 1e-3, (name, alone, found)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["dilated causal", "adaptive"])
 def test_repeats_have_the_same_bits(world, mode, name):
@@ -217,7 +216,6 @@ def test_mistakes_are_value_errors_on_all_ranks(world, problem, named):
         assert re.search(named, failure.message), failure
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["before", "forward", "lost"])
 def test_a_rank_that_is_gone_is_an_error_for_the_others(new_world, where):
     world = new_world(2, timeout=4.0)

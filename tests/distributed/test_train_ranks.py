@@ -113,7 +113,6 @@ WRITTEN = ("config.json", "ledger.jsonl", "ledger.jsonl.head", "metrics.jsonl", 
 WRITTEN += ("report.json", "training.png")
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("sharing", WAYS)
 def test_ranks_train_what_one_process_trains(sharing, world, data, whole, tmp_path):
     out, parallel = tmp_path / "out", WAYS[sharing]
@@ -145,7 +144,6 @@ def test_ranks_train_what_one_process_trains_on_packed_documents(world, data, tm
     assert_same_run(out, tmp_path / "whole")
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("first", "then"),
     [

@@ -64,7 +64,6 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_library_imports_and_trains(system, tmp_path):
     names, modules = SYSTEMS[system]

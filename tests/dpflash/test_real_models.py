@@ -70,7 +70,6 @@ def test_one_sample_moves_the_sum_by_at_most_the_bound(name, clipping, private, 
     assert moved >= bound * (0.999 if clipping in ("flat", "ghost") else 0.3)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "adapted"), TRAINED_OR_ADAPTED)
 def test_on_public_data_a_private_model_is_the_plain_one(name, adapted, private):
     """Also after a private forward, whose backward is still to come."""
@@ -120,7 +119,6 @@ def test_check_takes_from_layers_what_training_takes(name):
     assert _errors(name)[:1] == ([FOUND[name]] if name in REFUSED else [])
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("reduction", [None, "mean"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)

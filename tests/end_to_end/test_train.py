@@ -142,7 +142,6 @@ def test_epsilon_is_that_of_dpflash_epsilon_and_meets_the_target(data, tmp_path,
     assert json.loads(capsys.readouterr().out)["epsilon"] == report["epsilon"]
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("bands", ["auto", "3"])
 def test_bands_are_trained_accounted_for_and_reported(bands, data, tmp_path, capsys):
     out = tmp_path / "out"
@@ -330,7 +329,6 @@ def limited(data, steps, **changes):
     return TrainingConfig(**{**plain.as_dict(), **changes})
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("steps", [3, 9])
 def test_training_ends_cleanly_where_max_epsilon_is_spent(steps, data, tmp_path, capsys):
     out = tmp_path / "out"

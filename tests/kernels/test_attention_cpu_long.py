@@ -76,7 +76,6 @@ def test_long_sequences(name, tokens):
     assert_matches_the_reference(graph, make_tensors(graph, 1, 4, 2, 3))
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("key_range", [None, [[0, 1111], [700, 1000]]], ids=["all", "some"])
 @pytest.mark.parametrize(
     "name", ["blocks", "dilated-causal", "diagonal-blocks", "neighbouring-blocks"]

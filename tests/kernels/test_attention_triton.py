@@ -151,7 +151,6 @@ def test_kernels_match_the_reference_at_any_length(name, tokens):
     assert_close(found, expected, 2e-6)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["causal", "longnet-causal", "block-sparse"])
 def test_narrow_dtypes_err_at_most_twice_what_torch_errs(name, dtype):
@@ -174,7 +173,6 @@ def test_narrow_dtypes_err_at_most_twice_what_torch_errs(name, dtype):
     assert error(found["lse"], expected["lse"]) < 2e-6
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [("causal", 40), ("window-globals", 16), ("longnet-causal", 16)],
@@ -220,7 +218,6 @@ def test_a_padded_away_sample_attends_to_nothing():
     assert all((found[name][1] == 0).all() for name in ("dq", "dk", "dv"))
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tokens", [T, 64])
 def test_chosen_blocks_and_the_gradient_of_their_gates_match_the_reference(causal, tokens):
@@ -541,7 +538,6 @@ def test_compiled_kernels_repeat_bit_for_bit():
 
 
 @pytest.mark.cases(0)
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "pattern, queries, keys, head_dim, value_dim, dtype",
     [

@@ -149,7 +149,6 @@ def test_spans_give_what_they_give_as_rows_in_float64(backend, dtype, small_chun
         assert bool((found["norms-gram"] >= expected["norms-gram"]).all())
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_no_bit_of_a_sample_depends_on_where_it_is_packed(dtype, small_chunks):
     o = Operands(DTYPES[dtype])

@@ -505,7 +505,6 @@ def test_shards_merge_to_the_whole_in_the_kernels(name, ranks):
     assert_close(found, whole(graph, tensors), 3e-6)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["causal", "window-globals"])
 def test_shards_merge_with_slopes_pair_by_pair_in_the_kernels(name):
     graph = PATTERNS[name](45).graph(45, 2, DEVICE)

@@ -191,7 +191,6 @@ def test_every_check_passes_with_banded_noise():
     assert failed(prober.read(), bands=3) == set()
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("rate", "scores"), [(1 / 3, 8 * 300), (1 / 12, 300)])
 def test_scores_of_banded_noise_are_as_tight(rate, scores):
     asked = settings(rate=rate, steps=3 * 8 - 1, **BANDED)

@@ -862,7 +862,6 @@ HUGGING_FACE = {
 }
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("build", HUGGING_FACE.values(), ids=HUGGING_FACE.keys())
 def test_a_hugging_face_model_has_no_error_until_its_own_loss_is_taken(build):
     model = build(pytest.importorskip("transformers")).train()

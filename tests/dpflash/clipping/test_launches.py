@@ -150,7 +150,6 @@ KINDS = {
 }
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_launches_and_waits_of_a_step_stay_few(counted, kind):
     options, most, *expected = KINDS[kind]

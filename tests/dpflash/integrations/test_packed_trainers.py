@@ -167,7 +167,6 @@ def _sft(tmp_path, **changes):
     )
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["packing", "padding_free"])
 def test_packing_of_sft_packs_each_entry_as_one_document(name, tmp_path):
     trained = _sft(tmp_path, **{name: True})

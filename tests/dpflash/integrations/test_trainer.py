@@ -175,7 +175,6 @@ def test_bad_entries_end_nothing(name, has_users, tmp_path, monkeypatch, capfd):
     assert "patient" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("physical", [None, 3], ids=["whole", "microbatches"])

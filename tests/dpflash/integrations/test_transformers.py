@@ -540,7 +540,6 @@ def test_a_model_can_change_to_it_and_back():
     assert torch.equal(model(tokens()).logits, expected)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(("side", "backend"), [("none", "eager"), ("left", "aot_eager")])
 def test_a_compiled_model_is_one_graph_and_agrees(side, backend):
     mask = padding(side)

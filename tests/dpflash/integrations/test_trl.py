@@ -94,7 +94,6 @@ def plain_loop(name, prepared, bf16=False):
     return model, engine
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("name", MODELS)

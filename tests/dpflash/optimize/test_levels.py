@@ -422,7 +422,6 @@ def test_copies_and_pickles_are_of_the_plain_model(mode, root, private):
 # Aggressive
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("region", [False, True], ids=["level", "own-region"])
 def test_the_compiled_model_releases_what_the_eager_one_does(
     region, private, sums, distance, tiny_lm, next_token_loss, quick
@@ -468,7 +467,6 @@ def test_the_real_compiler_gives_the_sums_of_the_eager_model_and_trains(
     assert sum(losses[-10:]) < 0.98 * sum(losses[:10])
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_under_aggressive_one_sample_moves_the_sum_by_at_most_the_bound(
     clipping, private, sums, quick

@@ -98,7 +98,6 @@ def test_a_document_adds_its_own_bits_whatever_the_packing(
         assert 0 < norm(moved) <= BOUND
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("absent", [1, 0, 3])
 @pytest.mark.parametrize("heads", [2, 1])
 def test_a_long_document_adds_its_own_bits_whatever_the_packing(
@@ -110,7 +109,6 @@ def test_a_long_document_adds_its_own_bits_whatever_the_packing(
     assert all(torch.equal(a, b) for a, b in zip(moved, own, strict=True))
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("align", [1, 8])
 @pytest.mark.parametrize("mode", ["book_keeping", "instantiate", "ghost"])
 def test_a_document_moves_rounded_sums_by_its_bound_and_their_rounding(

@@ -531,7 +531,6 @@ POINTS = {
 }
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("point", POINTS)
 def test_kill_9_at_any_point_of_a_release_loses_no_step(point, made_of, tmp_path):
     budget = epsilon_of((STEP, 6))

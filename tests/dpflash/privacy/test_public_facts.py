@@ -102,7 +102,6 @@ def test_opacus_has_another_rate_and_divisor_for_a_neighbor_under_add_remove():
     assert moved > 1.5 * max(rate / divisor, other_rate / other_divisor)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "declared", [{"dataset_size": 40}, {"sample_rate": 0.25, "steps_per_epoch": 7}], ids=str
 )

@@ -503,7 +503,6 @@ opacus_warnings = pytest.mark.filterwarnings(
 )
 
 
-@pytest.mark.cases(1)
 @needs_opacus
 @opacus_warnings
 @pytest.mark.parametrize("name", OPACUS)

@@ -259,7 +259,6 @@ def test_one_band_is_independent_noise_bit_for_bit(sampling, banded):
     assert one[0].get_epsilon(1e-5) == none[0].get_epsilon(1e-5)
 
 
-@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [5_000, 60_000])
 def test_the_covariance_of_releases_is_that_of_the_inverse(width, banded, recorded):
     """Chi-square of the whitened covariance of 6 releases, at a false-alarm rate of 1e-6.
