@@ -328,7 +328,7 @@ def flex_of(causal: bool, batch: int, heads: int, tokens: int, head_dim: int) ->
 
 
 def bits_of(call: Kernel, given: Sequence[Tensor]) -> Row:
-    """Whether a call repeats, and whether a sample's bits are those without and beside others."""
+    """Whether a call repeats bit for bit, and whether a sample's bits change with the others."""
 
     def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
         return all(map(torch.equal, found, expected))

@@ -51,10 +51,10 @@ def attention_backend(backend: str) -> AbstractContextManager[None]:
         torch.use_deterministic_algorithms, use "own"; those that may run two backwards
         (grad_sample_mode="ghost") use "auto" in place of "fast".
 
-    The choice is the calling thread's, inside a function that torch.compile compiles the one that
-    was made last in the process. Where activation checkpointing runs a forward again, in the
-    backward, it is that of the private model whose forward ran last; without a private model
-    it is the one at that time.
+    A choice holds for the thread that made it. Functions under torch.compile read the choice that
+    any thread made last. Activation checkpointing runs forwards again in the backward, outside of
+    the with block: private models keep their choice there (that of the model whose forward ran
+    last), other models use the choice at that time.
     """
     _validate.one_of(backend=(backend, BACKENDS))
     return _chosen(backend)

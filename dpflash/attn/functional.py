@@ -359,7 +359,7 @@ def require_fitting(q: Tensor, k: Tensor, v: Tensor, *, equal_head_dims: bool = 
         common = q.dtype == k.dtype == v.dtype and q.is_cpu and k.is_cpu and v.is_cpu
         if common and q.ndim == 4 and q.dtype in _DTYPES:
             if q.shape[1] and 1 <= q.shape[3] <= _MAX_HEAD_DIM:
-                return  # what small calls are, which would spend their time below
+                return  # the checks below take longer than a small call
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(

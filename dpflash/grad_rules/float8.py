@@ -19,8 +19,8 @@ class Float8Weight:
     """Both casts of one weight.
 
     They are kept for the microbatches of one logical batch, within which weights do not change.
-    All other calls make them anew: fused optimizers, weight averages and merges of adapters write
-    to weights where torch's version counter does not see it.
+    All other calls cast again: fused optimizers, weight averages and merges of adapters write to
+    weights without advancing torch's version counter.
 
     Args:
         transposed: whether the weight is `[I, O]`, not `[O, I]`.

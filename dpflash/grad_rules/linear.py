@@ -121,7 +121,7 @@ class PrivateLinear(PrivateModule):
             return ()
         if (autocast_dtype(x) or x.dtype) != (autocast_dtype(weight) or weight.dtype):
             return ()  # torch's own product refuses them
-        if torch.compiler.is_compiling():  # guards on the step would compile anew
+        if torch.compiler.is_compiling():  # guards on the step would cause recompilation
             return context.float8.casts(weight, None)
         step = context.backward.step
         trains = torch.is_grad_enabled() and step.tracker.current is not None

@@ -112,7 +112,7 @@ def _linear_layers(module: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple
         elif owners[id(weight)] > 1:
             why = "shares its weight with another layer"
         elif id(layer.module) in inside:
-            why = "is a part of nn.MultiheadAttention, which multiplies by itself"
+            why = "is part of nn.MultiheadAttention, which computes its own products"
         elif weight.dtype not in _DTYPES:
             why = f"has a weight of {weight.dtype}"
         elif any(size % _MULTIPLE or size < _LEAST for size in weight.shape):

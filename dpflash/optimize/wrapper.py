@@ -459,7 +459,7 @@ class ForwardWrapper:
         """Dtype of autocast: the user's own region comes first."""
         if torch.is_autocast_enabled(self._device):
             return torch.get_autocast_dtype(self._device)
-        return torch.bfloat16 if self.optimization.autocast else None
+        return torch.bfloat16 if self._optimization.autocast else None
 
     def _eagerly(
         self,
@@ -478,7 +478,7 @@ class ForwardWrapper:
             else:
                 kind = self._plain_original if self._is_plain else self._original
                 outputs = kind.forward(module, *args, **kwargs)
-        return _widened(outputs) if self.optimization.autocast else outputs
+        return _widened(outputs) if self._optimization.autocast else outputs
 
     def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._refuse_private(_tensors((args, kwargs)))
@@ -506,7 +506,7 @@ class ForwardWrapper:
 
     def _compile(self) -> Callable[..., Any]:
         module, forward, device = self._module, self._original.forward, self._device
-        widen = self.optimization.autocast
+        widen = self._optimization.autocast
 
         def run(dtype: torch.dtype | None, args: Any, kwargs: Any) -> Any:
             if dtype is None:
@@ -554,7 +554,7 @@ class ForwardWrapper:
             warn(
                 f"optimize={self.optimization.level!r} goes on without torch.compile, since {why}",
             )
-        return _widened(outputs) if self.optimization.autocast else outputs
+        return _widened(outputs) if self._optimization.autocast else outputs
 
 
 class _State(NamedTuple):

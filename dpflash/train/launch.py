@@ -182,7 +182,7 @@ def _remedy(device: str, environment: Mapping[str, str] = os.environ) -> str:
         return "torchrun restarted the ranks while one that died was still known: restart again"
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return "start all of them by torchrun"
-    # Of several machines; a host's name often stands for 127.0.0.1 on itself.
+    # Several machines, on which a host's own name often resolves to 127.0.0.1.
     names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * (device == "cuda")
     missing = " and ".join(name for name in names if name not in environment)
     interface = f"set {missing} on each machine to the" if missing else "check the"
