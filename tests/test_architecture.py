@@ -34,7 +34,7 @@ LAW = [
 ]
 ROW = {unit: row for row, units in enumerate(LAW) for unit in units}
 # The private step needs this part of distributed/; ring attention, the other part, needs more.
-DISTRIBUTED_CORE = {"__init__", "collectives", "fsdp", "mesh"}
+DISTRIBUTED_CORE = {"__init__", "collectives", "fsdp", "mesh", "slices"}
 
 # House -> what it may import besides the standard library and itself.
 MAY_IMPORT = {
@@ -434,7 +434,7 @@ def test_the_files_to_audit_are_few_lines():
         folder = name.rpartition("/")[0] or folder
         files.add(ROOT / folder / name.rpartition("/")[2])
     found = sum(map(_lines_of_code, files))
-    assert len(files) == 20 and found < 3100
+    assert len(files) == 21 and found < 3250
     assert abs(found - claimed) < 100, found
 
 

@@ -34,7 +34,7 @@ from ..verification.two_backwards import (
     SecondBackward,
     grad_before_backward,
 )
-from ..verification.watch import Watch, refuse_together
+from ..verification.watch import Watch
 from .forward import ALL_ROWS, SHARED, PrivateForward, refuse_anomaly_mode, refuse_for_memory
 from .gate import Gate
 from .groups import Group
@@ -346,7 +346,8 @@ class PrivateBackward:
             refusal = self._refusal(losses, batch or self.forward.number, leading)
             if losses is None and refusal is None and self.place_trial is not None:
                 refusal = self._of_places(self.place_trial.refused)
-            refuse_together(refusal, group, "engine.backward")
+            if group is None and refusal is not None:
+                raise PrivateRefusal(refusal) from None
         is_new = self.trial is not None and self.trial.has_new_path()
         if not self.step.sums.is_sharded and ranks.data is not None:
             self.wants_trials |= is_new
@@ -365,7 +366,9 @@ class PrivateBackward:
         samples = {"number of samples": self.forward.state.batch_size}
         if group is ranks.context:
             same |= samples
-        rows = agree(operation, same, group, extra=[int(twice), int(proving), int(is_new)])
+        flags = [int(twice), int(proving), int(is_new)]
+        with self.step.dropping():
+            rows = agree(operation, same, group, flags, refusal)
         if any(row[2] for row in rows):
             self.try_next()
         if group is not ranks.context:

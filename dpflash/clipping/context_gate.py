@@ -1,24 +1,25 @@
 """ContextGate: the clipping gate for samples whose tokens are spread over several ranks.
 
 A sample's gradient is the sum of the gradients of its shards, and the norm of a sum does not
-follow from the norms of its terms. So a reduce-scatter over the context group adds per-sample
-gradients up and leaves each rank a slice of every parameter's elements. Each rank computes the
-squared norms of its slice, one all-reduce of B numbers adds them up, each rank clips and sums its
-slice, and an all-gather puts the whole sum together.
+follow from the norms of its terms. So the ranks of a context exchange per-sample gradients in
+bundles, and each adds up a slice of every parameter's elements, see `dpflash.distributed.slices`.
+Each rank computes the squared norms of its slice, one all-reduce of B numbers adds them up, and
+each rank clips and sums its slice, which the release puts together.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dpflash.kernels import clip_reduce, squared_norm
 
 from ..distributed import collectives
+from ..distributed.slices import mark_of, reduce_to_owners
 from ..step import refuse_mixed
 from .deferred import TiledUse
 from .gate import Gate
@@ -68,16 +69,51 @@ class ContextGate(Gate):
     def reset(self) -> None:
         super().reset()
         self._slices: dict[int, Tensor] = {}
-        self._taken: set[int] = set()
+        self._waiting: dict[int, Tensor] = {}
+        self._uses: Counter[int] = Counter()
         self._mixed: list[Tensor] = []
         self._is_settled = False
 
     def _take(self, position: int, grad: Tensor) -> None:
-        """Exchange per-sample gradients of this rank's tokens, and keep its slice of the sum."""
-        piece = self._slice(position, grad)
+        """Keep per-sample gradients of this rank's tokens until there is a bundle of them."""
+        self._wait(position, grad)
+        self._uses[position] += 1
+        # All uses of a parameter are added before they are sent.
+        ready = [i for i in self._waiting if self._uses[i] == len(self.shapes[i])]
+        if sum(self._waiting[i].nbytes for i in ready) >= collectives.BUNDLE_BYTES:
+            self._exchange([i for i in ready if i not in self._dense])
+
+    def _wait(self, position: int, grad: Tensor) -> None:
+        parameter = self.group.parameters[position]
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        grad = grad.reshape(grad.shape[0], parameter.numel()).to(dtype)
+        held = self._waiting.get(position)
+        self._waiting[position] = grad if held is None else held + grad
+
+    def _exchange(self, positions: Sequence[int]) -> None:
+        """Add per-sample gradients over the ranks' tokens, and take this rank's slice of each."""
+        grads = [self._waiting.pop(i) for i in positions]
+        slices = self.step.sums.slices
+        for bundle in collectives.bundles(grads):
+            own, theirs = [positions[i] for i in bundle], [grads[i] for i in bundle]
+            cuts = [slices.of_context(self.group.parameters[i]) for i in own]
+            if self.batch_size:
+                mark = mark_of([self.index, *own])
+                operation = "sum of the samples' gradients over their tokens"
+                pieces, mixed = reduce_to_owners(theirs, cuts, self._group, mark, operation)
+                self._mixed.append(mixed)
+            else:
+                at = collectives.rank_in(self._group)
+                pieces = [x[:, cut[at]] for x, cut in zip(theirs, cuts, strict=True)]
+            for position, piece in zip(own, pieces, strict=True):
+                self._receive(position, piece)
+
+    def _receive(self, position: int, piece: Tensor) -> None:
+        """Note a slice of a sum over the ranks, or what a backward of ghost clipping is for."""
         mode = self.run.mode
-        if mode not in ("norms", "sum") or not self._single(position):
-            self._add_slice(position, piece)
+        if mode not in ("norms", "sum") or self.is_dense(position) or not self._single(position):
+            held = self._slices.get(position)
+            self._slices[position] = piece if held is None else held + piece
             return
         if mode == "sum":
             self._sums[position] = clip_reduce(piece, self.run.factors, grid=self.step.sums.grid)
@@ -86,12 +122,8 @@ class ContextGate(Gate):
         squares = squared_norm(piece)
         self.squares = squares if self.squares is None else self.squares + squares
 
-    def _add_slice(self, position: int, piece: Tensor) -> None:
-        held = self._slices.get(position)
-        self._slices[position] = piece if held is None else held + piece
-
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
-        """Exchange the handles' gradients, once; zeros where this rank has none.
+        """Exchange what waits and the handles' gradients, once; zeros where this rank has none.
 
         Raises:
             RuntimeError: ranks exchanged gradients of different parameters.
@@ -99,16 +131,14 @@ class ContextGate(Gate):
         if self._is_settled:
             return
         self._is_settled = True
-        refuse_mixed(self._mixed)
         for position, (parameter, grad) in enumerate(
             zip(self.group.parameters, grads, strict=True)
         ):
-            if grad is None and position not in self._taken:
-                dtype = torch.promote_types(parameter.dtype, torch.float32)
-                shape = (self.batch_size, *parameter.shape)
-                grad = torch.zeros(shape, dtype=dtype, device=self.device)
+            if grad is None and position not in self._uses:
+                grad = parameter.new_zeros(()).expand(self.batch_size, *parameter.shape)
             if grad is not None:
-                self._add_slice(position, self._slice(position, grad))
+                self._wait(position, grad)
+        self._exchange(sorted(self._waiting))
         refuse_mixed(self._mixed)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -117,55 +147,14 @@ class ContextGate(Gate):
         return super()._factors(grads)
 
     def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
-        self.step.add(
-            self.group.parameters,
-            (self._whole(i, self._own(i, factors)) for i in range(self.size)),
-        )
-
-    def _own(self, position: int, factors: Tensor) -> Tensor:
-        """This rank's slice of a parameter's clipped sum."""
-        total, piece = self._sums.get(position), self._slices.get(position)
-        if piece is not None:
-            own = clip_reduce(piece, factors, grid=self.step.sums.grid)
-            total = own if total is None else total + own
-        # `_settle` has a slice of every parameter.
-        assert total is not None
-        return total
-
-    def _cut(self, position: int) -> tuple[int, int, int]:
-        """(begin, end, size): this rank's slice of a parameter, and the largest slice's size."""
-        parameter = self.group.parameters[position]
-        size = -(-parameter.numel() // collectives.world_size(self._group))
-        begin = min(size * collectives.rank_in(self._group), parameter.numel())
-        return begin, min(begin + size, parameter.numel()), size
-
-    def _slice(self, position: int, grad: Tensor) -> Tensor:
-        """This rank's slice `[B, n]` of the sum over ranks of per-sample gradients `[B, ...]`."""
-        begin, end, size = self._cut(position)
-        parameter = self.group.parameters[position]
-        batch, count = grad.shape[0], collectives.world_size(self._group)
-        grad = grad.reshape(batch, parameter.numel())
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        self._taken.add(position)
-        if batch == 0:
-            return grad.new_zeros((0, end - begin), dtype=dtype)
-        # The last element tells gradients of different parameters apart.
-        mark = self.step.sums.mark_of(parameter)
-        sent = grad.new_zeros((count, batch * size + 1), dtype=dtype)
-        sent[:, -1] = mark
-        for rank, row in enumerate(sent):
-            theirs = grad[:, size * rank : size * (rank + 1)]
-            row[:-1].view(batch, size)[:, : theirs.shape[1]] = theirs
-        own = collectives.reduce_scatter(
-            sent, self._group, "sum of the samples' gradients over their tokens"
-        )
-        self._mixed.append(own[-1] != count * mark)
-        return own[:-1].view(batch, size)[:, : end - begin]
-
-    def _whole(self, position: int, piece: Tensor) -> Tensor:
-        """A parameter's clipped sum, put together from the slices of all ranks."""
-        parameter = self.group.parameters[position]
-        size = self._cut(position)[2]
-        padded = F.pad(piece.flatten(), (0, size - piece.numel()))
-        whole = collectives.all_gather(padded, self._group, "clipped sums of all ranks' slices")
-        return whole.flatten()[: parameter.numel()].view(parameter.shape)
+        step, parameters = self.step, self.group.parameters
+        dense = [i for i in range(self.size) if i not in self._sums]
+        totals = []
+        for position, total in self._sums.items():
+            piece = self._slices.get(position)
+            more = 0 if piece is None else clip_reduce(piece, factors, grid=step.sums.grid)
+            totals.append(total + more)
+        step.add([parameters[i] for i in self._sums], totals)
+        # `_settle` has a slice of every other parameter.
+        pieces = [self._slices[i] for i in dense]
+        step.add_clipped([parameters[i] for i in dense], pieces, factors)

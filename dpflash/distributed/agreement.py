@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ from dpflash.kernels.tile_shard import Chunk
 from .layout import Layout
 
 MODES = ("ring", "all_gather", "ulysses")
+
+# Answers of `agree_on_lengths` that hold for every call alike, by group.
+_known: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], list[int]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,21 +99,37 @@ def agree_on_lengths(
     length: int,
     group: ProcessGroup | None,
     error: ValueError | None = None,
+    *,
+    once: bool = False,
 ) -> list[int]:
     """The number of tokens of every rank, after a check that `values` are equal on all of them.
 
     Takes one small exchange if all is well; all ranks of the group call this together. Raises a
     ValueError on all ranks for the first `error`, which says why a rank cannot continue, or for
     the first value that differs, see `collectives.agree`.
+
+    Args:
+        operation: the name of the exchange in messages.
+        values: see `collectives.agree`.
+        length: number of tokens of this rank.
+        group: the ranks.
+        error: see above.
+        once: the same call needs no exchange again. For what sends no tensors: a rank that makes
+            another call then meets the others in their next exchange of this kind.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]
+    known = _known.setdefault(group, {}) if once and group is not None else {}
+    key = (operation, *own)
+    if key in known:
+        return known[key]
     rows = gather_rows(own, group, operation)
     if any(row[0] for row in rows):
         _raise_together(operation, error, group)
     if any(row[1] != own[1] for row in rows):
         agree(operation, values, group)
-    return [row[2] for row in rows]
+    known[key] = [row[2] for row in rows]
+    return known[key]
 
 
 def layout_of(operation: str, lengths: list[int], sharding: str, rows: int = 1) -> Layout:

@@ -17,10 +17,12 @@ from torch.distributed import ProcessGroup
 
 from ..refusal import PrivateRefusal
 
-# The bucket size of DistributedDataParallel.
-_BUCKET_BYTES = 25 * 2**20
+# The size of DistributedDataParallel's buckets.
+BUNDLE_BYTES = 25 * 2**20
 # `agree` exchanges a multiple of so many integers: where sizes differ, gloo ends the processes.
 _AGREED = 16
+# Bytes of the first exchange of a value of any length, and of the length in it.
+_SHORT, _LENGTH_BYTES = 64, 8
 # torch 2.13 renamed these functions; old and new take (output, input, group=...).
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -91,18 +93,32 @@ def agree(
     values: Mapping[str, object],
     group: ProcessGroup | None,
     extra: Sequence[int] = (),
+    refusal: str | None = None,
 ) -> list[list[int]]:
     """Check that values are equal on all ranks of a group, which call this together.
 
-    Values are compared by their repr, under the same names on all ranks. Returns `extra`, integers
-    that may differ, of each rank. Raises a ValueError on all ranks with the name of the first
-    value that differs and its value on each rank, or if a rank checks another operation.
+    Args:
+        operation: see the module.
+        values: compared by their repr, under the same names on all ranks.
+        group: see the module.
+        extra: integers that may differ.
+        refusal: why this rank refuses, without values; None if it does not.
+
+    Returns:
+        `extra` of each rank.
+
+    Raises:
+        PrivateRefusal: on all ranks if one refuses, with this rank's reason or else the first.
+        ValueError: on all ranks, with the name of the first value that differs and its value on
+            each rank, or if a rank checks another operation.
     """
     if group is None or world_size(group) == 1:
+        if refusal is not None:
+            raise PrivateRefusal(refusal) from None
         return [list(extra)]
     digests = [digest(repr(value)) for value in values.values()]
     call = operation.partition("(")[0]
-    row = [digest(call), *digests, *extra]
+    row = [digest(call), *digests, *extra, int(refusal is not None)]
     rows = gather_rows(row + [0] * (-len(row) % _AGREED), group, operation)
 
     def texts_of(text: str) -> list[str]:
@@ -111,6 +127,9 @@ def agree(
             dist.all_gather_object(texts, text, group=group)
         return texts
 
+    if len({own[0] for own in rows}) == 1 and any(own[len(row) - 1] for own in rows):
+        reasons = texts_of(refusal or "")
+        raise PrivateRefusal(refusal or next(filter(None, reasons))) from None
     if len({row[0] for row in rows}) > 1:
         calls = ", ".join(f"rank {rank} in {own}" for rank, own in enumerate(texts_of(call)))
         raise ValueError(
@@ -136,6 +155,23 @@ def all_gather(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
     return gathered
 
 
+def all_to_all(
+    x: Tensor, sizes: Sequence[int], received: Sequence[int], group: ProcessGroup, operation: str
+) -> Tensor:
+    """Send each rank its part of x, and return the parts from all ranks in one tensor.
+
+    Args:
+        x: `[sum(sizes)]`, contiguous.
+        sizes: elements for each rank.
+        received: elements from each rank.
+        group, operation: see the module.
+    """
+    parts = x.new_empty(sum(received))
+    with exchanging(operation, group):
+        dist.all_to_all_single(parts, x, list(received), list(sizes), group=group)
+    return parts
+
+
 def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
     """``x[rank]`` summed over the ranks, for x `[P, ...]`."""
     own = torch.empty_like(x[0], memory_format=torch.contiguous_format)
@@ -154,29 +190,38 @@ def all_reduce_(
 
 
 def all_reduce_all_(tensors: Sequence[Tensor], group: ProcessGroup | None) -> None:
-    """Sum tensors over the ranks in place, in buckets."""
+    """Sum tensors over the ranks in place, in bundles."""
     if group is None:
         return
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in [t for t in tensors if t.dtype == dtype]:
-            bucket.append(tensor)
-            size += tensor.nbytes
-            if size >= _BUCKET_BYTES:
-                _all_reduce_bucket(bucket, group)
-                bucket, size = [], 0
-        _all_reduce_bucket(bucket, group)
+    for bundle in bundles(tensors):
+        theirs = [tensors[i] for i in bundle]
+        flat = torch.cat([tensor.reshape(-1) for tensor in theirs])
+        all_reduce_(flat, group, "sum of gradients over the ranks")
+        parts = flat.split([tensor.numel() for tensor in theirs])
+        for tensor, part in zip(theirs, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
-def _all_reduce_bucket(bucket: list[Tensor], group: ProcessGroup) -> None:
-    if not bucket:
-        return
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    all_reduce_(flat, group, "sum of the clipped gradients over all samples")
-    parts = flat.split([tensor.numel() for tensor in bucket])
-    for tensor, part in zip(bucket, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+def bundles(tensors: Sequence[Tensor], lengths: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Indices of tensors that travel together: of one dtype, of 25 MB or somewhat more.
+
+    Args:
+        tensors: any.
+        lengths: how many elements of each are sent, where these are not its own; as `tensors`
+            those of all ranks give the same bundles.
+    """
+    sizes = lengths or [x.numel() for x in tensors]
+    for dtype in dict.fromkeys(x.dtype for x in tensors):
+        bundle, size = list[int](), 0
+        for i, x in enumerate(tensors):
+            if x.dtype == dtype:
+                bundle.append(i)
+                size += sizes[i] * dtype.itemsize
+            if size >= BUNDLE_BYTES:
+                yield bundle
+                bundle, size = [], 0
+        if bundle:
+            yield bundle
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -197,11 +242,24 @@ def broadcast_from_first(value: bytes, group: ProcessGroup | None, operation: st
     """Return the value of rank 0 of the group on all of its ranks."""
     if group is None or world_size(group) == 1:
         return value
-    values: list[object] = [value if rank_in(group) == 0 else None]
-    with exchanging(operation, group):
-        dist.broadcast_object_list(values, group=group, group_src=0)
-    assert isinstance(values[0], bytes)
-    return values[0]
+    device, content = control_device(group), value if rank_in(group) == 0 else b""
+    # Short values take one exchange: their length stands before them.
+    row = torch.zeros(_SHORT, dtype=torch.uint8)
+    head = len(content).to_bytes(_LENGTH_BYTES, "little") + content[: _SHORT - _LENGTH_BYTES]
+    row[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    row = row.to(device)
+    broadcast_(row, group, operation)
+    found = bytes(row.tolist())
+    length = int.from_bytes(found[:_LENGTH_BYTES], "little")
+    found = found[_LENGTH_BYTES:][:length]
+    if length > len(found):
+        rest = torch.zeros(length - len(found), dtype=torch.uint8)
+        if content:
+            rest = torch.frombuffer(bytearray(content[len(found) :]), dtype=torch.uint8)
+        rest = rest.to(device)
+        broadcast_(rest, group, operation)
+        found += bytes(rest.tolist())
+    return found
 
 
 def control_device(group: ProcessGroup) -> torch.device:

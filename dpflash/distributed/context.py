@@ -94,7 +94,7 @@ def shard_sequence(
             "dim": dim,
             "sharding": sharding,
         }
-    agree_on_lengths("shard_sequence", values, 0, group, deferred.error)
+    agree_on_lengths("shard_sequence", values, 0, group, deferred.error, once=True)
     layout = Layout(x.shape[dim], world_size(group), sharding)
     chunks = [x.narrow(dim, c.start, c.length) for c in layout.chunks(rank_in(group))]
     own = torch.cat(chunks, dim)
@@ -350,6 +350,13 @@ def loss_weights(
         "ignore_index": ignore_index,
     }
     agree_on_lengths("loss_weights", values, 0, group, error)
+    return weights_of(targets, group, ignore_index, units)
+
+
+def weights_of(
+    targets: Tensor, group: ProcessGroup | None, ignore_index: int, units: Units | None
+) -> Tensor:
+    """`loss_weights` of targets whose number of samples the ranks agreed on."""
     counted = targets != ignore_index
     if units is None:
         own = counted.flatten(1).sum(1)

@@ -167,9 +167,8 @@ def all_to_all(
     _record(phase, operation, sum(x.nbytes for rank, x in enumerate(tensors) if rank != own))
     send = torch.cat([as_bytes(x.contiguous()) for x in tensors])
     sizes = [torch.Size(shape).numel() * tensors[0].element_size() for shape in shapes]
-    received = send.new_empty(sum(sizes))
-    with collectives.exchanging(operation, group):
-        dist.all_to_all_single(received, send, sizes, [x.nbytes for x in tensors], group=group)
+    lengths = [x.nbytes for x in tensors]
+    received = collectives.all_to_all(send, lengths, sizes, group, operation)
     return [
         flat.view(dtype).view(shape)
         for flat, shape in zip(received.split(sizes), shapes, strict=True)

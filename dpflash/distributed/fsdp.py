@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from . import collectives
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,46 +43,12 @@ def local_rows(parameter: DTensor) -> tuple[int, int]:
     return begin, min(begin + size, rows)
 
 
-def first_element(parameter: Tensor) -> int:
-    """Index of this rank's first element in the whole parameter."""
-    if is_sharded(parameter):
-        return local_rows(parameter)[0] * parameter.shape[1:].numel()
-    return 0
-
-
 def local_shape(parameter: Tensor) -> torch.Size:
     """Shape of this rank's shard; of the whole parameter if it is not sharded."""
     if is_sharded(parameter):
         begin, end = local_rows(parameter)
         return torch.Size((end - begin, *parameter.shape[1:]))
     return parameter.shape
-
-
-def reduce_to_part(
-    total: Tensor, parameter: DTensor, data: ProcessGroup | None, mark: int
-) -> tuple[Tensor, Tensor]:
-    """This rank's rows of a whole parameter's total, summed over the ranks of `data`.
-
-    Also returns whether other ranks passed another `mark`, a number that identifies the parameter.
-    """
-    operation = "reduction of a sharded parameter's clipped sum"
-    begin, end = local_rows(parameter)
-    if data is None:
-        return total[begin:end].clone(), total.new_zeros((), dtype=torch.bool)
-    mesh, count = parameter.device_mesh, collectives.world_size(data)
-    if mesh.size() == count and mesh.get_group() is data:
-        shards = total.split(-(-total.shape[0] // count))
-        send = total.new_zeros((count, shards[0].numel() + 1))
-        send[:, -1] = mark
-        for row, shard in zip(send, shards, strict=False):
-            row[: shard.numel()] = shard.flatten()
-        own = collectives.reduce_scatter(send, data, operation)
-        rows = own[: total[begin:end].numel()].view(total[begin:end].shape)
-    else:
-        own = torch.cat([total.flatten(), total.new_full((1,), mark)])
-        collectives.all_reduce_(own, data, operation)
-        rows = own[:-1].view(total.shape)[begin:end].clone()
-    return rows, own[-1] != count * mark
 
 
 def as_grad(grad: Tensor, parameter: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from ..attn.functional import attention, resolve_pattern
 from ..attn.ops import graph_of, key_range_of
 from ..attn.rotary import Turns, document_positions
 from ..clipping.planner import LinearShape
+from ..distributed.agreement import Context
 from ..packing.units import Units
 from ..patterns import Adaptive, Documents, Pattern
 from ..verification.second_order import differentiable_once
@@ -151,6 +152,7 @@ class PrivateMultiheadAttention(PrivateModule):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
         is_causal: bool,
+        context: Context | None,
     ) -> Tensor:
         module: Any = self
         plain = module.pattern is None and module.sinks is None and module.alibi_slopes is None
@@ -172,19 +174,23 @@ class PrivateMultiheadAttention(PrivateModule):
         ordinary = masked or split or dropped or chosen or of_rows or _in_float8(module)
         if ordinary or not _is_one_node(module):
             return super()._output(  # type: ignore[misc]
-                query, key, value, key_padding_mask, attn_mask, is_causal
+                query, key, value, key_padding_mask, attn_mask, is_causal, context
             )
         pattern = resolve_pattern(module.pattern, is_causal, query.shape[1], query.shape[1])
         return _attend(module, query, key_padding_mask, pattern)
 
-    def _packed_output(self, x: Tensor, documents: Documents, is_causal: bool) -> Tensor:
+    def _packed_output(
+        self, x: Tensor, documents: Documents, is_causal: bool, context: Context | None
+    ) -> Tensor:
         module: Any = self
         tokens = documents.cu_seqlens[-1]
         inner = resolve_pattern(module.pattern, is_causal, tokens, tokens)
         split = module.context_parallel is not None
         ordinary = split or isinstance(inner, Adaptive) or _in_float8(module)
         if ordinary or not _is_one_node(module):
-            return super()._packed_output(x, documents, is_causal)  # type: ignore[misc]
+            return super()._packed_output(  # type: ignore[misc]
+                x, documents, is_causal, context
+            )
         return _attend(module, x, None, documents & inner, tuple(documents.cu_seqlens))
 
     def _attend_packed(

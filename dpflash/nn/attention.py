@@ -207,6 +207,7 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         cu_seqlens: Sequence[int] | Tensor | None = None,
+        context: Context | None = None,
     ) -> tuple[Tensor, None]:
         """Attends from query to key and value.
 
@@ -228,6 +229,8 @@ class MultiheadAttention(nn.Module):
                 self-attention, no masks and no dropout of weights. With context_parallel the
                 borders are those of all ranks' tokens, and sinks, slopes and `Adaptive` patterns
                 are refused.
+            context: with context_parallel, the sequence on which the ranks agreed already, so
+                that not every layer of a model does: the result of ``context_parallel.agree``.
 
         Returns:
             The pair (output `[B, T, E]`, None). A query all of whose keys are masked out gets the
@@ -249,8 +252,10 @@ class MultiheadAttention(nn.Module):
             self._require_packable(key_padding_mask, attn_mask)
             if isinstance(cu_seqlens, Tensor):
                 cu_seqlens = cu_seqlens.tolist()
-            return self._packed_output(query, Documents(cu_seqlens=cu_seqlens), is_causal), None
-        return self._output(query, key, value, key_padding_mask, attn_mask, is_causal), None
+            documents = Documents(cu_seqlens=cu_seqlens)
+            return self._packed_output(query, documents, is_causal, context), None
+        masks = key_padding_mask, attn_mask
+        return self._output(query, key, value, *masks, is_causal, context), None
 
     def _output(
         self,
@@ -260,11 +265,12 @@ class MultiheadAttention(nn.Module):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
         is_causal: bool,
+        context: Context | None,
     ) -> Tensor:
         """The output `[B, T, E]`; private training makes this one node of autograd."""
         if self.context_parallel is not None:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
-            o = self._attend_across(query, masks, is_causal)
+            o = self._attend_across(query, masks, is_causal, context)
             return self._merged(o)
         q, k, v = self._project(query, key, value)
         if self.rotary:
@@ -288,7 +294,9 @@ class MultiheadAttention(nn.Module):
         )
         return self._merged(o)
 
-    def _packed_output(self, x: Tensor, documents: Documents, is_causal: bool) -> Tensor:
+    def _packed_output(
+        self, x: Tensor, documents: Documents, is_causal: bool, context: Context | None
+    ) -> Tensor:
         """The output `[B, T, E]` where documents are packed into x, see `_output`."""
         q, k, v = (
             # One row holds all tokens.
@@ -297,9 +305,8 @@ class MultiheadAttention(nn.Module):
         )
         inner = resolve_pattern(self.pattern, is_causal, q.shape[2], q.shape[2])
         positions = document_positions(documents.cu_seqlens, q.device)
-        context = None
         if self.context_parallel is not None:
-            context = self._context_of(x, documents & inner, len(positions))
+            context = self._context_of(x, documents & inner, len(positions), context)
             positions = positions[context.positions(q.device)]
         if self.rotary:
             q, k = self._rotated(q, k, positions)
@@ -314,13 +321,16 @@ class MultiheadAttention(nn.Module):
             )
         return self._merged(o.transpose(1, 2).unflatten(1, x.shape[:2])[0].transpose(1, 2))
 
-    def _context_of(self, x: Tensor, pattern: Pattern, tokens: int) -> Context:
+    def _context_of(
+        self, x: Tensor, pattern: Pattern, tokens: int, context: Context | None
+    ) -> Context:
         """All rows of a packed batch as one sequence, of which x `[R, T_p, E]` is a part."""
         assert self.context_parallel is not None
         self.context_parallel.require_packable()
-        context = self.context_parallel.agree(
-            x.shape[1], rows=x.shape[0], dtype=x.dtype, pattern=pattern.key
-        )
+        if context is None:
+            context = self.context_parallel.agree(
+                x.shape[1], rows=x.shape[0], dtype=x.dtype, pattern=pattern.key
+            )
         if context.length != tokens:
             raise ValueError(
                 f"cu_seqlens of {tokens} tokens for inputs of {context.length} on all ranks: cut "
@@ -372,7 +382,11 @@ class MultiheadAttention(nn.Module):
         return apply_rotary(q, k, *Turns.at(positions, self.head_dim, q.dtype))
 
     def _attend_across(
-        self, query: Tensor, masks: dict[str, Tensor | None], is_causal: bool
+        self,
+        query: Tensor,
+        masks: dict[str, Tensor | None],
+        is_causal: bool,
+        context: Context | None,
     ) -> Tensor:
         """Attention `[B, H, T, D]` of this rank's tokens to those of all ranks."""
         assert self.context_parallel is not None
@@ -384,13 +398,14 @@ class MultiheadAttention(nn.Module):
                 "known here; define visible keys with pattern=, and mark padding in the targets"
             )
         pattern = resolve_pattern(self.pattern, is_causal, query.shape[1], query.shape[1])
-        context = self.context_parallel.agree(
-            query.shape[1],
-            error=None if reason is None else ValueError(reason),
-            samples=query.shape[0],
-            dtype=query.dtype,
-            pattern=pattern.key,
-        )
+        if context is None or reason is not None:
+            context = self.context_parallel.agree(
+                query.shape[1],
+                error=None if reason is None else ValueError(reason),
+                samples=query.shape[0],
+                dtype=query.dtype,
+                pattern=pattern.key,
+            )
         q, k, v = self._project(query, query, query)
         if self.rotary:
             q, k = self._rotated(q, k, context.positions(q.device))

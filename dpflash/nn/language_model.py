@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from .. import _validate, losses
-from ..distributed import ContextParallel, loss_weights
-from ..packing import PackedBatch
+from ..distributed import ContextParallel
+from ..distributed.agreement import Context
+from ..distributed.context import weights_of
+from ..packing import PackedBatch, Units
 from ..patterns import Pattern
 from ..refusal import PrivateRefusal
 from .attention import require_dropout
@@ -219,8 +221,11 @@ class LongContextLM(nn.Module):
                 "tokens.long() for other integers"
             )
         length, positions = tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)
+        cu_seqlens = None if packed is None else tuple(packed.cu_seqlens.tolist())
+        units = None if packed is None else packed.units
+        context = None
         if self.context_parallel is not None:
-            context = self.context_parallel.agree(length, samples=tokens.shape[0])
+            context = self._agree(tokens, cu_seqlens, units)
             length, positions = context.length, context.positions(tokens.device)
             if not self._looked and tokens.shape[0]:
                 self._looked = True
@@ -240,8 +245,6 @@ class LongContextLM(nn.Module):
                 "shorten them or build the model for longer ones",
                 length=length,
             ) from None
-        cu_seqlens = None if packed is None else tuple(packed.cu_seqlens.tolist())
-        units = None if packed is None else packed.units
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             # [1, T], not [T]: dimension 0 of every layer's input is the batch.
@@ -253,9 +256,11 @@ class LongContextLM(nn.Module):
         x = self.embedding_dropout(x)
         for block in self.blocks:
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, cu_seqlens=cu_seqlens, use_reentrant=False)
+                x = checkpoint(
+                    block, x, cu_seqlens=cu_seqlens, context=context, use_reentrant=False
+                )
             else:
-                x = block(x, cu_seqlens=cu_seqlens)
+                x = block(x, cu_seqlens=cu_seqlens, context=context)
         x = self.final_norm(x)
         if targets is None:
             return self.lm_head(x)
@@ -272,4 +277,26 @@ class LongContextLM(nn.Module):
             )
         if self.context_parallel is None:
             return sample_losses
-        return sample_losses * loss_weights(targets, self.context_parallel.group, units=units)
+        return sample_losses * weights_of(targets, self.context_parallel.group, -100, units)
+
+    def _agree(
+        self, tokens: Tensor, cu_seqlens: tuple[int, ...] | None, units: Units | None
+    ) -> Context:
+        """The sequence of this forward, checked once for all blocks and the losses."""
+        assert self.context_parallel is not None
+        rows, per_rank = tokens.shape
+        return self.context_parallel.agree(
+            per_rank,
+            rows=1 if cu_seqlens is None else rows,
+            samples=rows if units is None else units.size,
+            cu_seqlens=cu_seqlens,
+            training=self.training,
+            dtype=self.token_embedding.weight.dtype,
+            autocast=torch.is_autocast_enabled(tokens.device.type),
+            patterns=[None if p is None else p.key for p in map(_pattern_of, self.blocks)],
+        )
+
+
+def _pattern_of(block: nn.Module) -> Pattern | None:
+    assert isinstance(block, TransformerBlock)
+    return block.attention.pattern

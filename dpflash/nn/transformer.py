@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import _validate
 from ..attn.functional import require_pattern
+from ..distributed.agreement import Context
 from ..patterns import Pattern
 from .attention import MultiheadAttention, require_dropout
 
@@ -89,6 +90,7 @@ class TransformerBlock(nn.Module):
         x: Tensor,
         key_padding_mask: Tensor | None = None,
         cu_seqlens: Sequence[int] | Tensor | None = None,
+        context: Context | None = None,
     ) -> Tensor:
         """Applies the block to a batch.
 
@@ -96,6 +98,7 @@ class TransformerBlock(nn.Module):
             x: `[B, T, E]`.
             key_padding_mask: `[B, T]`, True where a token is not attended to.
             cu_seqlens: borders of documents that are packed into x, see `MultiheadAttention`.
+            context: see `MultiheadAttention`.
 
         Returns:
             `[B, T, E]`.
@@ -105,6 +108,7 @@ class TransformerBlock(nn.Module):
             key_padding_mask=key_padding_mask,
             is_causal=self.causal,
             cu_seqlens=cu_seqlens,
+            context=context,
         )
         x = x + self.residual_dropout(attended)
         hidden = F.gelu(self.mlp_up(self.mlp_norm(x)), approximate="tanh")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dpflash.kernels import NoiseStream, add_noise_, grid_of, settle_noise
 
-from ..distributed.fsdp import first_element, local_shape
 from ..noise.error import squared_errors
 from ..noise.reference import FRACTION_BITS
 
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 
 # Elements for which banded noise keeps scratch memory, for each thread.
 _PART = 1 << 14
+
+Totals: TypeAlias = Mapping[nn.Parameter, Tensor]
+Begins: TypeAlias = Mapping[nn.Parameter, int]
 
 
 class Noise(Protocol):
@@ -65,8 +67,8 @@ class RoundedGaussian:
 class BatchNoise:
     """The noise of one logical batch, added to the sum of each parameter exactly once.
 
-    An element's noise is a function of its address in the whole parameter. A rank that holds a
-    part of a parameter, or a copy, draws the other ranks' noise for the same elements.
+    An element's noise is a function of its address in the whole parameter, so it does not depend
+    on which rank adds it.
 
     Args:
         noise_multiplier: standard deviation of the noise over the bound; 0 for no noise.
@@ -109,11 +111,11 @@ class BatchNoise:
     def _first(self) -> NoiseStream:
         return self._stream(self._std, self._grid, self._step, self._unsettled)
 
-    def stream(self, parameter: nn.Parameter) -> NoiseStream | None:
-        """Noise still to be added to this parameter's sum, or None."""
+    def stream(self, parameter: nn.Parameter, begin: int = 0) -> NoiseStream | None:
+        """Noise still to be added to this parameter's sum from an element on, or None."""
         if not self.is_due(parameter):
             return None
-        return self._first.at(self._parameter_ids[parameter], first_element(parameter))
+        return self._first.at(self._parameter_ids[parameter], begin)
 
     def _stream(
         self, std: float, grid: float, step: int, unsettled: list[OpenList]
@@ -125,11 +127,10 @@ class BatchNoise:
 
     def streams(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
         """Noise still to be added to the sums of all these parameters, or None."""
-        found = [self.stream(parameter) for parameter in parameters]
-        streams = [stream for stream in found if stream is not None]
+        streams = [stream for p in parameters if (stream := self.stream(p)) is not None]
         return streams if len(streams) == len(parameters) else None
 
-    def mark_added(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
+    def mark_added(self, totals: Totals) -> None:
         """Record that these are the parameters' sums with their noise."""
         if self._unsettled:
             outs = {self._parameter_ids[p]: total for p, total in totals.items()}
@@ -143,9 +144,14 @@ class BatchNoise:
                 self._unsettled[i] = entry._replace(outs=own)
         self._noised.update(totals)
 
-    def add_(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add to sums over all ranks the noise that is due; it stays due until `complete`."""
-        due = {p: stream for p in totals if (stream := self.stream(p)) is not None}
+    def add_(self, totals: Totals, begins: Begins) -> None:
+        """Add to sums over all ranks the noise that is due; it stays due until `complete`.
+
+        Args:
+            totals: the elements of each sum that this rank owns.
+            begins: number of the first of them in the parameter.
+        """
+        due = {p: stream for p in totals if (stream := self.stream(p, begins[p])) is not None}
         add_noise_([totals[p] for p in due], list(due.values()))
         self.settle()
 
@@ -262,15 +268,15 @@ class BandedNoise(BatchNoise):
     def streams(self, parameters: Sequence[nn.Parameter]) -> None:
         """None: kernels of the sums add independent noise only."""
 
-    def add_(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
+    def add_(self, totals: Totals, begins: Begins) -> None:
         """See `BatchNoise.add_`."""
         due = [p for p in totals if self.is_due(p)]
         first = min((self._past(p).place for p in due), default=self._place)
         for place in range(first, self._place):
-            behind = [p for p in due if self._past(p).place == place]
-            self._extend(self._values(behind, place))
-        missing = [p for p in due if p not in self._made]
-        self._made |= self._values(missing, self._place)
+            behind = {p: totals[p] for p in due if self._past(p).place == place}
+            self._extend(self._values(behind, place, begins))
+        missing = {p: totals[p] for p in due if p not in self._made}
+        self._made |= self._values(missing, self._place, begins)
         for parameter in due:
             total, y = totals[parameter].view(-1), self._made[parameter].view(-1)
             for part in _parts(total):
@@ -296,14 +302,10 @@ class BandedNoise(BatchNoise):
             extended[parameter] = _Past(place + 1, (value, *last)[:most])
         self._pasts.update(extended)  # all at once, whatever interrupts it
 
-    def _values(
-        self, parameters: Sequence[nn.Parameter], place: int
-    ) -> dict[nn.Parameter, Tensor]:
-        """The noise of a release of the block, int64, whose past is known."""
+    def _values(self, totals: Totals, place: int, begins: Begins) -> dict[nn.Parameter, Tensor]:
+        """The noise of a release of the block, int64, for sums whose past is known."""
         step = self._step - self._place + place
-        found = {
-            p: torch.empty(local_shape(p), dtype=torch.int64, device=p.device) for p in parameters
-        }
+        found = {p: torch.empty_like(total, dtype=torch.int64) for p, total in totals.items()}
         # A GPU's draws are settled together, so that it is waited for once.
         groups = [[(p, slice(0, y.numel())) for p, y in found.items() if y.is_cuda]]
         groups += [[(p, part)] for p, y in found.items() if not y.is_cuda for part in _parts(y)]
@@ -312,7 +314,7 @@ class BandedNoise(BatchNoise):
             first = self._stream(self._std_of_z, self._unit_of_z, step, unsettled)
             streams, drawn = [], []
             for parameter, part in group:
-                begin = first_element(parameter) + part.start
+                begin = begins[parameter] + part.start
                 streams.append(first.at(self._parameter_ids[parameter], begin))
                 y = found[parameter].view(-1)[part]
                 drawn.append(torch.zeros_like(y, dtype=torch.float64))

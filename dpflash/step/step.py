@@ -9,7 +9,7 @@
                 charge the accountant and the ledger   # _charge: before a noisy value exists
                 sums[parameter] += N(0, (sigma C)^2)   # BatchNoise
         if last microbatch:                            # release
-            charge, all-reduce over the ranks, add noise   # what the gates did not do
+            charge, add over the ranks, add noise   # what the gates did not do
             parameter.grad = sums[parameter] / expected_batch_size
     optimizer.step():                                  # see turns.py
         release                                        # if no backward could: a batch of others
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from dpflash.kernels import NoiseStream, refuse_capture
 
-from ..distributed.fsdp import is_sharded
 from .noise import BatchNoise
 from .open_batch import OpenBatch
 
@@ -99,7 +98,7 @@ class PrivateStep(OpenBatch):
 
     def _add_noise(self, parameters: Sequence[nn.Parameter], *, have_noise: bool) -> None:
         """Add the noise of sums where it is due, and was not added by the sums' own kernel."""
-        if not have_noise and not any(map(is_sharded, parameters)):
+        if not have_noise and self.sums.is_alone:
             streams = self._noise_if_complete(parameters)
             have_noise = streams is not None
             if streams is not None:
@@ -113,9 +112,8 @@ class PrivateStep(OpenBatch):
         """Noise to add in this backward; the first call of the last backward charges for it."""
         if self._may_charge:
             self._may_charge = False
-            # Noise is for the sum over all ranks' samples.
-            alone = self.sums.ranks.data is None and not self.sums.is_sharded
-            if alone and self.options.noise_multiplier != 0 and self._ends_here():
+            # Noise is for the sum over all ranks' samples, or tokens.
+            if self.sums.is_alone and self.options.noise_multiplier != 0 and self._ends_here():
                 self.noise = self._charge(signalled=self.tracker.waiting_signals > 0)
         return None if self.noise is None else self.noise.streams(parameters)
 
@@ -127,6 +125,8 @@ class PrivateStep(OpenBatch):
     def end_backward(self) -> None:
         """A backward has run to its end; that of the last microbatch releases."""
         with self.noting_refusals():
+            with self.dropping():
+                self.sums.exchange()
             if self._ends_here():
                 self.release(signalled=self.tracker.waiting_signals > 0)
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from dpflash.kernels import NoiseStream, add_noise_, clip_reduce_all, exact_slots, grid_of
 from dpflash.kernels.layout import in_dtypes
 
-from ..distributed.collectives import all_reduce_all_
-from ..distributed.fsdp import is_sharded, local_shape, reduce_to_part
+from ..distributed.collectives import BUNDLE_BYTES
+from ..distributed.fsdp import is_sharded
 from ..distributed.mesh import Ranks
+from ..distributed.slices import Slices, mark_of
 from ..refusal import PrivateRefusal
 from .noise import BatchNoise
 
@@ -22,9 +23,9 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     """Sums of the clipped gradients of one logical batch, over its microbatches.
 
     Only the clipping gates add to them, and only they are released. As a mapping it holds the
-    clipped sum of each parameter, over the samples of this rank; of a sharded parameter: this
-    rank's rows, over the samples of all ranks. Exact sums are float64; rounded sums, and sums
-    with noise, are float32 or wider.
+    clipped sum of each parameter, over the samples of this rank; of a scattered parameter: this
+    rank's rows, over the samples of all ranks; under a context: this rank's slice, see `Slices`.
+    Exact sums are float64; rounded sums, and sums with noise, are float32 or wider.
 
     Args:
         trained: the parameters with private gradients.
@@ -48,6 +49,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self.trained = tuple(trained)
         self.names = names
         self.ranks = ranks or Ranks()
+        self.slices = Slices(self.ranks)
         self.is_sharded = any(is_sharded(p) for p in trained)
         self.exact = exact
         self.rounded: set[str] = set()
@@ -61,10 +63,12 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     def leave_ranks(self) -> None:
         """Continue as a process by itself."""
         self.ranks = Ranks()
+        self.slices = Slices(self.ranks)
 
     def clear(self) -> None:
         """Drop the sums; the next backward begins a logical batch."""
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._waiting: dict[nn.Parameter, Tensor] = {}
         self._mixed: list[Tensor] = []
         self.bound = math.nan
 
@@ -76,6 +80,11 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     def __len__(self) -> int:
         return len(self._sums)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the sums are of this process alone, and of whole parameters."""
+        return self.ranks.everyone is None and not self.is_sharded
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
         """Whether it is one of the parameters with private gradients."""
@@ -112,9 +121,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     def take_noise(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether the kernel of the sums may add noise: they are exact, and complete then."""
-        return self.grid is not None and not any(
-            p in self._sums or is_sharded(p) for p in parameters
-        )
+        return self.is_alone and self.grid is not None and self._sums.keys().isdisjoint(parameters)
 
     def add_clipped(
         self,
@@ -167,12 +174,22 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             self._add(parameter, total)
 
     def add_zero(self, parameter: nn.Parameter) -> None:
-        """Take part in the exchange of a sharded parameter that got no gradient on this rank."""
-        sharded: bool = is_sharded(parameter)
-        if sharded:
-            shape, dtype = parameter.shape, wide_dtype(parameter)
-            zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
-            self._add_rows(parameter, zeros)
+        """Take part in the exchange of a scattered parameter that this rank has no gradient of."""
+        if self.slices.is_scattered(parameter):
+            self._add(parameter, torch.zeros(parameter.shape, device=parameter.device))
+
+    def exchange(self) -> None:
+        """Send the sums of scattered parameters that wait for a bundle to fill."""
+        # Ranks add in one dtype, however each of them got its sum.
+        wide = {p: total.double() for p, total in self._waiting.items()}
+        self._waiting = {}
+        if not wide:
+            return
+        rows, mixed = self.slices.scattered(wide, mark_of([self._ids[p] for p in wide]))
+        self._mixed.append(mixed)
+        for parameter, own in rows.items():
+            held = self._sums.get(parameter)
+            self._sums[parameter] = own if held is None else held + own
 
     def add_noise(self, parameters: Sequence[nn.Parameter], noise: Sequence[NoiseStream]) -> None:
         """Add noise to sums that are complete."""
@@ -180,10 +197,6 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         for parameter, total in zip(parameters, totals, strict=True):
             self._sums[parameter] = total
         self._narrow(parameters)
-
-    def mark_of(self, parameter: nn.Parameter) -> int:
-        """A number that travels with a parameter's gradient and identifies it."""
-        return 1 + self._ids[parameter] % 4093
 
     def refuse_mixed(self) -> None:
         """See the function `refuse_mixed`."""
@@ -194,25 +207,30 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
         What this adds, it adds to copies.
         """
-        alone = self.ranks.data is None
-        totals = {p: self._wide(p, copy=not alone or noise.is_due(p)) for p in parameters}
-        all_reduce_all_([t for p, t in totals.items() if not is_sharded(p)], self.ranks.data)
-        noise.add_(totals)
-        return in_dtypes(totals.values(), [wide_dtype(p) for p in totals])
+        totals = {p: self._wide(p) for p in parameters}
+        if self.is_alone:
+            totals = {p: x.clone() if noise.is_due(p) else x for p, x in totals.items()}
+            noise.add_(totals, dict.fromkeys(totals, 0))
+        else:
+            totals = self.slices.reduced(totals)
+            noise.add_(totals, {p: self.slices.owned(p).start for p in totals})
+        narrow = in_dtypes(totals.values(), [wide_dtype(p) for p in totals])
+        return self.slices.released(dict(zip(totals, narrow, strict=True)))
 
-    def _wide(self, parameter: nn.Parameter, *, copy: bool) -> Tensor:
+    def _wide(self, parameter: nn.Parameter) -> Tensor:
+        """What this rank holds of a sum, flat."""
         # Ranks add in one dtype; a sum that has its noise is of this process alone.
-        dtype = torch.float64 if self.ranks.data is not None else wide_dtype(parameter)
+        dtype = wide_dtype(parameter) if self.is_alone else torch.float64
         held = self._sums.get(parameter)
         if held is None:
-            return torch.zeros(local_shape(parameter), dtype=dtype, device=parameter.device)
-        dtype = max(dtype, held.dtype, key=lambda held: held.itemsize)
-        return held.to(dtype, copy=copy, memory_format=torch.contiguous_format)
+            cut = self.slices.held(parameter)
+            return torch.zeros(cut.stop - cut.start, dtype=dtype, device=parameter.device)
+        return held.to(max(dtype, held.dtype, key=lambda held: held.itemsize)).reshape(-1)
 
     def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
         """The exact sum of earlier microbatches, to which a kernel may add in place, or None."""
         held = self._sums.get(parameter)
-        if held is None or is_sharded(parameter):
+        if held is None or self.slices.is_scattered(parameter):
             return None
         return held if self.grid is not None and held.dtype == torch.float64 else None
 
@@ -221,30 +239,17 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             self.rounded.add(self.names[parameter])
 
     def _add(self, parameter: nn.Parameter, total: Tensor) -> None:
-        sharded: bool = is_sharded(parameter)
-        if sharded:
-            self._add_rows(parameter, total)
-            return
-        held = self._sums.get(parameter)
-        self._sums[parameter] = total if held is None or total is held else held + total
+        sums = self._waiting if self.slices.is_scattered(parameter) else self._sums
+        held = sums.get(parameter)
+        sums[parameter] = total if held is None or total is held else held + total
+        if sum(x.nbytes for x in self._waiting.values()) >= BUNDLE_BYTES:
+            self.exchange()
 
     def _narrow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Keep sums with their noise in the dtypes of their release."""
         totals = [self._sums[p] for p in parameters]
         dtypes = [wide_dtype(p) for p in parameters]
         self._sums.update(zip(parameters, in_dtypes(totals, dtypes), strict=True))
-
-    def _add_rows(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Add this rank's rows of a sharded parameter's sum; the release adds their noise."""
-        rows = parameter
-        assert is_sharded(rows)
-        # Ranks add in one dtype, however each of them got its sum.
-        total = total if self.grid is None else total.double()
-        mark = self.mark_of(parameter)
-        own, mixed = reduce_to_part(total, rows, self.ranks.data, mark)
-        self._mixed.append(mixed)
-        held = self._sums.get(parameter)
-        self._sums[parameter] = own if held is None else held + own
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

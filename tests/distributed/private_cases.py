@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.distributed import RankError, context_parallel, shard_sequence
-from dpflash.distributed.fsdp import first_element
 from dpflash.kernels import NoiseStream, gaussian_noise_, grid_of
 from dpflash.nn import LongContextLM
 from dpflash.noise import Banded
@@ -278,8 +277,10 @@ def clipped_sums(
 
 
 def flat_sums(engine: dpflash.PrivacyEngine, model: nn.Module) -> Tensor:
-    """The clipped sums of all parameters one after another."""
-    return torch.cat([engine._step.sums[p].flatten() for p in model.parameters()])
+    """The clipped sums of all parameters one after another; ranks are those of a context."""
+    sums = engine._step.sums
+    wholes = sums.slices.released({p: sums[p].flatten() for p in model.parameters()})
+    return torch.cat([whole.flatten() for whole in wholes])
 
 
 def packed_sums(
@@ -342,13 +343,12 @@ def broken_norms() -> Iterator[None]:
     from dpflash.clipping.context_gate import ContextGate
     from dpflash.distributed import collectives
 
-    sliced = ContextGate._slice
+    wait = ContextGate._wait
     parts: dict[tuple[int, int], Tensor] = {}
 
-    def share(self: Any, position: int, grad: Tensor) -> Tensor:
-        own = sliced(self, position, grad)
+    def share(self: Any, position: int, grad: Tensor) -> None:
+        wait(self, position, grad)
         parts[id(self), position] = grad
-        return own
 
     def norms(self: Any, grads: Any) -> Tensor:
         self._settle(grads)
@@ -358,7 +358,7 @@ def broken_norms() -> Iterator[None]:
                 squares += grad.flatten(1).double().square().sum(1)
         return collectives.all_reduce_(squares, self._group, "norms")
 
-    with patch.multiple(ContextGate, _slice=share, finish_norms=norms):
+    with patch.multiple(ContextGate, _wait=share, finish_norms=norms):
         yield
 
 
@@ -375,10 +375,10 @@ def noise_of(
     drawn, integers = [0], []
     original, add_ = sums.add_noise_, noise.BandedNoise.add_
 
-    def keep(self: Any, totals: Any) -> None:
-        add_(self, totals)
+    def keep(self: Any, totals: Any, begins: Any) -> None:
+        add_(self, totals, begins)
         ids = self._parameter_ids
-        integers.append({ids[p]: (first_element(p), y.flatten()) for p, y in self._made.items()})
+        integers.append({ids[p]: (begins[p], y.flatten()) for p, y in self._made.items()})
 
     def count(outs: list[Tensor], streams: list[NoiseStream]) -> Sequence[Tensor]:
         drawn[0] += sum(out.numel() for out in outs)

@@ -404,9 +404,9 @@ def test_banded_noise_of_4_ranks_is_that_of_the_reference_in_integers(started, c
 
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
-    [pytest.param(2, 1, "fsdp", id="fsdp2"), pytest.param(4, 2, "fsdp2d", id="fsdp4")],
+    [MESHES[i] for i in (0, 1, 2, 3, 7, 10)],
 )
-def test_a_rank_draws_the_noise_of_its_own_rows_only(started, ranks, context, wrapper):
+def test_noise_of_an_element_is_drawn_by_one_rank(started, ranks, context, wrapper):
     together = started.run(ranks, "noise_of", context=context, wrapper=wrapper)
     assert sum(one["drawn"] for one in together) == together[0]["noise"].size
 

@@ -211,13 +211,13 @@ def _noise_of_another(noise: Callable[[Any, torch.Size], torch.Tensor], put: Put
 
 
 def _squares_of_shards(put: Put) -> None:
-    slice_, norms, reset = ContextGate._slice, ContextGate.finish_norms, ContextGate.reset
+    wait, norms, reset = ContextGate._wait, ContextGate.finish_norms, ContextGate.reset
 
-    def own_slice(self: Any, position: int, grad: torch.Tensor) -> torch.Tensor:
+    def own_wait(self: Any, position: int, grad: torch.Tensor) -> None:
         squares = squared_norm(grad)
         held = self.__dict__.get("_own_squares")
         self._own_squares = squares if held is None else held + squares
-        return slice_(self, position, grad)
+        wait(self, position, grad)
 
     def finish_norms(self: Any, grads: Any) -> torch.Tensor:
         norms(self, grads)
@@ -229,7 +229,7 @@ def _squares_of_shards(put: Put) -> None:
         reset(self)
         self._own_squares = None
 
-    put(ContextGate, "_slice", own_slice)
+    put(ContextGate, "_wait", own_wait)
     put(ContextGate, "finish_norms", finish_norms)
     put(ContextGate, "reset", forget)
 

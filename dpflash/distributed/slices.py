@@ -1,0 +1,217 @@
+"""Slices: which elements of each parameter's sum a rank owns, and the exchanges between owners.
+
+A sum over ranks is added up, and gets its noise, where it is owned. Each rank sends the others the
+elements that they own, adds what it receives in a fixed order, and draws the noise of its own
+elements alone. What all ranks need of the release travels once more, without noise of its own.
+
+Letters: P ranks of a group, B samples, n elements of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .collectives import all_gather, all_to_all, bundles, digest, rank_in, world_size
+from .fsdp import is_sharded, local_rows, local_shape
+from .mesh import Ranks
+
+_MARKS = 1 << 20  # float32 holds them
+
+
+class Slices:
+    """How ranks divide the elements of each parameter.
+
+    Ranks of a context divide a parameter's elements, and ranks with other samples divide each of
+    these slices again. Slices of a sharded parameter are its rows where the group is that over
+    which it is sharded.
+
+    Args:
+        ranks: this process and its peers.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self._scattered: dict[nn.Parameter, bool] = {}
+
+    def is_scattered(self, parameter: nn.Parameter) -> bool:
+        """Whether ranks with other samples shard it, so that each holds the sum of its rows."""
+        if parameter not in self._scattered:
+            self._scattered[parameter] = self.ranks.context is None and _is_over(
+                parameter, self.ranks.data
+            )
+        return self._scattered[parameter]
+
+    def of_context(self, parameter: nn.Parameter) -> list[slice]:
+        """The elements whose per-sample gradients each rank of the context adds up."""
+        return shares(parameter.numel(), self.ranks.context, _unit(parameter, self.ranks.context))
+
+    def held(self, parameter: nn.Parameter) -> slice:
+        """The elements whose sums the clipping gates of this rank leave."""
+        if self.is_scattered(parameter):
+            return self._rows(parameter)[self.ranks.data_rank]
+        return self.of_context(parameter)[rank_in(self.ranks.context)]
+
+    def owned(self, parameter: nn.Parameter) -> slice:
+        """The elements of which this rank adds up the sum of all ranks and draws the noise."""
+        held = self.held(parameter)
+        if self.is_scattered(parameter):
+            return held
+        own = shares(held.stop - held.start, self.ranks.data)[self.ranks.data_rank]
+        return slice(held.start + own.start, held.start + own.stop)
+
+    def scattered(
+        self, totals: Mapping[nn.Parameter, Tensor], mark: int
+    ) -> tuple[dict[nn.Parameter, Tensor], Tensor]:
+        """This rank's rows of whole sums of scattered parameters; see `reduce_to_owners`."""
+        cuts = [self._rows(p) for p in totals]
+        values = [total.reshape(1, -1) for total in totals.values()]
+        assert self.ranks.data is not None
+        rows, mixed = reduce_to_owners(values, cuts, self.ranks.data, mark, _SUMS)
+        return dict(zip(totals, (x.flatten() for x in rows), strict=True)), mixed
+
+    def reduced(self, sums: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """What this rank owns of sums `[n]` that it holds, over the samples of all ranks.
+
+        Tensors that nothing else holds, in the dtype of the sums, which all have one.
+        """
+        data = self.ranks.data
+        own = {p: sums[p].clone() for p in sums if data is None or self.is_scattered(p)}
+        if data is None:
+            return own
+        rest = [p for p in sums if p not in own]
+        for bundle in bundles([sums[p] for p in rest]):
+            theirs = [rest[i] for i in bundle]
+            cuts = [shares(sums[p].numel(), data) for p in theirs]
+            values = [sums[p].view(1, -1) for p in theirs]
+            found, _ = reduce_to_owners(values, cuts, data, 0, _SUMS)
+            own.update(zip(theirs, (x.flatten() for x in found), strict=True))
+        return {p: own[p] for p in sums}
+
+    def released(self, own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
+        """A release as each rank needs it, from what the ranks own: its rows, or all elements."""
+        data, context, parts = self.ranks.data, self.ranks.context, dict(own)
+        apart = [p for p in parts if not self.is_scattered(p)]
+        if data is not None:
+            lengths = {p: self.held(p).stop - self.held(p).start for p in apart}
+            parts |= _gathered({p: parts[p] for p in apart}, lengths, data)
+        if context is not None:
+            apart = [p for p in apart if not _is_over(p, context)]
+            lengths = {p: p.numel() for p in apart}
+            parts |= _gathered({p: parts[p] for p in apart}, lengths, context)
+        return [_local(part, p) for p, part in parts.items()]
+
+    def _rows(self, parameter: nn.Parameter) -> list[slice]:
+        return shares(parameter.numel(), self.ranks.data, _unit(parameter, self.ranks.data))
+
+
+_SUMS = "sum of the clipped gradients over all samples"
+
+
+def shares(elements: int, group: ProcessGroup | None, unit: int = 1) -> list[slice]:
+    """The elements of each rank: runs of one length, multiples of `unit`, the last shorter."""
+    count = world_size(group)
+    size = -(-elements // (unit * count)) * unit
+    return [slice(min(r * size, elements), min((r + 1) * size, elements)) for r in range(count)]
+
+
+def reduce_to_owners(
+    values: Sequence[Tensor],
+    cuts: Sequence[Sequence[slice]],
+    group: ProcessGroup,
+    mark: int,
+    operation: str,
+) -> tuple[list[Tensor], Tensor]:
+    """This rank's columns of tensors, summed over the ranks: the others' in their order, its own.
+
+    Args:
+        values: `[B, n]` each, of one dtype.
+        cuts: the columns of each rank, of each tensor.
+        group: the ranks, which all call this.
+        mark: a number that identifies what is sent.
+        operation: the name of the exchange in messages.
+
+    Returns:
+        The sums `[B, columns of this rank]`; whether a rank sent another mark, `[]`, boolean.
+    """
+    own, others = rank_in(group), [r for r in range(world_size(group)) if r != rank_in(group)]
+    pairs = list(zip(values, cuts, strict=True))
+
+    def columns(rank: int) -> list[Tensor]:
+        return [x[:, cut[rank]] for x, cut in pairs]
+
+    def views(block: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
+        pieces = block.split([part.numel() for part in parts])
+        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+    # Behind each block stands the mark.
+    sizes = [
+        0 if r == own else 1 + sum(x.numel() for x in columns(r)) for r in range(1 + len(others))
+    ]
+    size = sum(x.numel() for x in columns(own))
+    sent = values[0].new_empty(sum(sizes))
+    into, pieces = list[Tensor](), list[Tensor]()
+    for rank, block in zip(others, sent.split([sizes[r] for r in others]), strict=True):
+        block[-1] = mark % _MARKS
+        pieces += columns(rank)
+        into += views(block[:-1], columns(rank))
+    torch._foreach_copy_(into, pieces)
+    lengths = [0 if r == own else 1 + size for r in range(1 + len(others))]
+    received = all_to_all(sent, sizes, lengths, group, operation).view(len(others), 1 + size)
+    mixed = (received[:, -1] != mark % _MARKS).any()
+    # Alone it is in memory that nothing else needs.
+    total = received[0] if len(others) == 1 else received[0] + received[1]
+    for row in received[2:]:
+        total += row
+    sums = views(total[:-1], columns(own))
+    torch._foreach_add_(sums, columns(own))
+    return sums, mixed
+
+
+def mark_of(names: Sequence[object]) -> int:
+    """A number that identifies what is sent; other parameters, or another order, have others."""
+    return digest(repr(names))
+
+
+def _gathered(
+    parts: Mapping[nn.Parameter, Tensor],
+    lengths: Mapping[nn.Parameter, int],
+    group: ProcessGroup,
+) -> dict[nn.Parameter, Tensor]:
+    """Runs of `lengths` elements, from the shares of all ranks."""
+    found: dict[nn.Parameter, Tensor] = {}
+    parameters = list(parts)
+    longest = [shares(lengths[p], group)[0].stop for p in parameters]
+    for bundle in bundles(list(parts.values()), longest):
+        theirs, first = [parameters[i] for i in bundle], [longest[i] for i in bundle]
+        sent = parts[theirs[0]].new_zeros(sum(first))
+        for part, block in zip((parts[p] for p in theirs), sent.split(first), strict=True):
+            block[: part.numel()] = part
+        rows = all_gather(sent, group, "release of the slices of all ranks")
+        for p, block in zip(theirs, rows.split(first, dim=1), strict=True):
+            found[p] = block.reshape(-1)[: lengths[p]]
+    return found
+
+
+def _local(part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """This rank's rows of what it has of a release, in the shape of `.grad`."""
+    if is_sharded(parameter) and part.numel() == parameter.numel():
+        begin, end = local_rows(parameter)
+        row = parameter.shape[1:].numel()
+        part = part[begin * row : end * row]
+    return part.view(local_shape(parameter))
+
+
+def _is_over(parameter: nn.Parameter, group: ProcessGroup | None) -> bool:
+    """Whether the parameter's rows are sharded over these ranks."""
+    if group is None or not is_sharded(parameter):
+        return False
+    mesh = parameter.device_mesh
+    return mesh.size() == world_size(group) and mesh.get_group() is group
+
+
+def _unit(parameter: nn.Parameter, group: ProcessGroup | None) -> int:
+    return max(1, parameter.shape[1:].numel()) if _is_over(parameter, group) else 1
