@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from dpflash.cli import main
 from dpflash.clipping.device_speed import Ceilings
 
 CASE = TrainingCase("replicated", 4, 64, vocab=32, width=32, layers=1, heads=2)
+CPU = torch.device("cpu")
 REQUEST = Request(device="cpu", effort=Effort(1, 2), quick=True, has_progress=False)
 TINY = scaling.Sizes(
     attention={"dilated": 2048, "dense causal": 130, "sliding window": 130},
     memory={"dense causal": 512, "dilated": 1024},
     reported=((2, 2048),),
-    training=CASE,
+    training=[CASE, replace(CASE, scheme="fsdp2"), replace(CASE, scheme="context", batch=1)],
 )
 
 
@@ -40,7 +42,6 @@ def roofs(monkeypatch):
 @pytest.mark.cases(0)
 def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkeypatch):
     # One test, since it starts some twenty processes.
-    monkeypatch.setattr(scaling, "SCHEMES", ("fsdp2", "context"))
     spreads = (("dilated", "contiguous"), ("dense causal", "zigzag"))
     monkeypatch.setattr(scaling, "SPREADS", spreads)
     found = run_suite(scaling_suite((1, 2), TINY), REQUEST, tmp_path)
@@ -68,9 +69,26 @@ def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkey
     assert {(config["batch"], config["backward"]) for config in reported} == {(2, False)}
     assert len(by_section["memory"]) == 2 + 2 + 2
     assert all(row["median_ms"] is None for row in by_section["memory"])
-    training = by_section["training"]
-    shapes = {(r["config"]["batch"], r["config"]["tokens"]) for r in training}
-    assert len(training) == 2 + 4 and shapes == {(4, 64), (4, 16), (4, 32), (2, 64)}
+    training = {row["name"].removeprefix("training/"): row for row in by_section["training"]}
+    shapes = ("strong/{0}/B4/T64", "weak/{0}/B{1}/T64", "strong/context/B1/T64")
+    assert set(training) == {
+        f"{shape.format(scheme, ranks)}/P{ranks}"
+        for shape in shapes
+        for scheme, ranks in (("replicated", 1), ("replicated", 2), ("fsdp2", 2))
+    }
+    for name, row in training.items():
+        low, high = row["cpu_overhead_ci95"]
+        assert 0 < low <= row["cpu_overhead"] <= high and row["overhead"] > 0
+        if name.endswith("P1"):
+            assert row["collectives"] == row["sent_bytes"] == row["plain_sent_bytes"] == 0
+    weights = 4 * sum(
+        weight.numel() for weight in scaling_tasks._task(CASE, CPU).build().parameters()
+    )
+    plain = [training[f"strong/{shape}/P2"] for shape in ("replicated/B4/T64", "context/B1/T64")]
+    # By DDP one all-reduce; a context also exchanges keys, values and lengths.
+    assert [row["plain_collectives"] for row in plain] == [1, 14]
+    assert plain[0]["plain_sent_bytes"] == weights < plain[1]["plain_sent_bytes"]
+    assert all(row["collectives"] > row["plain_collectives"] for row in plain)
 
 
 def returned(seconds, alone=None, *, correct=True, error=1e-6, gain=1, **more):
