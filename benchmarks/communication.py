@@ -1,6 +1,6 @@
 """Counts the calls of torch.distributed in a step, and the bytes that a rank sends in them.
 
-Each rank of the calls' groups is a rank of the default group. P is the number of ranks.
+P is the number of ranks; each call is one of all of them, or a send to one.
 """
 
 from __future__ import annotations

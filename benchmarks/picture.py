@@ -11,9 +11,6 @@ if TYPE_CHECKING:
 
 # Eleven markers and ten colours: 110 series that differ.
 _MARKERS = "os^DvPX<>*p"
-# Of a figure, by its column.
-_INTERVALS = {"median_ms": "ci95_ms"}
-_INTERVALS |= {key: f"{key}_ci95" for key in ("speedup", "cpu_overhead")}
 _SHAPE = {"batch": "B", "tokens": "T", "heads": "H", "head_dim": "D"}
 
 
@@ -86,7 +83,11 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
 
 def _reach(row: Row, value: float) -> tuple[float, float]:
     """How far the 95% interval goes below and above, where the value has one."""
-    for key, interval in _INTERVALS.items():
+    for key, interval in (
+        ("median_ms", "ci95_ms"),
+        ("speedup", "speedup_ci95"),
+        ("cpu_overhead", "cpu_overhead_ci95"),
+    ):
         if row.get(interval) is not None and value == row[key]:
             low, high = row[interval]
             return max(0.0, value - low), max(0.0, high - value)

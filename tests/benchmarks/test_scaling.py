@@ -197,6 +197,14 @@ def test_noise_does_not_carry_a_timed_model_off(monkeypatch):
     assert 0 < max(moved) < 0.1
 
 
+def test_a_wrong_plain_step_leaves_a_row_without_figures(monkeypatch):
+    monkeypatch.setattr(scaling_tasks, "_training_error", lambda place, case: 0.0)
+    monkeypatch.setattr(scaling_tasks, "_plain_error", lambda place, case: 0.5)
+    monkeypatch.setattr(Place, "all_true", lambda self, value: value)
+    found = scaling_tasks.measure_training(Place(0, 1, CPU), CASE, CASE, Effort(1, 2))
+    assert found == [{"error": 0.5, "correct": False}]
+
+
 def test_the_check_of_a_training_step_finds_a_wrong_bound(monkeypatch):
     place = Place(0, 1, torch.device("cpu"))
     assert scaling_tasks._training_error(place, CASE) < scaling_tasks._TOLERANCE
