@@ -83,7 +83,11 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
 
 def _reach(row: Row, value: float) -> tuple[float, float]:
     """How far the 95% interval goes below and above, where the value has one."""
-    for key, interval in (("median_ms", "ci95_ms"), ("speedup", "speedup_ci95")):
+    for key, interval in (
+        ("median_ms", "ci95_ms"),
+        ("speedup", "speedup_ci95"),
+        ("cpu_overhead", "cpu_overhead_ci95"),
+    ):
         if row.get(interval) is not None and value == row[key]:
             low, high = row[interval]
             return max(0.0, value - low), max(0.0, high - value)

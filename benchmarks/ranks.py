@@ -14,7 +14,7 @@ import torch
 from dpflash.clipping.device_speed import usable_cores
 
 from . import output
-from .document import Column, chart, column, columns, milliseconds, page
+from .document import Column, chart, column, columns, milliseconds, page, with_interval
 from .isolated import run_ranks
 from .scaling_tasks import TrainingCase, measure_training
 from .suite import Request, Row, Suite, Unsupported, refuse, too_slow, worst
@@ -28,6 +28,7 @@ CONTEXT_RANKS = NODES = (1, 2, 4, 8)
 SIZES = ((8, 256), (16, 512))
 
 _TIMEOUT = 900.0  # of one launch of ranks, seconds
+_MIB = 2**20
 
 
 def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = False) -> None:
@@ -56,8 +57,38 @@ def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = Fa
         if not is_short:
             row["speedup_ci95"] = [gain * end for end in over.ci95]
             row["efficiency_ci95"] = [end / len(returned) for end in row["speedup_ci95"]]
+    if "plain_seconds" in first:
+        row.update(_over_plain(seconds, returned, is_short=is_short))
     if "edges" in first:
         row["work_efficiency"] = row["efficiency"] * first["edges"] / first["edges_alone"] / gain
+
+
+def _over_plain(
+    seconds: Sequence[float], returned: Sequence[Mapping[str, Any]], *, is_short: bool
+) -> Row:
+    """The columns of a private step beside the plain one of the same ranks."""
+
+    def trials(key: str) -> Iterator[tuple[float, ...]]:
+        return zip(*(one[key] for one in returned), strict=True)
+
+    found: Row = {}
+    for key in ("collectives", "sent_bytes"):
+        for name in (key, f"plain_{key}"):
+            found[name] = max(one[name] for one in returned)
+    plain = [max(trial) for trial in trials("plain_seconds")]
+    found["plain_ms"] = summarize(plain).median_ms
+    ratios = {"overhead": speedup(plain, seconds)}
+    if "cpu_seconds" in returned[0]:
+        # A rank that waits uses no processor time, so the mean over the ranks counts.
+        own, others = (
+            [sum(trial) / len(trial) for trial in trials(key)]
+            for key in ("cpu_seconds", "plain_cpu_seconds")
+        )
+        found["cpu_ms"], found["plain_cpu_ms"] = (summarize(x).median_ms for x in (own, others))
+        ratios["cpu_overhead"] = speedup(others, own)
+    for key, ratio in {} if is_short else ratios.items():
+        found.update({key: ratio.median, f"{key}_ci95": list(ratio.ci95)})
+    return found
 
 
 def blank_row(section: str, name: str, case: Any, ranks: int, **more: Any) -> Row:
@@ -79,6 +110,9 @@ def on_ranks(
     try:
         if device == "cuda" and ranks > torch.cuda.device_count():
             raise Unsupported(f"{ranks} GPUs: this machine has {torch.cuda.device_count()}")
+        config = rows[0]["config"]
+        if config.get("scheme", "context") != "context" and config["batch"] < ranks:
+            raise Unsupported(f"{ranks} samples, one for each rank of the plain step")
         returned = run_ranks(function, ranks, device=device, timeout=_TIMEOUT, **arguments)
         for number, row in enumerate(rows):
             row["oversubscribed"] = device == "cpu" and ranks > usable_cores()
@@ -101,6 +135,27 @@ P: Column = ("P", lambda row: f"{row['ranks']}{' over' * bool(row.get('oversubsc
 X: Column = ("P", lambda row: row["ranks"])
 PEAK = column("peak_memory_mb", "peak MiB of a rank")
 EFFICIENCY: Column = ("efficiency", _efficiency)
+CPU_OVERHEAD = with_interval("cpu_overhead", "CPU time over nonprivate", ".2f")
+
+
+def _with_plain(key: str, header: str, unit: float, form: str) -> Column:
+    """A column of a private step's figures, the plain one's in brackets."""
+
+    def cell(row: Mapping[str, Any]) -> str | None:
+        if row.get(key) is None:
+            return None
+        private, plain = (row[name] / unit for name in (key, f"plain_{key}"))
+        return f"{private:{form}} ({plain:{form}})"
+
+    return header, cell
+
+
+OVER_PLAIN: Sequence[Column] = (
+    with_interval("overhead", "time over nonprivate", ".2f"),
+    CPU_OVERHEAD,
+    _with_plain("collectives", "calls (nonprivate)", 1, ".0f"),
+    _with_plain("sent_bytes", "MiB sent (nonprivate)", _MIB, ".2f"),
+)
 
 
 def training_row(
@@ -168,7 +223,7 @@ _STEPS = columns(
     "batch: B | tokens: T",
     [("ms of a step", milliseconds)],
     "tasks_per_s: steps/s | tokens_per_s: tokens/s",
-    [EFFICIENCY, PEAK],
+    [EFFICIENCY, *OVER_PLAIN, PEAK],
     "correct",
 )
 

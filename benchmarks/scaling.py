@@ -15,10 +15,9 @@ from dpflash import _validate
 from dpflash.clipping.device_speed import usable_cores
 
 from .document import Chart, Column, column, columns, milliseconds, page
-from .ranks import EFFICIENCY, PEAK, P, X, blank_row, on_ranks
+from .ranks import CPU_OVERHEAD, EFFICIENCY, OVER_PLAIN, PEAK, P, X, blank_row, on_ranks
 from .scaling_tasks import (
     MODES,
-    SCHEMES,
     SPREADS,
     AttentionCase,
     TrainingCase,
@@ -32,7 +31,7 @@ RANKS = (1, 2, 4)
 SCALINGS = ("strong", "weak")
 
 _MOST_RANKS_A_CORE = 8
-# In weak scaling each rank has a quarter of a step's samples, or of its tokens.
+# In weak scaling each rank has a quarter of a step's samples.
 _PARTS = 4
 
 
@@ -43,20 +42,27 @@ class Sizes:
     attention: Mapping[str, int]  # T of strong scaling by pattern; of each rank half, in weak
     memory: Mapping[str, int]  # T by pattern
     reported: Sequence[tuple[int, int]]  # B, T of a published table of dilated attention
-    training: TrainingCase  # of strong scaling
+    training: Sequence[TrainingCase]  # of strong scaling
+
+
+def _training_cases(batch: int, tokens: int, context: int, width: int) -> list[TrainingCase]:
+    """Many samples for data parallelism; one and two of `context` tokens for a context."""
+    shapes = [("replicated", batch, tokens), ("fsdp2", batch, tokens)]
+    shapes += [("context", 1, context), ("context", 2, context // 2)]
+    return [TrainingCase(*shape, width=width) for shape in shapes]
 
 
 FULL_SIZES = Sizes(
     attention={"dense causal": 4096, "dilated": 8192, "sliding window": 8192},
     memory={"dense causal": 16384, "dilated": 65536},
     reported=((2, 1024), (2, 2048), (1, 4096), (1, 8192), (1, 16384)),
-    training=TrainingCase("replicated", 16, 512),
+    training=_training_cases(16, 512, 8192, width=128),
 )
 QUICK_SIZES = Sizes(
     attention={"dense causal": 1024, "dilated": 2048, "sliding window": 2048},
     memory={"dense causal": 4096, "dilated": 16384},
     reported=FULL_SIZES.reported[:3],
-    training=TrainingCase("replicated", 8, 128, width=64),
+    training=_training_cases(8, 128, 512, width=64),
 )
 
 
@@ -126,19 +132,16 @@ class _Sections:
             yield from self._attention("reported", [case], request)
 
     def training(self, request: Request) -> Iterator[Row]:
-        sizes = self._sizes(request)
         for ranks in self.ranks:
-            for scheme in SCHEMES:
-                if ranks == 1 and scheme == "fsdp2":
+            for whole in self._sizes(request).training:
+                if ranks == 1 and whole.scheme == "fsdp2":
                     continue  # the same as replicated
-                whole = replace(sizes.training, scheme=scheme)
-                key = "tokens" if scheme == "context" else "batch"
-                own = max(1, getattr(whole, key) // _PARTS)
-                part, weak = (replace(whole, **{key: own * times}) for times in (1, ranks))
-                for scaling, case, alone in zip(
-                    SCALINGS, (whole, weak), (whole, part), strict=True
-                ):
-                    name = f"{scaling}/{scheme}/B{case.batch}/T{case.tokens}"
+                cases = [("strong", whole, whole)]
+                if whole.scheme != "context":
+                    part = replace(whole, batch=max(1, whole.batch // _PARTS))
+                    cases.append(("weak", replace(part, batch=part.batch * ranks), part))
+                for scaling, case, alone in cases:
+                    name = f"{scaling}/{case.scheme}/B{case.batch}/T{case.tokens}"
                     row = blank_row("training", name, case, ranks, scaling=scaling)
                     given: dict[str, Any] = {"case": case, "alone": alone}
                     given["effort"] = request.calls
@@ -161,9 +164,14 @@ def _scheme(row: Mapping[str, Any]) -> str:
     }[row["config"]["scheme"]]
 
 
+def _case(row: Mapping[str, Any]) -> str:
+    config = row["config"]
+    return f"{_scheme(row)}, B {config['batch']}, T {config['tokens']}"
+
+
 # Cells that are computed, by header.
 _COMPUTED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
-    **dict((P, EFFICIENCY)),
+    **dict((P, EFFICIENCY, *OVER_PLAIN)),
     "pattern": _spread,
     "ranks are": _scheme,
     "direction": lambda row: "forward" + "+backward" * row["config"]["backward"],
@@ -177,7 +185,8 @@ _TABLES = {
     f"work_efficiency: of work | {_END}",
     "memory": f"pattern | mode | P | tokens: T | {_END}",
     "reported": f"tokens: T | batch: B | P | direction | {_TIMES} | {_END}",
-    "training": f"scaling | ranks are | P | batch: B | tokens: T | {_TIMES} | {_END}",
+    "training": f"scaling | ranks are | P | batch: B | tokens: T | {_TIMES} | "
+    f"{' | '.join(header for header, _ in OVER_PLAIN)} | {_END}",
 }
 
 
@@ -196,7 +205,9 @@ _EFFICIENCY, _OF_WORK = column("efficiency"), column("work_efficiency", "efficie
 _CHARTS = (
     _scaled("attention", "Attention", "strong", _EFFICIENCY, _by_mode),
     _scaled("attention", "Attention", "weak", _OF_WORK, _by_mode),
-    *(_scaled("training", "Private training steps", s, _EFFICIENCY, _scheme) for s in SCALINGS),
+    _scaled("training", "Private steps", "strong", column("cpu_overhead", CPU_OVERHEAD[0]), _case),
+    _scaled("training", "Private steps", "strong", _EFFICIENCY, _case),
+    _scaled("training", "Private steps", "weak", _EFFICIENCY, _scheme),
     Chart("memory", "Peak memory of a rank, T fixed", X, PEAK, _by_mode),
 )
 

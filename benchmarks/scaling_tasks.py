@@ -7,16 +7,18 @@ heads, D head dim, P ranks.
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
@@ -24,9 +26,10 @@ from dpflash.distributed import Layout, context_parallel, ring_attention
 from dpflash.nn import LongContextLM
 from dpflash.patterns import Dense, Dilated, Pattern, SlidingWindow
 
+from .communication import SentBytes
 from .isolated import Place
 from .memory import peak_growth
-from .private import MAX_GRAD_NORM, GradientKeeper, Optimize, clipped_sums
+from .private import MAX_GRAD_NORM, GradientKeeper, Optimize, clipped_sums, trained
 from .private_tasks import Task, bytes_task
 from .suite import worst
 from .timing import Effort, Step, Stopwatch, time_steps
@@ -44,7 +47,6 @@ SPREADS = (
     ("sliding window", "contiguous"),
 )
 MODES = ("ring", "all_gather", "ulysses")
-SCHEMES = ("replicated", "fsdp2", "context")
 
 _DTYPE = torch.float32
 _TOLERANCE = 1e-4
@@ -78,13 +80,13 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """One private training step of a LongContextLM by all ranks.
+    """One training step of a LongContextLM by all ranks.
 
     In scheme "replicated" every rank has the model and some samples, in "fsdp2" a shard of each
     parameter and some samples, in "context" the model and some tokens of all samples.
     """
 
-    scheme: str
+    scheme: str  # "replicated", "fsdp2" or "context"
     batch: int  # B, over all ranks
     tokens: int  # T, over all ranks
     vocab: int = 256
@@ -123,11 +125,11 @@ def measure_attention(
     alone = functools.partial(
         _attention_step, Place(0, 1, place.device), replace(cases[0], tokens=tokens_alone)
     )
-    seconds = _timed(place, steps, alone, effort)
+    times = _timed(place, steps, alone, effort)
     for case, figures in zip(cases, found, strict=True):
         if figures["correct"]:
-            figures["seconds"] = seconds[case.mode]
-            figures["alone_seconds"] = seconds.get("alone_seconds")
+            figures["seconds"] = times[case.mode].wall
+            figures["alone_seconds"] = times["alone"].wall if "alone" in times else None
     return found
 
 
@@ -135,15 +137,28 @@ def _checked(place: Place, error: float) -> dict[str, Any]:
     return {"error": error, "correct": place.all_true(error <= _TOLERANCE)}
 
 
+class _Times(NamedTuple):
+    """Seconds of each trial of a step."""
+
+    wall: list[float]
+    cpu: list[float]  # of all threads of this rank
+
+
 def _timed(
     place: Place, steps: Mapping[str, Step], alone: Callable[[], Step], effort: Effort
-) -> dict[str, list[float]]:
-    """Seconds of steps of all ranks, and "alone_seconds" of one by rank 0 of several."""
+) -> dict[str, _Times]:
+    """The times of steps of all ranks, and of the step "alone" by rank 0 of several."""
     if place.world_size > 1:
-        own: Step = alone() if place.rank == 0 else _wait
-        steps = {**steps, "alone_seconds": own}
+        steps = {**steps, "alone": alone() if place.rank == 0 else _wait}
     stopwatch = Stopwatch(place.device, wall=True)
-    return time_steps(steps, effort=effort, stopwatch=stopwatch, before=place.barrier)
+
+    def clocks(step: Step) -> tuple[float, float]:
+        begin = time.process_time()
+        wall = stopwatch(step)
+        return wall, time.process_time() - begin
+
+    found = time_steps(steps, effort=effort, stopwatch=clocks, before=place.barrier)
+    return {name: _Times(*map(list, zip(*own, strict=True))) for name, own in found.items()}
 
 
 def _wait() -> None:
@@ -201,28 +216,87 @@ def _attention_error(place: Place, case: AttentionCase) -> float:
 def measure_training(
     place: Place, case: TrainingCase, alone: TrainingCase, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Checks and times private steps, which take turns with `alone` on rank 0 by itself.
+    """Checks and times private and plain steps, and private ones of `alone` by rank 0, in turns.
 
-    The one item is as of `measure_attention` without pairs; "error" is that of a noiseless step
-    against a loop over single samples.
+    The one item is as of `measure_attention` without pairs; "error" is the larger one of a
+    noiseless step against a loop over single samples, and of a plain step's gradients. Beside the
+    private step's figures are "plain_seconds", "collectives" and "sent_bytes" of a step (as of
+    `SentBytes`), on a CPU "cpu_seconds" of each trial, and the plain step's with "plain_".
     """
     with warnings.catch_warnings():
         # One is that of the rank that trains by itself while others exist.
         warnings.simplefilter("ignore")
-        figures = _checked(place, _training_error(place, case))
+        error = worst((_training_error(place, case), _plain_error(place, case)))
+        figures = _checked(place, error)
         if not figures["correct"]:
             return [figures]
-        trained = _Training(place, case)
-        trained.step()
+        private = _Training(place, case).step
+        private()
         place.barrier()
-        figures["peak_memory_mb"] = peak_growth(trained.step, place.device)
+        figures["peak_memory_mb"] = peak_growth(private, place.device)
+        steps = {"": private, "plain_": _plain_step(place, case)}
+        for name, step in steps.items():
+            # In its second step DDP agrees on its buckets.
+            for _ in range(2):
+                step()
+            with SentBytes(place) as sent:
+                step()
+            figures.update({f"{name}collectives": sent.calls, f"{name}sent_bytes": sent.bytes})
 
         def by_itself() -> Step:
             return _Training(Place(0, 1, place.device), alone).step
 
-        figures.update(_timed(place, {"seconds": trained.step}, by_itself, effort))
+        times = _timed(place, steps, by_itself, effort)
+    for name in steps:
+        figures[f"{name}seconds"] = times[name].wall
+        if place.device.type == "cpu":
+            figures[f"{name}cpu_seconds"] = times[name].cpu
+    figures["alone_seconds"] = times["alone"].wall if "alone" in times else None
     tokens, tokens_alone = (one.batch * one.tokens for one in (case, alone))
     return [{**figures, "tokens": tokens, "tokens_alone": tokens_alone}]
+
+
+def _sharded_model(
+    place: Place, case: TrainingCase, task: Task
+) -> tuple[nn.Module, DeviceMesh | None]:
+    """A rank's model, and the mesh of several ranks."""
+    model: Any = task.build()
+    if place.world_size == 1:
+        return model, None
+    name = "context" if case.scheme == "context" else "data"
+    mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=(name,))
+    if case.scheme == "context":
+        context_parallel(model, mesh, mode="ring", sharding="zigzag")
+    elif case.scheme == "fsdp2":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, mesh
+
+
+def _plain_step(place: Place, case: TrainingCase, optimize: Optimize = _sgd) -> Step:
+    """A step without privacy, on the mean of the losses, as `_Training` makes one."""
+    task = _task(case, place.device)
+    model, _ = _sharded_model(place, case, task)
+    parallel: Any = getattr(model, "context_parallel", None)
+    optimizer = optimize(trained(model))
+    if place.world_size > 1 and case.scheme != "fsdp2":
+        # Parameters' gradients are summed over the ranks of a context too.
+        model = DistributedDataParallel(model)
+    own = slice(None) if parallel else slice(place.rank, None, place.world_size)
+    loader = DataLoader(TensorDataset(task.x[own], task.y[own]), batch_size=case.batch)
+    # DDP and FSDP2 divide by the number of ranks.
+    scale = place.world_size / case.batch
+
+    def step() -> None:
+        for x, y in loader:
+            if parallel:
+                x, y = parallel.shard(x), parallel.shard(y)
+            (scale * model(x, y).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
 
 
 class _Training:
@@ -234,18 +308,7 @@ class _Training:
         optimize: Optimize = _sgd,
     ) -> None:
         task = _task(case, place.device)
-        model: Any = task.build()
-        mesh = None
-        if place.world_size > 1:
-            name = "context" if case.scheme == "context" else "data"
-            size = (place.world_size,)
-            mesh = init_device_mesh(place.device.type, size, mesh_dim_names=(name,))
-            if case.scheme == "context":
-                context_parallel(model, mesh, mode="ring", sharding="zigzag")
-            elif case.scheme == "fsdp2":
-                for block in model.blocks:
-                    fully_shard(block, mesh=mesh)
-                fully_shard(model, mesh=mesh)
+        model, mesh = _sharded_model(place, case, task)
         self.engine = dpflash.PrivacyEngine(mesh=mesh)
         self.model, self.optimizer, self.loader = self.engine.make_private(
             module=model,
@@ -281,15 +344,34 @@ def _task(case: TrainingCase, device: torch.device) -> Task:
     )
 
 
+def _small(place: Place, case: TrainingCase) -> TrainingCase:
+    """A small case that is compared with one process; ranks have equal parts of its samples."""
+    size = place.world_size
+    return replace(case, batch=2 * size, tokens=max(_CHECKED_TOKENS, 2 * size))
+
+
 def _training_error(place: Place, case: TrainingCase) -> float:
     """Largest error of a small noiseless step against a loop over samples, relative."""
-    size, given = place.world_size, list[Tensor]()
-    small = replace(case, batch=max(4, size), tokens=max(_CHECKED_TOKENS, 2 * size))
+    small, given = _small(place, case), list[Tensor]()
     _Training(place, small, 0.0, functools.partial(GradientKeeper, given=given)).step()
-    expected = clipped_sums(_task(small, place.device), "flat")
-    greatest = max(float(total.abs().max()) for total in expected)
+    sums = clipped_sums(_task(small, place.device), "flat")
+    return _gradient_error(given, [total / small.batch for total in sums])
+
+
+def _plain_error(place: Place, case: TrainingCase) -> float:
+    """Largest error of the gradients of a small plain step against one process', relative."""
+    small, given = _small(place, case), list[Tensor]()
+    _plain_step(place, small, functools.partial(GradientKeeper, given=given))()
+    task = _task(small, place.device)
+    model = task.build()
+    loss = task.losses(model, task.x, task.y).mean()
+    return _gradient_error(given, torch.autograd.grad(loss, trained(model)))
+
+
+def _gradient_error(given: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    greatest = max(float(grad.abs().max()) for grad in expected)
     wholes = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in given]
     return worst(
-        float((small.batch * grad - total).abs().max()) / greatest
-        for grad, total in zip(wholes, expected, strict=True)
+        float((own - grad).abs().max()) / greatest
+        for own, grad in zip(wholes, expected, strict=True)
     )

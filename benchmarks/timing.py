@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import scipy.stats
@@ -14,6 +14,7 @@ import torch
 from dpflash import _validate
 
 Step = Callable[[], object]
+_Trial = TypeVar("_Trial")
 
 HIGH_VARIANCE = 0.1  # of the coefficient of variation
 FEWEST_TRIALS = 3
@@ -149,25 +150,25 @@ def time_steps(
     steps: Mapping[str, Step],
     *,
     effort: Effort,
-    stopwatch: Callable[[Step], float],
+    stopwatch: Callable[[Step], _Trial],
     before: Step = lambda: None,
-) -> dict[str, list[float]]:
-    """Seconds of each trial of each call.
+) -> dict[str, list[_Trial]]:
+    """What the stopwatch returns, such as seconds, of each trial of each call.
 
     Calls take turns (A B C, B C A, ...), so that a drift of the machine's speed hits all alike.
 
     `before` is called before each of them and not timed, such as a barrier of several ranks.
     """
     names = list(steps)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[_Trial]] = {name: [] for name in names}
     for number in range(effort.calls):
         shift = number % len(names) if names else 0
         for name in names[shift:] + names[:shift]:
             before()
             taken = stopwatch(steps[name])
             if number >= effort.warm_ups:
-                seconds[name].append(taken)
-    return seconds
+                found[name].append(taken)
+    return found
 
 
 def time_call(

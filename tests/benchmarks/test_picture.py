@@ -59,18 +59,16 @@ def test_a_legend_covers_no_point():
     assert legend.x1 <= axis.figure.get_window_extent().x1
 
 
-SPEEDUPS = {"y": column("speedup", "speed-up"), "logarithmic": False}
-
-
-def sped(tokens, speedup):
-    return {**one(tokens, 5.0), "speedup": speedup, "speedup_ci95": [0.5 * speedup, 2 * speedup]}
-
-
-def test_a_speed_up_has_its_interval():
-    axis = panel([sped(8, 1.5), sped(16, 3.0)], **SPEEDUPS)
-    (bars,) = axis.containers[0].lines[2]
-    reach = [sorted(segment[:, 1]) for segment in bars.get_segments()]
-    assert reach == [[0.75, 3.0], [1.5, 6.0]]
+def test_a_ratio_has_its_interval():
+    for key in ("speedup", "cpu_overhead"):
+        rows = [
+            {**one(tokens, 5.0), key: ratio, f"{key}_ci95": [0.5 * ratio, 2 * ratio]}
+            for tokens, ratio in ((8, 1.5), (16, 3.0))
+        ]
+        axis = panel(rows, y=column(key), logarithmic=False)
+        (bars,) = axis.containers[0].lines[2]
+        reach = [sorted(segment[:, 1]) for segment in bars.get_segments()]
+        assert reach == [[0.75, 3.0], [1.5, 6.0]]
 
 
 def test_a_chart_without_rows_says_so():

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from dpflash.cli import main
 from dpflash.clipping.device_speed import Ceilings
 
 CASE = TrainingCase("replicated", 4, 64, vocab=32, width=32, layers=1, heads=2)
+CPU = torch.device("cpu")
 REQUEST = Request(device="cpu", effort=Effort(1, 2), quick=True, has_progress=False)
 TINY = scaling.Sizes(
     attention={"dilated": 2048, "dense causal": 130, "sliding window": 130},
     memory={"dense causal": 512, "dilated": 1024},
     reported=((2, 2048),),
-    training=CASE,
+    training=[CASE, replace(CASE, scheme="fsdp2"), replace(CASE, scheme="context", batch=1)],
 )
 
 
@@ -40,7 +42,6 @@ def roofs(monkeypatch):
 @pytest.mark.cases(0)
 def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkeypatch):
     # One test, since it starts some twenty processes.
-    monkeypatch.setattr(scaling, "SCHEMES", ("fsdp2", "context"))
     spreads = (("dilated", "contiguous"), ("dense causal", "zigzag"))
     monkeypatch.setattr(scaling, "SPREADS", spreads)
     found = run_suite(scaling_suite((1, 2), TINY), REQUEST, tmp_path)
@@ -68,9 +69,26 @@ def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkey
     assert {(config["batch"], config["backward"]) for config in reported} == {(2, False)}
     assert len(by_section["memory"]) == 2 + 2 + 2
     assert all(row["median_ms"] is None for row in by_section["memory"])
-    training = by_section["training"]
-    shapes = {(r["config"]["batch"], r["config"]["tokens"]) for r in training}
-    assert len(training) == 2 + 4 and shapes == {(4, 64), (4, 16), (4, 32), (2, 64)}
+    training = {row["name"].removeprefix("training/"): row for row in by_section["training"]}
+    shapes = ("strong/{0}/B4/T64", "weak/{0}/B{1}/T64", "strong/context/B1/T64")
+    assert set(training) == {
+        f"{shape.format(scheme, ranks)}/P{ranks}"
+        for shape in shapes
+        for scheme, ranks in (("replicated", 1), ("replicated", 2), ("fsdp2", 2))
+    }
+    for name, row in training.items():
+        low, high = row["cpu_overhead_ci95"]
+        assert 0 < low <= row["cpu_overhead"] <= high and row["overhead"] > 0
+        if name.endswith("P1"):
+            assert row["collectives"] == row["sent_bytes"] == row["plain_sent_bytes"] == 0
+    weights = 4 * sum(
+        weight.numel() for weight in scaling_tasks._task(CASE, CPU).build().parameters()
+    )
+    plain = [training[f"strong/{shape}/P2"] for shape in ("replicated/B4/T64", "context/B1/T64")]
+    # By DDP one all-reduce; a context also exchanges keys, values and lengths.
+    assert [row["plain_collectives"] for row in plain] == [1, 13]
+    assert plain[0]["plain_sent_bytes"] == weights < plain[1]["plain_sent_bytes"]
+    assert all(row["collectives"] > row["plain_collectives"] for row in plain)
 
 
 def returned(seconds, alone=None, *, correct=True, error=1e-6, gain=1, **more):
@@ -111,6 +129,30 @@ def test_efficiency_of_work_counts_pairs_and_the_median_is_over_the_rounds():
     assert row["work_efficiency"] == pytest.approx((528 + 1552) / 528 / 0.75 / 2)
 
 
+def test_a_private_step_is_compared_with_the_plain_one_of_the_same_ranks():
+    def rank(seconds, plain, sent):
+        more = {"plain_seconds": plain, "plain_cpu_seconds": [0.5, 0.5], "plain_collectives": 1}
+        more |= {"cpu_seconds": [sent, sent], "sent_bytes": sent, "plain_sent_bytes": 2}
+        return returned(seconds, collectives=3, **more)
+
+    ranks = (rank([4.0, 4.0], [1.0, 1.0], 0.5), rank([1.0, 1.0], [2.0, 2.0], 2.5))
+    row = row_of(*ranks)
+    # The slowest rank's 4 seconds over 2; 0.5 and 2.5 of the processor over 0.5 twice.
+    assert row["overhead"] == 2.0 and row["overhead_ci95"] == [2.0, 2.0]
+    assert row["cpu_overhead"] == 3.0 and row["cpu_overhead_ci95"] == [3.0, 3.0]
+    assert (row["plain_ms"], row["cpu_ms"], row["plain_cpu_ms"]) == (2000, 1500, 500)
+    row["sent_bytes"], row["plain_sent_bytes"] = 3 * 2**20, 2**19
+    cells = [cell(row) for _, cell in ranks_suite.OVER_PLAIN]
+    assert cells == ["2.00 [2.00, 2.00]", "3.00 [3.00, 3.00]", "3 (1)", "3.00 (0.50)"]
+    assert "cpu_overhead" not in row_of(*ranks, is_short=True)
+
+
+def test_data_parallel_ranks_without_a_sample_are_not_launched(monkeypatch):
+    monkeypatch.setattr(ranks_suite, "usable_cores", lambda: 8)
+    row = training_row("private_training", CASE, CASE, 8, REQUEST, REQUEST.calls)
+    assert row["needs"].startswith("8 samples") and row["correct"] is None
+
+
 def test_few_calls_have_a_range_and_no_interval():
     row = row_of(returned([1.0, 2.0, 6.0], [4.0, 4.0, 4.0]), is_short=True)
     assert row["range_ms"] == [1000, 6000] and row["median_ms"] == 2000 and row["trials"] == 3
@@ -135,11 +177,12 @@ def test_noise_does_not_carry_a_timed_model_off(monkeypatch):
     trained = []
 
     def timed(steps, **_):
-        trained.append(steps["seconds"].__self__)
-        return {name: [1.0] for name in steps}
+        trained.append(steps[""].__self__)
+        return {name: [(1.0, 1.0)] for name in steps}
 
     monkeypatch.setattr(scaling_tasks, "time_steps", timed)
-    monkeypatch.setattr(scaling_tasks, "_training_error", lambda place, case: 0.0)
+    for check in ("_training_error", "_plain_error"):
+        monkeypatch.setattr(scaling_tasks, check, lambda place, case: 0.0)
     monkeypatch.setattr(Place, "all_true", lambda self, value: value)
     monkeypatch.setattr(Place, "barrier", lambda self: None)
     torch.manual_seed(0)
@@ -152,6 +195,14 @@ def test_noise_does_not_carry_a_timed_model_off(monkeypatch):
         for x, y in zip(before, trained[0].model.parameters(), strict=True)
     ]
     assert 0 < max(moved) < 0.1
+
+
+def test_a_wrong_plain_step_leaves_a_row_without_figures(monkeypatch):
+    monkeypatch.setattr(scaling_tasks, "_training_error", lambda place, case: 0.0)
+    monkeypatch.setattr(scaling_tasks, "_plain_error", lambda place, case: 0.5)
+    monkeypatch.setattr(Place, "all_true", lambda self, value: value)
+    found = scaling_tasks.measure_training(Place(0, 1, CPU), CASE, CASE, Effort(1, 2))
+    assert found == [{"error": 0.5, "correct": False}]
 
 
 def test_the_check_of_a_training_step_finds_a_wrong_bound(monkeypatch):
@@ -189,7 +240,7 @@ def test_a_launch_that_fails_is_a_row_and_the_others_are_measured(monkeypatch):
     rows = list(part(REQUEST))
     failed = {row["failure"] for row in rows if row["ranks"] == 2}
     assert failed == {"dpflash.bench.isolated.Failed: rank 1 of 2 failed"}
-    assert all(row["correct"] for row in rows if row["ranks"] != 2) and len(rows) == 4 + 6 + 6
+    assert all(row["correct"] for row in rows if row["ranks"] != 2) and len(rows) == 3 + 5 + 5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""Counts the calls of torch.distributed in a step, and the bytes that a rank sends in them.
+
+P is the number of ranks; each call is one of all of them, or a send to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .isolated import Place
+
+_RECEIVES = ("recv_", "recv_any_source_")
+# Which argument has a rank's tensors, and how often a rank sends them where each sends as much.
+_TIMES: Mapping[str, tuple[int, Callable[[int], float]]] = {
+    "allgather_": (1, lambda p: p - 1),
+    "_allgather_base_": (1, lambda p: p - 1),
+    "allgather_into_tensor_coalesced_": (1, lambda p: p - 1),
+    "reduce_scatter_": (0, lambda p: p - 1),
+    "_reduce_scatter_base_": (0, lambda p: p - 1),
+    "reduce_scatter_tensor_coalesced_": (0, lambda p: p - 1),
+    "allreduce_": (0, lambda p: 2 * (p - 1) / p),
+    "allreduce_coalesced_": (0, lambda p: 2 * (p - 1) / p),
+    "broadcast_": (0, lambda p: (p - 1) / p),
+    "send": (0, lambda p: 1),
+    "barrier": (0, lambda p: 0),
+}
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts while it is entered, whoever calls: torch.distributed, DDP, FSDP2.
+
+    `calls` has collectives and sends; a receive is the other end of one. `bytes` are those of the
+    ring algorithms, the same for each rank: 2 (P-1) / P of an all-reduced tensor.
+    """
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.calls, self.bytes = 0, 0.0
+        self._place = place
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional") and name not in _RECEIVES:
+            # A KeyError names a collective that is not known here.
+            self.bytes += self._sent(name, args)
+            self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+    def _sent(self, name: str, args: Any) -> float:
+        rank, size = self._place.rank, self._place.world_size
+        if name == "alltoall_":
+            return float(sum(x.nbytes for to, x in enumerate(args[1]) if to != rank))
+        if name == "alltoall_base_":
+            rows = args[4] or [1] * size
+            return float(args[1].nbytes * (1 - rows[rank] / max(1, sum(rows))))
+        at, times = _TIMES[name]
+        return times(size) * sum(x.nbytes for x in tree_leaves(args[at]))
