@@ -128,12 +128,13 @@ class _Entry:
             parallel.warn_of_copies(context, tokens)
         if "attention_mask" in given:
             _require_padding_last(parallel.unshard(given["attention_mask"].to(torch.int8)))
-        positions, documents = given.get("position_ids"), None
+        positions, documents, longest = given.get("position_ids"), None, context.length
         if positions is None:
             positions = context.positions(tokens.device).unsqueeze(0)
-            _require_embedded(module, context.length)
-        else:
-            documents = _documents(parallel.unshard(positions), len(tokens))
+        elif positions.numel():
+            whole = parallel.unshard(positions)
+            documents, longest = _documents(whole, len(tokens)), int(whole.max()) + 1
+        _require_embedded(module, longest)
         call = _Call(parallel, context.length, documents)
         changes = {"position_ids": positions, "attention_mask": None, "use_cache": False}
         return (), {**kwargs, "input_ids": tokens, **changes, _CALL: call}
@@ -194,8 +195,7 @@ def _require_embedded(module: Any, length: int) -> None:
 
 def _documents(positions: Tensor, rows: int) -> Documents | None:
     """The documents of rows `[B, T]`, or `[1, T]` for all, whose positions restart."""
-    restarts = positions == positions.min() if positions.numel() else positions != positions
-    starts = positions.diff(dim=1) != 1
+    starts, restarts = positions.diff(dim=1) != 1, positions == positions.min()
     if not starts.any():
         return None
     if not (restarts[:, 0].all() and torch.equal(starts, restarts[:, 1:])):
