@@ -224,7 +224,7 @@ def trained(
     dist.barrier()
     config = TrainingConfig(
         **{"data": str(notes), "unit": "record", "model": str(model), "seq_len": 24},
-        **{"physical_batch_size": 2, "batch_size": 6, "steps": 2, "delta": 1e-3, "seed": 5},
+        **{"physical_batch_size": 4, "batch_size": 4, "steps": 1, "delta": 1e-3, "seed": 5},
         **{"accountant": "rdp", "learning_rate": 0.01, **changes},
     )
     launch = Connected(Parallelism(context_parallel=2, **parallel))
