@@ -36,7 +36,9 @@ _MODELS = {f"{name}{kind}" for name in _FAMILIES for kind in ("Model", "ForCausa
 _MODELS.add("GPT2LMHeadModel")
 
 _CALL = "context_parallel"  # the keyword that carries a `_Call` from the hook to attention
+# Arguments of a model's call that are right on each rank, and what models pass on to attention.
 _TAKEN = {"input_ids", "attention_mask", "position_ids", "output_hidden_states", "return_dict"}
+_PASSED_ON = {*_TAKEN, "cache_position", "position_embeddings"}
 _REMEDIES = {
     "labels": "labels are shifted within a rank's tokens: shift them before you shard them, and "
     "use dpflash.losses.cross_entropy(logits, targets) * "
@@ -226,7 +228,8 @@ def _attention(
             "or shares its config with one that is context parallel; call the model, and pass "
             "copy.deepcopy(config) to another one"
         )
-    foreign = [name for name, x in kwargs.items() if name not in _TAKEN and x not in (None, False)]
+    on = (name for name, value in kwargs.items() if value is not None and value is not False)
+    foreign = [name for name in on if name not in _PASSED_ON]
     reason = None
     if dropout:
         reason = (
