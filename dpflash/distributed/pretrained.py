@@ -65,9 +65,14 @@ def refusal(module: Any) -> str | None:
             "of the models of transformers, those with a context are the causal language models "
             f"of {', '.join(_FAMILIES)}; use one of them or dpflash.nn.LongContextLM"
         )
-    config = module.config
-    if not getattr(config, "is_causal", True) or getattr(config, "add_cross_attention", False):
-        return "is_causal=False or add_cross_attention=True in its config; leave it out"
+    if not module._can_set_attn_implementation():
+        return "its code never asks transformers' attention interface; use the class it is made of"
+    for part in (module.config, *module.modules()):
+        if getattr(part, "is_causal", True) is False:
+            return (
+                "is_causal=False, as cross attention has it: attention over a context is causal; "
+                "leave is_causal and add_cross_attention out"
+            )
     for child in module.modules():
         kind = getattr(child, "rope_type", "default")
         if kind in ("dynamic", "longrope"):

@@ -185,6 +185,12 @@ def refusals(group: object) -> dict[str, str]:
     attempt("encoder", lambda: over(transformers.BertModel(bert)))
     attempt("classifier", lambda: over(transformers.LlamaForSequenceClassification(llama)))
     attempt("rotary", lambda: over(build("llama", rope_parameters=rope)))
+    two_sided = build("llama")
+    two_sided.model.layers[1].self_attn.is_causal = False
+    attempt("two-sided", lambda: over(two_sided))
+    own = type("Own", (transformers.LlamaForCausalLM,), {})
+    own._can_set_attn_implementation = classmethod(lambda cls: False)
+    attempt("attention of its own", lambda: over(own(llama)))
     attempt("cross attention", lambda: over(build("gpt2", add_cross_attention=True)))
     model, short = over(build("llama")), over(build("gpt2", max_position_embeddings=7))
     attempt("twice", lambda: over(model))
@@ -227,7 +233,7 @@ def trained(
         **{"physical_batch_size": 4, "batch_size": 4, "steps": 1, "delta": 1e-3, "seed": 5},
         **{"accountant": "rdp", "learning_rate": 0.01, **changes},
     )
-    launch = Connected(Parallelism(context_parallel=2, **parallel))
+    launch = Connected(Parallelism(**parallel))
     jobs = [
         TrainingRun.start(config, Path(folder, f"alone-{rank}")),
         TrainingRun.start(config, Path(folder, "together"), launch),

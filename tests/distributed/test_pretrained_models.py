@@ -56,7 +56,11 @@ def test_noise_over_a_context_has_the_bits_of_one_process(pair):
 
 @pytest.mark.parametrize(
     ("parallel", "changes"),
-    [({"context_mode": "ulysses"}, {"pack": True}), ({"sharding": "zigzag"}, {"lora_rank": 2})],
+    [
+        ({"context_parallel": 2, "context_mode": "ulysses"}, {"pack": True}),
+        ({"context_parallel": 2, "sharding": "zigzag"}, {"lora_rank": 2}),
+        ({}, {"eval_windows": 1}),  # of which the second rank has none
+    ],
 )
 def test_a_job_on_a_pretrained_model_is_that_of_one_process(pair, tmp_path, parallel, changes):
     options = {"folder": str(tmp_path), "parallel": parallel, **changes}
@@ -70,7 +74,9 @@ REFUSED = {
     "encoder": "the model itself is a BertModel",
     "classifier": "the model itself is a LlamaForSequenceClassification",
     "rotary": "rope_type='dynamic'",
-    "cross attention": "add_cross_attention=True",
+    "two-sided": "attention over a context is causal",
+    "attention of its own": "never asks transformers' attention interface",
+    "cross attention": "add_cross_attention out",
     "twice": "context parallel already",
     "labels": "loss_weights(targets, mesh)",
     "labels of one rank": "loss_weights(targets, mesh)",
