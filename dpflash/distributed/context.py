@@ -19,6 +19,7 @@ from dpflash.packing import PackedBatch, Units
 
 from ..refusal import PrivateWarning, warn
 from ..verification.second_order import differentiable_once
+from . import pretrained
 from .agreement import (
     MODES,
     Context,
@@ -227,14 +228,15 @@ class ContextParallel:
             for kinds, why in _MIXES_TOKENS.items():
                 if isinstance(module, kinds):
                     raise ValueError(f"{where} is a {type(module).__name__}: it {why}")
-            if not getattr(module, "takes_context_parallel", False):
+            is_pretrained = pretrained.is_pretrained(module)
+            if not (is_pretrained or getattr(module, "takes_context_parallel", False)):
                 continue
             if getattr(module, "context_parallel", None) is not None:
                 raise ValueError(
                     f"{where} is context parallel already; call context_parallel once"
                 )
-            refuse = getattr(module, "refuse_context_parallel", None)
-            reason = None if refuse is None else refuse()
+            refuse = getattr(module, "refuse_context_parallel", lambda: None)
+            reason = pretrained.refusal(module) if is_pretrained else refuse()
             if reason is not None:
                 raise ValueError(f"{where} is a {type(module).__name__}: {reason}")
             attentions.append(module)
@@ -247,6 +249,8 @@ class ContextParallel:
         # The model itself gets it too, so that callers can use model.context_parallel.shard.
         for module in (*attentions, model):
             module.context_parallel = self
+        for module in filter(pretrained.is_pretrained, attentions):
+            pretrained.attend_across(module)
 
     @overload
     def shard(self, x: Tensor, dim: int = 1) -> Tensor: ...
@@ -293,7 +297,9 @@ def context_parallel(
     sequence. All other modules work on single tokens and do not change.
 
     Args:
-        model: its attention modules are those of `dpflash.nn`; changed in place.
+        model: its attention modules are those of `dpflash.nn`, or it is or has a causal language
+            model of transformers (GPT-2, Llama, Mistral, Qwen2, Qwen3), with or without LoRA
+            adapters; changed in place.
         mesh: a DeviceMesh with a dimension named "context".
         mode: how keys and values are exchanged, see `ring_attention`.
         sharding: which tokens each rank holds, see `Layout`; pass the same to `shard_sequence`.
@@ -302,8 +308,8 @@ def context_parallel(
         The model; ``model.context_parallel.shard(x)`` shards its inputs and targets.
 
     Raises:
-        ValueError: the model has no attention of `dpflash.nn`, has another module that mixes
-            tokens, or is context parallel already; the mesh has no dimension "context".
+        ValueError: the model has none of these, has another module that mixes tokens, or is
+            context parallel already; the mesh has no dimension "context".
     """
     ContextParallel.of(mesh, mode, sharding).apply(model)
     return model

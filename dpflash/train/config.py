@@ -297,13 +297,11 @@ class Parallelism:
     def check(self, config: TrainingConfig) -> None:
         """Refuse a job that cannot be shared in this way, such as by more ranks than tokens."""
         context = self.context_parallel
-        sharded = {"context_parallel": context > 1, "shard_parameters": self.shard_parameters}
-        for name, is_asked in sharded.items():
-            if config.model is not None and is_asked:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} with model={config.model!r}: pretrained "
-                    "models are shared by dividing the documents only; drop it"
-                )
+        if config.model is not None and self.shard_parameters:
+            raise ValueError(
+                f"shard_parameters=True with model={config.model!r}: pretrained models are shared "
+                "by dividing documents and tokens only; drop it"
+            )
         if context > 1 and config.pack and self.sharding != "contiguous":
             raise ValueError(
                 f"sharding={self.sharding!r} with pack: ranks hold contiguous tokens of packed "
@@ -314,7 +312,8 @@ class Parallelism:
                 f"context_parallel={context} with seq_len={config.seq_len}: a rank would have "
                 "no token; lower context_parallel or raise seq_len"
             )
-        if self.context_mode == "ulysses" and context > (config.heads or 1):
+        heads = context if config.heads is None else config.heads  # a pretrained model has its own
+        if self.context_mode == "ulysses" and context > heads:
             raise ValueError(
                 f"context_mode='ulysses' with context_parallel={context} and heads="
                 f"{config.heads}: a rank would have no head; pass context_mode='ring' or "

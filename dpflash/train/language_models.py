@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import losses
+from ..distributed import ContextParallel, loss_weights
 from ..nn import LongContextLM
-from ..packing import PackedBatch
+from ..packing import PackedBatch, Units
 from ..patterns import from_key
 from ..refusal import PrivateRefusal
 from .config import TrainingConfig
@@ -145,20 +146,22 @@ class PretrainedModel:
         return model.train()
 
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ByteModel`."""
-        return losses.cross_entropy(self.logits(model, inputs), targets)
+        """See `ByteModel`; with a context this rank's part of them."""
+        sample_losses = losses.cross_entropy(self.logits(model, inputs), targets)
+        return _own_part(sample_losses, model, targets)
 
     def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
-        """See `ByteModel`."""
+        """See `losses`."""
         outputs: Any = model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
         )
-        return losses.causal_lm(
+        document_losses = losses.cross_entropy(
             outputs.logits,
-            batch.labels,
+            batch.targets,
             sample_index=batch.sample_index,
             num_samples=batch.max_documents,
         )
+        return _own_part(document_losses, model, batch.targets, batch.units)
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """See `ByteModel`. Padding follows the tokens, so that no token attends to it."""
@@ -175,6 +178,16 @@ class PretrainedModel:
             options = {} if self._config.lora_rank is None else {"save_embedding_layers": False}
             save(target, **options)
         self._tokenizer.save_pretrained(target)
+
+
+def _own_part(
+    sample_losses: Tensor, model: nn.Module, targets: Tensor, units: Units | None = None
+) -> Tensor:
+    """This rank's part of losses `[B]` of a model that may be context parallel."""
+    parallel: ContextParallel | None = getattr(model, "context_parallel", None)
+    if parallel is None:
+        return sample_losses
+    return sample_losses * loss_weights(targets, parallel.group, units=units)
 
 
 def encode_texts(tokenizer: Any, contents: Sequence[bytes], model: Any) -> list[Tokens]:

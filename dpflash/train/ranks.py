@@ -40,7 +40,7 @@ class Team:
             "shard_parameters": parallel.shard_parameters,
         }
 
-    def split_context(self, model: LongContextLM) -> LongContextLM:
+    def split_context(self, model: nn.Module) -> nn.Module:
         """Make the model context parallel, in place."""
         if self.mesh is None or self.ranks.context is None:
             return model

@@ -28,7 +28,6 @@ from dpflash.accounting import PoissonGaussian, remaining_steps
 from ..checkpoint import sharded as sharded_checkpoint
 from ..clipping.planner import clipping_for, default_memory_budget
 from ..engine import PrivacyEngine
-from ..nn import LongContextLM
 from ..noise import Banded
 from ..optimize.levels import Optimization
 from ..packing import PackedBatch
@@ -527,9 +526,12 @@ class TrainingRun:
                 batch_size=_EVALUATION_BATCH,
                 padding=self._lm.padding,
             ):
-                # A rank without documents calls the model too, because it may hold a shard of it.
                 inputs = self._own_tokens(team.own_documents(inputs))
                 targets = self._own_tokens(team.own_documents(targets))
+                # A rank without documents calls a model only where it may hold a shard of it:
+                # those of transformers take no empty batch.
+                if not len(inputs) and not team.parallel.shard_parameters:
+                    continue
                 nats += summed_loss(self._lm.logits(model, inputs), targets)
                 count += int((targets != IGNORE_INDEX).sum())
         model.train()
@@ -542,7 +544,7 @@ class TrainingRun:
             torch.manual_seed(self.state.init_seed)
             model = self._lm.build()
         model = model.to(self.config.device)
-        return self._team.split_context(model) if isinstance(model, LongContextLM) else model
+        return self._team.split_context(model)
 
     def _example(self) -> Any:
         """A made-up batch, the same on all ranks, that is tried before the first documents."""
