@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
+from dpflash.bench.communication import SentBytes
+from dpflash.bench.isolated import Place
 from dpflash.distributed import RankError, context_parallel, shard_sequence
 from dpflash.kernels import NoiseStream, gaussian_noise_, grid_of
 from dpflash.nn import LongContextLM
@@ -360,6 +362,26 @@ def broken_norms() -> Iterator[None]:
 
     with patch.multiple(ContextGate, _wait=share, finish_norms=norms):
         yield
+
+
+def communicated(
+    group: object = None, *, context: int, wrapper: str, clipping: str
+) -> dict[str, Any]:
+    """Calls of a private step, and the bytes that this rank sends in it."""
+    plain = build()
+    made, mesh = parallel(plain, context, wrapper, mode="ring")
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh)
+    options = {"verify_first_batch": False, "sampling": "fixed_size", "clipping": clipping}
+    made, optimizer, loader = private(engine, made, **options)
+    place = Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    for number, (x, y) in enumerate(loader):
+        with SentBytes(place) as sent:  # the second step is like all that follow
+            engine.backward(made(*sharded(mesh, x, y)))
+            optimizer.step()
+            optimizer.zero_grad()
+        if number:
+            break
+    return {"calls": sent.calls, "bytes": sent.bytes, "groups": len(engine._step._clipper.groups)}
 
 
 def noise_of(

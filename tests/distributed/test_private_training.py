@@ -295,6 +295,35 @@ def test_public_steps_that_do_not_fit_together_are_refused_on_all_ranks(started,
         assert message in said
 
 
+# What is sent
+
+
+@pytest.mark.parametrize(
+    ("context", "wrapper", "calls"),
+    [
+        pytest.param(1, "plain", 5, id="data"),
+        pytest.param(1, "fsdp", 10, id="fsdp"),
+        pytest.param(2, "plain", 13, id="context"),
+    ],
+)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.cases(6)
+def test_a_step_has_few_exchanges_and_sends_no_more_than_it_must(
+    started, context, wrapper, calls, clipping
+):
+    found = started.run(2, "communicated", context=context, wrapper=wrapper, clipping=clipping)
+    sizes = [parameter.numel() for parameter in cases.build().parameters()]
+    own = [sum(n // 2 for n in sizes), sum(n - n // 2 for n in sizes)]
+    for rank, one in enumerate(found):
+        # Per-layer clipping exchanges each layer's slices and norms.
+        assert one["calls"] == calls + (context - 1) * 2 * (one["groups"] - 1), one
+        if wrapper == "plain" and context == 1:
+            # Sums in float64 to their owner, and the owner's half of the release in float32; a
+            # few integers by which ranks agree.
+            expected = 8 * own[rank] + 4 * own[1]
+            assert expected <= one["bytes"] <= expected + 512
+
+
 # Invariants across ranks (DESIGN 4.3)
 
 CONTEXTS = pytest.mark.parametrize("ranks", [2, 3], ids=["context2", "context3"])
@@ -449,6 +478,8 @@ EXACT_MESHES = [
     (4, "ddp", EXACT[0]),
     (2, "fsdp", EXACT[0]),
     (4, "fsdp", EXACT[1]),
+    (8, "plain", EXACT[0]),
+    (16, "fsdp", EXACT[1]),
 ]
 
 
