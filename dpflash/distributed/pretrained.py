@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ..attn.functional import resolve_pattern
 from ..patterns import Documents, Pattern, SlidingWindow
 from ..refusal import PrivateRefusal
-from .agreement import DeferredError
+from .agreement import Context, DeferredError
 from .attention import attend
+from .layout import Layout
 
 if TYPE_CHECKING:
     from .context import ContextParallel
@@ -96,7 +97,7 @@ def attend_across(module: Any) -> None:
 class _Call:
     """What attention has to know of one forward of the model."""
 
-    parallel: ContextParallel
+    context: Context  # the sequence that all ranks agreed on; of documents, of all rows
     tokens: int  # T
     documents: Documents | None  # of all rows, one after the other; None if each row is one
 
@@ -128,7 +129,12 @@ class _Entry:
             given = _arguments(args, kwargs)
         tokens = given.get("input_ids", torch.zeros(0, 0))
         context = parallel.agree(
-            tokens.shape[1], samples=len(tokens), given=sorted(given), error=deferred.error
+            tokens.shape[1],
+            samples=len(tokens),
+            given=sorted(given),
+            training=module.training,
+            autocast=torch.is_autocast_enabled(tokens.device.type),
+            error=deferred.error,
         )
         if not self._looked and len(tokens):
             self._looked = True
@@ -142,7 +148,13 @@ class _Entry:
             whole = parallel.unshard(positions)
             documents, longest = _documents(whole, len(tokens)), int(whole.max()) + 1
         _require_embedded(module, longest)
-        call = _Call(parallel, context.length, documents)
+        tokens_of_all = context.length
+        if documents is not None:
+            rows = len(tokens)
+            split = context.layout
+            layout = Layout(rows * split.num_tokens, split.world_size, split.sharding, rows)
+            context = replace(context, layout=layout, length=rows * context.length)
+        call = _Call(context, tokens_of_all, documents)
         changes = {"position_ids": positions, "attention_mask": None, "use_cache": False}
         return (), {**kwargs, "input_ids": tokens, **changes, _CALL: call}
 
@@ -244,19 +256,13 @@ def _attention(
         )
     elif foreign:
         reason = f"{foreign[0]} with context_parallel: {_REMEDIES.get(foreign[0], 'leave it out')}"
+    if reason is not None:
+        raise ValueError(reason)
     pattern, packed = call.pattern(sliding_window), call.documents is not None
     batch, _, own, head_dim = query.shape
-    context = call.parallel.agree(
-        own,
-        rows=batch if packed else 1,
-        error=None if reason is None else ValueError(reason),
-        samples=batch,
-        dtype=query.dtype,
-        pattern=pattern.key,
-    )
     if packed:  # all rows as one
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     scale = 1 / math.sqrt(head_dim) if scaling is None else scaling
-    o, _ = attend(query, key, value, pattern=pattern, scale=scale, context=context)
+    o, _ = attend(query, key, value, pattern=pattern, scale=scale, context=call.context)
     o = o.transpose(1, 2)
     return o.unflatten(1, (batch, own))[0] if packed else o, None
