@@ -9,7 +9,7 @@ Letters: P ranks of a group, B samples, n elements of a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,22 +73,27 @@ class Slices:
         rows, mixed = reduce_to_owners(values, cuts, self.ranks.data, mark, _SUMS)
         return dict(zip(totals, (x.flatten() for x in rows), strict=True)), mixed
 
+    def bundled(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        """Parameters whose sums travel together, the same on all ranks."""
+        for bundle in bundles(parameters, [2 * p.numel() for p in parameters]):
+            yield [parameters[i] for i in bundle]
+
     def reduced(self, sums: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """What this rank owns of sums `[n]` that it holds, over the samples of all ranks.
 
         Tensors that nothing else holds, in the dtype of the sums, which all have one.
         """
         data = self.ranks.data
-        own = {p: sums[p].clone() for p in sums if data is None or self.is_scattered(p)}
-        if data is None:
-            return own
-        rest = [p for p in sums if p not in own]
-        for bundle in bundles([sums[p] for p in rest]):
-            theirs = [rest[i] for i in bundle]
-            cuts = [shares(sums[p].numel(), data) for p in theirs]
-            values = [sums[p].view(1, -1) for p in theirs]
-            found, _ = reduce_to_owners(values, cuts, data, 0, _SUMS)
-            own.update(zip(theirs, (x.flatten() for x in found), strict=True))
+        own, rest = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor]()
+        for parameter, held in sums.items():
+            if data is None or self.is_scattered(parameter):
+                own[parameter] = held.clone()
+            else:
+                rest[parameter] = held.view(1, -1)
+        if data is not None and rest:
+            cuts = [shares(held.numel(), data) for held in rest.values()]
+            found, _ = reduce_to_owners(list(rest.values()), cuts, data, 0, _SUMS)
+            own.update(zip(rest, (x.flatten() for x in found), strict=True))
         return {p: own[p] for p in sums}
 
     def released(self, own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:

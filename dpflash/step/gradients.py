@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -60,14 +59,11 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
 
-    def set(
-        self, parameters: Sequence[nn.Parameter], totals: Sequence[Tensor], divisor: float
-    ) -> None:
-        """Set `.grad` to the sums over the divisor, in tensors that nothing else holds.
+    def set(self, parameters: Sequence[nn.Parameter], means: Sequence[Tensor]) -> None:
+        """Set `.grad` to a release, in tensors that nothing else holds.
 
         Rows of padding get 0 in place of their noise.
         """
-        means = torch._foreach_div(list(totals), divisor) if totals else ()
         grads = in_dtypes(means, [p.dtype for p in parameters])
         for parameter, grad in zip(parameters, grads, strict=True):
             if parameter in self._padding_rows:

@@ -188,8 +188,8 @@ class PrivateStep(OpenBatch):
             self.noise = self._charge(signalled=signalled)
         self.noise.settle()
         self.charge.warn_beyond_target()
-        totals = self.sums.with_noise(parameters, self.noise)
-        self.gradients.set(parameters, totals, self.options.divisor)
+        for theirs, means in self.sums.with_noise(parameters, self.noise, self.options.divisor):
+            self.gradients.set(theirs, means)
         self.released_std = self.noise.std / self.options.divisor
         self.noise.complete()
         self.charge.block.complete()

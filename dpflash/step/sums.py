@@ -202,30 +202,42 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """See the function `refuse_mixed`."""
         refuse_mixed(self._mixed)
 
-    def with_noise(self, parameters: Iterable[nn.Parameter], noise: BatchNoise) -> list[Tensor]:
-        """The sums over the samples of all ranks, zeros where there is none, with their noise.
+    def with_noise(
+        self, parameters: Sequence[nn.Parameter], noise: BatchNoise, divisor: float
+    ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
+        """The means over the samples of all ranks, zeros where there is no sum, with their noise.
 
-        What this adds, it adds to copies.
+        Some parameters at a time, so that their sums exist twice for a moment only; all at once
+        where this process is alone. The tensors are new.
         """
-        totals = {p: self._wide(p) for p in parameters}
         if self.is_alone:
+            totals = {p: self._wide(p) for p in parameters}
             totals = {p: x.clone() if noise.is_due(p) else x for p, x in totals.items()}
             noise.add_(totals, dict.fromkeys(totals, 0))
-        else:
-            totals = self.slices.reduced(totals)
+            yield list(totals), self._means(totals, divisor)
+            return
+        for theirs in self.slices.bundled(parameters):
+            totals = self.slices.reduced({p: self._wide(p).reshape(-1) for p in theirs})
             noise.add_(totals, {p: self.slices.owned(p).start for p in totals})
+            means = dict(zip(totals, self._means(totals, divisor), strict=True))
+            yield theirs, self.slices.released(means)
+
+    @staticmethod
+    def _means(totals: Mapping[nn.Parameter, Tensor], divisor: float) -> list[Tensor]:
         narrow = in_dtypes(totals.values(), [wide_dtype(p) for p in totals])
-        return self.slices.released(dict(zip(totals, narrow, strict=True)))
+        return list(torch._foreach_div(narrow, divisor)) if narrow else []
 
     def _wide(self, parameter: nn.Parameter) -> Tensor:
-        """What this rank holds of a sum, flat."""
+        """What this rank holds of a sum."""
         # Ranks add in one dtype; a sum that has its noise is of this process alone.
         dtype = wide_dtype(parameter) if self.is_alone else torch.float64
         held = self._sums.get(parameter)
         if held is None:
             cut = self.slices.held(parameter)
-            return torch.zeros(cut.stop - cut.start, dtype=dtype, device=parameter.device)
-        return held.to(max(dtype, held.dtype, key=lambda held: held.itemsize)).reshape(-1)
+            shape = parameter.shape if self.is_alone else (cut.stop - cut.start,)
+            return torch.zeros(shape, dtype=dtype, device=parameter.device)
+        dtype = max(dtype, held.dtype, key=lambda held: held.itemsize)
+        return held.to(dtype, memory_format=torch.contiguous_format)
 
     def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
         """The exact sum of earlier microbatches, to which a kernel may add in place, or None."""

@@ -75,9 +75,9 @@ def recorded(monkeypatch):
     """(release, place, number of the parameter -> y) of each release."""
     rows, original = [], noise_module.BandedNoise.add_
 
-    def add_(self, totals):
+    def add_(self, totals, begins):
         before = {p: total.clone() for p, total in totals.items()}
-        original(self, totals)
+        original(self, totals, begins)
         ids, added = self._parameter_ids, {}
         for p, total in totals.items():
             added[ids[p]] = y = (total - before[p]) / self._grid
