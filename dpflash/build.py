@@ -49,6 +49,7 @@ from .packing.pack import EXACT_ALIGN
 from .privacy.keys import RunKeys
 from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .privacy.seeds import SecretMasks
+from .privacy.source import source_digest
 from .privacy.spending import Spending
 from .refusal import PrivateRefusal, warn
 from .run import PrivateRun, take_over
@@ -513,6 +514,7 @@ def _agree(
             "example": settings.privacy.example is not None,
             "sampling": scheme,
             "parameters": parameters,
+            "the code": source_digest() if ranks.everyone is not None else None,
             "the engine's run": keys.run,  # detach changes it, without the other ranks
         },
     )

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from .._validate import noise_fits
+from ..distributed.collectives import digest
 from ..refusal import TOGETHER, PrivateRefusal
 from ..sampling.tracker import FOREIGN, BatchTracker
+from ..verification.contents import checksums
 from .charge import Charge
 from .options import ReleaseOptions
 from .sums import ClippedSums
@@ -32,6 +34,10 @@ _OF_A_RELEASE = (
     "expected_batch_size",
     "batch of the private loader",
     "place in its block",
+)
+# Compared after 0, 1, 2, 4, 8, ... steps.
+_REPLICAS = (
+    "what the parameters have become, by other code or options of an optimizer on one rank,"
 )
 
 
@@ -99,7 +105,10 @@ class Admission:
         noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
         numbers = multiplier, bound, options.expected_batch_size, is_own, block.place
         # Public gradients are made until the release's step.
-        release = dict(zip(_OF_A_RELEASE, numbers, strict=True))
+        release = dict(zip(_OF_A_RELEASE, numbers, strict=True)) | {_REPLICAS: None}
+        number = self._charge.releases
+        if sums.ranks.everyone is not None and not sums.is_sharded and not number & (number - 1):
+            release[_REPLICAS] = digest(repr(checksums(parameters)))
         wanted = self._require_agreement("a private batch", parameters, (), release, wants_trials)
         if not is_own:
             self._refuse_foreign(signalled)
@@ -120,7 +129,8 @@ class Admission:
         Raises:
             ValueError: on all ranks, where they are about to make different steps.
         """
-        self._require_agreement(kind, parameters, public, dict.fromkeys(_OF_A_RELEASE))
+        numbers = dict.fromkeys((*_OF_A_RELEASE, _REPLICAS))
+        self._require_agreement(kind, parameters, public, numbers)
 
     def _refuse_foreign(self, signalled: bool) -> None:
         if self._tracker.foreign_batches and self._sums.ranks.everyone is None:

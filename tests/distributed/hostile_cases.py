@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -319,6 +320,25 @@ def frozen_on_one(group: object) -> str:
         model[rank()].weight.grad = None
         return said_by(optimizer.step)
     return "no draw"
+
+
+def optimizer_of_its_own(group: object, differs: str) -> str:
+    """Four steps, where Adam has other betas on rank 1, or dpflash other code; nothing for ""."""
+    model, differing = mlp(), differs if rank() == 1 else ""
+    betas = (0.9, 0.99 if differing == "betas" else 0.999)
+    adam = torch.optim.AdamW(model.parameters(), betas=betas)
+
+    def train() -> int:
+        with patch("dpflash.build.source_digest", lambda: f"dpflash {differing == 'code'}"):
+            engine, optimizer, loader = make(model, optimizer=adam, **ONE_MICROBATCH)
+        while optimizer.releases < 4:
+            for (x,) in loader:
+                engine.backward(model(x).flatten())
+                optimizer.step()
+                optimizer.zero_grad()
+        return 4
+
+    return said_by(train)
 
 
 def wrappers(group: object) -> dict[str, str]:

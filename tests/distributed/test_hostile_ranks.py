@@ -132,6 +132,22 @@ def test_parameters_frozen_on_one_rank_are_refused(pair: Any) -> None:
         assert "trained parameters differs between ranks" in said
 
 
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ("", "did it: 4"),
+        ("betas", "options of an optimizer on one rank"),
+        ("code", "the code dif"),
+    ],
+)
+@pytest.mark.cases(3)
+def test_replicas_that_other_code_or_options_would_make_unlike_are_found(
+    pair: Any, differs: str, message: str
+) -> None:
+    for said in pair.run(CASES, "optimizer_of_its_own", 2, differs=differs):
+        assert message in said
+
+
 def test_wrappers_with_something_of_their_own(pair: Any) -> None:
     for said in pair.run(CASES, "wrappers", 2):
         assert "its own communication hook" in said["hook"]
