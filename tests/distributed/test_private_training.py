@@ -89,6 +89,9 @@ MESHES = [
     pytest.param(4, 2, "ddp", id="ddp2xcontext2"),
     pytest.param(4, 2, "fsdp", id="fsdp2xcontext2"),
     pytest.param(4, 2, "fsdp2d", id="fsdp4xcontext2"),
+    pytest.param(4, 1, "hsdp", id="hsdp2x2"),
+    pytest.param(4, 2, "hsdp", id="hsdp2x1xcontext2"),
+    pytest.param(4, 2, "hsdp2d", id="hsdp2xcontext2"),
 ]
 
 
@@ -367,7 +370,7 @@ def test_invariant_6_a_sample_with_nan_on_one_rank_counts_nowhere(started):
 
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
-    [MESHES[i] for i in (0, 1, 2, 3, 7, 10)],
+    [MESHES[i] for i in (0, 1, 2, 3, 7, 10, 11, 13)],
 )
 def test_invariant_4_noise_is_added_once_whatever_the_ranks(started, ranks, context, wrapper):
     alone = cases.noise_of(context=0)["noise"]
@@ -404,7 +407,7 @@ def test_banded_noise_of_4_ranks_is_that_of_the_reference_in_integers(started, c
 
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
-    [MESHES[i] for i in (0, 1, 2, 3, 7, 10)],
+    [MESHES[i] for i in (0, 1, 2, 3, 7, 10, 11, 13)],
 )
 def test_noise_of_an_element_is_drawn_by_one_rank(started, ranks, context, wrapper):
     together = started.run(ranks, "noise_of", context=context, wrapper=wrapper)
@@ -449,6 +452,7 @@ EXACT_MESHES = [
     (4, "ddp", EXACT[0]),
     (2, "fsdp", EXACT[0]),
     (4, "fsdp", EXACT[1]),
+    (4, "hsdp", EXACT[0]),
 ]
 
 
