@@ -271,7 +271,7 @@ def test_the_ranks_shares_of_a_draw_are_the_draw(started):
 @pytest.mark.parametrize("order", ["before", "between"])
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
-    [MESHES[i] for i in (0, 1, 2, 5, 3, 8)],
+    [MESHES[i] for i in (0, 1, 2, 5, 3, 8, 11)],
 )
 def test_public_gradients_are_averaged_over_the_ranks_with_other_samples(
     started, ranks, context, wrapper, order
@@ -542,7 +542,7 @@ def test_one_rank_alone_may_detach_and_the_next_model_needs_all_and_has_other_no
 
 REFUSED = {
     "mesh of one": "mesh holds 1 of 2 ranks|no dimension names",
-    "mesh names": "dimensions ('dp',)",
+    "mesh names": "dimensions ('dp',): expected 'data'",
     "no mesh": "mesh=str",
     "seed": "seed differs between ranks (rank 0 has 0, rank 1 has 1)",
     "accountant": "accountant differs between ranks",
