@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fresh_process import FORKED, run_command
 
 import dpflash
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
 from dpflash.cli import train as command
+from dpflash.privacy.ledger import Ledger
 from dpflash.train.config import Corpus, TrainingConfig
 from dpflash.train.run import Interrupted, TrainingRun, checkpoint_of
 
@@ -495,6 +498,75 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_and_its_step_counts_once(
     rate = TINY["batch_size"] / job.num_documents
     accountant.history = [(job.state.noise_multiplier, rate, 20 + job.lost_steps)]
     assert job.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-12)
+
+
+KILLS = int(os.environ.get("DPFLASH_KILLS", "5"))
+
+
+def ranks_of_a_run(number, words, log):
+    """Processes of a run, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = []
+    for rank in map(str, range(number)):
+        own = {"WORLD_SIZE": str(number), "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(number)}
+        started.append(FORKED.Process(target=run_command, args=(words, own, log)))
+        started[-1].start()
+    return started
+
+
+@linux_only
+def test_a_run_whose_ranks_are_killed_at_any_moment_loses_nothing(data, tmp_path, new_world, world):
+    """`make soak` kills ten times as many."""
+    rng, out, lines = random.Random(0), tmp_path / "out", 0
+    ledger = out / "ledger.jsonl"
+    words = options(data, out, steps=100 + 10 * KILLS, checkpoint_every=2)
+    words += ["--no-baseline", "--resume-if-present"]
+    for number in range(KILLS):
+        log, victim = tmp_path / f"log-{number}", rng.randrange(2)
+        ways = [[], ["--shard-parameters"], ["--context-parallel", "2"]]
+        way = rng.choice(ways if KILLS > 5 else ways[:1])
+        ranks = ranks_of_a_run(2, [*words, *way], log)
+        try:
+            wanted, deadline = lines + rng.randrange(1, 3), time.monotonic() + 60
+            while not ledger.exists() or ledger.read_bytes().count(b"\n") < wanted:
+                assert time.monotonic() < deadline and all(r.is_alive() for r in ranks), log
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.05))
+            ranks[victim].kill()
+            ranks[1 - victim].join(10)
+            assert ranks[1 - victim].exitcode == 1, log.read_text()
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert f"dpflash: error: rank {1 - victim}: " in log.read_text()
+        lines = ledger.read_bytes().count(b"\n")
+    # Besides what a surviving rank notes of the loss.
+    released = sum(line.note is None for line in Ledger(ledger).lines)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the copies are of one run
+        for size in (1, 2, 4):
+            shutil.copytree(out, tmp_path / str(size))
+            if size == 1:
+                job = TrainingRun.resume(tmp_path / "1")
+                assert job.step + job.lost_steps == released and job.lost_steps <= 2 * KILLS
+                end = job.step + 2
+                with pytest.raises(Interrupted):
+                    job.run(should_stop=lambda: job.step == end)
+                whole = {k: v.detach().numpy() for k, v in job.model.state_dict().items()}
+                found.append((job.epsilon, whole))
+                continue
+            one = world if size == 4 else new_world(2)
+            copy = str(tmp_path / str(size))
+            done = one.run(CASES, "train", size, out=copy, parallel={}, stop_at=end)[0]
+            found.append((done["epsilon"], done["parameters"]))
+    for epsilon, parameters in found:
+        assert epsilon == found[0][0] and parameters.keys() == found[0][1].keys()
+        for name, value in parameters.items():
+            np.testing.assert_allclose(value, found[0][1][name], rtol=0, atol=5e-7)
 
 
 @pytest.mark.cases(0)
