@@ -362,12 +362,12 @@ def wrappers(group: object) -> dict[str, str]:
     return said
 
 
-def rows_of_a_context(group: object) -> float:
-    """Sharded parameters that the ranks of a context drew each by itself are made equal."""
+def rows_of_a_context(group: object, over: str) -> float:
+    """Sharded parameters that ranks with the same rows drew each by itself are made equal."""
     torch.manual_seed(rank())
     model = LongContextLM(10, 16, 1, 2, max_seq_len=8)
     context_parallel(model, mesh_of(2))
-    fully_shard(model, mesh=mesh_of(2)["data"])
+    fully_shard(model, mesh=mesh_of(2)[over])
     make(model, 2, data=torch.zeros(30, 8))
     return float(sum(p.full_tensor().double().abs().sum() for p in model.parameters()))
 

@@ -155,7 +155,8 @@ def test_sharded_models_over_a_context(new_world: Any) -> None:
     shares = world.run(CASES, "sinks_of_an_empty_share", 4)
     assert all(one["steps"] == 6 for one in shares)
     assert any(0 in one["sizes"] for one in shares) and any(any(o["sizes"]) for o in shares)
-    assert len(set(world.run(CASES, "rows_of_a_context", 4))) == 1
+    for over in ("data", "context"):
+        assert len(set(world.run(CASES, "rows_of_a_context", 4, over=over))) == 1
 
 
 def test_copies_of_shards_start_equal_and_cover_all_ranks(world: Any) -> None:

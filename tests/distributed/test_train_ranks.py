@@ -366,6 +366,70 @@ def test_ranks_of_two_machines_that_do_not_connect_hear_of_the_interface(
     assert "set GLOO_SOCKET_IFNAME on each machine" in error and "MASTER_ADDR=" in error
 
 
+@pytest.fixture
+def two_hosts():
+    """Network namespaces with an interface each, as hosts whose own name is 127.0.0.1."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs root and the command `ip`")
+    names = [f"dpflash-{os.getpid()}-{host}" for host in "ab"]
+
+    def ip(*words):
+        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+    try:
+        if not all(ip("netns", "add", name) for name in names):
+            pytest.skip("needs `ip netns add`")
+        ends = "type", "veth", "peer", "name", "link0", "netns", names[1]
+        made = ip("-n", names[0], "link", "add", "link0", *ends)
+        for number, name in enumerate(names, 1):
+            made &= ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "link0")
+            made &= all(ip("-n", name, "link", "set", link, "up") for link in ("lo", "link0"))
+        if not made:
+            pytest.skip("needs `ip link add type veth`")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+@pytest.mark.cases(0)
+@pytest.mark.parametrize("interface", [None, "link0"])
+def test_two_hosts_train_with_the_interface_that_the_message_asks_for(
+    interface, two_hosts, data, whole, tmp_path
+):
+    """`whole` has compiled what they run."""
+    named = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    out = tmp_path / "out"
+    words = [*options(data, out, steps=2), "--no-baseline", "--rank-timeout", "10"]
+    hosts = []
+    for number, host in enumerate(two_hosts):
+        log = open(tmp_path / f"log-{number}", "w+")  # noqa: SIM115
+        each = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "10.77.0.1"]
+        hosts.append((torchrun(1, words, each=each, host=host, log=log, **named), log))
+    deadline = time.monotonic() + 90
+    try:
+        done, shown = False, ["", ""]
+        while not done and time.monotonic() < deadline:
+            time.sleep(0.1)
+            shown = [Path(log.name).read_text() for _, log in hosts]
+            ended = all(process.poll() is not None for process, _ in hosts)
+            done = any("set GLOO_SOCKET_IFNAME" in text for text in shown) or ended
+        codes = [process.poll() for process, _ in hosts]
+    finally:
+        for process, log in hosts:
+            if process.poll() is None:
+                for pid in (*children(process.pid), process.pid):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+            log.close()
+    if interface is None:
+        assert "reaches MASTER_ADDR=10.77.0.1" in "".join(shown), shown
+        assert not out.exists()
+    else:
+        assert codes == [0, 0], shown
+        assert report_of(out)["steps"] == 2
+
+
 def test_what_only_another_rank_finds_wrong_is_told_by_it(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value in {**ENVIRONMENT, "RANK": "1"}.items():
@@ -378,17 +442,18 @@ def test_what_only_another_rank_finds_wrong_is_told_by_it(monkeypatch, capsys):
     assert waited and waited[0] >= 5
 
 
-def torchrun(ranks, words):
+def torchrun(ranks, words, each=(), host=(), log=subprocess.PIPE, **environment):
+    """Starts ranks; `each` are arguments of torchrun, `host` is a command that runs it elsewhere."""
     # Not by `torchrun`: its process would not be the one whose children are the ranks.
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *(*host, sys.executable, "-m", "torch.distributed.run", *each),
             *("--nproc-per-node", str(ranks), "-m", "dpflash", *words),
         ],
-        stdout=subprocess.PIPE,
+        stdout=log,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         start_new_session=True,
     )
 
