@@ -389,8 +389,8 @@ def _group_of(mesh: object) -> ProcessGroup | None:
     if names is None and mesh.ndim == 1:
         return mesh.get_group(0)
     raise ValueError(
-        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context' or 'cp', the ranks "
-        "that share a sequence; pass mesh_dim_names=('data', 'context') to init_device_mesh"
+        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context' or 'cp', the "
+        "ranks that share a sequence; pass mesh_dim_names=('data', 'context') to init_device_mesh"
     )
 
 

@@ -45,6 +45,12 @@ def require_rows(name: str, parameter: Tensor) -> None:
         )
 
 
+def holders(parameter: DTensor) -> list[int]:
+    """The ranks of the parameter's mesh."""
+    ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()
+    return ranks
+
+
 def sharding_group(parameter: DTensor) -> ProcessGroup:
     """The ranks that share the parameter's rows."""
     return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)

@@ -54,7 +54,9 @@ class Ranks:
             )
 
         def group(known: Sequence[str]) -> ProcessGroup | None:
-            found = [n for n, size in zip(names, mesh.shape, strict=True) if n in known and size > 1]
+            found = [
+                n for n, size in zip(names, mesh.shape, strict=True) if n in known and size > 1
+            ]
             if len(found) > 1:
                 return mesh[tuple(found)]._flatten().get_group()
             return mesh.get_group(found[0]) if found else None

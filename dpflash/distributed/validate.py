@@ -16,7 +16,7 @@ from ..privacy.keys import derive_key, uniform_words
 from ..privacy.ledger import Ledger, LedgerCopy
 from . import collectives
 from .collectives import ranks_of
-from .fsdp import is_sharded, replicating_group, require_rows
+from .fsdp import holders, is_sharded, replicating_group, require_rows
 from .mesh import Ranks
 
 _OF_OPACUS = "DifferentiallyPrivateDistributedDataParallel"
@@ -84,11 +84,11 @@ def check_module(module: nn.Module, ranks: Ranks) -> None:
                 f"parameter '{name}' is a DTensor that fully_shard did not make: private training "
                 "does not support tensor parallelism. Use a plain parameter, or fully_shard"
             )
-        if set(_holders(parameter)) not in groups:
+        if set(holders(parameter)) not in groups:
             raise ValueError(
-                f"parameter '{name}' is sharded over the ranks {_holders(parameter)}: expected all "
-                "ranks with other samples, all of a context, or all of both; call fully_shard with "
-                "mesh['data'], or mesh['dp_replicate', 'dp_shard'] where the engine's mesh has both"
+                f"parameter '{name}' is sharded over the ranks {holders(parameter)}: expected "
+                "all ranks with other samples, all of a context, or all of both; call fully_shard "
+                "with mesh['data'], or with mesh['dp_replicate', 'dp_shard'] of such a mesh"
             )
     _check_context(module, ranks)
     if isinstance(module, DistributedDataParallel):
@@ -199,7 +199,7 @@ def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
         copies = [replicating_group(x)]
         for group in (ranks.data, ranks.context):
             # Ranks outside of its mesh hold the same rows, each in a mesh of its own.
-            if set(ranks_of(group)) & set(_holders(x)) == {dist.get_rank()}:
+            if set(ranks_of(group)) & set(holders(x)) == {dist.get_rank()}:
                 copies.append(group)
         for group in copies:
             if group is not None:
@@ -207,12 +207,6 @@ def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
     if isinstance(module, DistributedDataParallel):
         # Its reducer would write zeros into `.grad`, and clipped sums are added by the step.
         module.require_backward_grad_sync = False
-
-
-def _holders(parameter: Tensor) -> list[int]:
-    """The ranks that hold a sharded parameter, or copies of it, in one mesh with this one."""
-    found: list[int] = parameter.device_mesh.mesh.flatten().tolist()
-    return found
 
 
 def release_ranks(module: nn.Module) -> None:

@@ -334,7 +334,10 @@ def cleared_on_one(group: object, turn: int) -> dict[str, Any]:
             p.grad = None
         said = [said_by(optimizer.step) for optimizer in optimizers[: turn + 1]]
         break
-    return {"said": said, "parameters": torch.cat([p.flatten() for p in model.parameters()]).tolist()}
+    return {
+        "said": said,
+        "parameters": torch.cat([p.flatten() for p in model.parameters()]).tolist(),
+    }
 
 
 def wrappers(group: object) -> dict[str, str]:

@@ -443,7 +443,7 @@ def test_what_only_another_rank_finds_wrong_is_told_by_it(monkeypatch, capsys):
 
 
 def torchrun(ranks, words, each=(), host=(), log=subprocess.PIPE, **environment):
-    """Starts ranks; `each` are arguments of torchrun, `host` is a command that runs it elsewhere."""
+    """Start ranks; `each` are arguments of torchrun, `host` a command that runs it elsewhere."""
     # Not by `torchrun`: its process would not be the one whose children are the ranks.
     return subprocess.Popen(
         [
@@ -583,7 +583,9 @@ def ranks_of_a_run(number, words, log):
 
 
 @linux_only
-def test_a_run_whose_ranks_are_killed_at_any_moment_loses_nothing(data, tmp_path, new_world, world):
+def test_a_run_whose_ranks_are_killed_at_any_moment_loses_nothing(
+    data, tmp_path, new_world, world
+):
     """`make soak` kills ten times as many."""
     rng, out, lines = random.Random(0), tmp_path / "out", 0
     ledger = out / "ledger.jsonl"
@@ -610,28 +612,22 @@ def test_a_run_whose_ranks_are_killed_at_any_moment_loses_nothing(data, tmp_path
         lines = ledger.read_bytes().count(b"\n")
     # Besides what a surviving rank notes of the loss.
     released = sum(line.note is None for line in Ledger(ledger).lines)
-    found = []
+    for size in ("1", "2", "4"):
+        shutil.copytree(out, tmp_path / size)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the copies are of one run
-        for size in (1, 2, 4):
-            shutil.copytree(out, tmp_path / str(size))
-            if size == 1:
-                job = TrainingRun.resume(tmp_path / "1")
-                assert job.step + job.lost_steps == released and job.lost_steps <= 2 * KILLS
-                end = job.step + 2
-                with pytest.raises(Interrupted):
-                    job.run(should_stop=lambda: job.step == end)
-                whole = {k: v.detach().numpy() for k, v in job.model.state_dict().items()}
-                found.append((job.epsilon, whole))
-                continue
-            one = world if size == 4 else new_world(2)
-            copy = str(tmp_path / str(size))
-            done = one.run(CASES, "train", size, out=copy, parallel={}, stop_at=end)[0]
-            found.append((done["epsilon"], done["parameters"]))
-    for epsilon, parameters in found:
-        assert epsilon == found[0][0] and parameters.keys() == found[0][1].keys()
-        for name, value in parameters.items():
-            np.testing.assert_allclose(value, found[0][1][name], rtol=0, atol=5e-7)
+        job = TrainingRun.resume(tmp_path / "1")
+    assert job.step + job.lost_steps == released and job.lost_steps <= 2 * KILLS
+    end = job.step + 2
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == end)
+    alone = {name: value.detach().numpy() for name, value in job.model.state_dict().items()}
+    for size, ranks in ((2, new_world(2)), (4, world)):
+        copy = str(tmp_path / str(size))
+        for one in ranks.run(CASES, "train", size, out=copy, parallel={}, stop_at=end):
+            assert one["epsilon"] == job.epsilon and one["parameters"].keys() == alone.keys()
+            for name, value in one["parameters"].items():
+                np.testing.assert_allclose(value, alone[name], rtol=0, atol=5e-7)
 
 
 @pytest.mark.cases(0)
