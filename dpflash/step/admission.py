@@ -108,25 +108,19 @@ class Admission:
         return Order(event, multiplier, bound, not is_own, wanted)
 
     def of_step(
-        self,
-        kind: str,
-        parameters: Sequence[nn.Parameter],
-        public: Sequence[str],
-        stepped: Sequence[nn.Parameter],
+        self, kind: str, parameters: Sequence[nn.Parameter], public: Sequence[str]
     ) -> None:
-        """Ask for a step of the optimizers.
+        """Ask for a step of an optimizer.
 
         Args:
             kind: what the step is on.
-            parameters: those that a release changes.
+            parameters: those of the optimizer whose turn it is.
             public: names of the parameters with a public gradient.
-            stepped: the parameters of the optimizer whose turn it is.
 
         Raises:
             ValueError: on all ranks, where they are about to make different steps.
         """
-        release = dict.fromkeys(_OF_A_RELEASE)
-        self._require_agreement(kind, parameters, public, release, stepped=stepped)
+        self._require_agreement(kind, parameters, public, dict.fromkeys(_OF_A_RELEASE))
 
     def _refuse_foreign(self, signalled: bool) -> None:
         if self._tracker.foreign_batches and self._sums.ranks.everyone is None:
@@ -145,7 +139,6 @@ class Admission:
         public: Sequence[str],
         release: dict[str, Any],
         wants_trials: bool = False,
-        stepped: Sequence[nn.Parameter] = (),
     ) -> bool:
         """Whether some rank wants trials, where all are about to make the same step."""
         ranks, tracker = self._sums.ranks, self._tracker
@@ -160,10 +153,10 @@ class Admission:
                 "draw": None if mark is None else (tracker.returns, mark.draw),
                 **release,
                 "trained parameters": [self._sums.names[p] for p in parameters],
-                "parameters with a public gradient": public,
-                "gradients of the optimizer": [
-                    (self._sums.names[p], p.grad is not None) for p in stepped
+                "parameters with a gradient": [
+                    self._sums.names[p] for p in parameters if p.grad is not None
                 ],
+                "parameters with a public gradient": public,
             },
             [int(wants_trials)],
         )

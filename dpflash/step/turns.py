@@ -121,7 +121,7 @@ class Turns:
         gradients = self._public_gradients("a private batch", optimizer)
         with step.dropping():
             step.gradients.refuse_cleared(step.released or ())
-        for parameter, grad in gradients:
+        for parameter, grad in gradients.items():
             if parameter.grad is not None:
                 parameter.grad.add_(grad)
         step.public.drop()
@@ -132,20 +132,17 @@ class Turns:
         step = self._step
         step.gradients.drop()
         gradients = self._public_gradients("public data alone", optimizer)
-        for parameter, grad in gradients:
+        for parameter, grad in gradients.items():
             parameter.grad = grad
         step.public.drop()
         step.parameters_change()
 
-    def _public_gradients(
-        self, kind: str, optimizer: Optimizer
-    ) -> list[tuple[nn.Parameter, Tensor]]:
+    def _public_gradients(self, kind: str, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
         """The mean gradients of public data over all ranks, which make steps of one kind."""
         self._agree(kind, optimizer)
-        return list(self._step.public.mean(self._step.sums.ranks).items())
+        return self._step.public.mean(self._step.sums.ranks)
 
     def _agree(self, kind: str, optimizer: Optimizer) -> None:
         """No rank steps unless all of them step, with one optimizer on the same gradients."""
         step = self._step
-        stepped = step.parameters_of(optimizer)
-        step.admission.of_step(kind, step.parameters, step.public.names, stepped)
+        step.admission.of_step(kind, step.parameters_of(optimizer), step.public.names)
