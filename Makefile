@@ -39,7 +39,8 @@ test-all: $(STAMP) $(FRAMEWORKS) $(NEWEST)/.installed ## run all cases of all te
 	$(TEST_ENV) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
 	tests/install_afresh.sh $(PYTHON)
 
-soak: $(STAMP) $(FRAMEWORKS) ## long campaigns, whose results are committed: how tight the audit is, what it and trials catch, held-out loss in float8 (a day)
+soak: $(STAMP) $(FRAMEWORKS) ## long campaigns, whose results are committed: how tight the audit is, what it and trials catch, held-out loss in float8 (a day); first, 50 killed ranks (minutes)
+	$(TEST_ENV) DPFLASH_KILLS=50 $(BIN)/pytest -q tests/distributed/test_train_ranks.py -k killed_at_any_moment
 	$(BIN)/python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
 	$(BIN)/python benchmarks/scripts/isolation_figures.py --out benchmarks/results/isolation.json
 	$(BIN)/python benchmarks/scripts/fp8_quality.py --json benchmarks/results/fp8-quality.json

@@ -36,7 +36,7 @@ _SECONDS_BEHIND = 60.0  # by which exchanges time out later than the function, w
 _SECONDS_FOR_OTHERS = 3.0
 # Messages of gloo's plain RuntimeError about a rank that is gone.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused")
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 # Processes are copies of a server, which imports torch and the benchmarks once; an optimizer
 # imports torch._dynamo. Not set again with each call: a program may have the server import more.

@@ -106,8 +106,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
             so far count: several runs on the same data compose in one ledger.
         mesh: the ranks that train one model together: a `DeviceMesh` of all of them with the
             dimensions "data" (other samples), "context" (other tokens of the same samples, see
-            `dpflash.distributed.context_parallel`), or both. Every rank makes the same calls, on
-            the same dataset (of which some entries are compared). None for a single process.
+            `dpflash.distributed.context_parallel`), or both; or torchtitan's "dp_replicate" and
+            "dp_shard" (both other samples) and "cp" (a context). Every rank makes the same calls,
+            on the same dataset (of which some entries are compared). None for a single process.
         neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
             None for the samplers' own ("add_remove" for Poisson sampling with a public
             dataset_size, "zero_out" without one, for shuffled batches, foreign ones and mixtures,

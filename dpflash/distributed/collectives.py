@@ -49,6 +49,13 @@ def rank_in(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def ranks_of(group: ProcessGroup | None) -> list[int]:
+    """The global ranks of a group, in its order."""
+    if group is None:
+        return [dist.get_rank() if dist.is_initialized() else 0]
+    return list(dist.get_process_group_ranks(group))
+
+
 def digest(data: bytes | str) -> int:
     """A 64-bit hash of the contents, as an int64."""
     content = data.encode() if isinstance(data, str) else data

@@ -31,7 +31,7 @@ from .agreement import (
 )
 from .exchange import all_gather, all_reduce, reduce_scatter
 from .layout import SHARDINGS, Layout
-from .mesh import CONTEXT
+from .mesh import OF_CONTEXT
 
 _ENOUGH = 32  # tokens per rank that are not equal by chance
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -300,7 +300,7 @@ def context_parallel(
         model: its attention modules are those of `dpflash.nn`, or it is or has a causal language
             model of transformers (GPT-2, Llama, Mistral, Qwen2, Qwen3), with or without LoRA
             adapters; changed in place.
-        mesh: a DeviceMesh with a dimension named "context".
+        mesh: a DeviceMesh with a dimension named "context", or "cp".
         mode: how keys and values are exchanged, see `ring_attention`.
         sharding: which tokens each rank holds, see `Layout`; pass the same to `shard_sequence`.
 
@@ -383,13 +383,14 @@ def _group_of(mesh: object) -> ProcessGroup | None:
             "mesh_dim_names=('context',))"
         )
     names = mesh.mesh_dim_names
-    if names is not None and CONTEXT in names:
-        return mesh.get_group(CONTEXT)
+    for name in OF_CONTEXT:
+        if name in (names or ()):
+            return mesh.get_group(name)
     if names is None and mesh.ndim == 1:
         return mesh.get_group(0)
     raise ValueError(
-        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context', the ranks "
-        "that share a sequence; pass mesh_dim_names=('data', 'context') to init_device_mesh"
+        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context' or 'cp', the "
+        "ranks that share a sequence; pass mesh_dim_names=('data', 'context') to init_device_mesh"
     )
 
 

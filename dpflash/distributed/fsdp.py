@@ -1,5 +1,8 @@
 """Sharded parameters: each rank holds some rows of a DTensor, as FSDP2 shards them.
 
+Of a mesh of two dimensions the ranks of the last one share the rows, and those of the first one
+hold copies of them (HSDP).
+
 DTensor is slow to import, so it is imported only if it was imported before.
 """
 
@@ -10,6 +13,9 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .collectives import rank_in, world_size
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -22,24 +28,45 @@ def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
 
 
 def require_rows(name: str, parameter: Tensor) -> None:
-    """Raise a ValueError for a DTensor that is not ``Shard(0)`` over one mesh dimension."""
+    """Raise a ValueError for a DTensor that is not ``Shard(0)`` over the last mesh dimension.
+
+    Before it may stand one over which it is replicated.
+    """
     if not is_sharded(parameter):
         return
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Replicate, Shard
 
-    if parameter.placements != (Shard(0),):
+    if parameter.placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ValueError(
-            f"parameter '{name}' has placements {parameter.placements}: expected (Shard(dim=0),), "
-            "whose elements are consecutive in the noise stream; call fully_shard with a mesh of "
-            "one dimension and without shard_placement_fn"
+            f"parameter '{name}' has placements {parameter.placements}: expected (Shard(dim=0),) "
+            "or (Replicate(), Shard(dim=0)), of which each rank has consecutive elements of the "
+            "noise stream; call fully_shard with a mesh of one dimension, or of "
+            "('dp_replicate', 'dp_shard'), and without shard_placement_fn"
         )
+
+
+def holders(parameter: DTensor) -> list[int]:
+    """The ranks of the parameter's mesh."""
+    ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def sharding_group(parameter: DTensor) -> ProcessGroup:
+    """The ranks that share the parameter's rows."""
+    return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
+
+
+def replicating_group(parameter: DTensor) -> ProcessGroup | None:
+    """The ranks of its mesh that hold copies of the same rows, or None."""
+    mesh = parameter.device_mesh
+    return mesh.get_group(0) if mesh.ndim > 1 else None
 
 
 def local_rows(parameter: DTensor) -> tuple[int, int]:
     """First and end row of this rank's shard, as torch.chunk splits them."""
-    rows = parameter.shape[0]
-    size = -(-rows // parameter.device_mesh.size())
-    begin = min(size * parameter.device_mesh.get_local_rank(), rows)
+    rows, group = parameter.shape[0], sharding_group(parameter)
+    size = -(-rows // world_size(group))
+    begin = min(size * rank_in(group), rows)
     return begin, min(begin + size, rows)
 
 

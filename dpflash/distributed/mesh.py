@@ -15,6 +15,8 @@ from ..refusal import PrivateRefusal
 from . import collectives
 
 DATA, CONTEXT = "data", "context"
+# Also under torchtitan's names. Ranks of all the first together have other samples.
+OF_DATA, OF_CONTEXT = (DATA, "dp_replicate", "dp_shard"), (CONTEXT, "cp")
 _T = TypeVar("_T")
 
 
@@ -28,7 +30,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Ranks:
-        """The groups of a mesh of all ranks, with dimensions "data", "context" or both."""
+        """The groups of a mesh of all ranks, with dimensions of `OF_DATA` and `OF_CONTEXT`."""
         if mesh is None:
             return cls()
         if not isinstance(mesh, DeviceMesh):
@@ -37,12 +39,13 @@ class Ranks:
                 "torch.distributed.device_mesh.init_device_mesh"
             )
         names = mesh.mesh_dim_names or ()
-        if not names or set(names) - {DATA, CONTEXT}:
+        if not names or set(names) - {*OF_DATA, *OF_CONTEXT} or set(OF_CONTEXT) <= set(names):
             found = f"dimensions {names}" if names else "no dimension names"
             raise ValueError(
                 f"mesh has {found}: expected 'data' (other samples) and 'context' (other tokens "
-                "of the same samples), or one of them; pass mesh_dim_names=('data', "
-                "'context') to init_device_mesh"
+                "of the same samples), or one of them, or torchtitan's 'dp_replicate' and "
+                "'dp_shard' (both other samples) and 'cp' (a context); pass "
+                "mesh_dim_names=('data', 'context') to init_device_mesh"
             )
         if mesh.size() != dist.get_world_size():
             raise ValueError(
@@ -50,13 +53,16 @@ class Ranks:
                 "ranks outside of it would be missing from the release; make a mesh of all ranks"
             )
 
-        def group(name: str) -> ProcessGroup | None:
-            if name not in names or mesh.size(names.index(name)) == 1:
-                return None
-            return mesh.get_group(name)
+        def group(known: Sequence[str]) -> ProcessGroup | None:
+            found = [
+                n for n, size in zip(names, mesh.shape, strict=True) if n in known and size > 1
+            ]
+            if len(found) > 1:
+                return mesh[tuple(found)]._flatten().get_group()
+            return mesh.get_group(found[0]) if found else None
 
         everyone = dist.group.WORLD if mesh.size() > 1 else None
-        return cls(everyone, group(DATA), group(CONTEXT))
+        return cls(everyone, group(OF_DATA), group(OF_CONTEXT))
 
     @property
     def data_rank(self) -> int:

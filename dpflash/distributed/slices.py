@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .collectives import all_gather, all_to_all, bundles, digest, rank_in, world_size
-from .fsdp import is_sharded, local_rows, local_shape
+from .collectives import all_gather, all_to_all, bundles, digest, rank_in, ranks_of, world_size
+from .fsdp import is_sharded, local_rows, local_shape, sharding_group
 from .mesh import Ranks
 
 _MARKS = 1 << 20  # float32 holds them
@@ -214,8 +214,7 @@ def _is_over(parameter: nn.Parameter, group: ProcessGroup | None) -> bool:
     """Whether the parameter's rows are sharded over these ranks."""
     if group is None or not is_sharded(parameter):
         return False
-    mesh = parameter.device_mesh
-    return mesh.size() == world_size(group) and mesh.get_group() is group
+    return ranks_of(sharding_group(parameter)) == ranks_of(group)
 
 
 def _unit(parameter: nn.Parameter, group: ProcessGroup | None) -> int:

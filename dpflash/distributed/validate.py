@@ -15,7 +15,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ..privacy.keys import derive_key, uniform_words
 from ..privacy.ledger import Ledger, LedgerCopy
 from . import collectives
-from .fsdp import is_sharded, require_rows
+from .collectives import ranks_of
+from .fsdp import holders, is_sharded, replicating_group, require_rows
 from .mesh import Ranks
 
 _OF_OPACUS = "DifferentiallyPrivateDistributedDataParallel"
@@ -73,12 +74,21 @@ def check_module(module: nn.Module, ranks: Ranks) -> None:
         if fsdp is not None and isinstance(child, fsdp.FSDPModule)
         for p in child.parameters()
     }
+    groups = [set(ranks_of(group)) for group in (ranks.everyone, ranks.data, ranks.context)]
     for name, parameter in module.named_parameters():
         require_rows(name, parameter)
-        if is_sharded(parameter) and id(parameter) not in fully_sharded:
+        if not is_sharded(parameter):
+            continue
+        if id(parameter) not in fully_sharded:
             raise ValueError(
                 f"parameter '{name}' is a DTensor that fully_shard did not make: private training "
                 "does not support tensor parallelism. Use a plain parameter, or fully_shard"
+            )
+        if set(holders(parameter)) not in groups:
+            raise ValueError(
+                f"parameter '{name}' is sharded over the ranks {holders(parameter)}: expected "
+                "all ranks with other samples, all of a context, or all of both; call fully_shard "
+                "with mesh['data'], or with mesh['dp_replicate', 'dp_shard'] of such a mesh"
             )
     _check_context(module, ranks)
     if isinstance(module, DistributedDataParallel):
@@ -95,7 +105,7 @@ def _check_context(module: nn.Module, ranks: Ranks) -> None:
         if collectives.world_size(group) == 1:
             continue
         is_context_parallel = True
-        if ranks.context is None or _ranks(group) != _ranks(ranks.context):
+        if ranks.context is None or ranks_of(group) != ranks_of(ranks.context):
             raise ValueError(
                 f"module '{name}' is context parallel over {collectives.world_size(group)} ranks, "
                 "but the engine's mesh has no such dimension: norms would cover parts of samples. "
@@ -121,18 +131,12 @@ def _check_replicas(module: DistributedDataParallel, ranks: Ranks) -> None:
             "reduction of gradients in the first backward, and private training does that in the "
             "step: leave static_graph out"
         )
-    if _ranks(module.process_group) != _ranks(ranks.data):
+    if ranks_of(module.process_group) != ranks_of(ranks.data):
         raise ValueError(
-            f"module is DistributedDataParallel over the ranks {_ranks(module.process_group)}, "
-            f"but the data dimension of the engine's mesh has the ranks {_ranks(ranks.data)}; "
+            f"module is DistributedDataParallel over the ranks {ranks_of(module.process_group)}, "
+            f"but the data dimension of the engine's mesh has the ranks {ranks_of(ranks.data)}; "
             "pass process_group=mesh.get_group('data')"
         )
-
-
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    if group is None:
-        return [dist.get_rank() if dist.is_initialized() else 0]
-    return list(dist.get_process_group_ranks(group))
 
 
 def digests_of(dataset: Any, key: bytes) -> list[str]:
@@ -191,12 +195,15 @@ def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
     operation = "broadcast of rank 0's parameters"
     ranks.broadcast_([x for x in tensors if not is_sharded(x)], operation)
-    if ranks.context is not None:
-        others = set(_ranks(ranks.context)) - {dist.get_rank()}
-        for x in tensors:
-            # The ranks of a context group hold the same rows, each in its own data group.
-            if is_sharded(x) and not others & set(x.device_mesh.mesh.flatten().tolist()):
-                collectives.broadcast_(x.to_local(), ranks.context, operation)
+    for x in filter(is_sharded, tensors):
+        copies = [replicating_group(x)]
+        for group in (ranks.data, ranks.context):
+            # Ranks outside of its mesh hold the same rows, each in a mesh of its own.
+            if set(ranks_of(group)) & set(holders(x)) == {dist.get_rank()}:
+                copies.append(group)
+        for group in copies:
+            if group is not None:
+                collectives.broadcast_(x.to_local(), group, operation)
     if isinstance(module, DistributedDataParallel):
         # Its reducer would write zeros into `.grad`, and clipped sums are added by the step.
         module.require_backward_grad_sync = False

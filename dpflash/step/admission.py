@@ -119,11 +119,11 @@ class Admission:
     def of_step(
         self, kind: str, parameters: Sequence[nn.Parameter], public: Sequence[str]
     ) -> None:
-        """Ask for a step of the optimizers.
+        """Ask for a step of an optimizer.
 
         Args:
             kind: what the step is on.
-            parameters: those that a release changes.
+            parameters: those of the optimizer whose turn it is.
             public: names of the parameters with a public gradient.
 
         Raises:
@@ -163,6 +163,9 @@ class Admission:
                 "draw": None if mark is None else (tracker.returns, mark.draw),
                 **release,
                 "trained parameters": [self._sums.names[p] for p in parameters],
+                "parameters with a gradient": [
+                    self._sums.names[p] for p in parameters if p.grad is not None
+                ],
                 "parameters with a public gradient": public,
             },
             [int(wants_trials)],

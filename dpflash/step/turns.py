@@ -70,7 +70,9 @@ class Turns:
         if optimizer in self._gone or has_more or self._progress != step.progress:
             self._end()
         if self._kind is None:
-            self._kind = self._step_first()
+            self._kind = self._step_first(optimizer)
+        elif self._kind != "microbatch":
+            self._agree("the turn of another optimizer", optimizer)
         self._gone.add(optimizer)
         if self._kind == "microbatch":
             self._note_microbatch(optimizer)
@@ -95,47 +97,52 @@ class Turns:
                 raise PrivateRefusal(_IN_TURNS) from None
         self._stepped_in.setdefault(optimizer, set()).add(tracker.received)
 
-    def _step_first(self) -> Kind:
+    def _step_first(self, optimizer: Optimizer) -> Kind:
         """End the microbatch or logical batch, and say which."""
         step = self._step
         if step.public.are_waiting and not step.is_open and step.tracker.has_left_trial:
-            self._set_public_gradients()
+            self._set_public_gradients(optimizer)
             return "public gradients"
         if step.tracker.step_ends_microbatch():
             step.public.begin_microbatch(begins_draw=False)
             return "microbatch"
         step.gradients.refuse_frozen(self._optimizer)
         if step.public.are_waiting and not step.is_open and step.tracker.is_between_batches:
-            self._set_public_gradients()
+            self._set_public_gradients(optimizer)
             return "public gradients"
-        self._take_release()
+        self._take_release(optimizer)
         return "release"
 
-    def _take_release(self) -> None:
+    def _take_release(self, optimizer: Optimizer) -> None:
         """End the logical batch; `.grad` is its release, with the gradients of public data."""
         step = self._step
         if step.released is None:
             step.release(signalled=step.tracker.signalled_now)
+        gradients = self._public_gradients("a private batch", optimizer)
         with step.dropping():
             step.gradients.refuse_cleared(step.released or ())
-        for parameter, grad in self._public_gradients("a private batch"):
+        for parameter, grad in gradients.items():
             if parameter.grad is not None:
                 parameter.grad.add_(grad)
         step.public.drop()
         step.end()
 
-    def _set_public_gradients(self) -> None:
+    def _set_public_gradients(self, optimizer: Optimizer) -> None:
         """Set the gradients of public data alone; nothing is released or charged."""
         step = self._step
-        gradients = self._public_gradients("public data alone")
         step.gradients.drop()
-        for parameter, grad in gradients:
+        gradients = self._public_gradients("public data alone", optimizer)
+        for parameter, grad in gradients.items():
             parameter.grad = grad
         step.public.drop()
         step.parameters_change()
 
-    def _public_gradients(self, kind: str) -> list[tuple[nn.Parameter, Tensor]]:
+    def _public_gradients(self, kind: str, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
         """The mean gradients of public data over all ranks, which make steps of one kind."""
+        self._agree(kind, optimizer)
+        return self._step.public.mean(self._step.sums.ranks)
+
+    def _agree(self, kind: str, optimizer: Optimizer) -> None:
+        """No rank steps unless all of them step, with one optimizer on the same gradients."""
         step = self._step
-        step.admission.of_step(kind, step.parameters, step.public.names)
-        return list(step.public.mean(step.sums.ranks).items())
+        step.admission.of_step(kind, step.parameters_of(optimizer), step.public.names)

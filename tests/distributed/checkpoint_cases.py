@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from meshes import mesh_of
+from meshes import hybrid_mesh_of, mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -54,7 +54,7 @@ class Run:
     """An engine and what it made private.
 
     Args:
-        wrapper: "alone" for a process without a mesh, "plain", "ddp", "fsdp".
+        wrapper: "alone" for a process without a mesh, "plain", "ddp", "fsdp", "hsdp".
         kind: of the model, "net" or "lm".
         context: how many ranks share a sample.
     """
@@ -82,15 +82,17 @@ class Run:
             x = torch.randn(samples, 5, generator=generator)
             data = TensorDataset(x, torch.randn(samples, 3, generator=generator))
             self.plain = Net(hidden)
-        self.mesh = None if wrapper == "alone" else mesh_of(context)
+        self.mesh = None
+        if wrapper != "alone":
+            self.mesh = (hybrid_mesh_of if wrapper == "hsdp" else mesh_of)(context)
         self.context = context
         model = self.plain
         if context > 1:
             context_parallel(model, self.mesh)
         if wrapper == "ddp":
             model = DistributedDataParallel(model, process_group=self.mesh.get_group("data"))
-        if wrapper == "fsdp":
-            over = self.mesh["data"]
+        if wrapper in ("fsdp", "hsdp"):
+            over = self.mesh[("dp_replicate", "dp_shard") if wrapper == "hsdp" else "data"]
             for child in model.children() if kind == "net" else model.blocks:
                 fully_shard(child, mesh=over)
             fully_shard(model, mesh=over)

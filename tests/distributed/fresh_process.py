@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FORKED = multiprocessing.get_context("forkserver")
@@ -25,3 +25,14 @@ def run_script(script: str, folder: Path, environment: Mapping[str, str], errors
     except BaseException:
         errors.write_text(traceback.format_exc())
         sys.exit(1)
+
+
+def run_command(words: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
+    """`dpflash` with its arguments; `output` has what it prints."""
+    from dpflash.cli import main
+
+    os.environ.update(environment)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.exit(main(list(words)))

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from meshes import hybrid_mesh_of, mesh_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +34,8 @@ def make(
     context: int = 1,
     data: Tensor | TensorDataset | None = None,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
+    mesh: TensorMesh | None = None,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer] | None = None,
     batch_size: int = 6,
     **options: Any,
 ) -> tuple[dpflash.PrivacyEngine, Any, Any]:
@@ -43,7 +44,7 @@ def make(
         data = torch.arange(240.0).view(30, 8) / 240
     data = TensorDataset(data) if isinstance(data, Tensor) else data
     arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "clipping": "flat", **options}
-    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh_of(context))
+    engine = dpflash.PrivacyEngine(seed=3, mesh=mesh or mesh_of(context))
     _, optimizer, loader = engine.make_private(
         module=model,
         optimizer=optimizer
@@ -341,6 +342,24 @@ def optimizer_of_its_own(group: object, differs: str) -> str:
     return said_by(train)
 
 
+def cleared_on_one(group: object, turn: int) -> dict[str, Any]:
+    """One rank loses the gradients of one of two optimizers behind the last backward."""
+    model = mlp()
+    kept = [list(layer.parameters()) for layer in model]
+    both = [torch.optim.SGD(parameters, lr=1.0) for parameters in kept]
+    engine, optimizers, loader = make(model, optimizer=both, **ONE_MICROBATCH)
+    for (x,) in loader:
+        engine.backward(model(x).flatten())
+        for p in kept[turn] if rank() else ():
+            p.grad = None
+        said = [said_by(optimizer.step) for optimizer in optimizers[: turn + 1]]
+        break
+    return {
+        "said": said,
+        "parameters": torch.cat([p.flatten() for p in model.parameters()]).tolist(),
+    }
+
+
 def wrappers(group: object) -> dict[str, str]:
     """Wrappers that bring something of their own, or shards of another kind."""
     said = {}
@@ -366,14 +385,30 @@ def wrappers(group: object) -> dict[str, str]:
     return said
 
 
-def rows_of_a_context(group: object) -> float:
-    """Sharded parameters that the ranks of a context drew each by itself are made equal."""
+def rows_of_a_context(group: object, over: str) -> float:
+    """Sharded parameters that ranks with the same rows drew each by itself are made equal."""
     torch.manual_seed(rank())
     model = LongContextLM(10, 16, 1, 2, max_seq_len=8)
     context_parallel(model, mesh_of(2))
-    fully_shard(model, mesh=mesh_of(2)["data"])
+    fully_shard(model, mesh=mesh_of(2)[over])
     make(model, 2, data=torch.zeros(30, 8))
     return float(sum(p.full_tensor().double().abs().sum() for p in model.parameters()))
+
+
+def copies_of_rows(group: object) -> list[float]:
+    """This rank's part of a sharded layer that the ranks drew each by itself."""
+    torch.manual_seed(rank())
+    model, mesh = nn.Linear(8, 4), hybrid_mesh_of(1)
+    fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
+    make(model, mesh=mesh)
+    return model.weight.to_local().flatten().tolist()
+
+
+def sharded_over_some(group: object) -> str:
+    """Sharded over half of the ranks with other samples, whose copies nothing would make equal."""
+    model, mesh = mlp(), hybrid_mesh_of(1)
+    fully_shard(model, mesh=mesh["dp_shard"])
+    return said_by(lambda: make(model, mesh=mesh))
 
 
 def trials_of_each_release(group: object) -> list[int]:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from meshes import hybrid_mesh_of, mesh_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,8 +72,13 @@ def wrap(model: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
     """The model as it is, or in one of torch's wrappers."""
     if wrapper == "ddp":
         return DistributedDataParallel(model, process_group=mesh.get_group("data"))
-    if wrapper.startswith("fsdp"):
-        over = mesh["data"] if wrapper == "fsdp" else mesh["data", "context"]._flatten("all")
+    if wrapper.startswith(("fsdp", "hsdp")):
+        over = {
+            "fsdp": lambda: mesh["data"],
+            "fsdp2d": lambda: mesh["data", "context"]._flatten("all"),
+            "hsdp": lambda: mesh["dp_replicate", "dp_shard"],
+            "hsdp2d": lambda: mesh["dp_replicate", "cp"],
+        }[wrapper]()
         for block in model.blocks:
             fully_shard(block, mesh=over)
         fully_shard(model, mesh=over)
@@ -86,7 +91,7 @@ def parallel(
     """The model as ranks share it, and their mesh; as it is for context=0, of one process."""
     if not context:
         return model, None
-    mesh = mesh_of(context)
+    mesh = (hybrid_mesh_of if wrapper.startswith("hsdp") else mesh_of)(context)
     if context > 1:
         context_parallel(model, mesh, **options)
     return wrap(model, wrapper, mesh), mesh
@@ -94,9 +99,9 @@ def parallel(
 
 def sharded(mesh: DeviceMesh | None, *batch: Tensor, sharding: str = "contiguous") -> list[Tensor]:
     """This rank's tokens of a batch."""
-    if mesh is None or mesh["context"].size() == 1:
+    if mesh is None or mesh.shape[-1] == 1:
         return list(batch)
-    group = mesh.get_group("context")
+    group = mesh.get_group(mesh.ndim - 1)
     return [shard_sequence(t, 1, group, sharding) for t in batch]
 
 

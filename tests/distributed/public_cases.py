@@ -12,6 +12,7 @@ from distributed_world import load
 from torch import Tensor
 
 import dpflash
+from dpflash.distributed.mesh import Ranks
 
 cases: Any = load(str(Path(__file__).with_name("private_cases.py")))
 
@@ -47,8 +48,9 @@ def train(
             x, y = public_text()
             if mesh is not None:
                 # Each rank has its own samples, as many as the others.
-                size = PUBLIC // mesh.size(0)
-                own = slice(mesh.get_local_rank(0) * size, (mesh.get_local_rank(0) + 1) * size)
+                ranks = Ranks.of(mesh)
+                size = PUBLIC // ranks.data_size
+                own = slice(ranks.data_rank * size, (ranks.data_rank + 1) * size)
                 x, y = x[own], y[own]
             model(*cases.sharded(mesh, x, y)).mean().backward()
 

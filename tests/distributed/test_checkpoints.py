@@ -107,6 +107,25 @@ def test_a_run_without_a_step_goes_on(saved, cases, of_size, expected):
             check_equal(found, expected("adamw", steps=2), name)
 
 
+def test_copies_of_shards_go_on_as_other_copies_shards_and_one_process(
+    cases, of_size, expected, tmp_path
+):
+    name, wanted = "hsdp-adamw", expected("adamw")
+    of_size(4).run(CASES, "write", 4, folder=str(tmp_path), names=[name], after=SAVED)
+    again = {"folder": str(tmp_path), "names": [name], "steps": STEPS}
+    outcomes = [
+        *of_size(4).run(CASES, "resume", 4, wrappers=["hsdp", "fsdp"], **again),
+        *of_size(2).run(CASES, "resume", 2, wrappers=["hsdp"], **again),
+        cases.resume(None, wrappers=["alone"], **again),
+    ]
+    cases.write(None, folder=str(tmp_path), names=["alone-adamw"], after=SAVED)
+    again["names"] = ["alone-adamw"]
+    outcomes += of_size(4).run(CASES, "resume", 4, wrappers=["hsdp"], **again)
+    for rank in outcomes:
+        for case, found in rank.items():
+            check_equal(found, wanted, case)
+
+
 @pytest.mark.cases(0)
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_ranks_that_share_samples_save_and_go_on(wrapper, cases, of_size, expected, tmp_path):

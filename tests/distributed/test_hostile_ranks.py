@@ -136,7 +136,7 @@ def test_parameters_frozen_on_one_rank_are_refused(pair: Any) -> None:
     ("differs", "message"),
     [
         ("", "did it: 4"),
-        ("betas", "options of an optimizer on one rank"),
+        ("betas", "by other options on one rank"),
         ("code", "the code dif"),
     ],
 )
@@ -146,6 +146,15 @@ def test_replicas_that_other_code_or_options_would_make_unlike_are_found(
 ) -> None:
     for said in pair.run(CASES, "optimizer_of_its_own", 2, differs=differs):
         assert message in said
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_no_rank_steps_where_another_lost_its_gradients(pair: Any, turn: int) -> None:
+    first, second = pair.run(CASES, "cleared_on_one", 2, turn=turn)
+    for one in (first, second):
+        assert one["said"][:turn] == ["did it: None"] * turn
+        assert "parameters with a gradient differs between ranks" in one["said"][turn]
+    assert first["parameters"] == second["parameters"]
 
 
 def test_wrappers_with_something_of_their_own(pair: Any) -> None:
@@ -162,7 +171,16 @@ def test_sharded_models_over_a_context(new_world: Any) -> None:
     shares = world.run(CASES, "sinks_of_an_empty_share", 4)
     assert all(one["steps"] == 6 for one in shares)
     assert any(0 in one["sizes"] for one in shares) and any(any(o["sizes"]) for o in shares)
-    assert len(set(world.run(CASES, "rows_of_a_context", 4))) == 1
+    for over in ("data", "context"):
+        assert len(set(world.run(CASES, "rows_of_a_context", 4, over=over))) == 1
+
+
+def test_copies_of_shards_start_equal_and_cover_all_ranks(world: Any) -> None:
+    one, two, *copies = world.run(CASES, "copies_of_rows", 4)
+    assert copies == [one, two] and one != two
+    for said in world.run(CASES, "sharded_over_some", 4):
+        assert "'0.weight' is sharded over the ranks [" in said
+        assert "mesh['dp_replicate', 'dp_shard']" in said
 
 
 @pytest.mark.parametrize("by_engine", [True, False], ids=["of the engine", "of the loop"])

@@ -89,6 +89,9 @@ MESHES = [
     pytest.param(4, 2, "ddp", id="ddp2xcontext2"),
     pytest.param(4, 2, "fsdp", id="fsdp2xcontext2"),
     pytest.param(4, 2, "fsdp2d", id="fsdp4xcontext2"),
+    pytest.param(4, 1, "hsdp", id="hsdp2x2"),
+    pytest.param(4, 2, "hsdp", id="hsdp2x1xcontext2"),
+    pytest.param(4, 2, "hsdp2d", id="hsdp2xcontext2"),
 ]
 
 
@@ -268,7 +271,7 @@ def test_the_ranks_shares_of_a_draw_are_the_draw(started):
 @pytest.mark.parametrize("order", ["before", "between"])
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
-    [MESHES[i] for i in (0, 1, 2, 5, 3, 8)],
+    [MESHES[i] for i in (0, 1, 2, 5, 3, 8, 11)],
 )
 def test_public_gradients_are_averaged_over_the_ranks_with_other_samples(
     started, ranks, context, wrapper, order
@@ -397,7 +400,7 @@ def test_invariant_6_a_sample_with_nan_on_one_rank_counts_nowhere(started):
 
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
-    [MESHES[i] for i in (0, 1, 2, 3, 7, 10)],
+    [MESHES[i] for i in (0, 1, 2, 3, 7, 10, 11, 13)],
 )
 def test_invariant_4_noise_is_added_once_whatever_the_ranks(started, ranks, context, wrapper):
     alone = cases.noise_of(context=0)["noise"]
@@ -434,7 +437,7 @@ def test_banded_noise_of_4_ranks_is_that_of_the_reference_in_integers(started, c
 
 @pytest.mark.parametrize(
     ("ranks", "context", "wrapper"),
-    [MESHES[i] for i in (0, 1, 2, 3, 7, 10)],
+    [MESHES[i] for i in (0, 1, 2, 3, 7, 10, 11, 13)],
 )
 def test_noise_of_an_element_is_drawn_by_one_rank(started, ranks, context, wrapper):
     together = started.run(ranks, "noise_of", context=context, wrapper=wrapper)
@@ -481,6 +484,7 @@ EXACT_MESHES = [
     (4, "fsdp", EXACT[1]),
     (8, "plain", EXACT[0]),
     (16, "fsdp", EXACT[1]),
+    (4, "hsdp", EXACT[0]),
 ]
 
 
@@ -570,7 +574,7 @@ def test_one_rank_alone_may_detach_and_the_next_model_needs_all_and_has_other_no
 
 REFUSED = {
     "mesh of one": "mesh holds 1 of 2 ranks|no dimension names",
-    "mesh names": "dimensions ('dp',)",
+    "mesh names": "dimensions ('dp',): expected 'data'",
     "no mesh": "mesh=str",
     "seed": "seed differs between ranks (rank 0 has 0, rank 1 has 1)",
     "accountant": "accountant differs between ranks",

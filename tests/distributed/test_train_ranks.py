@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fresh_process import FORKED, run_command
 
 import dpflash
 from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
 from dpflash.cli import train as command
+from dpflash.privacy.ledger import Ledger
 from dpflash.train.config import Corpus, TrainingConfig
 from dpflash.train.run import Interrupted, TrainingRun, checkpoint_of
 
@@ -363,6 +366,70 @@ def test_ranks_of_two_machines_that_do_not_connect_hear_of_the_interface(
     assert "set GLOO_SOCKET_IFNAME on each machine" in error and "MASTER_ADDR=" in error
 
 
+@pytest.fixture
+def two_hosts():
+    """Network namespaces with an interface each, as hosts whose own name is 127.0.0.1."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs root and the command `ip`")
+    names = [f"dpflash-{os.getpid()}-{host}" for host in "ab"]
+
+    def ip(*words):
+        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+    try:
+        if not all(ip("netns", "add", name) for name in names):
+            pytest.skip("needs `ip netns add`")
+        ends = "type", "veth", "peer", "name", "link0", "netns", names[1]
+        made = ip("-n", names[0], "link", "add", "link0", *ends)
+        for number, name in enumerate(names, 1):
+            made &= ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "link0")
+            made &= all(ip("-n", name, "link", "set", link, "up") for link in ("lo", "link0"))
+        if not made:
+            pytest.skip("needs `ip link add type veth`")
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+@pytest.mark.cases(0)
+@pytest.mark.parametrize("interface", [None, "link0"])
+def test_two_hosts_train_with_the_interface_that_the_message_asks_for(
+    interface, two_hosts, data, whole, tmp_path
+):
+    """`whole` has compiled what they run."""
+    named = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    out = tmp_path / "out"
+    words = [*options(data, out, steps=2), "--no-baseline", "--rank-timeout", "10"]
+    hosts = []
+    for number, host in enumerate(two_hosts):
+        log = open(tmp_path / f"log-{number}", "w+")  # noqa: SIM115
+        each = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "10.77.0.1"]
+        hosts.append((torchrun(1, words, each=each, host=host, log=log, **named), log))
+    deadline = time.monotonic() + 90
+    try:
+        done, shown = False, ["", ""]
+        while not done and time.monotonic() < deadline:
+            time.sleep(0.1)
+            shown = [Path(log.name).read_text() for _, log in hosts]
+            ended = all(process.poll() is not None for process, _ in hosts)
+            done = any("set GLOO_SOCKET_IFNAME" in text for text in shown) or ended
+        codes = [process.poll() for process, _ in hosts]
+    finally:
+        for process, log in hosts:
+            if process.poll() is None:
+                for pid in (*children(process.pid), process.pid):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+            log.close()
+    if interface is None:
+        assert "reaches MASTER_ADDR=10.77.0.1" in "".join(shown), shown
+        assert not out.exists()
+    else:
+        assert codes == [0, 0], shown
+        assert report_of(out)["steps"] == 2
+
+
 def test_what_only_another_rank_finds_wrong_is_told_by_it(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value in {**ENVIRONMENT, "RANK": "1"}.items():
@@ -375,17 +442,18 @@ def test_what_only_another_rank_finds_wrong_is_told_by_it(monkeypatch, capsys):
     assert waited and waited[0] >= 5
 
 
-def torchrun(ranks, words):
+def torchrun(ranks, words, each=(), host=(), log=subprocess.PIPE, **environment):
+    """Start ranks; `each` are arguments of torchrun, `host` a command that runs it elsewhere."""
     # Not by `torchrun`: its process would not be the one whose children are the ranks.
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *(*host, sys.executable, "-m", "torch.distributed.run", *each),
             *("--nproc-per-node", str(ranks), "-m", "dpflash", *words),
         ],
-        stdout=subprocess.PIPE,
+        stdout=log,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         start_new_session=True,
     )
 
@@ -495,6 +563,71 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_and_its_step_counts_once(
     rate = TINY["batch_size"] / job.num_documents
     accountant.history = [(job.state.noise_multiplier, rate, 20 + job.lost_steps)]
     assert job.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-12)
+
+
+KILLS = int(os.environ.get("DPFLASH_KILLS", "5"))
+
+
+def ranks_of_a_run(number, words, log):
+    """Processes of a run, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = []
+    for rank in map(str, range(number)):
+        own = {"WORLD_SIZE": str(number), "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": str(number)}
+        started.append(FORKED.Process(target=run_command, args=(words, own, log)))
+        started[-1].start()
+    return started
+
+
+@linux_only
+def test_a_run_whose_ranks_are_killed_at_any_moment_loses_nothing(
+    data, tmp_path, new_world, world
+):
+    """`make soak` kills ten times as many."""
+    rng, out, lines = random.Random(0), tmp_path / "out", 0
+    ledger = out / "ledger.jsonl"
+    words = options(data, out, steps=100 + 10 * KILLS, checkpoint_every=2)
+    words += ["--no-baseline", "--resume-if-present"]
+    for number in range(KILLS):
+        log, victim = tmp_path / f"log-{number}", rng.randrange(2)
+        ways = [[], ["--shard-parameters"], ["--context-parallel", "2"]]
+        way = rng.choice(ways if KILLS > 5 else ways[:1])
+        ranks = ranks_of_a_run(2, [*words, *way], log)
+        try:
+            wanted, deadline = lines + rng.randrange(1, 3), time.monotonic() + 60
+            while not ledger.exists() or ledger.read_bytes().count(b"\n") < wanted:
+                assert time.monotonic() < deadline and all(r.is_alive() for r in ranks), log
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.05))
+            ranks[victim].kill()
+            ranks[1 - victim].join(10)
+            assert ranks[1 - victim].exitcode == 1, log.read_text()
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert f"dpflash: error: rank {1 - victim}: " in log.read_text()
+        lines = ledger.read_bytes().count(b"\n")
+    # Besides what a surviving rank notes of the loss.
+    released = sum(line.note is None for line in Ledger(ledger).lines)
+    for size in ("1", "2", "4"):
+        shutil.copytree(out, tmp_path / size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the copies are of one run
+        job = TrainingRun.resume(tmp_path / "1")
+    assert job.step + job.lost_steps == released and job.lost_steps <= 2 * KILLS
+    end = job.step + 2
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == end)
+    alone = {name: value.detach().numpy() for name, value in job.model.state_dict().items()}
+    for size, ranks in ((2, new_world(2)), (4, world)):
+        copy = str(tmp_path / str(size))
+        for one in ranks.run(CASES, "train", size, out=copy, parallel={}, stop_at=end):
+            assert one["epsilon"] == job.epsilon and one["parameters"].keys() == alone.keys()
+            for name, value in one["parameters"].items():
+                np.testing.assert_allclose(value, alone[name], rtol=0, atol=5e-7)
 
 
 @pytest.mark.cases(0)
