@@ -30,7 +30,7 @@ from .agreement import (
 )
 from .all_gather import AllGatherCall
 from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward
-from .exchange_plan import ShardedPattern
+from .exchange_plan import ShardedPattern, graph_of
 from .layout import SHARDINGS
 from .ring import Ring
 from .traffic import cheapest_mode, require_enough_heads
@@ -207,7 +207,7 @@ def attend(
     group, mode = context.group, context.mode
     sharded = ShardedPattern(pattern, context.length, q.shape[1], k.shape[1], context.layout)
     # Raises for a T or H that the pattern does not support.
-    sharded.static.graph(sharded.length, sharded.num_heads)
+    graph_of(sharded, torch.device("cpu"))
     if mode == "auto":
         mode = cheapest_mode(sharded, q.shape[3], q.dtype, q.shape[0])
     require_enough_heads(sharded, mode)
@@ -249,10 +249,24 @@ class _ShardedAttention(torch.autograd.Function):
         gates: Tensor | None,
         call: Ring | AllGatherCall,
     ) -> tuple[Tensor, Tensor]:
-        forward = BlockwiseForward(q, sinks, slopes, call.scale, call.backend)
-        call.forward(forward, k, v, BlockChoice.graph_of(blocks, gates, call.sharded))
-        o, lse = forward.o, forward.lse
-        ctx.save_for_backward(q, k, v, forward.o_to_save(o), lse, sinks, slopes, blocks, gates)
+        runtime = BlockChoice.graph_of(blocks, gates, call.sharded)
+
+        def compute(
+            part: Ring | AllGatherCall,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            sinks: Tensor | None,
+            slopes: Tensor | None,
+        ) -> tuple[Tensor | None, ...]:
+            forward = BlockwiseForward(q, sinks, slopes, call.scale, call.backend)
+            part.forward(forward, k, v, runtime)
+            return forward.o, forward.lse, forward.wide_o
+
+        o, lse, wide_o = call.by_heads(compute, k, q, k, v, sinks, slopes)
+        assert o is not None and lse is not None
+        saved_o = o if wide_o is None else wide_o
+        ctx.save_for_backward(q, k, v, saved_o, lse, sinks, slopes, blocks, gates)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return o, lse
@@ -263,8 +277,17 @@ class _ShardedAttention(torch.autograd.Function):
         call: Ring | AllGatherCall = ctx.call
         # Read only once: activation checkpointing returns saved tensors a single time.
         saved = ctx.saved_tensors
-        _, k, v, *_, blocks, gates = saved
-        backward = BlockwiseBackward(saved, do, dlse, call.scale, call.backend)
-        runtime = BlockChoice.graph_of(blocks, gates, call.sharded)
-        own = call.backward(backward, k, v, runtime, any(ctx.needs_input_grad[1:3]))
-        return *backward.results(own, k, v), None
+        runtime = BlockChoice.graph_of(*saved[-2:], call.sharded)
+
+        def compute(
+            part: Ring | AllGatherCall,
+            do: Tensor | None,
+            dlse: Tensor | None,
+            *saved: Any,
+        ) -> tuple[Tensor | None, ...]:
+            k, v = saved[1:3]
+            backward = BlockwiseBackward(saved, do, dlse, call.scale, call.backend)
+            own = part.backward(backward, k, v, runtime, any(ctx.needs_input_grad[1:3]))
+            return backward.results(own, k, v)
+
+        return *call.by_heads(compute, saved[1], do, dlse, *saved), None

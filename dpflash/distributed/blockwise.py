@@ -9,8 +9,8 @@ one shard, n blocks, K chosen blocks, D head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,14 @@ class BlockChoice(NamedTuple):
         return runtime_graph(blocks, gates, sharded.pattern, sharded.length)
 
 
+# Beside its results a call holds up to 13 tensors of a shard's size, of a part's size in parts: with
+# eight parts they are no more than half of the results o, dq, dk and dv.
+_MOST_PARTS = 8
+# Of the keys in one exchange of a part. Smaller parts would wait for the network's latency and, on
+# a GPU, not give each multiprocessor some queries.
+_LEAST_BYTES = {"cpu": 2**20, "cuda": 2**23}
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedCall:
     """One call of attention on this rank, and how it gets the keys and values of other ranks."""
@@ -80,6 +88,51 @@ class ShardedCall:
     def rank(self) -> int:
         """Index of this rank in the group."""
         return rank_in(self.group)
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows (key head, token) in one exchange between two ranks, equal on all ranks."""
+        raise NotImplementedError
+
+    def by_heads(
+        self,
+        compute: Callable[..., tuple[Tensor | None, ...]],
+        k: Tensor,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """The results `[B, H, ...]` of ``compute(part of the call, *tensors of its heads)``.
+
+        A large call is computed in parts, each of whole groups of query heads that share a
+        key/value head, and so needs less memory; k `[B, G, S, D]` is this rank's. An `Adaptive`
+        pattern's call has one part.
+        """
+        count = self._number_of_parts(k)
+        if count == 1:
+            return compute(self, *tensors)
+        heads = self.sharded.num_heads // count
+        wholes: list[Tensor | None] = []
+        for i in range(count):
+            part = replace(self, sharded=self.sharded.of_heads(i * heads, (i + 1) * heads))
+            results = compute(part, *(None if x is None else x.chunk(count, 1)[i] for x in tensors))
+            if not wholes:
+                wholes = [None if x is None else _of_parts(x, count) for x in results]
+            for whole, result in zip(wholes, results, strict=True):
+                if whole is not None:
+                    whole.chunk(count, 1)[i].copy_(result)
+            # Not alive while the next part is computed.
+            results = result = None
+        return tuple(wholes)
+
+    def _number_of_parts(self, k: Tensor) -> int:
+        if isinstance(self.sharded.pattern, Adaptive):
+            return 1
+        size = self.most_rows * k.shape[0] * k.shape[3] * k.element_size()
+        most = min(_MOST_PARTS, size // _LEAST_BYTES.get(k.device.type, 2**23))
+        return next((n for n in range(most, 1, -1) if k.shape[1] % n == 0), 1)
+
+
+def _of_parts(x: Tensor, count: int) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] * count, *x.shape[2:]))
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -153,9 +206,11 @@ class BlockwiseForward:
         """`[B, H, T, D]`, dtype of q."""
         return self._results()[0].to(self._q.dtype)
 
-    def o_to_save(self, o: Tensor) -> Tensor:
-        """What the backward takes as `o`: the property's result, or see `needs_wide_o`."""
-        return self._results()[0] if needs_wide_o(self._q, self._sinks, self._slopes) else o
+    @property
+    def wide_o(self) -> Tensor | None:
+        """What the backward takes instead of `o`, see `needs_wide_o`; None if it takes `o`."""
+        wide = needs_wide_o(self._q, self._sinks, self._slopes)
+        return self._results()[0] if wide else None
 
     @property
     def lse(self) -> Tensor:
@@ -166,7 +221,7 @@ class BlockwiseForward:
 class BlockwiseBackward:
     """Backward over key/value shards, added one at a time, given o and lse over all of them.
 
-    `saved` has q, k, v, `BlockwiseForward.o_to_save`, lse, sinks, slopes, blocks and gates. A
+    `saved` has q, k, v, o or `BlockwiseForward.wide_o`, lse, sinks, slopes, blocks and gates. A
     gradient do or dlse that is None is 0.
     """
 
