@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from dpflash import _validate
 from dpflash.attn.functional import attention, per_head, require_fitting, resolve_pattern
 from dpflash.distributed.collectives import world_size
+from dpflash.kernels.attention_reference import needs_wide_o
 from dpflash.patterns import Pattern
 
 from ..verification.second_order import differentiable_once
@@ -29,7 +30,7 @@ from .agreement import (
     unpadded_length,
 )
 from .all_gather import AllGatherCall
-from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward
+from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward, Tensors
 from .exchange_plan import ShardedPattern, graph_of
 from .layout import SHARDINGS
 from .ring import Ring
@@ -251,19 +252,17 @@ class _ShardedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         runtime = BlockChoice.graph_of(blocks, gates, call.sharded)
 
-        def compute(
-            part: Ring | AllGatherCall,
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            sinks: Tensor | None,
-            slopes: Tensor | None,
-        ) -> tuple[Tensor | None, ...]:
+        def compute(part: Ring | AllGatherCall, inputs: Tensors) -> Tensors:
+            q, k, v, sinks, slopes = inputs
+            assert q is not None and k is not None and v is not None
             forward = BlockwiseForward(q, sinks, slopes, call.scale, call.backend)
             part.forward(forward, k, v, runtime)
             return forward.o, forward.lse, forward.wide_o
 
-        o, lse, wide_o = call.by_heads(compute, k, q, k, v, sinks, slopes)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        of_wide_o = (q.shape, wide) if needs_wide_o(q, sinks, slopes) else None
+        shapes = ((q.shape, q.dtype), (q.shape[:3], wide), of_wide_o)
+        o, lse, wide_o = call.by_heads(compute, (q, k, v, sinks, slopes), shapes)
         assert o is not None and lse is not None
         saved_o = o if wide_o is None else wide_o
         ctx.save_for_backward(q, k, v, saved_o, lse, sinks, slopes, blocks, gates)
@@ -279,15 +278,13 @@ class _ShardedAttention(torch.autograd.Function):
         saved = ctx.saved_tensors
         runtime = BlockChoice.graph_of(*saved[-2:], call.sharded)
 
-        def compute(
-            part: Ring | AllGatherCall,
-            do: Tensor | None,
-            dlse: Tensor | None,
-            *saved: Any,
-        ) -> tuple[Tensor | None, ...]:
+        def compute(part: Ring | AllGatherCall, inputs: Tensors) -> Tensors:
+            *saved, do, dlse = inputs
             k, v = saved[1:3]
             backward = BlockwiseBackward(saved, do, dlse, call.scale, call.backend)
             own = part.backward(backward, k, v, runtime, any(ctx.needs_input_grad[1:3]))
             return backward.results(own, k, v)
 
-        return *call.by_heads(compute, saved[1], do, dlse, *saved), None
+        results = (*saved[:3], *saved[5:])
+        shapes = [None if x is None else (x.shape, x.dtype) for x in results]
+        return *call.by_heads(compute, (*saved, do, dlse), shapes), None

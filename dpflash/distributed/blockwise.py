@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,9 @@ from ..attn.backend import current_backend
 from ..verification.second_order import differentiable_once
 from .exchange import all_reduce
 from .exchange_plan import Piece, ShardedPattern
+
+
+Tensors = Sequence[Tensor | None]
 
 
 class BlockChoice(NamedTuple):
@@ -65,8 +68,8 @@ class BlockChoice(NamedTuple):
         return runtime_graph(blocks, gates, sharded.pattern, sharded.length)
 
 
-# Beside its results a call holds up to 13 tensors of a shard's size, of a part's size in parts: with
-# eight parts they are no more than half of the results o, dq, dk and dv.
+# Beside its results o, dq, dk and dv a call holds up to 13 tensors of a shard's size, in parts of a
+# part's size: with eight parts they take less than half as much as the results.
 _MOST_PARTS = 8
 # Of the keys in one exchange of a part. Smaller parts would wait for the network's latency and, on
 # a GPU, not give each multiprocessor some queries.
@@ -96,32 +99,34 @@ class ShardedCall:
 
     def by_heads(
         self,
-        compute: Callable[..., tuple[Tensor | None, ...]],
-        k: Tensor,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        """The results `[B, H, ...]` of ``compute(part of the call, *tensors of its heads)``.
+        compute: Callable[[Self, Tensors], Tensors],
+        inputs: Tensors,
+        shapes: Sequence[tuple[torch.Size, torch.dtype] | None],
+    ) -> Tensors:
+        """The results of ``compute(call, inputs)``, or of its parts, joined along heads.
 
         A large call is computed in parts, each of whole groups of query heads that share a
-        key/value head, and so needs less memory; k `[B, G, S, D]` is this rank's. An `Adaptive`
-        pattern's call has one part.
+        key/value head, and so needs less memory. Of an `Adaptive` pattern there is one part.
+
+        Args:
+            compute: given a part and its inputs.
+            inputs: `[B, H, ...]`; the second is this rank's k.
+            shapes: of the results `[B, H, ...]`, and their dtypes.
         """
-        count = self._number_of_parts(k)
+        count = self._number_of_parts(inputs[1])
         if count == 1:
-            return compute(self, *tensors)
+            return compute(self, inputs)
+        # Made before anything temporary, above which they would leave a hole in a heap.
+        wholes = [None if x is None else inputs[1].new_empty(x[0], dtype=x[1]) for x in shapes]
         heads = self.sharded.num_heads // count
-        wholes: list[Tensor | None] = []
         for i in range(count):
             part = replace(self, sharded=self.sharded.of_heads(i * heads, (i + 1) * heads))
-            results = compute(part, *(None if x is None else x.chunk(count, 1)[i] for x in tensors))
-            if not wholes:
-                wholes = [None if x is None else _of_parts(x, count) for x in results]
-            for whole, result in zip(wholes, results, strict=True):
-                if whole is not None:
+            own = [None if x is None else x.chunk(count, 1)[i] for x in inputs]
+            for whole, result in zip(wholes, compute(part, own), strict=True):
+                if whole is not None and result is not None:
                     whole.chunk(count, 1)[i].copy_(result)
-            # Not alive while the next part is computed.
-            results = result = None
-        return tuple(wholes)
+            result = None  # not alive while the next part is computed
+        return wholes
 
     def _number_of_parts(self, k: Tensor) -> int:
         if isinstance(self.sharded.pattern, Adaptive):
@@ -129,10 +134,6 @@ class ShardedCall:
         size = self.most_rows * k.shape[0] * k.shape[3] * k.element_size()
         most = min(_MOST_PARTS, size // _LEAST_BYTES.get(k.device.type, 2**23))
         return next((n for n in range(most, 1, -1) if k.shape[1] % n == 0), 1)
-
-
-def _of_parts(x: Tensor, count: int) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[1] * count, *x.shape[2:]))
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -173,7 +174,12 @@ class BlockwiseForward:
     """
 
     def __init__(
-        self, q: Tensor, sinks: Tensor | None, slopes: Tensor | None, scale: float, backend: str
+        self,
+        q: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        scale: float,
+        backend: str,
     ) -> None:
         self._q, self._slopes, self._options = q, slopes, (scale, slopes, backend)
         self._sinks = sinks
@@ -227,7 +233,7 @@ class BlockwiseBackward:
 
     def __init__(
         self,
-        saved: tuple[Tensor | None, ...],
+        saved: Tensors,
         do: Tensor | None,
         dlse: Tensor | None,
         scale: float,

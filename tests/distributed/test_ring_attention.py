@@ -135,6 +135,16 @@ def test_bytes_of_adaptive_patterns_and_bfloat16_are_those_foretold(world, mode)
             assert counted == predicted
 
 
+@pytest.mark.parametrize("mode", ["ring", "all_gather"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_calls_in_parts_of_the_heads_have_the_bits_and_bytes_of_one_call(world, mode, dtype):
+    for of_rank in world.run(CASES, "in_parts", 3, mode=mode, parts=2, dtype=dtype):
+        for same_bits, same_bytes, (exchanges, in_parts) in of_rank:
+            assert same_bits and same_bytes and exchanges <= in_parts <= 2 * exchanges
+        exchanges, in_parts = of_rank[0][2]
+        assert in_parts == 2 * exchanges > 0
+
+
 def test_longnet_sends_nothing_where_segments_fit_and_live_keys_only_where_not(world):
     fits = patterns.Dilated(segment_lengths=(8, 16), dilation_rates=(1, 2))
     arguments = {"tokens": 64, "mode": "ring", "sharding": "contiguous", "kv_heads": 4}
