@@ -34,7 +34,7 @@ from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward, Tensors
 from .exchange_plan import ShardedPattern, graph_of
 from .layout import SHARDINGS
 from .ring import Ring
-from .traffic import cheapest_mode, require_enough_heads
+from .traffic import ModeCall, cheapest_mode, require_enough_heads
 from .ulysses import ulysses_attention
 
 _WHAT = "ring_attention"
@@ -101,8 +101,12 @@ def ring_attention(
     - "ulysses": all-to-all, after which each rank has all tokens of some heads (Jacobs et al.,
       arXiv:2309.14509). Needs at least one query head per rank; saves q, k and v of its heads.
       With fewer key/value heads than ranks, k and v are repeated to H heads first.
-    - "auto": the possible mode whose busiest rank sends the fewest bytes in forward and backward,
-      see `sent_bytes`; ties go to ring, then to ulysses.
+    - "auto": the possible mode of the shortest predicted time, by the bytes that the busiest rank
+      sends (see `sent_bytes`), its work, and the number of exchanges; "all_gather" only if the keys
+      of all ranks are no larger than one rank's queries.
+
+    Large calls of "ring" and "all_gather" run in up to eight parts of the heads, one after the
+    other, and what they need while they run is that of a part.
 
     Args:
         q: `[B, H, T_p, D]`, this rank's tokens; dtypes as in `dpflash.attention`.
@@ -209,9 +213,12 @@ def attend(
     sharded = ShardedPattern(pattern, context.length, q.shape[1], k.shape[1], context.layout)
     # Raises for a T or H that the pattern does not support.
     graph_of(sharded, torch.device("cpu"))
+    call = ModeCall(sharded, q.shape[3], q.dtype, q.shape[0], q.device.type)
     if mode == "auto":
-        mode = cheapest_mode(sharded, q.shape[3], q.dtype, q.shape[0])
+        mode = cheapest_mode(call)
     require_enough_heads(sharded, mode)
+    if context.calls is not None and group is not None:
+        context.calls[type(pattern), *q.shape[1::2], k.shape[1]] = call, mode
     if group is None or world_size(group) == 1:
         options: Any = {"softmax_scale": scale, "sinks": sinks, "alibi_slopes": slopes}
         o, lse = attention(q, k, v, pattern=pattern, return_lse=True, **options)
@@ -224,8 +231,8 @@ def attend(
     else:
         choice = BlockChoice.of(q, k, sharded, group, scale)
         kind = Ring if mode == "ring" else AllGatherCall
-        call = kind(sharded, group, scale, slopes is not None)
-        o, lse = _ShardedAttention.apply(q, k, v, sinks, slopes, *choice, call)
+        exchange = kind(sharded, group, scale, slopes is not None)
+        o, lse = _ShardedAttention.apply(q, k, v, sinks, slopes, *choice, exchange)
     if padding:
         o = F.pad(o, (0, 0, 0, padding))
         lse = F.pad(lse, (0, padding), value=-math.inf)

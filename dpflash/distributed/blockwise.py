@@ -30,7 +30,6 @@ from ..verification.second_order import differentiable_once
 from .exchange import all_reduce
 from .exchange_plan import Piece, ShardedPattern
 
-
 Tensors = Sequence[Tensor | None]
 
 
@@ -68,8 +67,8 @@ class BlockChoice(NamedTuple):
         return runtime_graph(blocks, gates, sharded.pattern, sharded.length)
 
 
-# Beside its results o, dq, dk and dv a call holds up to 13 tensors of a shard's size, in parts of a
-# part's size: with eight parts they take less than half as much as the results.
+# Beside its results o, dq, dk and dv a call holds up to 13 tensors of a shard's size, in parts of
+# a part's size: with eight parts they take less than half as much as the results.
 _MOST_PARTS = 8
 # Of the keys in one exchange of a part. Smaller parts would wait for the network's latency and, on
 # a GPU, not give each multiprocessor some queries.

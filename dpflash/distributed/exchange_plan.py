@@ -44,9 +44,7 @@ class ShardedPattern:
         """The same for the query heads from `first` to `end`, and the key/value heads they use."""
         count = end - first
         kv_heads = max(1, count * self.num_kv_heads // self.num_heads)
-        return replace(
-            self, num_heads=count, num_kv_heads=kv_heads, whole=self, first_head=first
-        )
+        return replace(self, num_heads=count, num_kv_heads=kv_heads, whole=self, first_head=first)
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
         """The ranges of a rank's tokens."""
