@@ -102,8 +102,8 @@ def ring_attention(
       arXiv:2309.14509). Needs at least one query head per rank; saves q, k and v of its heads.
       With fewer key/value heads than ranks, k and v are repeated to H heads first.
     - "auto": the possible mode of the shortest predicted time, by the bytes that the busiest rank
-      sends (see `sent_bytes`), its work, and the number of exchanges; "all_gather" only if the keys
-      of all ranks are no larger than one rank's queries.
+      sends (see `sent_bytes`), its work, and the number of exchanges; "all_gather" only if the
+      keys of all ranks are no larger than one rank's queries.
 
     Large calls of "ring" and "all_gather" run in up to eight parts of the heads, one after the
     other, and what they need while they run is that of a part.
@@ -218,7 +218,8 @@ def attend(
         mode = cheapest_mode(call)
     require_enough_heads(sharded, mode)
     if context.calls is not None and group is not None:
-        context.calls[type(pattern), *q.shape[1::2], k.shape[1]] = call, mode
+        kind_of_call = type(pattern), q.shape[1], k.shape[1], q.shape[3]
+        context.calls[kind_of_call] = call, mode
     if group is None or world_size(group) == 1:
         options: Any = {"softmax_scale": scale, "sinks": sinks, "alibi_slopes": slopes}
         o, lse = attention(q, k, v, pattern=pattern, return_lse=True, **options)
@@ -283,11 +284,12 @@ class _ShardedAttention(torch.autograd.Function):
         call: Ring | AllGatherCall = ctx.call
         # Read only once: activation checkpointing returns saved tensors a single time.
         saved = ctx.saved_tensors
-        runtime = BlockChoice.graph_of(*saved[-2:], call.sharded)
+        runtime = BlockChoice.graph_of(saved[-2], saved[-1], call.sharded)
 
         def compute(part: Ring | AllGatherCall, inputs: Tensors) -> Tensors:
             *saved, do, dlse = inputs
             k, v = saved[1:3]
+            assert k is not None and v is not None
             backward = BlockwiseBackward(saved, do, dlse, call.scale, call.backend)
             own = part.backward(backward, k, v, runtime, any(ctx.needs_input_grad[1:3]))
             return backward.results(own, k, v)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +98,7 @@ class ShardedCall:
 
     def by_heads(
         self,
-        compute: Callable[[Self, Tensors], Tensors],
+        compute: Callable[[Any, Tensors], Tensors],
         inputs: Tensors,
         shapes: Sequence[tuple[torch.Size, torch.dtype] | None],
     ) -> Tensors:
@@ -112,11 +112,13 @@ class ShardedCall:
             inputs: `[B, H, ...]`; the second is this rank's k.
             shapes: of the results `[B, H, ...]`, and their dtypes.
         """
-        count = self._number_of_parts(inputs[1])
+        k = inputs[1]
+        assert k is not None
+        count = self._number_of_parts(k)
         if count == 1:
             return compute(self, inputs)
         # Made before anything temporary, above which they would leave a hole in a heap.
-        wholes = [None if x is None else inputs[1].new_empty(x[0], dtype=x[1]) for x in shapes]
+        wholes = [None if x is None else k.new_empty(x[0], dtype=x[1]) for x in shapes]
         heads = self.sharded.num_heads // count
         for i in range(count):
             part = replace(self, sharded=self.sharded.of_heads(i * heads, (i + 1) * heads))

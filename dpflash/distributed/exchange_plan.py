@@ -84,7 +84,8 @@ class NeededRows:
 def graph_of(sharded: ShardedPattern, device: torch.device) -> TileGraph:
     """The tile graph of the whole sequence; graphs may differ between heads."""
     if sharded.whole is None:
-        return sharded.static.graph(sharded.length, sharded.num_heads, device)
+        with real_cpu_tensors():
+            return sharded.static.graph(sharded.length, sharded.num_heads, device)
     return _of_heads(graph_of(sharded.whole, device), sharded)
 
 

@@ -210,7 +210,9 @@ def _most_steps(sharded: ShardedPattern) -> int:
 
 def describe_modes(calls: Iterable[tuple[ModeCall, str]]) -> str:
     """A table of calls and their modes beside the possible ones, for `PrivacyEngine.plan`."""
-    rows = [("context", "mode", "sent MiB", "backward", "GFLOP", "exchanges", "ms")]
+    rows: list[tuple[str, ...]] = [
+        ("context", "mode", "sent MiB", "backward", "GFLOP", "exchanges", "ms")
+    ]
     for call, mode in calls:
         name = type(call.sharded.pattern).__name__
         for cost in mode_costs(call):
