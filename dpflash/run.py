@@ -323,7 +323,9 @@ class PrivateRun:
                 "per-sample gradients, so nothing is planned; engine.optimization says what that "
                 "takes. Pass optimize='balanced' for a planned model"
             )
-        return explain_plan(self.backward, self.public, self.wrapper.attention)
+        parallel = getattr(self.model, "context_parallel", None)
+        context = "" if parallel is None else parallel.plan()
+        return explain_plan(self.backward, self.public, self.wrapper.attention, context)
 
     @property
     def public(self) -> PublicFacts:

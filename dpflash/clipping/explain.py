@@ -96,12 +96,14 @@ class ClippingPlan:
         ceilings: assumed speed of the device, from which times were predicted.
         public: the public facts about the batches.
         attention: whose kernels run dense and causal attention, and why.
+        context: a table of the modes of attention over several ranks; empty without a context.
     """
 
     uses: tuple[PlannedUse, ...]
     ceilings: Ceilings
     public: PublicFacts
     attention: str
+    context: str = ""
 
     def __iter__(self) -> Iterator[PlannedUse]:
         return iter(self.uses)
@@ -130,13 +132,15 @@ class ClippingPlan:
         room = max(_SHORTEST_NAME, _COLUMNS - 2 - max(map(len, figures)))
         names = ["parameter", *(_cut(use.parameter, room) for use in self.uses)]
         predicted = 1e3 * sum(use.seconds for use in self.uses)
-        return (
-            f"{_table(list(zip(names, figures, strict=True)))}\n"
-            f"+ beyond a non-private backward; time: part of the predicted {predicted:.3g} ms\n"
-            f"ceilings: {self.ceilings}\n"
-            f"{self.attention}\n"
-            f"{self.public}"
+        lines = (
+            _table(list(zip(names, figures, strict=True))),
+            f"+ beyond a non-private backward; time: part of the predicted {predicted:.3g} ms",
+            f"ceilings: {self.ceilings}",
+            self.attention,
+            *([self.context] if self.context else ()),
+            str(self.public),
         )
+        return "\n".join(lines)
 
 
 def describe_groups(
@@ -156,7 +160,9 @@ def describe_groups(
     return ClippingGroups(found, min(sensitivity, max_grad_norm))
 
 
-def explain_plan(backward: PrivateBackward, public: PublicFacts, attention: str) -> ClippingPlan:
+def explain_plan(
+    backward: PrivateBackward, public: PublicFacts, attention: str, context: str = ""
+) -> ClippingPlan:
     """See `PrivacyEngine.plan`."""
     if not any(backward.forward.state.shapes.values()):
         raise ValueError(
@@ -182,7 +188,7 @@ def explain_plan(backward: PrivateBackward, public: PublicFacts, attention: str)
             uses.append(use)
     total = sum(use.seconds for use in uses)
     shared = (replace(use, share=use.seconds / total) for use in uses)
-    return ClippingPlan(tuple(shared), ceilings, public, attention)
+    return ClippingPlan(tuple(shared), ceilings, public, attention, context)
 
 
 def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:

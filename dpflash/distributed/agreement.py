@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,6 +43,7 @@ class Context:
     layout: Layout  # which tokens each rank holds
     mode: str  # "ring", "all_gather", "ulysses" or "auto"
     length: int  # positions from this one on are padding
+    calls: dict[Any, Any] | None = None  # of `ContextParallel`
 
     @property
     def rank(self) -> int:

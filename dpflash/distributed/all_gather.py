@@ -22,6 +22,11 @@ from .exchange_plan import ALL_RANKS, Piece, pieces
 class AllGatherCall(ShardedCall):
     """One call on this rank."""
 
+    @property
+    def most_rows(self) -> int:
+        """See `ShardedCall.most_rows`."""
+        return self.sharded.num_kv_heads * self.sharded.longest
+
     def forward(
         self, forward: BlockwiseForward, k: Tensor, v: Tensor, runtime: TileGraph | None
     ) -> None:

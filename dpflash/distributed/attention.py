@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from dpflash import _validate
 from dpflash.attn.functional import attention, per_head, require_fitting, resolve_pattern
 from dpflash.distributed.collectives import world_size
+from dpflash.kernels.attention_reference import needs_wide_o
 from dpflash.patterns import Pattern
 
 from ..verification.second_order import differentiable_once
@@ -29,11 +30,11 @@ from .agreement import (
     unpadded_length,
 )
 from .all_gather import AllGatherCall
-from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward
-from .exchange_plan import ShardedPattern
+from .blockwise import BlockChoice, BlockwiseBackward, BlockwiseForward, Tensors
+from .exchange_plan import ShardedPattern, graph_of
 from .layout import SHARDINGS
 from .ring import Ring
-from .traffic import cheapest_mode, require_enough_heads
+from .traffic import ModeCall, cheapest_mode, require_enough_heads
 from .ulysses import ulysses_attention
 
 _WHAT = "ring_attention"
@@ -100,8 +101,12 @@ def ring_attention(
     - "ulysses": all-to-all, after which each rank has all tokens of some heads (Jacobs et al.,
       arXiv:2309.14509). Needs at least one query head per rank; saves q, k and v of its heads.
       With fewer key/value heads than ranks, k and v are repeated to H heads first.
-    - "auto": the possible mode whose busiest rank sends the fewest bytes in forward and backward,
-      see `sent_bytes`; ties go to ring, then to ulysses.
+    - "auto": the possible mode of the shortest predicted time, by the bytes that the busiest rank
+      sends (see `sent_bytes`), its work, and the number of exchanges; "all_gather" only if the
+      keys of all ranks are no larger than one rank's queries.
+
+    Large calls of "ring" and "all_gather" run in up to eight parts of the heads, one after the
+    other, and what they need while they run is that of a part.
 
     Args:
         q: `[B, H, T_p, D]`, this rank's tokens; dtypes as in `dpflash.attention`.
@@ -207,10 +212,14 @@ def attend(
     group, mode = context.group, context.mode
     sharded = ShardedPattern(pattern, context.length, q.shape[1], k.shape[1], context.layout)
     # Raises for a T or H that the pattern does not support.
-    sharded.static.graph(sharded.length, sharded.num_heads)
+    graph_of(sharded, torch.device("cpu"))
+    call = ModeCall(sharded, q.shape[3], q.dtype, q.shape[0], q.device.type)
     if mode == "auto":
-        mode = cheapest_mode(sharded, q.shape[3], q.dtype, q.shape[0])
+        mode = cheapest_mode(call)
     require_enough_heads(sharded, mode)
+    if context.calls is not None and group is not None:
+        kind_of_call = type(pattern), q.shape[1], k.shape[1], q.shape[3]
+        context.calls[kind_of_call] = call, mode
     if group is None or world_size(group) == 1:
         options: Any = {"softmax_scale": scale, "sinks": sinks, "alibi_slopes": slopes}
         o, lse = attention(q, k, v, pattern=pattern, return_lse=True, **options)
@@ -223,8 +232,8 @@ def attend(
     else:
         choice = BlockChoice.of(q, k, sharded, group, scale)
         kind = Ring if mode == "ring" else AllGatherCall
-        call = kind(sharded, group, scale, slopes is not None)
-        o, lse = _ShardedAttention.apply(q, k, v, sinks, slopes, *choice, call)
+        exchange = kind(sharded, group, scale, slopes is not None)
+        o, lse = _ShardedAttention.apply(q, k, v, sinks, slopes, *choice, exchange)
     if padding:
         o = F.pad(o, (0, 0, 0, padding))
         lse = F.pad(lse, (0, padding), value=-math.inf)
@@ -249,10 +258,22 @@ class _ShardedAttention(torch.autograd.Function):
         gates: Tensor | None,
         call: Ring | AllGatherCall,
     ) -> tuple[Tensor, Tensor]:
-        forward = BlockwiseForward(q, sinks, slopes, call.scale, call.backend)
-        call.forward(forward, k, v, BlockChoice.graph_of(blocks, gates, call.sharded))
-        o, lse = forward.o, forward.lse
-        ctx.save_for_backward(q, k, v, forward.o_to_save(o), lse, sinks, slopes, blocks, gates)
+        runtime = BlockChoice.graph_of(blocks, gates, call.sharded)
+
+        def compute(part: Ring | AllGatherCall, inputs: Tensors) -> Tensors:
+            q, k, v, sinks, slopes = inputs
+            assert q is not None and k is not None and v is not None
+            forward = BlockwiseForward(q, sinks, slopes, call.scale, call.backend)
+            part.forward(forward, k, v, runtime)
+            return forward.o, forward.lse, forward.wide_o
+
+        wide = torch.promote_types(q.dtype, torch.float32)
+        of_wide_o = (q.shape, wide) if needs_wide_o(q, sinks, slopes) else None
+        shapes = ((q.shape, q.dtype), (q.shape[:3], wide), of_wide_o)
+        o, lse, wide_o = call.by_heads(compute, (q, k, v, sinks, slopes), shapes)
+        assert o is not None and lse is not None
+        saved_o = o if wide_o is None else wide_o
+        ctx.save_for_backward(q, k, v, saved_o, lse, sinks, slopes, blocks, gates)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return o, lse
@@ -263,8 +284,16 @@ class _ShardedAttention(torch.autograd.Function):
         call: Ring | AllGatherCall = ctx.call
         # Read only once: activation checkpointing returns saved tensors a single time.
         saved = ctx.saved_tensors
-        _, k, v, *_, blocks, gates = saved
-        backward = BlockwiseBackward(saved, do, dlse, call.scale, call.backend)
-        runtime = BlockChoice.graph_of(blocks, gates, call.sharded)
-        own = call.backward(backward, k, v, runtime, any(ctx.needs_input_grad[1:3]))
-        return *backward.results(own, k, v), None
+        runtime = BlockChoice.graph_of(saved[-2], saved[-1], call.sharded)
+
+        def compute(part: Ring | AllGatherCall, inputs: Tensors) -> Tensors:
+            *saved, do, dlse = inputs
+            k, v = saved[1:3]
+            assert k is not None and v is not None
+            backward = BlockwiseBackward(saved, do, dlse, call.scale, call.backend)
+            own = part.backward(backward, k, v, runtime, any(ctx.needs_input_grad[1:3]))
+            return backward.results(own, k, v)
+
+        results = (*saved[:3], *saved[5:])
+        shapes = [None if x is None else (x.shape, x.dtype) for x in results]
+        return *call.by_heads(compute, (*saved, do, dlse), shapes), None

@@ -9,8 +9,8 @@ one shard, n blocks, K chosen blocks, D head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ from ..attn.backend import current_backend
 from ..verification.second_order import differentiable_once
 from .exchange import all_reduce
 from .exchange_plan import Piece, ShardedPattern
+
+Tensors = Sequence[Tensor | None]
 
 
 class BlockChoice(NamedTuple):
@@ -65,6 +67,14 @@ class BlockChoice(NamedTuple):
         return runtime_graph(blocks, gates, sharded.pattern, sharded.length)
 
 
+# Beside its results o, dq, dk and dv a call holds up to 13 tensors of a shard's size, in parts of
+# a part's size: with eight parts they take less than half as much as the results.
+_MOST_PARTS = 8
+# Of the keys in one exchange of a part. Smaller parts would wait for the network's latency and, on
+# a GPU, not give each multiprocessor some queries.
+_LEAST_BYTES = {"cpu": 2**20, "cuda": 2**23}
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedCall:
     """One call of attention on this rank, and how it gets the keys and values of other ranks."""
@@ -80,6 +90,51 @@ class ShardedCall:
     def rank(self) -> int:
         """Index of this rank in the group."""
         return rank_in(self.group)
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows (key head, token) in one exchange between two ranks, equal on all ranks."""
+        raise NotImplementedError
+
+    def by_heads(
+        self,
+        compute: Callable[[Any, Tensors], Tensors],
+        inputs: Tensors,
+        shapes: Sequence[tuple[torch.Size, torch.dtype] | None],
+    ) -> Tensors:
+        """The results of ``compute(call, inputs)``, or of its parts, joined along heads.
+
+        A large call is computed in parts, each of whole groups of query heads that share a
+        key/value head, and so needs less memory. Of an `Adaptive` pattern there is one part.
+
+        Args:
+            compute: given a part and its inputs.
+            inputs: `[B, H, ...]`; the second is this rank's k.
+            shapes: of the results `[B, H, ...]`, and their dtypes.
+        """
+        k = inputs[1]
+        assert k is not None
+        count = self._number_of_parts(k)
+        if count == 1:
+            return compute(self, inputs)
+        # Made before anything temporary, above which they would leave a hole in a heap.
+        wholes = [None if x is None else k.new_empty(x[0], dtype=x[1]) for x in shapes]
+        heads = self.sharded.num_heads // count
+        for i in range(count):
+            part = replace(self, sharded=self.sharded.of_heads(i * heads, (i + 1) * heads))
+            own = [None if x is None else x.chunk(count, 1)[i] for x in inputs]
+            for whole, result in zip(wholes, compute(part, own), strict=True):
+                if whole is not None and result is not None:
+                    whole.chunk(count, 1)[i].copy_(result)
+            result = None  # not alive while the next part is computed
+        return wholes
+
+    def _number_of_parts(self, k: Tensor) -> int:
+        if isinstance(self.sharded.pattern, Adaptive):
+            return 1
+        size = self.most_rows * k.shape[0] * k.shape[3] * k.element_size()
+        most = min(_MOST_PARTS, size // _LEAST_BYTES.get(k.device.type, 2**23))
+        return next((n for n in range(most, 1, -1) if k.shape[1] % n == 0), 1)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -120,7 +175,12 @@ class BlockwiseForward:
     """
 
     def __init__(
-        self, q: Tensor, sinks: Tensor | None, slopes: Tensor | None, scale: float, backend: str
+        self,
+        q: Tensor,
+        sinks: Tensor | None,
+        slopes: Tensor | None,
+        scale: float,
+        backend: str,
     ) -> None:
         self._q, self._slopes, self._options = q, slopes, (scale, slopes, backend)
         self._sinks = sinks
@@ -153,9 +213,11 @@ class BlockwiseForward:
         """`[B, H, T, D]`, dtype of q."""
         return self._results()[0].to(self._q.dtype)
 
-    def o_to_save(self, o: Tensor) -> Tensor:
-        """What the backward takes as `o`: the property's result, or see `needs_wide_o`."""
-        return self._results()[0] if needs_wide_o(self._q, self._sinks, self._slopes) else o
+    @property
+    def wide_o(self) -> Tensor | None:
+        """What the backward takes instead of `o`, see `needs_wide_o`; None if it takes `o`."""
+        wide = needs_wide_o(self._q, self._sinks, self._slopes)
+        return self._results()[0] if wide else None
 
     @property
     def lse(self) -> Tensor:
@@ -166,13 +228,13 @@ class BlockwiseForward:
 class BlockwiseBackward:
     """Backward over key/value shards, added one at a time, given o and lse over all of them.
 
-    `saved` has q, k, v, `BlockwiseForward.o_to_save`, lse, sinks, slopes, blocks and gates. A
+    `saved` has q, k, v, o or `BlockwiseForward.wide_o`, lse, sinks, slopes, blocks and gates. A
     gradient do or dlse that is None is 0.
     """
 
     def __init__(
         self,
-        saved: tuple[Tensor | None, ...],
+        saved: Tensors,
         do: Tensor | None,
         dlse: Tensor | None,
         scale: float,

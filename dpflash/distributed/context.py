@@ -5,7 +5,7 @@ Shapes: B samples, T tokens, T_p tokens of rank p.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
 import torch
@@ -32,6 +32,7 @@ from .agreement import (
 from .exchange import all_gather, all_reduce, reduce_scatter
 from .layout import SHARDINGS, Layout
 from .mesh import OF_CONTEXT
+from .traffic import ModeCall, describe_modes
 
 _ENOUGH = 32  # tokens per rank that are not equal by chance
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -160,11 +161,13 @@ class ContextParallel:
         group: the ranks that share sequences; None for a single process.
         mode: how keys and values are exchanged, see `ring_attention`.
         sharding: which tokens each rank holds, see `Layout`.
+        calls: the last call of attention of each kind, and its mode.
     """
 
     group: ProcessGroup | None
     mode: str = "auto"
     sharding: str = "contiguous"
+    calls: dict[Any, tuple[ModeCall, str]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -198,7 +201,12 @@ class ContextParallel:
         operation = "context parallelism"
         lengths = agree_on_lengths(operation, everything, tokens, self.group, error)
         layout = layout_of(operation, lengths, self.sharding, rows)
-        return Context(self.group, layout, self.mode, unpadded_length(length, layout.num_tokens))
+        kept = unpadded_length(length, layout.num_tokens)
+        return Context(self.group, layout, self.mode, kept, self.calls)
+
+    def plan(self) -> str:
+        """A table of the modes of attention, for the last call of each kind; empty before one."""
+        return describe_modes(self.calls.values()) if self.calls else ""
 
     def warn_of_copies(self, context: Context, x: Tensor) -> None:
         """Warn if all ranks have the same integers x `[B, T_p]`: the sequence was not sharded."""

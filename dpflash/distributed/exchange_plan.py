@@ -30,6 +30,8 @@ class ShardedPattern:
     num_heads: int  # H
     num_kv_heads: int  # G
     layout: Layout  # which tokens each rank holds
+    whole: ShardedPattern | None = None  # of all heads, where these are some of them
+    first_head: int = 0  # the first query head in `whole`
 
     @property
     def static(self) -> Pattern:
@@ -37,6 +39,12 @@ class ShardedPattern:
         if isinstance(self.pattern, Adaptive):
             return Dense(causal=self.pattern.causal)
         return self.pattern
+
+    def of_heads(self, first: int, end: int) -> ShardedPattern:
+        """The same for the query heads from `first` to `end`, and the key/value heads they use."""
+        count = end - first
+        kv_heads = max(1, count * self.num_kv_heads // self.num_heads)
+        return replace(self, num_heads=count, num_kv_heads=kv_heads, whole=self, first_head=first)
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
         """The ranges of a rank's tokens."""
@@ -70,6 +78,15 @@ class NeededRows:
     # `[count]`, int64: indices in a shard flattened over heads and tokens, if they are not one
     # slice; else None
     index: Tensor | None
+
+
+@functools.lru_cache(maxsize=256)
+def graph_of(sharded: ShardedPattern, device: torch.device) -> TileGraph:
+    """The tile graph of the whole sequence; graphs may differ between heads."""
+    if sharded.whole is None:
+        with real_cpu_tensors():
+            return sharded.static.graph(sharded.length, sharded.num_heads, device)
+    return _of_heads(graph_of(sharded.whole, device), sharded)
 
 
 def needed_rows(
@@ -146,9 +163,8 @@ def add_packed_(whole: Tensor, packed: Tensor, needed: NeededRows) -> None:
 def _needed_rows(sharded: ShardedPattern, receiver: int, owner: int) -> NeededRows:
     tokens = sharded.tokens(owner)
     with real_cpu_tensors():
-        graph = sharded.static.graph(sharded.length, sharded.num_heads)
         graph = restrict(
-            graph,
+            graph_of(sharded, torch.device("cpu")),
             sharded.chunks(receiver),
             sharded.tokens(receiver),
             sharded.chunks(owner),
@@ -176,18 +192,30 @@ def _needed_rows_on(
     return replace(found, index=found.index.to(device))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=8192)
 def _static_pieces(
     sharded: ShardedPattern, queries_of: int, keys_of: int, device: torch.device, by_chunk: bool
 ) -> tuple[Piece, ...]:
     with real_cpu_tensors():
-        whole = sharded.static.graph(sharded.length, sharded.num_heads)
+        if sharded.whole is not None:
+            # The tables on the device are those of all heads.
+            found = _static_pieces(sharded.whole, queries_of, keys_of, device, by_chunk)
+            found = tuple(x._replace(graph=_of_heads(x.graph, sharded)) for x in found)
+            return tuple(piece for piece in found if not is_empty(piece.graph))
+        whole = graph_of(sharded, torch.device("cpu"))
         found = _restricted(whole, sharded, queries_of, keys_of, by_chunk)
         return tuple(
             piece if device.type == "cpu" else piece._replace(graph=piece.graph.to(device))
             for piece in found
             if not is_empty(piece.graph)
         )
+
+
+def _of_heads(graph: TileGraph, part: ShardedPattern) -> TileGraph:
+    """A graph of all heads for some of them, with the same tables."""
+    heads = slice(part.first_head, part.first_head + part.num_heads)
+    rows, cols = graph.row_variants[..., heads], graph.col_variants[..., heads]
+    return replace(graph, row_variants=rows, col_variants=cols, plans={})
 
 
 def _restricted(

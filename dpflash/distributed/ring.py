@@ -66,11 +66,18 @@ class Ring(ShardedCall):
             pending, kv = upcoming, None
             if needs_dkv:
                 # Returned gradients are added in the order of steps, which makes runs repeatable.
-                sent = self.return_gradients(step, dkv, own)
+                sent, dkv = self.return_gradients(step, dkv, own), None
                 self.add_returned(step - 1, returned, own)
                 returned = sent
         self.add_returned(self.size - 1, returned, own)
         return own
+
+    @property
+    def most_rows(self) -> int:
+        """See `ShardedCall.most_rows`; neighbours exchange the most."""
+        cpu, size = torch.device("cpu"), self.size
+        pairs = ((rank, (rank + step) % size) for rank in range(size) for step in (1, -1))
+        return max(needed_rows(self.sharded, *pair, cpu).count for pair in pairs)
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""Predicts the bytes that attention over several ranks sends and the work of each rank.
+"""Predicts the bytes that attention over several ranks sends, the work of each rank, and times.
 
 `exchange.count_traffic` counts the same bytes while it runs. Shapes: B samples, H query heads, G
 key/value heads, T tokens, P ranks, D head dim.
@@ -7,6 +7,7 @@ key/value heads, T tokens, P ranks, D head dim.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,26 @@ from dpflash.patterns import Adaptive, Pattern
 
 from .agreement import MODES
 from .exchange import all_reduced_bytes
-from .exchange_plan import ShardedPattern, needed_rows
+from .exchange_plan import ShardedPattern, graph_of, needed_rows
 from .layout import Layout
+
+
+class _Speed(NamedTuple):
+    """Nominal speed of a rank's device and network; modes are chosen by ratios of these."""
+
+    flops: float  # of attention's kernels, FLOP/s
+    memory: float  # bytes/s, reads and writes together
+    link: float  # bytes/s that a rank sends
+    exchange: float  # seconds that an exchange and the kernels around it take however small
+
+
+# By the type of the device, not its name: all ranks must choose alike. A core of a server and 10
+# Gbit/s Ethernet; an H200, whose attention reaches about half of its data sheet's 989 TFLOP/s, and
+# NVLink (900 GB/s in both directions together).
+_SPEEDS = {
+    "cpu": _Speed(1.5e11, 2e10, 1.25e9, 1e-4),
+    "cuda": _Speed(5e14, 4.8e12, 4.5e11, 4e-5),
+}
 
 
 class Traffic(NamedTuple):
@@ -28,6 +47,27 @@ class Traffic(NamedTuple):
 
     forward: int
     backward: int
+
+
+class ModeCost(NamedTuple):
+    """What one call of attention costs in a mode, forward and backward."""
+
+    mode: str
+    sent: Traffic  # bytes, of the rank that sends most
+    flops: int  # of the rank that computes most
+    exchanges: int  # one after the other
+    merged: int  # bytes read and written to add partial results
+    seconds: float  # predicted, as if no exchange ran beside a kernel
+
+
+class ModeCall(NamedTuple):
+    """One call of attention over several ranks, for which a mode is chosen."""
+
+    sharded: ShardedPattern
+    head_dim: int
+    dtype: torch.dtype
+    batch: int
+    device: str  # its type
 
 
 def sent_bytes(
@@ -43,6 +83,7 @@ def sent_bytes(
     sharding: str = "contiguous",
     mode: str = "ring",
     rank: int = 0,
+    device: str = "cpu",
 ) -> Traffic:
     """The bytes that one rank sends in one call of `ring_attention`, forward and backward.
 
@@ -57,6 +98,7 @@ def sent_bytes(
         sharding: "contiguous" or "zigzag".
         mode: "ring", "all_gather", "ulysses", or "auto", see `ring_attention`.
         rank: index of the rank.
+        device: type of the device, by which "auto" chooses.
 
     Returns:
         `Traffic` (forward, backward).
@@ -68,10 +110,10 @@ def sent_bytes(
     layout = Layout(num_tokens, world_size, sharding)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     sharded = ShardedPattern(require_pattern(pattern), num_tokens, num_heads, kv_heads, layout)
-    call = (head_dim, dtype, batch)
-    resolved_mode = cheapest_mode(sharded, *call) if mode == "auto" else mode
+    call = ModeCall(sharded, head_dim, dtype, batch, device)
+    resolved_mode = cheapest_mode(call) if mode == "auto" else mode
     require_enough_heads(sharded, resolved_mode)
-    return _sent(sharded, *call, resolved_mode, rank)
+    return _sent(call, resolved_mode, rank)
 
 
 def edges_per_rank(
@@ -95,27 +137,98 @@ def edges_per_rank(
     """
     layout = Layout(num_tokens, world_size, sharding)
     sharded = ShardedPattern(require_pattern(pattern), num_tokens, num_heads, num_heads, layout)
-    everything = (Chunk(0, num_tokens, 0),)
+    return _edges_per_rank(sharded)
+
+
+def _edges_per_rank(sharded: ShardedPattern) -> list[int]:
+    everything = (Chunk(0, sharded.length, 0),)
     with real_cpu_tensors():
-        graph = sharded.static.graph(num_tokens, num_heads)
+        graph = graph_of(sharded, torch.device("cpu"))
         return [
-            restrict(graph, sharded.chunks(r), sharded.tokens(r), everything, num_tokens).edges()
-            for r in range(world_size)
+            restrict(
+                graph, sharded.chunks(r), sharded.tokens(r), everything, sharded.length
+            ).edges()
+            for r in range(sharded.layout.world_size)
         ]
 
 
+def cheapest_mode(call: ModeCall) -> str:
+    """The possible mode of the shortest predicted time; ties go to ring, then to ulysses.
+
+    "all_gather" only where the keys of all ranks are no more than one rank's queries: it is for
+    their memory that sequences are sharded.
+    """
+    heads, kv_heads = call.sharded.num_heads, call.sharded.num_kv_heads
+    fits = kv_heads * call.sharded.layout.world_size <= heads
+    costs = [cost for cost in mode_costs(call) if fits or cost.mode != "all_gather"]
+    return min(costs, key=lambda cost: cost.seconds).mode
+
+
 @functools.lru_cache(maxsize=256)
-def cheapest_mode(sharded: ShardedPattern, head_dim: int, dtype: torch.dtype, batch: int) -> str:
-    """The mode whose busiest rank sends the fewest bytes; ties go to ring, then to ulysses."""
-    size = sharded.layout.world_size
-    best, least = "ring", -1
+def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
+    """The costs of each possible mode: equal on all ranks, which choose by them.
+
+    Exchanges and kernels are added up: rings hide little of their exchanges where they were
+    measured (PrimeIntellect-ai/prime-rl#2418: 64k tokens on 2 and 4 ranks, the ring 29% and 32%
+    slower, Ulysses 8% slower and 1% faster).
+    """
+    sharded, speed = call.sharded, _SPEEDS.get(call.device, _SPEEDS["cuda"])
+    ranks = range(sharded.layout.world_size)
+    steps, wide = len(ranks) - 1, torch.promote_types(call.dtype, torch.float32).itemsize
+    edges, found = max(_edges_per_rank(sharded)), []
     for mode in ("ring", "ulysses", "all_gather"):
-        if mode == "ulysses" and sharded.num_heads < size:
+        if mode == "ulysses" and sharded.num_heads < len(ranks):
             continue
-        busiest = max(sum(_sent(sharded, head_dim, dtype, batch, mode, r)) for r in range(size))
-        if least < 0 or busiest < least:
-            best, least = mode, busiest
-    return best
+        sent = max((_sent(call, mode, rank) for rank in ranks), key=sum)
+        exchanges, merged, pairs = 3, 0, edges
+        if mode == "ring":
+            steps_sent = _most_steps(sharded)
+            exchanges = 3 * steps_sent
+            # o in the forward and dq in the backward: two are read and one is written.
+            row = call.batch * sharded.num_heads * call.head_dim * wide
+            merged = 6 * steps_sent * sharded.longest * row
+        elif mode == "ulysses":
+            exchanges = 10  # q, k, v, o and lse, and their gradients
+            parts = (sharded.of_heads(x.start, x.stop) for x in heads_per_rank(sharded)[0])
+            pairs = max(graph_of(part, torch.device("cpu")).edges() for part in parts)
+        # Two products in the forward and five in the backward.
+        flops = 14 * call.batch * pairs * call.head_dim
+        seconds = flops / speed.flops + sum(sent) / speed.link + merged / speed.memory
+        seconds += (exchanges if steps else 0) * speed.exchange
+        found.append(ModeCost(mode, sent, flops, exchanges, merged, seconds))
+    return tuple(found)
+
+
+def _most_steps(sharded: ShardedPattern) -> int:
+    """The most other ranks whose keys one rank attends to."""
+    ranks, cpu = range(sharded.layout.world_size), torch.device("cpu")
+    return max(
+        sum(bool(needed_rows(sharded, rank, other, cpu).count) for other in ranks if other != rank)
+        for rank in ranks
+    )
+
+
+def describe_modes(calls: Iterable[tuple[ModeCall, str]]) -> str:
+    """A table of calls and their modes beside the possible ones, for `PrivacyEngine.plan`."""
+    rows: list[tuple[str, ...]] = [
+        ("context", "mode", "sent MiB", "backward", "GFLOP", "exchanges", "ms")
+    ]
+    for call, mode in calls:
+        name = type(call.sharded.pattern).__name__
+        for cost in mode_costs(call):
+            rows.append(
+                (
+                    name,
+                    f"{cost.mode}{' (taken)' * (cost.mode == mode)}",
+                    *(f"{size / 2**20:.1f}" for size in cost.sent),
+                    f"{cost.flops / 1e9:.1f}",
+                    str(cost.exchanges),
+                    f"{1e3 * cost.seconds:.3g}",
+                )
+            )
+            name = ""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def require_enough_heads(sharded: ShardedPattern, mode: str) -> None:
@@ -145,9 +258,8 @@ def heads_per_rank(sharded: ShardedPattern) -> tuple[list[slice], list[slice]]:
     return [slice(x.start * group_size, x.stop * group_size) for x in kv], kv
 
 
-def _sent(
-    sharded: ShardedPattern, head_dim: int, dtype: torch.dtype, batch: int, mode: str, rank: int
-) -> Traffic:
+def _sent(call: ModeCall, mode: str, rank: int) -> Traffic:
+    sharded, head_dim, dtype, batch, _ = call
     item = dtype.itemsize
     wide = torch.promote_types(dtype, torch.float32).itemsize
     row = batch * head_dim

@@ -6,9 +6,8 @@ tokens of all ranks, T_p tokens of rank p, h heads of one rank, D head dim.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from dpflash.patterns.adaptive import runtime_graph
 from ..attn.backend import current_backend
 from ..verification.second_order import differentiable_once
 from .exchange import all_to_all
-from .exchange_plan import ShardedPattern
+from .exchange_plan import ShardedPattern, graph_of
 from .traffic import heads_per_rank
 
 
@@ -172,17 +171,7 @@ def ulysses_attention(
         blocks, gates = sharded.pattern.choose(q, k, scale)
         graph = runtime_graph(blocks, gates, sharded.pattern, sharded.length)
     else:
-        graph = _graph_of_heads(sharded, own.start, own.stop, q.device)
+        graph = graph_of(sharded.of_heads(own.start, own.stop), q.device)
     sinks, slopes = (None if x is None else x[:, own] for x in (sinks, slopes))
     o, lse = _OwnHeads.apply(q, k, v, sinks, slopes, gates, graph, scale)
     return _ToTokens.apply(o, lse, exchange)
-
-
-@functools.lru_cache(maxsize=256)
-def _graph_of_heads(
-    sharded: ShardedPattern, first: int, end: int, device: torch.device
-) -> TileGraph:
-    """The pattern's graph for the heads from `first` to `end`; graphs may differ between heads."""
-    graph = sharded.pattern.graph(sharded.length, sharded.num_heads, device)
-    rows, cols = graph.row_variants[first:end], graph.col_variants[first:end]
-    return replace(graph, row_variants=rows, col_variants=cols, plans={})

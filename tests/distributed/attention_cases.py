@@ -19,6 +19,7 @@ from dpflash.distributed import (
     unshard_sequence,
 )
 from dpflash.distributed import attention as attention_module
+from dpflash.distributed import blockwise as blockwise_module
 from dpflash.distributed import ring as ring_module
 
 
@@ -470,3 +471,23 @@ def death(group, where):
     if rank == size - 1:
         os._exit(1)
     o.sum().backward()
+
+
+def in_parts(group, mode, parts, dtype):
+    """Whether o, lse, dq, dk and dv in so many parts have the bits of one, and the bytes sent."""
+    rank, size = place(group)
+    found = []
+    for least in (2**40, 1):
+        limits = patch.multiple(blockwise_module, _MOST_PARTS=parts, _LEAST_BYTES={"cpu": least})
+        for name in ("dense causal", "window causal", "lists of heads", "dilated grouped"):
+            # Twice as many tokens for each rank as a vector has lanes: no rank has a tail.
+            whole = inputs(64 * size, kv_heads=2, dtype=dtype)
+            pattern = all_patterns(64 * size)[name]
+            with limits, count_traffic() as count:
+                results, _ = sharded(group, *whole, pattern, mode, "zigzag")
+            found.append((results, count.forward, count.backward, len(count.sends)))
+    halves = zip(found[:4], found[4:], strict=True)
+    return [
+        (all(map(torch.equal, one[0], two[0])), one[1:3] == two[1:3], (one[3], two[3]))
+        for one, two in halves
+    ]

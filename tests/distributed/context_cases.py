@@ -183,3 +183,24 @@ def looks(group: object) -> dict[str, Any]:
     own = context_parallel(_Holder(), mesh, sharding="zigzag")
     said["own model"] = own.context_parallel.sharding
     return said
+
+
+def plan(group: object) -> tuple[str, list[str]]:
+    """The table of `PrivacyEngine.plan` for two layers over a context, and the engine's whole."""
+    torch.manual_seed(0)
+    model = LongContextLM(VOCAB, 16, 2, 4, max_seq_len=64)
+    context_parallel(model, _mesh(), sharding="zigzag")
+    tokens = torch.randint(0, VOCAB, (4, 65), generator=torch.Generator().manual_seed(0))
+    engine = dpflash.PrivacyEngine(mesh=_mesh())
+    private, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4),
+        sampling="fixed_size",
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    for x, y in loader:
+        engine.backward(private(*map(model.context_parallel.shard, (x, y))))
+        optimizer.step()
+    return engine.plan().context, str(engine.plan()).splitlines()

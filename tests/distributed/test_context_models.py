@@ -91,3 +91,15 @@ def test_uncut_inputs_and_a_missing_mesh_are_told(pair):
         assert said["shards"] == []
         assert said["no mesh"] == {"before": True, "after": True}  # once, naming the caller
         assert said["own model"] == "zigzag"
+
+
+def test_the_plan_tells_the_mode_of_attention_and_what_others_cost(pair):
+    for table, lines in pair.run(CASES, "plan", 2):
+        header, *rows = table.splitlines()
+        assert header.split()[:4] == ["context", "mode", "sent", "MiB"]
+        assert [row.split()[-6 - row.count("(taken)")] for row in rows[1:]] == [
+            "ulysses",
+            "all_gather",
+        ]
+        assert rows[0].split()[:2] == ["Dense", "ring"] and table.count("(taken)") == 1
+        assert set(table.splitlines()) <= set(lines)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from dpflash import patterns
-from dpflash.distributed import Layout, edges_per_rank, ring_attention, sent_bytes
+from dpflash.distributed import Layout, edges_per_rank, ring_attention
+from dpflash.distributed.exchange_plan import ShardedPattern
+from dpflash.distributed.traffic import ModeCall, cheapest_mode, mode_costs
 
 CASES = str(Path(__file__).with_name("attention_cases.py"))
 cases = distributed_world.load(CASES)
@@ -125,7 +127,7 @@ def test_bytes_sent_are_those_foretold_and_those_on_paper(world, mode, size, sha
             assert counted == predicted == paper, (name, rank, counted, predicted, paper)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
 def test_bytes_of_adaptive_patterns_and_bfloat16_are_those_foretold(world, mode):
     for name, dtype in (("adaptive", torch.float32), ("dilated", torch.bfloat16)):
         arguments = {"tokens": 101, "sharding": "zigzag", "kv_heads": 2, "dtype": dtype}
@@ -133,6 +135,16 @@ def test_bytes_of_adaptive_patterns_and_bfloat16_are_those_foretold(world, mode)
             CASES, "traffic", 3, name=name, mode=mode, **arguments
         ):
             assert counted == predicted
+
+
+@pytest.mark.parametrize("mode", ["ring", "all_gather"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_calls_in_parts_of_the_heads_have_the_bits_and_bytes_of_one_call(world, mode, dtype):
+    for of_rank in world.run(CASES, "in_parts", 3, mode=mode, parts=2, dtype=dtype):
+        for same_bits, same_bytes, (exchanges, in_parts) in of_rank:
+            assert same_bits and same_bytes and exchanges <= in_parts <= 2 * exchanges
+        exchanges, in_parts = of_rank[0][2]
+        assert in_parts == 2 * exchanges > 0
 
 
 def test_longnet_sends_nothing_where_segments_fit_and_live_keys_only_where_not(world):
@@ -294,24 +306,42 @@ def test_zigzag_balances_causal_work_and_edges_add_up():
     assert max(slow) > 6 * min(slow)
 
 
-def test_auto_takes_the_mode_that_sends_least():
-    dense = patterns.Dense()
-    local = patterns.SlidingWindow(window=4)
-    common = {"head_dim": 64, "dtype": torch.bfloat16, "world_size": 8}
+def call_of(pattern, heads, kv_heads, size, sharding="contiguous", tokens=65536):
+    layout = Layout(tokens, size, sharding)
+    sharded = ShardedPattern(pattern, tokens, heads, kv_heads, layout)
+    return ModeCall(sharded, 128, torch.bfloat16, 1, "cuda")
 
-    def most(pattern, mode, **heads):
-        return max(
-            sum(sent_bytes(pattern, 512, 8, mode=mode, rank=r, **heads, **common))
-            for r in range(8)
-        )
 
-    for pattern, heads, best in (
-        (dense, {"num_kv_heads": 8}, "ulysses"),
-        (dense, {"num_kv_heads": 1}, "ring"),
-        (local, {"num_kv_heads": 8}, "ring"),
+def test_auto_takes_the_fastest_mode():
+    dense, causal = patterns.Dense(), patterns.Dense(causal=True)
+    for best, pattern, heads, kv_heads, size in (
+        ("ulysses", dense, 32, 32, 4),
+        # A contiguous ring leaves ranks idle; on two ranks it sends as much as Ulysses.
+        ("ulysses", causal, 32, 32, 2),
+        ("ulysses", causal, 32, 8, 4),
+        ("ring", patterns.SlidingWindow(window=512, causal=True), 32, 32, 4),
+        ("ring", dense, 2, 2, 4),  # fewer heads than ranks
+        ("ring", dense, 6, 6, 4),  # two ranks would have two heads and two one
+        ("all_gather", dense, 32, 1, 8),
     ):
-        assert most(pattern, "auto", **heads) == most(pattern, best, **heads)
-        assert most(pattern, best, **heads) == min(most(pattern, m, **heads) for m in MODES)
+        assert cheapest_mode(call_of(pattern, heads, kv_heads, size)) == best
+
+
+def test_costs_are_those_of_the_busiest_rank():
+    causal, products = patterns.Dense(causal=True), 14 * 128
+    pairs = 1024 * 1025 // 2
+    contiguous, zigzag = (
+        {cost.mode: cost for cost in mode_costs(call_of(causal, 4, 4, 4, sharding, tokens=1024))}
+        for sharding in SHARDINGS
+    )
+    last = 256 * 768 + 256 * 257 // 2  # pairs of the last quarter of the queries
+    for mode, work in (("ring", last), ("all_gather", last), ("ulysses", pairs // 4)):
+        assert contiguous[mode].flops == 4 * products * work
+        assert zigzag[mode].flops == products * pairs
+    shard = 4 * 256 * 128 * 2
+    assert contiguous["ring"].sent in ((6 * shard, 6 * shard), (0, 12 * shard))
+    assert contiguous["all_gather"].sent == (6 * shard, 6 * shard + 12 * shard)
+    assert [contiguous[mode].exchanges for mode in MODES] == [9, 3, 10]
 
 
 def test_one_process_needs_no_process_group():
