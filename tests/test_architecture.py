@@ -434,7 +434,7 @@ def test_the_files_to_audit_are_few_lines():
         folder = name.rpartition("/")[0] or folder
         files.add(ROOT / folder / name.rpartition("/")[2])
     found = sum(map(_lines_of_code, files))
-    assert len(files) == 21 and found < 3250
+    assert len(files) == 21 and found < 3300
     assert abs(found - claimed) < 100, found
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from dpflash import accounting, kernels
+import dpflash.accounting as accounting
+import dpflash.kernels as kernels
 
 
 @functools.cache

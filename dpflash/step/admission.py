@@ -36,9 +36,7 @@ _OF_A_RELEASE = (
     "place in its block",
 )
 # Compared after 0, 1, 2, 4, 8, ... steps.
-_REPLICAS = (
-    "what the parameters have become, by other code or options of an optimizer on one rank,"
-)
+_REPLICAS = "what optimizers made of the parameters (by other options on one rank, or other code)"
 
 
 class Order(NamedTuple):
