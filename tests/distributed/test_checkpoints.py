@@ -107,6 +107,7 @@ def test_a_run_without_a_step_goes_on(saved, cases, of_size, expected):
             check_equal(found, expected("adamw", steps=2), name)
 
 
+@pytest.mark.cases(0)
 def test_copies_of_shards_go_on_as_other_copies_shards_and_one_process(
     cases, of_size, expected, tmp_path
 ):

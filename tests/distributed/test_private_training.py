@@ -311,7 +311,7 @@ def test_public_steps_that_do_not_fit_together_are_refused_on_all_ranks(started,
     ],
 )
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 def test_a_step_has_few_exchanges_and_sends_no_more_than_it_must(
     started, context, wrapper, calls, clipping
 ):
