@@ -28,6 +28,7 @@ from ..distributed.fsdp import as_grad, is_sharded, local_rows
 from ..distributed.mesh import Ranks
 from ..privacy.keys import place_of
 from ..privacy.ledger_file import flush_folder
+from ..verification.contents import checksums
 from . import state as checkpoint
 
 FORMAT = "dpflash-checkpoint-folder-1"
@@ -68,7 +69,9 @@ def save(
     call = f"save_checkpoint(path={str(path)!r})"
     # If ranks differed here, each would wait for another's exchange.
     state = ranks.run_on_all(call, own_state)
-    ranks.agree(call, {"path": str(path), "releases": state["releases"]})
+    found = checksums(p for p in model.parameters() if not is_sharded(p))
+    same = {"releases": state["releases"], "what the parameters have become": found}
+    ranks.agree(call, {"path": str(path), **same})
     name = ranks.run_on_first(call, lambda: _begin(path, state["releases"])).decode()
     try:
         _fill(path / name, state, call, model=model, optimizer=optimizer, ranks=ranks)

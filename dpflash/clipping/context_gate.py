@@ -19,8 +19,7 @@ from torch import Tensor
 from dpflash.kernels import clip_reduce, squared_norm
 
 from ..distributed import collectives
-from ..distributed.slices import mark_of, reduce_to_owners
-from ..step import refuse_mixed
+from ..distributed.slices import reduce_to_owners
 from .deferred import TiledUse
 from .gate import Gate
 
@@ -71,7 +70,6 @@ class ContextGate(Gate):
         self._slices: dict[int, Tensor] = {}
         self._waiting: dict[int, Tensor] = {}
         self._uses: Counter[int] = Counter()
-        self._mixed: list[Tensor] = []
         self._is_settled = False
 
     def _take(self, position: int, grad: Tensor) -> None:
@@ -98,10 +96,9 @@ class ContextGate(Gate):
             own, theirs = [positions[i] for i in bundle], [grads[i] for i in bundle]
             cuts = [slices.of_context(self.group.parameters[i]) for i in own]
             if self.batch_size:
-                mark = mark_of([self.index, *own])
+                names = [self.index, *own]
                 operation = "sum of the samples' gradients over their tokens"
-                pieces, mixed = reduce_to_owners(theirs, cuts, self._group, mark, operation)
-                self._mixed.append(mixed)
+                pieces = reduce_to_owners(theirs, cuts, self._group, names, operation)
             else:
                 at = collectives.rank_in(self._group)
                 pieces = [x[:, cut[at]] for x, cut in zip(theirs, cuts, strict=True)]
@@ -139,7 +136,6 @@ class ContextGate(Gate):
             if grad is not None:
                 self._wait(position, grad)
         self._exchange(sorted(self._waiting))
-        refuse_mixed(self._mixed)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
         if self.run.mode == "sum":

@@ -15,11 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .collectives import all_gather, all_to_all, bundles, digest, rank_in, ranks_of, world_size
+from .collectives import (
+    agree,
+    all_gather,
+    all_to_all,
+    bundles,
+    rank_in,
+    ranks_of,
+    world_size,
+)
 from .fsdp import is_sharded, local_rows, local_shape, sharding_group
 from .mesh import Ranks
-
-_MARKS = 1 << 20  # float32 holds them
 
 
 class Slices:
@@ -64,21 +70,23 @@ class Slices:
         return slice(held.start + own.start, held.start + own.stop)
 
     def scattered(
-        self, totals: Mapping[nn.Parameter, Tensor], mark: int
-    ) -> tuple[dict[nn.Parameter, Tensor], Tensor]:
+        self, totals: Mapping[nn.Parameter, Tensor], names: Sequence[object]
+    ) -> dict[nn.Parameter, Tensor]:
         """This rank's rows of whole sums of scattered parameters; see `reduce_to_owners`."""
         cuts = [self._rows(p) for p in totals]
         values = [total.reshape(1, -1) for total in totals.values()]
         assert self.ranks.data is not None
-        rows, mixed = reduce_to_owners(values, cuts, self.ranks.data, mark, _SUMS)
-        return dict(zip(totals, (x.flatten() for x in rows), strict=True)), mixed
+        rows = reduce_to_owners(values, cuts, self.ranks.data, names, _SUMS)
+        return dict(zip(totals, (x.flatten() for x in rows), strict=True))
 
     def bundled(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Parameters whose sums travel together, the same on all ranks."""
         for bundle in bundles(parameters, [2 * p.numel() for p in parameters]):
             yield [parameters[i] for i in bundle]
 
-    def reduced(self, sums: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    def reduced(
+        self, sums: Mapping[nn.Parameter, Tensor], names: Sequence[object] | None
+    ) -> dict[nn.Parameter, Tensor]:
         """What this rank owns of sums `[n]` that it holds, over the samples of all ranks.
 
         Tensors that nothing else holds, in the dtype of the sums, which all have one.
@@ -92,7 +100,7 @@ class Slices:
                 rest[parameter] = held.view(1, -1)
         if data is not None and rest:
             cuts = [shares(held.numel(), data) for held in rest.values()]
-            found, _ = reduce_to_owners(list(rest.values()), cuts, data, 0, _SUMS)
+            found = reduce_to_owners(list(rest.values()), cuts, data, names, _SUMS)
             own.update(zip(rest, (x.flatten() for x in found), strict=True))
         return {p: own[p] for p in sums}
 
@@ -127,21 +135,26 @@ def reduce_to_owners(
     values: Sequence[Tensor],
     cuts: Sequence[Sequence[slice]],
     group: ProcessGroup,
-    mark: int,
+    names: Sequence[object] | None,
     operation: str,
-) -> tuple[list[Tensor], Tensor]:
+) -> list[Tensor]:
     """This rank's columns of tensors, summed over the ranks: the others' in their order, its own.
 
     Args:
         values: `[B, n]` each, of one dtype.
         cuts: the columns of each rank, of each tensor.
         group: the ranks, which all call this.
-        mark: a number that identifies what is sent.
+        names: what is sent, in its order, which ranks compare; None where they agreed on it.
         operation: the name of the exchange in messages.
 
     Returns:
-        The sums `[B, columns of this rank]`; whether a rank sent another mark, `[]`, boolean.
+        The sums `[B, columns of this rank]`.
+
+    Raises:
+        RuntimeError: on all ranks, where they are about to send unlike tensors.
     """
+    if names is not None:
+        _require_alike(values, group, names, operation)
     own, others = rank_in(group), [r for r in range(world_size(group)) if r != rank_in(group)]
     pairs = list(zip(values, cuts, strict=True))
 
@@ -152,33 +165,37 @@ def reduce_to_owners(
         pieces = block.split([part.numel() for part in parts])
         return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
-    # Behind each block stands the mark.
-    sizes = [
-        0 if r == own else 1 + sum(x.numel() for x in columns(r)) for r in range(1 + len(others))
-    ]
-    size = sum(x.numel() for x in columns(own))
+    theirs = {r: columns(r) for r in others}
+    sizes = [sum(x.numel() for x in theirs.get(r, ())) for r in range(1 + len(others))]
     sent = values[0].new_empty(sum(sizes))
-    into, pieces = list[Tensor](), list[Tensor]()
-    for rank, block in zip(others, sent.split([sizes[r] for r in others]), strict=True):
-        block[-1] = mark % _MARKS
-        pieces += columns(rank)
-        into += views(block[:-1], columns(rank))
-    torch._foreach_copy_(into, pieces)
-    lengths = [0 if r == own else 1 + size for r in range(1 + len(others))]
-    received = all_to_all(sent, sizes, lengths, group, operation).view(len(others), 1 + size)
-    mixed = (received[:, -1] != mark % _MARKS).any()
+    into = views(sent, [x for r in others for x in theirs[r]])
+    torch._foreach_copy_(into, [x for r in others for x in theirs[r]])
+    size = sum(x.numel() for x in columns(own))
+    lengths = [0 if r == own else size for r in range(1 + len(others))]
+    received = all_to_all(sent, sizes, lengths, group, operation).view(len(others), size)
     # Alone it is in memory that nothing else needs.
     total = received[0] if len(others) == 1 else received[0] + received[1]
     for row in received[2:]:
         total += row
-    sums = views(total[:-1], columns(own))
+    sums = views(total, columns(own))
     torch._foreach_add_(sums, columns(own))
-    return sums, mixed
+    return sums
 
 
-def mark_of(names: Sequence[object]) -> int:
-    """A number that identifies what is sent; other parameters, or another order, have others."""
-    return digest(repr(names))
+def _require_alike(
+    values: Sequence[Tensor], group: ProcessGroup, names: Sequence[object], operation: str
+) -> None:
+    try:
+        shapes = [(tuple(x.shape), x.dtype) for x in values]
+        agree(operation, {"what is sent": (list(names), shapes)}, group)
+    except ValueError as error:
+        if "different calls" in str(error):
+            raise
+        raise RuntimeError(
+            "ranks exchanged gradients of different parameters, so nothing was released: "
+            "each of them must run the same layers in the same order, and use their outputs in "
+            "its losses (with weight 0 where it has nothing to add)"
+        ) from None
 
 
 def _gathered(

@@ -211,7 +211,7 @@ def _most_steps(sharded: ShardedPattern) -> int:
 def describe_modes(calls: Iterable[tuple[ModeCall, str]]) -> str:
     """A table of calls and their modes beside the possible ones, for `PrivacyEngine.plan`."""
     rows: list[tuple[str, ...]] = [
-        ("context", "mode", "sent MiB", "backward", "GFLOP", "exchanges", "ms")
+        ("attention", "mode", "MiB sent", "in backward", "GFLOP", "exchanges", "predicted ms")
     ]
     for call, mode in calls:
         name = type(call.sharded.pattern).__name__
@@ -220,8 +220,8 @@ def describe_modes(calls: Iterable[tuple[ModeCall, str]]) -> str:
                 (
                     name,
                     f"{cost.mode}{' (taken)' * (cost.mode == mode)}",
-                    *(f"{size / 2**20:.1f}" for size in cost.sent),
-                    f"{cost.flops / 1e9:.1f}",
+                    *(f"{size / 2**20:.3g}" for size in cost.sent),
+                    f"{cost.flops / 1e9:.3g}",
                     str(cost.exchanges),
                     f"{1e3 * cost.seconds:.3g}",
                 )

@@ -398,7 +398,9 @@ class MultiheadAttention(nn.Module):
                 "known here; define visible keys with pattern=, and mark padding in the targets"
             )
         pattern = resolve_pattern(self.pattern, is_causal, query.shape[1], query.shape[1])
-        if context is None or reason is not None:
+        if context is not None and reason is not None:
+            raise ValueError(reason)
+        if context is None:
             context = self.context_parallel.agree(
                 query.shape[1],
                 error=None if reason is None else ValueError(reason),

@@ -225,7 +225,7 @@ class LongContextLM(nn.Module):
         units = None if packed is None else packed.units
         context = None
         if self.context_parallel is not None:
-            context = self._agree(tokens, cu_seqlens, units)
+            context = self._agree(tokens, targets, cu_seqlens, units)
             length, positions = context.length, context.positions(tokens.device)
             if not self._looked and tokens.shape[0]:
                 self._looked = True
@@ -280,7 +280,11 @@ class LongContextLM(nn.Module):
         return sample_losses * weights_of(targets, self.context_parallel.group, -100, units)
 
     def _agree(
-        self, tokens: Tensor, cu_seqlens: tuple[int, ...] | None, units: Units | None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None,
+        cu_seqlens: tuple[int, ...] | None,
+        units: Units | None,
     ) -> Context:
         """The sequence of this forward, checked once for all blocks and the losses."""
         assert self.context_parallel is not None
@@ -290,6 +294,7 @@ class LongContextLM(nn.Module):
             rows=1 if cu_seqlens is None else rows,
             samples=rows if units is None else units.size,
             cu_seqlens=cu_seqlens,
+            targets=targets is not None,
             training=self.training,
             dtype=self.token_embedding.weight.dtype,
             autocast=torch.is_autocast_enabled(tokens.device.type),

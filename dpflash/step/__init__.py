@@ -5,7 +5,7 @@ from .noise import BandedGaussian, BatchNoise, RoundedGaussian
 from .open_batch import Clipper
 from .options import ReleaseOptions
 from .step import CAPTURED, PrivateStep
-from .sums import ClippedSums, refuse_mixed
+from .sums import ClippedSums
 from .turns import Turns
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "ReleaseOptions",
     "RoundedGaussian",
     "Turns",
-    "refuse_mixed",
 ]

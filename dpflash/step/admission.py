@@ -34,9 +34,10 @@ _OF_A_RELEASE = (
     "expected_batch_size",
     "batch of the private loader",
     "place in its block",
+    "options of the optimizers",
 )
-# Compared after 0, 1, 2, 4, 8, ... steps.
-_REPLICAS = "what optimizers made of the parameters (by other options on one rank, or other code)"
+# Compared after 0, 1, 2, 4, 8, ... steps, and where a checkpoint is saved.
+_REPLICAS = "what optimizers made of the parameters, by other code or hardware on one rank,"
 
 
 class Order(NamedTuple):
@@ -101,7 +102,8 @@ class Admission:
         is_own &= block.round[0] == 1 or self._tracker.current is not None
         options.refuse_changed()
         noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
-        numbers = multiplier, bound, options.expected_batch_size, is_own, block.place
+        given = multiplier, bound, options.expected_batch_size, is_own, block.place
+        numbers = *given, options.of_optimizers()
         # Public gradients are made until the release's step.
         release = dict(zip(_OF_A_RELEASE, numbers, strict=True)) | {_REPLICAS: None}
         number = self._charge.releases

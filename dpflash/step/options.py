@@ -155,6 +155,14 @@ class ReleaseOptions:
             "compute what you set by hand from loader.releases"
         ) from None
 
+    def of_optimizers(self) -> list[dict[str, object]]:
+        """The options of the optimizers that ranks compare: of each group, without tensors."""
+        kinds = (bool, int, float, str, tuple)
+        return [
+            {k: v for k, v in group.items() if isinstance(v, kinds)}
+            for group in self._optimizer.param_groups
+        ]
+
     def end_batch(self) -> None:
         """The logical batch has ended: options may change."""
         self._noted = self._changed = None

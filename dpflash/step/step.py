@@ -182,14 +182,18 @@ class PrivateStep(OpenBatch):
                 if not self.sums.has_begun:
                     self.gradients.drop()  # of the release before
                 self.gradients.refuse_written()
-            self.sums.refuse_mixed()
         parameters = self.parameters
         if self.noise is None:
             self.noise = self._charge(signalled=signalled)
         self.noise.settle()
         self.charge.warn_beyond_target()
-        for theirs, means in self.sums.with_noise(parameters, self.noise, self.options.divisor):
-            self.gradients.set(theirs, means)
+        try:
+            divisor = self.options.divisor
+            for theirs, means in self.sums.with_noise(parameters, self.noise, divisor):
+                self.gradients.set(theirs, means)
+        except (RuntimeError, ValueError):  # nothing steps on a part of a release
+            self.gradients.drop(parameters)
+            raise
         self.released_std = self.noise.std / self.options.divisor
         self.noise.complete()
         self.charge.block.complete()

@@ -14,7 +14,7 @@ from dpflash.kernels.layout import in_dtypes
 from ..distributed.collectives import BUNDLE_BYTES
 from ..distributed.fsdp import is_sharded
 from ..distributed.mesh import Ranks
-from ..distributed.slices import Slices, mark_of
+from ..distributed.slices import Slices
 from ..refusal import PrivateRefusal
 from .noise import BatchNoise
 
@@ -69,7 +69,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """Drop the sums; the next backward begins a logical batch."""
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._waiting: dict[nn.Parameter, Tensor] = {}
-        self._mixed: list[Tensor] = []
+        self._attempt = 0
         self.bound = math.nan
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
@@ -185,8 +185,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self._waiting = {}
         if not wide:
             return
-        rows, mixed = self.slices.scattered(wide, mark_of([self._ids[p] for p in wide]))
-        self._mixed.append(mixed)
+        rows = self.slices.scattered(wide, [self._ids[p] for p in wide])
         for parameter, own in rows.items():
             held = self._sums.get(parameter)
             self._sums[parameter] = own if held is None else held + own
@@ -197,10 +196,6 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         for parameter, total in zip(parameters, totals, strict=True):
             self._sums[parameter] = total
         self._narrow(parameters)
-
-    def refuse_mixed(self) -> None:
-        """See the function `refuse_mixed`."""
-        refuse_mixed(self._mixed)
 
     def with_noise(
         self, parameters: Sequence[nn.Parameter], noise: BatchNoise, divisor: float
@@ -216,8 +211,14 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             noise.add_(totals, dict.fromkeys(totals, 0))
             yield list(totals), self._means(totals, divisor)
             return
-        for theirs in self.slices.bundled(parameters):
-            totals = self.slices.reduced({p: self._wide(p).reshape(-1) for p in theirs})
+        # One rank that made a release again would meet the others in its middle.
+        self._attempt += 1
+        if self._attempt > 1:
+            self.ranks.agree("an interrupted release", {"attempt": self._attempt})
+        for number, theirs in enumerate(self.slices.bundled(parameters)):
+            # Before the first bundle ranks agreed on the release.
+            names = [self._ids[p] for p in theirs] if number else None
+            totals = self.slices.reduced({p: self._wide(p).reshape(-1) for p in theirs}, names)
             noise.add_(totals, {p: self.slices.owned(p).start for p in totals})
             means = dict(zip(totals, self._means(totals, divisor), strict=True))
             yield theirs, self.slices.released(means)
@@ -254,7 +255,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         sums = self._waiting if self.slices.is_scattered(parameter) else self._sums
         held = sums.get(parameter)
         sums[parameter] = total if held is None or total is held else held + total
-        if sum(x.nbytes for x in self._waiting.values()) >= BUNDLE_BYTES:
+        # Of sums in float64, so that all ranks cut bundles alike.
+        if 8 * sum(x.numel() for x in self._waiting.values()) >= BUNDLE_BYTES:
             self.exchange()
 
     def _narrow(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -267,13 +269,3 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 def wide_dtype(tensor: Tensor) -> torch.dtype:
     """float32, or float64 where the tensor is."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def refuse_mixed(mixed: Sequence[Tensor]) -> None:
-    """Raise where ranks exchanged gradients of different parameters."""
-    if mixed and bool(torch.stack(list(mixed)).any()):
-        raise RuntimeError(
-            "ranks exchanged gradients of different parameters, so nothing was released: "
-            "each of them must run the same layers in the same order, and use their outputs in "
-            "its losses (with weight 0 where it has nothing to add)"
-        )

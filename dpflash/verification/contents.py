@@ -43,10 +43,8 @@ def digest(tensor: Tensor) -> Tensor:
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """Sums of the contents as integers, to be compared with those of other processes."""
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-    sums = [
-        x.detach().reshape(-1).view(words.get(x.itemsize, torch.int64)).sum(dtype=torch.int64)
-        for x in tensors
-    ]
+    plain = [x.detach().resolve_conj().resolve_neg().reshape(-1) for x in tensors]
+    sums = [x.view(words.get(x.itemsize, torch.int64)).sum(dtype=torch.int64) for x in plain]
     found: list[int] = torch.stack([total.cpu() for total in sums]).tolist() if sums else []
     return found
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpflash
 from dpflash.distributed import context_parallel, shard_sequence
 from dpflash.nn import LongContextLM, MultiheadAttention
+from dpflash.step.gradients import Gradients
 
 # A draw is one microbatch, without a trial.
 ONE_MICROBATCH: dict[str, Any] = {"sampling": "fixed_size", "verify_first_batch": False}
@@ -321,6 +322,35 @@ def frozen_on_one(group: object) -> str:
         model[rank()].weight.grad = None
         return said_by(optimizer.step)
     return "no draw"
+
+
+def interrupted_in_a_release(group: object, ranks: int) -> dict[str, Any]:
+    """So many ranks are interrupted behind the first of two bundles, and release again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    engine, optimizer, loader = make(model, **ONE_MICROBATCH)
+    held, released = Gradients.set, list[list[Tensor]]()
+
+    def set_and_stop(self: Gradients, parameters: Any, means: Any) -> None:
+        held(self, parameters, means)
+        released.append([mean.clone() for mean in means])
+        if len(released) == 1 and rank() < ranks:
+            raise KeyboardInterrupt
+
+    with (
+        patch("dpflash.distributed.collectives.BUNDLE_BYTES", 16),
+        patch.object(Gradients, "set", set_and_stop),
+    ):
+        for (x,) in loader:
+            try:
+                engine.backward(model(x).square().sum(1))
+            except KeyboardInterrupt:
+                pass
+            except ValueError as error:
+                return {"said": str(error), "grad": model[0].weight.grad, "times": len(released)}
+            said = said_by(optimizer.step)
+            break
+    return {"said": said, "grad": model[0].weight.grad, "times": len(released)}
 
 
 def optimizer_of_its_own(group: object, differs: str) -> str:

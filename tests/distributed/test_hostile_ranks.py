@@ -132,11 +132,26 @@ def test_parameters_frozen_on_one_rank_are_refused(pair: Any) -> None:
         assert "trained parameters differs between ranks" in said
 
 
+@pytest.mark.parametrize("interrupted", [1, 2])
+@pytest.mark.cases(2)
+def test_a_rank_that_releases_again_alone_meets_no_other_bundle(
+    pair: Any, interrupted: int
+) -> None:
+    """Its noise would be that of a bundle before, for another sum."""
+    found = pair.run(CASES, "interrupted_in_a_release", 2, ranks=interrupted)
+    for one in found:
+        if interrupted == 2:
+            assert one["said"] == "did it: None" and one["times"] == 3
+        else:
+            assert "ranks are in different calls" in one["said"]
+            assert one["grad"] is None and one["times"] == 1
+
+
 @pytest.mark.parametrize(
     ("differs", "message"),
     [
         ("", "did it: 4"),
-        ("betas", "by other options on one rank"),
+        ("betas", "options of the optimizers differs"),
         ("code", "the code dif"),
     ],
 )
