@@ -77,9 +77,10 @@ class ContextGate(Gate):
         self._wait(position, grad)
         self._uses[position] += 1
         # All uses of a parameter are added before they are sent.
-        ready = [i for i in self._waiting if self._uses[i] == len(self.shapes[i])]
+        all_uses = {i: len(self.shapes[i]) for i in self._waiting if i not in self._dense}
+        ready = [i for i, count in all_uses.items() if self._uses[i] == count]
         if sum(self._waiting[i].nbytes for i in ready) >= collectives.BUNDLE_BYTES:
-            self._exchange([i for i in ready if i not in self._dense])
+            self._exchange(ready)
 
     def _wait(self, position: int, grad: Tensor) -> None:
         parameter = self.group.parameters[position]
