@@ -206,9 +206,9 @@ def attend(
     q, k and v, checked by `require_fitting`, have the T_p tokens of the layout on which all ranks
     agreed; sinks and slopes are `[B, H]`. Raises on all ranks for an unsupported mode, T or H.
     """
-    if q.shape[2] != (agreed := context.layout.local_length(context.rank)):
+    if q.shape[2] != context.layout.local_length(context.rank):
         raise ValueError(
-            f"context of {agreed} tokens on this rank for q with {q.shape[2]}: pass the one that "
+            "context is of another number of tokens than this rank's q: pass the one that "
             "context_parallel.agree returned for this call"
         )
     own, padding = context.local_length, q.shape[2] - context.local_length

@@ -136,6 +136,8 @@ def refusals(group: object) -> dict[str, str]:
     attempt("mask of one", lambda: attend(x, attn_mask=mask))
     attempt("samples", lambda: attend(x[: 1 + dist.get_rank()]))
     attempt("shards", lambda: attend(x[:, : 1 + 3 * dist.get_rank()]))
+    stale = attend.context_parallel.agree(4)
+    attempt("context of another call", lambda: attend(x, context=stale))
     short = LongContextLM(VOCAB, 16, 1, 4, max_seq_len=7, context_parallel=mesh)
     attempt("too long", lambda: short(torch.zeros(1, 4, dtype=torch.int64)))
     return said

@@ -74,6 +74,7 @@ REFUSED = {
     "mask of one": "attn_mask with context_parallel",
     "samples": "samples differs between ranks",
     "shards": "shard_sequence",
+    "context of another call": "context is of another number of tokens",
     "too long": "max_seq_len=7",
 }
 
