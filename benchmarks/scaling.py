@@ -29,6 +29,7 @@ from .suite import Request, Row, Suite
 
 RANKS = (1, 2, 4)
 SCALINGS = ("strong", "weak")
+SECTIONS = ("attention", "memory", "reported", "training")
 
 _MOST_RANKS_A_CORE = 8
 # In weak scaling each rank has a quarter of a step's samples.
@@ -77,9 +78,10 @@ def _is_possible(case: AttentionCase, ranks: int) -> bool:
 class _Sections:
     ranks: Sequence[int]
     sizes: Sizes | None
+    names: Sequence[str]
 
     def plan(self, request: Request) -> Sequence[Callable[[Request], Iterator[Row]]]:
-        return self.attention, self.memory, self.reported, self.training
+        return [getattr(self, name) for name in self.names]
 
     def _sizes(self, request: Request) -> Sizes:
         return self.sizes or (QUICK_SIZES if request.quick else FULL_SIZES)
@@ -212,8 +214,17 @@ _CHARTS = (
 )
 
 
-def scaling_suite(ranks: Sequence[int] = RANKS, sizes: Sizes | None = None) -> Suite:
-    """The suite "scaling" on these numbers of ranks; sizes are for tests."""
+def scaling_suite(
+    ranks: Sequence[int] = RANKS,
+    sizes: Sizes | None = None,
+    sections: Sequence[str] = SECTIONS,
+) -> Suite:
+    """The suite "scaling" on these numbers of ranks; sizes are for tests.
+
+    Some of its sections alone have a name of their own, so that their files replace no others.
+    """
+    for section in sections:
+        _validate.one_of(sections=(section, SECTIONS))
     for number in ranks:
         _validate.positive_int(ranks=number)
     most = max(_MOST_RANKS_A_CORE * usable_cores(), torch.cuda.device_count())
@@ -222,12 +233,12 @@ def scaling_suite(ranks: Sequence[int] = RANKS, sizes: Sizes | None = None) -> S
             f"ranks={max(ranks)}: this machine has {usable_cores()} cores, too few for more than "
             f"{most} ranks; pass fewer"
         )
-    tables = {name: columns(spec, computed=_COMPUTED) for name, spec in _TABLES.items()}
+    tables = {name: columns(_TABLES[name], computed=_COMPUTED) for name in sections}
     return Suite(
-        name="scaling",
+        name="-".join(["scaling", *(sections if len(sections) < len(SECTIONS) else ())]),
         **page("scaling", tables),
-        plan=_Sections(ranks, sizes).plan,
-        charts=_CHARTS,
+        plan=_Sections(ranks, sizes, sections).plan,
+        charts=[chart for chart in _CHARTS if chart.section in sections],
         on_ranks=True,
     )
 

@@ -59,8 +59,13 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
     add_options(parser, _OPTIONS)
     if suites == ["scaling"]:
         group = parser.add_argument_group("scaling")
-        add_options(group, {"--ranks P,P,...": "numbers of ranks (default 1,2,4)"})
-        parser.set_defaults(ranks="1,2,4")
+        sections = "attention, memory, reported and training by default; some alone are written "
+        options = {
+            "--ranks P,P,...": "numbers of ranks (default 1,2,4)",
+            "--sections NAME,...": f"{sections}to files named after them",
+        }
+        add_options(group, options)
+        parser.set_defaults(ranks="1,2,4", sections="attention,memory,reported,training")
     add_options(parser, _OUT, required=["--out"])
     parser.set_defaults(run=_run_suites, suites=suites, device="auto", seed=0)
 
@@ -86,7 +91,7 @@ def _run_suites(args: argparse.Namespace) -> int:
     folder = make_folder(args.out)
     wrong: list[str] = []
     for name in args.suites:
-        path = folder / name
+        path = folder / (scaling.name if scaling else name)
         files = f"{path}.json, {path}.md and {path}.png"
         try:
             found = run_suite(scaling or suite_named(name), request, folder)
@@ -171,4 +176,4 @@ def _scaling_suite(args: argparse.Namespace) -> Suite:
         raise ValueError(
             f"ranks={args.ranks!r}: expected numbers between commas; pass such as 1,2,4"
         ) from None
-    return scaling_suite(ranks)
+    return scaling_suite(ranks, sections=args.sections.split(","))

@@ -319,6 +319,7 @@ def test_a_rank_that_fails_is_named_and_nobody_stays_behind(tasks, monkeypatch):
         (["--ranks", "1,-2"], "ranks=-2"),
         (["--ranks", "1,100000"], "ranks=100000: this machine has"),
         (["--ranks", "two"], "ranks='two': expected numbers between commas"),
+        (["--sections", "train"], "sections='train'"),
         (["--device", "tpu"], "device='tpu'"),
     ],
 )
@@ -341,3 +342,8 @@ def test_the_command_asks_for_what_its_arguments_say(tmp_path, monkeypatch, caps
     rows = json.loads((tmp_path / "scaling.json").read_text())["rows"]
     assert {row["section"] for row in rows} == {"attention", "memory", "reported", "training"}
     assert "memory/strong/dense causal, zigzag/ring/T512/P2" in capsys.readouterr().err
+    asked.clear()
+    options = ["--quick", "--ranks", "2", "--sections", "reported", "--device", "cpu"]
+    main(["bench", "scaling", "--out", str(tmp_path), *options])
+    rows = json.loads((tmp_path / "scaling-reported.json").read_text())["rows"]
+    assert {row["section"] for row in rows} == {"reported"} and set(asked) == {2}
