@@ -156,20 +156,38 @@ def all_reduce(x: Tensor, group: ProcessGroup, operation: str, phase: str) -> Te
 
 
 def all_to_all(
-    tensors: Sequence[Tensor],
-    shapes: Sequence[tuple[int, ...]],
+    tensors: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
     group: ProcessGroup,
     operation: str,
     phase: str,
-) -> list[Tensor]:
-    """Send one tensor to each rank and return the tensor received from each."""
-    dtype, own = tensors[0].dtype, collectives.rank_in(group)
-    _record(phase, operation, sum(x.nbytes for rank, x in enumerate(tensors) if rank != own))
-    send = torch.cat([as_bytes(x.contiguous()) for x in tensors])
-    sizes = [torch.Size(shape).numel() * tensors[0].element_size() for shape in shapes]
-    lengths = [x.nbytes for x in tensors]
-    received = collectives.all_to_all(send, lengths, sizes, group, operation)
-    return [
-        flat.view(dtype).view(shape)
-        for flat, shape in zip(received.split(sizes), shapes, strict=True)
+) -> list[list[Tensor]]:
+    """Send several tensors to each rank, and return those received from each, in one exchange.
+
+    Args:
+        tensors: those for each rank; the dtypes of all ranks' are the same.
+        shapes: of the tensors from each rank.
+        group, operation, phase: see the module.
+    """
+    own, dtypes = collectives.rank_in(group), [x.dtype for x in tensors[0]]
+    lengths = [sum(x.nbytes for x in some) for some in tensors]
+    _record(phase, operation, sum(lengths) - lengths[own])
+    send = torch.cat([as_bytes(x.contiguous()) for some in tensors for x in some])
+    sizes = [
+        torch.Size(shape).numel() * dtype.itemsize
+        for some in shapes
+        for shape, dtype in zip(some, dtypes, strict=True)
     ]
+    each = len(dtypes)
+    from_rank = [sum(sizes[at : at + each]) for at in range(0, len(sizes), each)]
+    parts = iter(collectives.all_to_all(send, lengths, from_rank, group, operation).split(sizes))
+    return [
+        [_viewed(next(parts), dtype, shape) for shape, dtype in zip(some, dtypes, strict=True)]
+        for some in shapes
+    ]
+
+
+def _viewed(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Bytes as a tensor; a copy where they begin in the middle of an element."""
+    is_aligned = flat.storage_offset() % dtype.itemsize == 0
+    return (flat if is_aligned else flat.clone()).view(dtype).view(shape)

@@ -188,7 +188,7 @@ def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
             row = call.batch * sharded.num_heads * call.head_dim * wide
             merged = 6 * steps_sent * sharded.longest * row
         elif mode == "ulysses":
-            exchanges = 10  # q, k, v, o and lse, and their gradients
+            exchanges = 4  # q, k and v; o and lse; and their gradients
             parts = (sharded.of_heads(x.start, x.stop) for x in heads_per_rank(sharded)[0])
             pairs = max(graph_of(part, torch.device("cpu")).edges() for part in parts)
         # Two products in the forward and five in the backward.

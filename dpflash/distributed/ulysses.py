@@ -30,76 +30,98 @@ from .traffic import heads_per_rank
 
 @dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """All-to-all between a sharded sequence and sharded heads."""
+    """All-to-all between a sharded sequence and sharded heads, of several tensors at once."""
 
     sharded: ShardedPattern  # the pattern over the sharded sequence
     group: ProcessGroup  # the ranks that share the sequence
-    heads: Sequence[slice]  # of each rank
+    heads: Sequence[slice]  # of queries, of each rank
+    kv_heads: Sequence[slice]  # of keys and values
 
     @property
     def rank(self) -> int:
         """Index of this rank in the group."""
         return rank_in(self.group)
 
-    def to_heads(self, x: Tensor, operation: str, phase: str) -> Tensor:
-        """`[B, H, T_p, ...]` to `[B, h, T, ...]`, with tokens in the order of the sequence."""
-        own = self.heads[self.rank]
-        count = own.stop - own.start
-        shapes = [
-            (x.shape[0], count, self.sharded.tokens(rank), *x.shape[3:])
-            for rank in range(len(self.heads))
-        ]
-        shards = all_to_all(
-            [x[:, heads] for heads in self.heads], shapes, self.group, operation, phase
-        )
-        return self.sharded.layout.joined(shards, 2, self.sharded.length)
+    def _heads_of(self, x: Tensor) -> Sequence[slice]:
+        return self.heads if x.shape[1] == self.heads[-1].stop else self.kv_heads
 
-    def to_tokens(self, x: Tensor, operation: str, phase: str) -> Tensor:
-        """`[B, h, T, ...]` to `[B, H, T_p, ...]`; the inverse of `to_heads`."""
-        shards = []
-        for rank in range(len(self.heads)):
-            chunks = self.sharded.chunks(rank)
-            slices = [x[:, :, chunk.start : chunk.start + chunk.length] for chunk in chunks]
-            shards.append(torch.cat(slices, dim=2) if slices else x[:, :, :0])
-        tokens = self.sharded.tokens(self.rank)
+    def to_heads(self, tensors: Sequence[Tensor], operation: str, phase: str) -> list[Tensor]:
+        """`[B, H, T_p, ...]` each to `[B, h, T, ...]`, tokens in the order of the sequence."""
+        heads = [self._heads_of(x) for x in tensors]
+        counts = [own[self.rank].stop - own[self.rank].start for own in heads]
+        ranks = range(len(self.heads))
         shapes = [
-            (x.shape[0], heads.stop - heads.start, tokens, *x.shape[3:]) for heads in self.heads
+            [
+                (x.shape[0], count, self.sharded.tokens(rank), *x.shape[3:])
+                for x, count in zip(tensors, counts, strict=True)
+            ]
+            for rank in ranks
         ]
-        return torch.cat(all_to_all(shards, shapes, self.group, operation, phase), dim=1)
+        sent = [[x[:, own[rank]] for x, own in zip(tensors, heads, strict=True)] for rank in ranks]
+        received = all_to_all(sent, shapes, self.group, operation, phase)
+        layout, length = self.sharded.layout, self.sharded.length
+        return [layout.joined(shards, 2, length) for shards in zip(*received, strict=True)]
+
+    def to_tokens(
+        self,
+        tensors: Sequence[Tensor],
+        heads: Sequence[Sequence[slice]],
+        operation: str,
+        phase: str,
+    ) -> list[Tensor]:
+        """`[B, h, T, ...]` each to `[B, H, T_p, ...]`; the inverse of `to_heads`.
+
+        `heads` are those of each rank, for each tensor.
+        """
+        ranks, tokens = range(len(self.heads)), self.sharded.tokens(self.rank)
+        sent = []
+        for rank in ranks:
+            chunks = self.sharded.chunks(rank)
+            slices = [slice(chunk.start, chunk.start + chunk.length) for chunk in chunks]
+            sent.append(
+                [torch.cat([x[:, :, c] for c in slices] or [x[:, :, :0]], 2) for x in tensors]
+            )
+        shapes = [
+            [
+                (x.shape[0], own[rank].stop - own[rank].start, tokens, *x.shape[3:])
+                for x, own in zip(tensors, heads, strict=True)
+            ]
+            for rank in ranks
+        ]
+        received = all_to_all(sent, shapes, self.group, operation, phase)
+        return [torch.cat(shards, dim=1) for shards in zip(*received, strict=True)]
 
 
 class _ToHeads(torch.autograd.Function):
+    """`HeadExchange.to_heads` of q, k and v: all ranks send the gradients of all three."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: HeadExchange, name: str) -> Tensor:
-        ctx.exchange, ctx.name = exchange, name
-        return exchange.to_heads(x, f"{name} from tokens to heads", "forward")
+    def forward(ctx: Any, exchange: HeadExchange, *qkv: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(exchange.to_heads(qkv, "q, k and v from tokens to heads", "forward"))
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        operation = f"gradients of {ctx.name} from heads to tokens"
-        return ctx.exchange.to_tokens(grad, operation, "backward"), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        exchange, operation = ctx.exchange, "gradients of q, k and v from heads to tokens"
+        heads = [exchange.heads, exchange.kv_heads, exchange.kv_heads]
+        return None, *exchange.to_tokens(grads, heads, operation, "backward")
 
 
 class _ToTokens(torch.autograd.Function):
-    """`HeadExchange.to_tokens` of o and lse together: all ranks send both gradients or none."""
+    """`HeadExchange.to_tokens` of o and lse: all ranks send both gradients or none."""
 
     @staticmethod
-    def forward(ctx: Any, o: Tensor, lse: Tensor, exchange: HeadExchange) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, exchange: HeadExchange, *o_lse: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return (
-            exchange.to_tokens(o, "o from heads to tokens", "forward"),
-            exchange.to_tokens(lse, "lse from heads to tokens", "forward"),
-        )
+        heads = [exchange.heads] * 2
+        return tuple(exchange.to_tokens(o_lse, heads, "o and lse from heads to tokens", "forward"))
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        return (
-            ctx.exchange.to_heads(do, "gradients of o from tokens to heads", "backward"),
-            ctx.exchange.to_heads(dlse, "gradients of lse from tokens to heads", "backward"),
-            None,
-        )
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        operation = "gradients of o and lse from tokens to heads"
+        return None, *ctx.exchange.to_heads(grads, operation, "backward")
 
 
 class _OwnHeads(torch.autograd.Function):
@@ -161,11 +183,9 @@ def ulysses_attention(
     heads, kv_heads = heads_per_rank(sharded)
     if kv_heads[-1].stop != k.shape[1]:
         k, v = (x.repeat_interleave(sharded.num_heads // k.shape[1], dim=1) for x in (k, v))
-    exchange = HeadExchange(sharded, group, heads)
-    kv_exchange = HeadExchange(sharded, group, kv_heads)
+    exchange = HeadExchange(sharded, group, heads, kv_heads)
     own = heads[exchange.rank]
-    q = _ToHeads.apply(q, exchange, "q")
-    k, v = _ToHeads.apply(k, kv_exchange, "k"), _ToHeads.apply(v, kv_exchange, "v")
+    q, k, v = _ToHeads.apply(exchange, q, k, v)
     gates = None
     if isinstance(sharded.pattern, Adaptive):
         blocks, gates = sharded.pattern.choose(q, k, scale)
@@ -173,5 +193,4 @@ def ulysses_attention(
     else:
         graph = graph_of(sharded.of_heads(own.start, own.stop), q.device)
     sinks, slopes = (None if x is None else x[:, own] for x in (sinks, slopes))
-    o, lse = _OwnHeads.apply(q, k, v, sinks, slopes, gates, graph, scale)
-    return _ToTokens.apply(o, lse, exchange)
+    return _ToTokens.apply(exchange, *_OwnHeads.apply(q, k, v, sinks, slopes, gates, graph, scale))

@@ -178,7 +178,8 @@ def compare(group, cases):
 
 def errors_in_half(group, mode, tokens=101):
     """Errors of bfloat16 against float64, of one process and of several."""
-    exact = inputs(tokens, kv_heads=2, dtype=torch.bfloat16, seed=4)
+    # In Ulysses a log-sum-exp begins at an address that is no multiple of 4.
+    exact = inputs(tokens, kv_heads=2, dim=5, batch=1, dtype=torch.bfloat16, seed=4)
     *whole, sinks, slopes = exact
     pattern = all_patterns(tokens)["dilated causal"]
     wide = [x.double() for x in (*whole, sinks, slopes)]
