@@ -215,7 +215,7 @@ def _resume_command(job: Any, launch: Any) -> str:
     context = launch.parallel.context_parallel
     return (
         f"torchrun --nproc-per-node {launch.world_size} -m dpflash train --resume {job.folder}"
-        f"{f' --context-parallel {context}' if context > 1 else ''} (or any other number)"
+        f"{f' --context-parallel {context}' if context > 1 else ''} (any number of ranks)"
     )
 
 

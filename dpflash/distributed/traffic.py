@@ -228,7 +228,9 @@ def describe_modes(calls: Iterable[tuple[ModeCall, str]]) -> str:
             )
             name = ""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    legend = "a call, forward and backward: MiB of the rank that sends most, GFLOP of the busiest"
+    return "\n".join([*lines, legend])
 
 
 def require_enough_heads(sharded: ShardedPattern, mode: str) -> None:
