@@ -266,7 +266,7 @@ def _sharded_model(
     name = "context" if case.scheme == "context" else "data"
     mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=(name,))
     if case.scheme == "context":
-        context_parallel(model, mesh, mode="ring", sharding="zigzag")
+        context_parallel(model, mesh, sharding="zigzag")
     elif case.scheme == "fsdp2":
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
