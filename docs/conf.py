@@ -33,7 +33,6 @@ napoleon_use_rtype = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_default_options = {"members": True}
-autodoc_preserve_defaults = True
 autodoc_mock_imports = ["lightning", "trl"]
 add_module_names = False
 toc_object_entries_show_parents = "hide"

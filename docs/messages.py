@@ -160,6 +160,12 @@ def _written(text: str) -> str:
     return "`".join(halves).replace("``", "")
 
 
+def _place(entry: tuple[str, str, str]) -> tuple[bool, str, str, str]:
+    """What to sort by: entries whose first words are of each case alone come last."""
+    own = re.sub(r"^[^\w.]+", "", entry[0])
+    return not own, own, *entry[1:]
+
+
 def written(nodes: Nodes) -> str:
     """The list, under headings."""
     prefixes = {prefix: name for name, all_of in DOING.items() for prefix in all_of.split()}
@@ -172,7 +178,7 @@ def written(nodes: Nodes) -> str:
     lines = []
     for name, entries in found.items():
         lines += [f"\n## {name}\n"]
-        for what, why, remedy in sorted(entries, key=lambda x: [y.lstrip(GAP + " '") for y in x]):
+        for what, why, remedy in sorted(entries, key=_place):
             line = f"- **{_written(what)}**" + f": {_written(why)}" * bool(why)
             lines.append(line + f" → {_written(remedy)}" * bool(remedy))
     return "\n".join(lines) + "\n"
