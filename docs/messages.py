@@ -48,11 +48,12 @@ class Sources:
     """
 
     def __init__(self, nodes: Nodes) -> None:
-        self.nodes = nodes
+        kinds = (ast.Assign, ast.Call, ast.Expr, ast.FunctionDef, ast.Raise)
+        self.nodes = {p: [n for n in found if isinstance(n, kinds)] for p, found in nodes.items()}
         self.functions: dict[str, dict[str, ast.FunctionDef]] = defaultdict(dict)  # name, file
         self.constants: dict[str, dict[str, ast.expr]] = defaultdict(dict)
         made = set()
-        for path, node in ((path, node) for path, found in nodes.items() for node in found):
+        for path, node in ((path, node) for path, own in self.nodes.items() for node in own):
             if isinstance(node, ast.FunctionDef):
                 self.functions[node.name][path] = node
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").isupper():
