@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,19 +54,22 @@ class Sources:
         self.functions: dict[str, dict[str, ast.FunctionDef]] = defaultdict(dict)  # name, file
         self.constants: dict[str, dict[str, ast.expr]] = defaultdict(dict)
         made = set()
-        for path, node in ((path, node) for path, own in self.nodes.items() for node in own):
+        for path, node in ((path, node) for path, some in self.nodes.items() for node in some):
             if isinstance(node, ast.FunctionDef):
                 self.functions[node.name][path] = node
-            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").isupper():
-                self.constants[ast.unparse(node.targets[0])][path] = node.value
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                own = self.constants[node.targets[0].id]
+                own[path] = ast.Constant(GAP) if path in own else node.value
             elif _raises(node):
                 made.add(_name(node.exc))
         never = {n for n, f in self.functions.items() if "NoReturn" in map(_returns, f.values())}
         self.helpers = (made & self.functions.keys()) | never
 
-    def texts(self, node: ast.expr | None, path: str, **given: str) -> list[str]:
+    def texts(
+        self, node: ast.expr | None, path: str, given: Mapping[str, str] = MappingProxyType({})
+    ) -> list[str]:
         """What an expression of a file may say, where parameters say what is `given`."""
-        again = partial(self.texts, path=path, **given)
+        again = partial(self.texts, path=path, given=given)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return [node.value]
         if isinstance(node, ast.JoinedStr | ast.BinOp):
@@ -77,8 +81,10 @@ class Sources:
             return [text for part in parts for text in again(part)]
         if isinstance(node, ast.Name) and node.id in given:
             return [given[node.id]]
-        if isinstance(node, ast.Name) and node.id in self.constants:
-            return again(_nearest(self.constants[node.id], path))
+        known = self.constants[node.id] if isinstance(node, ast.Name) else {}
+        if path in known or (known and node.id.isupper()):
+            value = _nearest(known, path)
+            return self.texts(value, path, {**given, node.id: GAP})
         if isinstance(node, ast.Call) and _name(node) == "format":
             assert isinstance(node.func, ast.Attribute)
             return [re.sub(r"{[^}]*}", GAP, text) for text in again(node.func.value)]
@@ -97,7 +103,7 @@ class Sources:
         for node in ast.walk(function):
             error = getattr(node, "exc", getattr(node, "value", None))
             if isinstance(node, ast.Raise | ast.Return) and isinstance(error, ast.Call):
-                yield from self.texts(error.args[0], path, **given) if error.args else ()
+                yield from self.texts(error.args[0], path, given) if error.args else ()
 
     def messages(self) -> Iterator[tuple[str, str]]:
         """(file, message) for each message, some of them several times."""
@@ -138,7 +144,8 @@ def _returns(function: ast.FunctionDef) -> str:
 
 def parts_of(message: str) -> tuple[str, str, str]:
     """First words, cause and remedy of "what: why; remedy" or "what: remedy"."""
-    found = re.fullmatch(r"(.*?)(?:: (.*?))?(?:(?:; |\. )(.*))?", " ".join(message.split()))
+    text = re.sub(f"{GAP}+", GAP, " ".join(message.split()))
+    found = re.fullmatch(r"(.*?)(?:: (.*?))?(?:(?:; |\. )(.*))?", text)
     assert found is not None
     what, why, remedy = (part or "" for part in found.groups())
     if why and not remedy and not why.startswith("expected"):
