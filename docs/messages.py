@@ -177,14 +177,15 @@ def _place(entry: tuple[str, str, str]) -> tuple[bool, str, str, str]:
 def written(nodes: Nodes) -> str:
     """The list, under headings."""
     prefixes = {prefix: name for name, all_of in DOING.items() for prefix in all_of.split()}
-    found: dict[str, set[tuple[str, str, str]]] = {name: set() for name in DOING}
+    prefixes[""] = "Elsewhere"
+    found: dict[str, set[tuple[str, str, str]]] = {name: set() for name in prefixes.values()}
     for path, message in Sources(nodes).messages():
         if len(re.findall("[a-z]", message)) > 13:
             inside = path.removeprefix("dpflash/")
             of = max((prefix for prefix in prefixes if inside.startswith(prefix)), key=len)
             found[prefixes[of]].add(parts_of(message))
     lines = []
-    for name, entries in found.items():
+    for name, entries in ((name, entries) for name, entries in found.items() if entries):
         lines += [f"\n## {name}\n"]
         for what, why, remedy in sorted(entries, key=_place):
             line = f"- **{_written(what)}**" + f": {_written(why)}" * bool(why)
