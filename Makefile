@@ -34,7 +34,7 @@ demo: $(STAMP) ## train a small model privately on Python's own library sources
 test: $(STAMP) ## run the tests that need no GPU: one case of each, and all that kill a mutant
 	$(TEST_ENV) $(PYTEST)
 
-test-all: $(STAMP) $(FRAMEWORKS) $(NEWEST)/.installed ## run all cases of all tests, the kernels again under the newest Triton, and install afresh
+test-all: $(STAMP) $(FRAMEWORKS) $(SITE) $(NEWEST)/.installed ## run all cases of all tests, the kernels again under the newest Triton, and install afresh
 	$(TEST_ENV) DPFLASH_FULL=1 $(PYTEST)
 	$(TEST_ENV) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
 	tests/install_afresh.sh $(PYTHON)

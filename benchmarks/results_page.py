@@ -5,6 +5,7 @@ The page has others' figures and ours, row by row. Where the files lie, `result_
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,13 +25,21 @@ _SHAPES = {"B16-T256": "B=16, T=256", "B4-T2048": "B=4, T=2048"}
 _LABELS = {
     "dpflash-flat-auto": "dpflash, flat",
     "dpflash-per_layer": "dpflash, per_layer",
-    "dpflash-per_block": "dpflash, per_block",
     "opacus-hooks": "Opacus (hooks)",
     "opacus-ghost": "Opacus (ghost)",
     "opake": "opake",
     NONPRIVATE: "no privacy",
 }
-_LOSS_LABELS = {"dpflash": "dpflash", "opacus": "Opacus", NONPRIVATE: "no privacy"}
+_OURS, _OPACUS, _OPAKE, _PLAIN = "#1f5fa8", "#d1601a", "#3f8f4f", "#999999"
+# Method of pretrained.json -> name, colour, line.
+_METHODS = {
+    "no privacy": ("no privacy", _PLAIN, "--"),
+    "opake banded": ("opake, banded noise", _OPAKE, "s-"),
+    "banded": ("dpflash, banded noise", _OURS, "o-"),
+    "opake": ("opake", _OPAKE, "s:"),
+    "independent": ("dpflash", _OURS, "o:"),
+    "Opacus": ("Opacus", _OPACUS, "^:"),
+}
 
 Ends = tuple[float, float, float]  # a figure and the ends of its interval
 
@@ -40,9 +49,9 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
     devices = {name: load(results, name) for name in device_names(results)}
     title, about = texts()["results"]
     parts = [f"# {title}"]
-    shown = newest(devices)
+    shown = newest(results, devices)
     if shown is not None:
-        alt = "Time, memory and loss of private training beside Opacus"
+        alt = "Time, memory and accuracy of private training beside Opacus and opake"
         parts += [f"!{_link(results / PICTURE, page, alt)}", *_sentences(*shown)]
     parts += [about, "## What was measured"]
     for name, files in devices.items():
@@ -56,21 +65,20 @@ def render(results: Path, reports: Sequence[Report], page: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _sentences(steps: ResultFile, losses: ResultFile) -> Iterator[str]:
+def _sentences(steps: ResultFile, quality: ResultFile) -> Iterator[str]:
     for shape, named in _SHAPES.items():
-        found = {name: ends[0] for name, ends in _ratios(steps, shape).items()}
-        peer = min((name for name in found if "opacus" in name), key=lambda name: found[name])
-        ours = found["dpflash-flat-auto"]
+        times = {name: ends[0] for name, ends in _ratios(steps, shape).items()}
         yield (
-            f"At {named} a private step takes {ours:.2f} times as long as a non-private one, with "
-            f"{_LABELS[peer]} {found[peer]:.2f} times: dpflash is {found[peer] / ours:.2f} times "
-            "as fast. Batches are equal, without padding rows."
+            f"At {named} a private step takes {times['dpflash-flat-auto']:.2f} times as long as a "
+            f"non-private one, with Opacus {times['opacus-hooks']:.2f} and with opake "
+            f"{times['opake']:.2f} times. Batches are equal, without padding rows."
         )
-    means = {name: f"{mean:.3f}" for name, (mean, _, _) in _losses(losses).items()}
+    means = {name: f"{found[3.0][0]:.1f}%" for name, found in _accuracies(quality).items()}
     yield (
-        f"At epsilon {losses.held['config']['target_epsilon']:g} the held-out loss of a small "
-        f"model is {means['dpflash']} nats a byte, {means['opacus']} with Opacus and "
-        f"{means[NONPRIVATE]} without privacy."
+        f"At epsilon 3 the test accuracy of a small text model is {means['banded']} with banded "
+        f"noise of dpflash and {means['independent']} with independent noise, {means['Opacus']} "
+        f"with Opacus, {means['opake banded']} and {means['opake']} with opake, and "
+        f"{means['no privacy']} without privacy ([setup](../docs/quality.md))."
     )
 
 
@@ -97,66 +105,80 @@ def _state(file: ResultFile) -> str:
     return f"{len(file.rows) or '-'}{ours}" + f", {peers} of peers wrong" * bool(peers)
 
 
-def newest(devices: Mapping[str, Files]) -> tuple[ResultFile, ResultFile] | None:
-    """The newest full private-step.json with the shapes shown, and private-loss.json beside it."""
+def newest(results: Path, devices: Mapping[str, Files]) -> tuple[ResultFile, ResultFile] | None:
+    """The newest full private-step.json that has opake at the shapes, and pretrained.json."""
+    quality = results / "pretrained.json"
     full = [
-        (files["private-step"], files["private-loss"])
+        files["private-step"]
         for files in devices.values()
-        if {"private-step", "private-loss"} <= files.keys()
-        and not files["private-step"].is_quick
-        and all(_ratios(files["private-step"], shape) for shape in _SHAPES)
+        if "private-step" in files and not files["private-step"].is_quick
+        if all("opake" in _ratios(files["private-step"], shape) for shape in _SHAPES)
     ]
-    return max(full, key=lambda files: str(files[0].environment["date"]), default=None)
+    if not full or not quality.exists():
+        return None
+    steps = max(full, key=lambda file: str(file.environment["date"]))
+    return steps, ResultFile(quality, json.loads(quality.read_text(encoding="utf-8")))
 
 
-def draw_headline(steps: ResultFile, losses: ResultFile) -> Any:
-    """Bars of time, memory and held-out loss beside Opacus: a matplotlib Figure."""
+def draw_headline(steps: ResultFile, quality: ResultFile) -> Any:
+    """Time, memory and accuracy at equal epsilon beside Opacus and opake: a matplotlib Figure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    *times, memory, loss = figure.subplots(2, 2).flat
+    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    *times, memory, accuracy = figure.subplots(2, 2).flat
     for axis, (shape, named) in zip(times, _SHAPES.items(), strict=True):
-        _bars(axis, _ratios(steps, shape), _LABELS, "%.2f")
+        _bars(axis, _ratios(steps, shape), "%.2f")
         axis.axvline(1, color="#666666", linewidth=1)
-        axis.set(title=f"Time, {named}", xlabel="time of a step over a non-private one")
+        axis.set(title=f"Time of a step, {named}", xlabel="times a non-private step")
     shape, named = next(iter(_SHAPES.items()))
     peaks = {
         row["name"].removeprefix(f"step/{shape}/"): row["peak_memory_mb"] for row in steps.rows
     }
-    known = {name: (peaks[name],) * 3 for name in _LABELS if peaks.get(name) is not None}
-    _bars(memory, known, _LABELS, "%.0f")
-    memory.set(title=f"Memory, {named}", xlabel="peak memory of a step, MiB")
-    _bars(loss, _losses(losses), _LOSS_LABELS, "%.3f")
-    epsilon = losses.held["config"]["target_epsilon"]
-    title = f"Loss at epsilon {epsilon:g}, mean and range of seeds"
-    loss.set(title=title, xlabel="held-out loss, nats a byte")
+    _bars(memory, {n: (peaks[n],) * 3 for n in _LABELS if peaks.get(n) is not None}, "%.0f")
+    memory.set(title=f"Memory of a step, {named}", xlabel="peak, MiB")
+    for nth, (method, found) in enumerate(_accuracies(quality).items()):
+        label, color, line = _METHODS[method]
+        means, deviations = zip(*found.values(), strict=True)
+        places = [place + 0.04 * (nth - 3) for place in range(len(found))]
+        accuracy.errorbar(places, means, deviations, fmt=line, color=color, label=label, capsize=2)
+    accuracy.set_xticks(range(3), ["1", "3", "8"])
+    accuracy.set(title="Quality at equal epsilon", xlabel="epsilon", ylabel="test accuracy, %")
+    accuracy.set_ylim(49.5, 60.5)
+    accuracy.legend(fontsize=8, ncols=2, loc="lower right")
     about = steps.environment
-    figure.suptitle(f"{about['device']}, {about['date']}, torch {about['torch']}")
+    where = f"{about['device']}, {about['date']}, torch {about['torch']}"
+    figure.suptitle(f"Time and memory: {where}")
     return figure
 
 
-def _bars(axis: Any, found: Mapping[str, Ends], labels: Mapping[str, str], form: str) -> None:
-    colors = {NONPRIVATE: "#999999"} | {name: "#d1601a" for name in found if "opacus" in name}
+def _bars(axis: Any, found: Mapping[str, Ends], form: str) -> None:
+    colors = {
+        NONPRIVATE: _PLAIN,
+        "opake": _OPAKE,
+        "opacus-hooks": _OPACUS,
+        "opacus-ghost": _OPACUS,
+    }
     lengths = [value for value, _, _ in found.values()]
     bars = axis.barh(
-        [labels[name] for name in found],
+        [_LABELS[name] for name in found],
         lengths,
         xerr=np.array([(value - low, high - value) for value, low, high in found.values()]).T,
-        color=[colors.get(name, "#1f5fa8") for name in found],
+        color=[colors.get(name, _OURS) for name in found],
     )
     axis.bar_label(bars, fmt=form, padding=6)
     axis.set_xlim(0, 1.25 * max(lengths, default=1))
     axis.invert_yaxis()
 
 
-def _losses(file: ResultFile) -> dict[str, Ends]:
-    """Held-out losses by provider: mean and range over the seeds."""
-    runs: Sequence[Mapping[str, Any]] = file.held["runs"]
-    found = {
-        name: [run["held_out_loss"] for run in runs if run["provider"] == name]
-        for name in _LOSS_LABELS
-    }
-    return {name: (float(np.mean(x)), min(x), max(x)) for name, x in found.items()}
+def _accuracies(file: ResultFile) -> dict[str, dict[float, tuple[float, float]]]:
+    """Percent by method and epsilon, mean and deviation: units are entries, the body is frozen."""
+    own = [row for row in file.rows if (row["unit"], row["tuning"]) == ("entry", "frozen")]
+    found: dict[str, dict[float, tuple[float, float]]] = {name: {} for name in _METHODS}
+    for row in (row for row in own if row["method"] in found):
+        ends = 100 * float(np.mean(row["accuracy"])), 100 * float(np.std(row["accuracy"], ddof=1))
+        for epsilon in (1.0, 3.0, 8.0) if row["epsilon"] is None else (row["epsilon"],):
+            found[row["method"]][epsilon] = ends
+    return found
 
 
 def _ratios(file: ResultFile, shape: str) -> dict[str, Ends]:

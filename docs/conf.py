@@ -11,7 +11,7 @@ author = "The dpflash authors"
 copyright = author
 release = version = dpflash.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
 include_patterns = [
     "README.md",
@@ -33,12 +33,14 @@ napoleon_use_rtype = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autodoc_default_options = {"members": True}
-autodoc_preserve_defaults = True
 autodoc_mock_imports = ["lightning", "trl"]
 add_module_names = False
+toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = f"dpflash {version}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 templates_path = ["templates"]
 # The site's address without a path leads to its first page.
 html_additional_pages = {"index": "to_first_page.html"}

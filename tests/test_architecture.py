@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import re
 import subprocess
 import sys
@@ -468,3 +469,14 @@ def test_messages_that_show_private_data_are_found():
         raising += "def _refuse_data(x, y) -> NoReturn:\n  raise PrivateRefusal(x) from None\n"
         tree = ast.parse(f"{raising}def check(self, x, error):\n  {statement}")
         assert list(_messages_of_data(path, tree)), statement
+
+
+def test_troubleshooting_lists_every_error_and_warning():
+    """Where this fails, run `python docs/messages.py`."""
+    spec = importlib.util.spec_from_file_location("messages", ROOT / "docs" / "messages.py")
+    messages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(messages)
+    files = [path for folder in messages.FOLDERS for path in _python_files(folder)]
+    found = messages.written({_name(path): _nodes(path) for path in files})
+    page = messages.PAGE.read_text().partition(messages.BEGIN)[2]
+    assert not set(found.splitlines()) ^ set(page.splitlines())

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         if not check:
             write_text(path, text)
     results = root / "benchmarks" / "results"
-    shown = newest({name: load(results, name) for name in device_names(results)})
+    shown = newest(results, {name: load(results, name) for name in device_names(results)})
     if not check and shown is not None:
         write_picture(results / PICTURE, draw_headline(*shown))
     for path in stale:

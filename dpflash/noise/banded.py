@@ -132,9 +132,9 @@ class Banded:
         return _root_up(whole * self._squared_norm(self.bands) + sum(rest))
 
     def noise_scale(self) -> float:
-        """Standard deviation of z over noise_multiplier and bound: |c|, rounded up to a float.
+        """Standard deviation of z over noise_multiplier and bound: the norm of c, a column of C.
 
-        It is the norm of a column of C.
+        It is rounded up to a float.
         """
         return _root_up(self._squared_norm(self.bands))
 
@@ -226,10 +226,11 @@ class Banded:
             statistic: "rms" over all iterates, or "max", that of the last one.
 
         Returns:
-            The standard deviation of an element of the iterates, |c| sqrt(mean over t of
-            sum over i <= t of B_i^2), or of the last one. Times noise_multiplier, bound and
-            learning rate it is in units of the parameters (over the expected batch size for
-            mean gradients). The square of "rms" is `toeplitz.loss` of jax_privacy.
+            The standard deviation of an element of the iterates, the norm of c times
+            sqrt(mean over t of sum over i <= t of B_i^2), or of the last one. Times
+            noise_multiplier, bound and learning rate it is in units of the parameters (over the
+            expected batch size for mean gradients). The square of "rms" is `toeplitz.loss` of
+            jax_privacy.
         """
         _check_workload(steps, momentum, weight_decay)
         one_of(statistic=(statistic, ("rms", "max")))

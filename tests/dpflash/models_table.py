@@ -29,6 +29,7 @@ from dpflash.integrations import transformers as registered
 sys.path.insert(0, str(Path(__file__).parent))
 from real_models import MODELS, RealModel, clipped_sum, norm, sample_gradients  # noqa: E402
 
+EQUAL = 5e-7
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
@@ -43,10 +44,10 @@ ABOUT = """# Models
 
 Tiny models with random weights of {count} architectures of transformers {transformers}, each
 trained for one private step without noise and compared with a loop over single samples
-(float64, {date}). A number is the relative difference between the two clipped sums: up to 5e-7 is
-rounding to float32 (of clipping factors, in eager attention's softmax and in DeepSeek's routers)
-and means that they are equal. A number in brackets is a refusal, listed below. {trained} of the
-architectures train with all parameters.
+(float64, {date}). "Yes": it trains, and the two clipped sums are equal up to rounding to float32,
+a relative difference of at most {equal} (of clipping factors, in eager attention's softmax and in
+DeepSeek's routers; the JSON has each). "No": it is refused, for the reason below with that number.
+{trained} of the architectures train with all parameters.
 
 `flat`, `ghost` and `per_layer` are ways to clip, with transformers' own attention
 (`"eager"`). The configs turn dropout off, and Wav2Vec2's SpecAugment, which masks a whole batch at
@@ -54,7 +55,7 @@ once and is refused (`apply_spec_augment=False`). `dpflash` is flat clipping wit
 `attn_implementation="dpflash"` ([how](attention.md)), which needs attention dropout of 0, compared
 with the loop over eager attention; Mamba, which has no attention, ignores it. `LoRA` is flat
 clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, everything else frozen.
-`check` is what `engine.check` says where all parameters are trained: ok, or its first error.
+`check` says whether `engine.check` finds nothing where all parameters are trained.
 
 DeBERTa-v2 trains with its relative positions frozen (`rel_embeddings`, the encoder's `LayerNorm`,
 `pos_key_proj`, `pos_query_proj`), and with LoRA on
@@ -148,7 +149,7 @@ def page(results: dict[str, Any]) -> str:
     """docs/models.md."""
     models = results["models"]
     trained = sum("error" in cells["flat"] for cells in models.values())
-    about = ABOUT.format(count=len(models), trained=trained, **results["environment"])
+    about = ABOUT.format(count=len(models), trained=trained, equal=EQUAL, **results["environment"])
     refusals: list[str] = []
     columns = [*COLUMNS, "check"]
     lines = [about, f"| model | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
@@ -157,14 +158,15 @@ def page(results: dict[str, Any]) -> str:
         for column in columns:
             cell = cells[column]
             if "refusal" not in cell:
-                shown.append("ok" if column == "check" else f"{cell['error']:.0e}")
+                error = cell.get("error", 0.0)
+                shown.append("yes" if error <= EQUAL else f"differs by {error:.0e}")
                 continue
             # The same for all models and layers.
             text = re.sub(r"with \w+For\w+:", "with this model:", cell["refusal"])
             text = re.sub(r"\blayers\.\d+\.mlp\.(gate|experts)\b", "layers.0.mlp", text)
             if text not in refusals:
                 refusals.append(text)
-            shown.append(f"[{refusals.index(text) + 1}]")
+            shown.append(f"no ({refusals.index(text) + 1})")
         lines.append(f"| {name} | {' | '.join(shown)} |")
     lines += ["", "## Refusals", "", *(f"{i}. {text}" for i, text in enumerate(refusals, 1)), ""]
     return "\n".join(lines)
