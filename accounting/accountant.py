@@ -6,7 +6,8 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self, TypeVar
 
@@ -75,7 +76,7 @@ class Accountant(ABC):
     def __init__(self, *, neighboring_relation: str = ADD_REMOVE) -> None:
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
         self.neighboring_relation = neighboring_relation
-        self._is_held = False
+        self._is_held = self._has_ledger = False
         self._history: list[Phase] = []
         self._events: list[tuple[Event, int]] = []
 
@@ -86,6 +87,7 @@ class Accountant(ABC):
     @history.setter
     def history(self, phases: list[Phase]) -> None:
         if self._is_held:
+            self._require_no_ledger()
             phases = self._checked(phases)
             self._require_all("history", phases, self._events)
         self._history = phases
@@ -97,16 +99,36 @@ class Accountant(ABC):
     @events.setter
     def events(self, events: list[tuple[Event, int]]) -> None:
         if self._is_held:
+            self._require_no_ledger()
             events = list(events)
             self._require_all("events", self._history, events)
         self._events = events
 
-    def hold(self) -> None:
+    def hold(self, *, has_ledger: bool = False) -> None:
         """Refuse to lose releases from now on, by an earlier state or by another history.
 
-        An engine calls this. Copies of the accountant are free.
+        An engine calls this. If it `has_ledger`, only `counting` adds releases: the ledger would
+        not have those of others. Copies of the accountant are free.
         """
-        self._is_held = True
+        self._is_held, self._has_ledger = True, has_ledger
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Add releases that the ledger has."""
+        before, self._has_ledger = self._has_ledger, False
+        try:
+            yield
+        finally:
+            self._has_ledger = before
+
+    def _require_no_ledger(self) -> None:
+        if self._has_ledger:
+            raise ValueError(
+                "the accountant of a PrivacyEngine with a ledger counts what the ledger has, and "
+                "the next engine on that ledger would not know of this release: before you make "
+                "the engine, append it by dpflash.privacy.ledger.Ledger(FILE).append(run=..., "
+                "event=..., accountant=...)"
+            )
 
     def for_trial(self) -> Self:
         """A copy with a history of its own, to spend on trial."""
@@ -115,7 +137,8 @@ class Accountant(ABC):
         return trial
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_is_held": False}  # copies and pickled accountants are free
+        # Copies and pickled accountants are free.
+        return {**vars(self), "_is_held": False, "_has_ledger": False}
 
     def _require_all(
         self,
@@ -143,8 +166,10 @@ class Accountant(ABC):
             sample_rate: the probability that a sample is in a batch, in [0, 1].
 
         Raises:
-            ValueError: an argument is out of its range.
+            ValueError: an argument is out of its range, or an engine with a ledger has the
+                accountant.
         """
+        self._require_no_ledger()
         _validate.non_negative(noise_multiplier=noise_multiplier)
         _validate.rate(sample_rate=sample_rate)
         steps, history = 0, self._history
@@ -160,8 +185,10 @@ class Accountant(ABC):
             count: >= 0.
 
         Raises:
-            ValueError: the event is accounted for under another relation; convert it first.
+            ValueError: the event is accounted for under another relation; convert it first. Or an
+                engine with a ledger has the accountant.
         """
+        self._require_no_ledger()
         if not isinstance(event, Event):
             raise ValueError(
                 f"event={event!r}: expected one of dpflash.accounting's events, such as "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ class Spending:
         self.accountant: Accountant = as_accountant(accountant)
         self.is_ours = isinstance(self.accountant, Accountant)
         if self.is_ours:
-            self.accountant.hold()
+            self.accountant.hold(has_ledger=ledger is not None)
         if self.is_ours and relation is None:
             own = self.accountant.neighboring_relation
             relation = None if own == ADD_REMOVE else own
@@ -126,7 +127,8 @@ class Spending:
         if _is_noiseless(event):
             self.noiseless = True
             return
-        self._compose(self.accountant, event, count)
+        with self.accountant.counting() if self.is_ours else nullcontext():
+            self._compose(self.accountant, event, count)
         self._note_counted()
 
     def adopt(self, event: Event) -> Event:
