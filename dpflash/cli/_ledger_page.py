@@ -59,7 +59,7 @@ dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; }
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: .3rem .75rem .3rem 0; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-size: .8rem; font-weight: normal; }
-.number { text-align: right; padding-right: 0; white-space: nowrap;
+.number { text-align: right; padding: .3rem 0 .3rem .75rem; overflow-wrap: normal;
   font-variant-numeric: tabular-nums; }
 code { font: .85rem/1.4 ui-monospace, monospace; }
 """
@@ -80,9 +80,10 @@ def page(proof: Proof, name: str, *, delta: float, key: str | None) -> str:
         f"<h1>Ledger of private training</h1>\n<p class=soft>{escape(name)}, read on {today()} by "
         f"dpflash {escape(library_version())}</p>",
         _total(spending, delta),
-        _heading("Runs"),
-        *(_run(run, spending, delta) for run in _by_run(ledger.lines)),
+        _heading("Epsilon by run"),
         _by_run_table(ledger.lines, spending, delta),
+        _heading("The runs"),
+        *(_run(run, spending, delta) for run in _by_run(ledger.lines)),
         _heading("Is it unchanged?"),
         _proof(proof, key),
         _heading("What epsilon does not cover"),
@@ -150,12 +151,13 @@ def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
         code = [f"{here} (the code that made this page)"]
 
     def values(key: str) -> str:
-        return ", ".join(dict.fromkeys(cell(kind[key]) for kind in kinds))
+        found = [f"{x:.6g}" if isinstance(x := kind[key], float) else cell(x) for kind in kinds]
+        return ", ".join(dict.fromkeys(found))
 
     facts = (
         ("epsilon of this run alone", _epsilon(_alone(lines, spending), delta)),
         ("began", days[:1]),
-        ("resumed", days[1:]),
+        ("went on", days[1:]),
         ("data", kept_of(lines, "data")),
         ("steps", str(sum(line.steps for line in lines))),
         ("sampler", values("sampler")),
@@ -163,7 +165,6 @@ def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
         ("noise multiplier", values("noise_multiplier")),
         ("clipping bound", kept_of(lines, "max_grad_norm")),
         ("relation of its sampler", values("neighboring_relation")),
-        ("continuations after a checkpoint", _branches(lines)),
         ("dpflash", code),
         ("run", kinds[0]["run"]),
     )
@@ -173,11 +174,6 @@ def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
         + _facts(*((name, value) for name, value in shown if value), wide=("dpflash", "run"))
         + "\n</section>"
     )
-
-
-def _branches(lines: list[LedgerLine]) -> str:
-    count = len({line.branch for line in lines} - {""})
-    return str(count) if count else ""
 
 
 def _by_run_table(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
@@ -213,7 +209,8 @@ def _proof(proof: Proof, key: str | None) -> str:
     ]
     facts.append(("head of all lines", proof.head))
     text = (
-        "The digests of all lines fit, so no line was edited, removed, added or moved by chance."
+        "The digests of all lines fit: none was changed, removed, added or moved without writing "
+        "all later ones anew."
     )
     proven = max(signed, proof.kept or 0)
     if proven == lines > 0:
@@ -254,8 +251,8 @@ def _others(lines: list[LedgerLine]) -> list[str]:
     without = without_record(lines)
     if without:
         found.append(
-            f"Lines {', '.join(without)} are of an earlier version, which wrote no name, day, "
-            "code, data or clipping bound."
+            f"Lines of unnamed runs: {', '.join(without)}. An earlier version wrote them, which "
+            "kept no name, day, code, data or clipping bound."
         )
     return found
 

@@ -20,7 +20,6 @@ from dpflash.privacy.ledger_proof import (
 )
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
-from ._ledger_page import page
 from ._ledger_runs import corrections_of, without_record
 from ._parser import Names, add_options
 from ._runs import DELTA, accounting
@@ -148,13 +147,16 @@ def _as_text(report: dict[str, Any]) -> str:
         for s in report["signatures"]
     ]
     if without:
-        text = f"lines {', '.join(without)}, by an earlier version: no day, code, data or bound"
-        rows.append(("no record", text))
+        text = f"{', '.join(without)} (an earlier version kept no day, code, data or bound)"
+        rows.append(("lines of unnamed runs", text))
     counts = ((report["lines"], "line"), (report["steps"], "step"), (report["runs"], "run"))
     return f"sound: {', '.join(counted(*c) for c in counts)}\n{table(rows)}"
 
 
 def _run_report(args: argparse.Namespace) -> int:
+    # It names the code of this installation, for which torch is imported.
+    from ._ledger_page import page
+
     probability(delta=args.delta)
     if Path(args.out).suffix.lower() != ".html":
         raise ValueError(f"out={args.out!r}: expected a name such as report.html; pass one")

@@ -342,7 +342,8 @@ def _parse(raw: bytes) -> LedgerLine:
     about = record.get("about", {})
     if not isinstance(about, dict) or not all(map(_is_fact, about.values())):
         raise ValueError(f"about={about!r}: expected an object of names and numbers")
-    was, unit = record.get("was", record["unit"]), record["unit"]
+    unit = record["unit"]
+    was: Any = record.get("was", unit)
     if kind_of(was) != kind_of(unit) or ("was" in record and "note" not in record):
         raise ValueError(f"was={was!r} and unit={unit!r}: a note can correct the name of users")
     epsilon, delta = record["epsilon"], record["delta"]
