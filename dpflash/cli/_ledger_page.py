@@ -197,7 +197,7 @@ def _by_run_table(lines: list[LedgerLine], spending: Spending, delta: float) -> 
 
 def _proof(proof: Proof, key: str | None) -> str:
     lines = len(proof.ledger.lines)
-    signed = max((s.lines for s in proof.signatures if key in (None, s.key)), default=0)
+    signed = max((s.lines for s in proof.signatures if s.key == key), default=0)
     kept = "none was given" if proof.kept is None else f"that of the first {proof.kept} lines"
     facts = [("lines", str(lines)), ("kept head", kept)]
     facts += [
@@ -226,7 +226,10 @@ def _proof(proof: Proof, key: str | None) -> str:
             "or a signature shows that was kept elsewhere."
         )
     if proof.signatures and key is None:
-        text += " Compare the key of a signature with that of the person who signs."
+        text += (
+            " Its signatures show that too, if their key is that of the person who signs: no "
+            "public key was given to compare with."
+        )
     return (
         f"<p>{text}</p>\n"
         + _facts(*facts, wide=[name for name, _ in facts[1:]])

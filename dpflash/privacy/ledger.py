@@ -385,7 +385,9 @@ def _with_digest(record: bytes, before: hashlib.blake2b) -> bytes:
 def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
     """Refuse a line whose digest is not that of all lines up to it."""
     if _with_digest(raw[:-_DIGEST_LENGTH] + b"}", before) != raw:
-        raise ValueError("its digest is wrong: this line or one before it was changed")
+        raise ValueError(
+            "its digest is wrong: the line was changed, or one before it was removed or added"
+        )
 
 
 def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:

@@ -384,6 +384,28 @@ def test_the_ledger_names_the_unit_and_refuses_another(tmp_path):
     private(*given, engine=again, **patients)
 
 
+def test_a_run_goes_on_by_the_old_name_of_its_users_and_writes_the_corrected_one(tmp_path):
+    tokens, owners = entries()
+    path = tmp_path / "ledger.jsonl"
+
+    def engine_of(name):
+        engine = dpflash.PrivacyEngine(ledger=path)
+        run = private(
+            Net("linear"), tokens, owners, noise_multiplier=1.0, engine=engine, unit_name=name
+        )
+        released(run, 1)
+        return engine
+
+    engine_of("patient_id")
+    Ledger(path).rename("patient")
+    for name in ("patient", "patient_id"):
+        assert engine_of(name).privacy_unit == "user: patient"
+    units = [line.unit for line in Ledger(path).lines if line.note is None]
+    assert units == ["user: patient_id", "user: patient", "user: patient"]
+    with pytest.raises(ValueError, match="a 'user: hospital' here, and a 'user: patient' in the"):
+        engine_of("hospital")
+
+
 def test_a_line_of_users_without_a_name_is_read_and_not_continued(tmp_path):
     tokens, owners = entries()
     path = tmp_path / "ledger.jsonl"

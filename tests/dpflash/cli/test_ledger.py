@@ -9,11 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from dpflash import PrivacyEngine
 from dpflash.accounting import PoissonGaussian, RDPAccountant, ShuffledGaussian
 from dpflash.cli import main
 from dpflash.privacy.ledger import Ledger
@@ -91,7 +87,6 @@ REWRITTEN = {
 }
 
 
-@pytest.mark.cases(8)
 @pytest.mark.parametrize("kind", REWRITTEN)
 def test_a_ledger_that_was_written_anew_is_found_by_a_kept_head_or_a_signature(
     kind, path, key, capsys
@@ -256,29 +251,6 @@ def test_a_corrected_name_adds_up_and_both_names_can_be_read(path, tmp_path, cap
     names = (UNIT, "user: patient", "user: person")
     assert Ledger(path).names == dict.fromkeys(names, "user: patient")
     assert [line.unit for line in Ledger(path).lines[:6]] == [UNIT] * 6
-
-
-def test_a_run_goes_on_by_its_old_name_and_writes_the_right_one(path):
-    assert rename(path) == 0
-
-    def engine_of(name):
-        engine, model = PrivacyEngine(ledger=path), nn.Linear(3, 2)
-        engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=2),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            unit_of=[0, 0, 1, 1, 2, 2, 3, 3],
-            examples_per_unit=2,
-            unit_name=name,
-        )
-        return engine
-
-    for name in ("patient_id", "patient"):
-        assert engine_of(name).privacy_unit == "user: patient"
-    with pytest.raises(ValueError, match="a 'user: hospital' here, and a 'user: patient'"):
-        engine_of("hospital")
 
 
 @pytest.mark.parametrize("unit", ["sample", "document", "preference pair"])
