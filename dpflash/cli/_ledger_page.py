@@ -254,8 +254,8 @@ def _others(lines: list[LedgerLine]) -> list[str]:
     without = without_record(lines)
     if without:
         found.append(
-            f"Lines of unnamed runs: {', '.join(without)}. An earlier version wrote them, which "
-            "kept no name, day, code, data or clipping bound."
+            f"Lines {', '.join(without)}: an earlier version wrote them, which kept no name, day, "
+            "code, data or clipping bound of a run."
         )
     return found
 

@@ -45,13 +45,12 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     )
     names = parser.add_subparsers(dest="action", metavar="ACTION", required=True, action=Names)
 
-    def action(name: str, run: Any, about: str, options: dict[str, str], *required: str) -> Any:
+    def action(name: str, run: Any, about: str, options: dict[str, str], *required: str) -> None:
         own = names.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         own.set_defaults(run=run)
         what = "new file for the private key" if name == "key" else "the ledger"
         own.add_argument("file", metavar="FILE", help=what)
         add_options(own, options, required)
-        return own
 
     action(
         "verify",
@@ -74,7 +73,12 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
         {"--key PEM": "private Ed25519 key; its passphrase is asked for"},
         "--key",
     )
-    action("key", _run_key, "make an Ed25519 key, and FILE.public.pem beside it", {})
+    action(
+        "key",
+        _run_key,
+        "make an Ed25519 key, such as officer.pem, and officer.public.pem beside it",
+        {},
+    )
     action(
         "rename",
         _run_rename,
@@ -147,8 +151,8 @@ def _as_text(report: dict[str, Any]) -> str:
         for s in report["signatures"]
     ]
     if without:
-        text = f"{', '.join(without)} (an earlier version kept no day, code, data or bound)"
-        rows.append(("lines of unnamed runs", text))
+        text = f"lines {', '.join(without)}: an earlier version kept no day, code, data or bound"
+        rows.append(("not described", text))
     counts = ((report["lines"], "line"), (report["steps"], "step"), (report["runs"], "run"))
     return f"sound: {', '.join(counted(*c) for c in counts)}\n{table(rows)}"
 

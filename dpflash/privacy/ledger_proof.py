@@ -156,6 +156,9 @@ def make_key(path: str | os.PathLike[str]) -> Path:
         beside: key.public_key().public_bytes(_PEM, _Format.SubjectPublicKeyInfo),
         Path(path): key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, plain),
     }
+    for where in files:
+        if where.exists():
+            raise FileExistsError(f"{where} exists, and a key is never overwritten; pass another")
     for where, content in files.items():
         handle = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(handle, "wb") as file:

@@ -284,8 +284,6 @@ class Spending:
         other entries could read from it whose the last one is.
         """
         self.check(event)
-        if self.ledger is not None:
-            unit = self.ledger.called(unit)
         if self.is_ours and isinstance(event, RandomAllocationGaussian):
             self._after(event, 0.5)  # refuses accountants that have no bound for it
         if self.ledger is not None and is_unnamed(unit):
@@ -294,6 +292,8 @@ class Spending:
                 "must say which units its epsilon protects: pass what unit_of gives, such as "
                 "unit_name='patient'"
             )
+        if self.ledger is not None:
+            unit = self.ledger.called(unit)
         if not self.is_empty:
             self._check_unit(unit)
             if is_unnamed(unit) and self._grouping != grouping:

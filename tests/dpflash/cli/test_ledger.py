@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_a_sound_ledger_has_the_head_that_sha256sum_prints_and_may_grow(path, ca
     assert verify(path, "--head", head) == 0
     shown = capsys.readouterr().out
     assert "sound: 7 lines, 61 steps, 3 runs" in shown and "the first 6 lines" in shown
-    assert "lines of unnamed runs  7 (an earlier version" in shown
+    assert "not described  lines 7: an earlier version" in shown
 
 
 def test_a_copy_without_its_head_file_is_proven_by_a_kept_head_alone(path, capsys):
@@ -211,9 +212,10 @@ def test_a_signature_of_another_key_does_not_stand_for_the_one_asked_for(path, k
 
 
 def test_a_broken_ledger_is_not_signed_and_no_key_is_overwritten(path, key, capsys):
-    before = key.read_bytes()
+    before, public = key.read_bytes(), key.with_suffix(".public.pem")
+    public.unlink()
     assert main(["ledger", "key", str(key)]) == 2
-    assert key.read_bytes() == before
+    assert key.read_bytes() == before and not public.exists()
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["ledger", "sign", str(path), "--key", str(key)]) == 2
     assert "truncated" in capsys.readouterr().err
@@ -280,6 +282,8 @@ def test_users_without_a_name_get_one(tmp_path):
 
 def test_the_commands_of_the_documentation_work_one_after_another(path, monkeypatch):
     monkeypatch.chdir(path.parent)
+    for suffix in ("", ".head"):
+        shutil.copy(f"{path}{suffix}", f"old.jsonl{suffix}")
     text = (Path(__file__).parents[3] / "docs" / "ledger.md").read_text()
     lines = "".join(re.findall(r"```sh\n(.*?)```", text, re.S)).splitlines()
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("dpflash ledger")]
@@ -335,7 +339,7 @@ def test_the_page_has_what_an_auditor_asks_for_and_nothing_from_elsewhere(
         "noise multiplier1.25",
         "the unit user: patient was called user: patient_id before",
         "run bbbbbbbbbbbb ended by a private refusal",
-        "Lines of unnamed runs: 9.",
+        "Lines 9: an earlier version wrote them",
         "the whole ledger as it was then",
         "(the key that was asked for)",
         Ledger(path).head,
