@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 
 from dpflash._validate import counted
@@ -14,7 +14,7 @@ from dpflash.privacy.privacy_unit import kind_of
 from dpflash.privacy.source import library_version, source_digest
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
-from ._ledger_runs import cell, corrections_of, kept_of, label, runs_of, without_record
+from ._ledger_runs import cell, corrections_of, kept_of, label, runs_of, together, without_record
 from ._tables import rounded_up
 
 _RELATIONS = {
@@ -36,6 +36,12 @@ _NOT_COVERED = (
     "class weights.",
     "A person who is in several units.",
     "Whatever a pretrained base model was trained on before.",
+)
+_PROOF = (
+    "<p>The head is the SHA-256 of the file: <code>sha256sum FILE</code> prints it, and <code>"
+    "head -n N FILE | sha256sum</code> that of its first N lines.</p>\n<p>A ledger is written by "
+    "the program that trains. It shows what was recorded before each release, not that the program, "
+    "its data and its privacy unit were as they were named.</p>"
 )
 _STYLE = """
 :root { color-scheme: light; --ink: #1c2733; --soft: #5a6775; --line: #d8dee5; --blue: #1f5fa8; }
@@ -65,39 +71,36 @@ code { font: .85rem/1.4 ui-monospace, monospace; }
 """
 
 
-def page(proof: Proof, name: str, *, delta: float, key: str | None) -> str:
-    """The page of a verified ledger.
+def page(proofs: Mapping[str, Proof], *, delta: float, key: str | None) -> str:
+    """The page of verified ledgers of the same data.
 
     Args:
-        proof: of the ledger.
-        name: of its file.
+        proofs: by the name of each ledger.
         delta: of all epsilons.
         key: the public key whose signature was asked for; None for no key.
     """
-    ledger = proof.ledger
-    spending = Spending(DEFAULT_ACCOUNTANT, ledger=ledger)
+    ledgers, names = [proof.ledger for proof in proofs.values()], ", ".join(proofs)
+    spending, lines = together(ledgers, DEFAULT_ACCOUNTANT)
     parts = [
-        f"<h1>Ledger of private training</h1>\n<p class=soft>{escape(name)}, read on {today()} by "
-        f"dpflash {escape(library_version())}</p>",
+        f"<h1>Ledger of private training</h1>\n<p class=soft>{escape(names)}, read on {today()} "
+        f"by dpflash {escape(library_version())}</p>",
         _total(spending, delta),
         _heading("Epsilon by run"),
-        _by_run_table(ledger.lines, spending, delta),
+        _by_run_table(lines, spending, delta),
         _heading("The runs"),
-        *(_run(run, spending, delta) for run in _by_run(ledger.lines)),
+        *(_run(run, spending, delta) for run in _by_run(lines)),
         _heading("Is it unchanged?"),
-        _proof(proof, key),
+        *(_proof(name, proof, key) for name, proof in proofs.items()),
+        _PROOF,
         _heading("What epsilon does not cover"),
         _list(_NOT_COVERED),
     ]
-    others = _others(ledger.lines)
-    if others:
-        parts[-2:-2] = [_heading("Other entries"), _list(others)]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
         "'unsafe-inline'\">\n"
-        f"<title>Ledger {escape(name)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>Ledger {escape(names)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body>\n</html>\n"
     )
@@ -134,7 +137,9 @@ def _by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
 def _alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
     """The spending of one run's lines, for the relation of all runs together."""
     own = Spending(create_accountant(DEFAULT_ACCOUNTANT), relation=spending.relation)
-    own.include(lines, {})
+    for line in lines:
+        if line.event is not None:
+            own.add(line.event, line.steps)
     return own
 
 
@@ -195,7 +200,7 @@ def _by_run_table(lines: list[LedgerLine], spending: Spending, delta: float) -> 
     )
 
 
-def _proof(proof: Proof, key: str | None) -> str:
+def _proof(name: str, proof: Proof, key: str | None) -> str:
     lines = len(proof.ledger.lines)
     signed = max((s.lines for s in proof.signatures if s.key == key), default=0)
     kept = "none was given" if proof.kept is None else f"that of the first {proof.kept} lines"
@@ -231,13 +236,9 @@ def _proof(proof: Proof, key: str | None) -> str:
             "public key was given to compare with."
         )
     return (
-        f"<p>{text}</p>\n"
+        f"<h3>{escape(name)}</h3>\n<p>{text}</p>\n"
         + _facts(*facts, wide=[name for name, _ in facts[1:]])
-        + "\n<p>The head is the SHA-256 of the file: <code>sha256sum FILE</code> prints it, and "
-        "<code>head -n N FILE | sha256sum</code> that of its first N lines.</p>\n"
-        "<p>The ledger is written by the program that trains. It shows what was recorded before "
-        "each release, not that the program, its data and its privacy unit were as they were "
-        "named.</p>"
+        + _list(_others(proof.ledger.lines))
     )
 
 
@@ -265,7 +266,8 @@ def _heading(text: str) -> str:
 
 
 def _list(texts: Iterable[str]) -> str:
-    return "<ul>\n" + "\n".join(f"<li>{escape(text)}" for text in texts) + "\n</ul>"
+    items = "\n".join(f"<li>{escape(text)}" for text in texts)
+    return f"\n<ul>\n{items}\n</ul>" if items else ""
 
 
 def _facts(*facts: tuple[str, str], wide: Iterable[str] = ()) -> str:

@@ -7,9 +7,26 @@ from itertools import groupby
 from typing import Any
 
 from dpflash.accounting import Event, FixedSizeGaussian
-from dpflash.privacy.ledger import LedgerLine
+from dpflash.privacy.ledger import Ledger, LedgerLine
+from dpflash.privacy.spending import Spending
 
 _SHOWN = 12  # digits of a run's random name
+
+
+def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list[LedgerLine]]:
+    """What several ledgers of the same data spent, and their lines; those in common count once."""
+    if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
+        names = [str(ledger.path) for ledger in ledgers]
+        raise ValueError(f"ledgers={names}: one is given twice; pass each once")
+    # Each is compared with the epsilon of its own lines before it adds to another.
+    spending, *_ = [Spending(accountant, ledger=ledger) for ledger in ledgers]
+    lines = list(ledgers[0].lines)
+    for ledger in ledgers[1:]:
+        known = {line.digest for line in lines}
+        own = [line for line in ledger.lines if line.digest not in known]
+        spending.include(own, ledger.names)
+        lines += own
+    return spending, lines
 
 
 def runs_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:

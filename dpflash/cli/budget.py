@@ -14,7 +14,7 @@ from dpflash.privacy.ledger import LOST, REFUSED, Ledger, LedgerLine
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
 from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
-from ._ledger_runs import cell, label, runs_of
+from ._ledger_runs import cell, label, runs_of, together
 from ._parser import add_options
 from ._runs import DELTA, accounting
 from ._tables import (
@@ -70,22 +70,13 @@ def _run_budget(args: argparse.Namespace) -> int:
         ledgers.append(Ledger(path))
         if not Path(path).exists():
             raise FileNotFoundError(f"ledger={path!r}: no such file; pass the path of a ledger")
-    if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
-        raise ValueError(f"ledgers={args.ledgers!r}: one is given twice; pass each once")
     probability(delta=args.delta)
     budget = None if args.epsilon is None else PrivacyBudget(args.epsilon, args.delta)
     create_accountant(args.accountant)
     if args.plot is not None:
         check_plot(args.plot, args.accountant)
     with accounting():
-        # Each is compared with the epsilon of its own lines before it adds to another.
-        spending, *_ = [Spending(args.accountant, ledger=ledger) for ledger in ledgers]
-        lines = list(ledgers[0].lines)
-        for ledger in ledgers[1:]:
-            known = {line.digest for line in lines}
-            own = [line for line in ledger.lines if line.digest not in known]
-            spending.include(own, ledger.names)
-            lines += own
+        spending, lines = together(ledgers, args.accountant)
         report = _report(spending, lines, budget, args.delta)
         if args.plot is not None:
             save(_figure(spending, lines, args), args.plot)

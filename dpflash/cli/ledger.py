@@ -45,11 +45,18 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     )
     names = parser.add_subparsers(dest="action", metavar="ACTION", required=True, action=Names)
 
-    def action(name: str, run: Any, about: str, options: dict[str, str], *required: str) -> None:
+    def action(
+        name: str,
+        run: Any,
+        about: str,
+        options: dict[str, str],
+        *required: str,
+        what: str = "the ledger",
+        nargs: str | None = None,
+    ) -> None:
         own = names.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         own.set_defaults(run=run)
-        what = "new file for the private key" if name == "key" else "the ledger"
-        own.add_argument("file", metavar="FILE", help=what)
+        own.add_argument("file", metavar="FILE", help=what, nargs=nargs)
         add_options(own, options, required)
 
     action(
@@ -65,6 +72,8 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
         "write one HTML page for auditors: runs, epsilon, privacy unit, head and signatures",
         {"--delta D": DELTA, "--out HTML": "name of the page, such as report.html", **_KEPT},
         *("--delta", "--out"),
+        what="the ledger, or several ledgers of the same data",
+        nargs="+",
     )
     action(
         "sign",
@@ -78,6 +87,7 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
         _run_key,
         "make an Ed25519 key, such as officer.pem, and officer.public.pem beside it",
         {},
+        what="new file for the private key",
     )
     action(
         "rename",
@@ -165,9 +175,14 @@ def _run_report(args: argparse.Namespace) -> int:
     if Path(args.out).suffix.lower() != ".html":
         raise ValueError(f"out={args.out!r}: expected a name such as report.html; pass one")
     head, key = _kept(args)
-    proof = _verified(args.file, head, key)
+    if head is not None and len(args.file) > 1:
+        raise ValueError(
+            f"head={head!r} with {len(args.file)} ledgers: it is of one; pass --public-key, or "
+            "verify each with its own head"
+        )
+    proofs = {file: _verified(file, head, key) for file in args.file}
     with accounting():
-        text = page(proof, Path(args.file).name, delta=args.delta, key=key)
+        text = page(proofs, delta=args.delta, key=key)
     Path(args.out).write_text(text, encoding="utf-8")
     print(args.out)
     return 0

@@ -313,21 +313,31 @@ def test_the_page_has_what_an_auditor_asks_for_and_nothing_from_elsewhere(
 ):
     Ledger(path).note("ended by a private refusal", run="b" * 64, accountant="rdp", unit=UNIT)
     assert rename(path) == 0
+    patient = "user: patient"
+    Ledger(path).append(run="b" * 64, event=EVENT, accountant="rdp", unit=patient, branch="2")
+    other = Ledger(tmp_path / "other.jsonl")
+    other.append(run="d", event=EVENT, accountant="rdp", unit=patient, count=50)
     shuffled = ShuffledGaussian(noise_multiplier=4.0)
-    Ledger(path).append(run="c" * 64, event=shuffled, accountant="rdp", unit="user: patient")
+    Ledger(path).append(run="c" * 64, event=shuffled, accountant="rdp", unit=patient)
     signed(path, key)
     out = tmp_path / "report.html"
     words = ["ledger", "report", str(path), "--delta", "1e-5", "--out"]
     public = ["--public-key", str(key.with_suffix(".public.pem"))]
     assert main([*words, str(out), "--head", Ledger(path).head, *public]) == 0
+    several = [*words[:3], str(other.path), *words[3:], str(tmp_path / "b.html")]
+    assert main(several) == 0 and main([*several, "--head", Ledger(path).head]) == 2
     capsys.readouterr()
     page = Tags(out.read_text())
     assert not page.links and not page.tags & {"script", "img", "link", "i"}
     text = " ".join(page.text.split())
     assert main(["budget", str(path), "--delta", "1e-5", "--json"]) == 0
     total = json.loads(capsys.readouterr().out)["epsilon"]
-    shown = float(re.search(r"delta 1e-05 ?at most ([\d.]+)", text)[1])
-    assert total <= shown < total + 1e-4
+    pattern = r"delta 1e-05 ?at most ([\d.]+)"
+    assert total <= float(re.search(pattern, text)[1]) < total + 1e-4
+    assert main(["budget", str(path), str(other.path), "--delta", "1e-5", "--json"]) == 0
+    more = json.loads(capsys.readouterr().out)["epsilon"]
+    both = (tmp_path / "b.html").read_text()
+    assert total < more <= float(re.search(pattern.replace(" ?", "<br>\n?<b>"), both)[1])
     for expected in (
         "notes (aaaaaaaaaaaa)",
         "<i>&two (bbbbbbbbbbbb)",
@@ -339,7 +349,7 @@ def test_the_page_has_what_an_auditor_asks_for_and_nothing_from_elsewhere(
         "noise multiplier1.25",
         "the unit user: patient was called user: patient_id before",
         "run bbbbbbbbbbbb ended by a private refusal",
-        "Lines 9: an earlier version wrote them",
+        "Lines 9 to 10: an earlier version wrote them",
         "the whole ledger as it was then",
         "(the key that was asked for)",
         Ledger(path).head,
