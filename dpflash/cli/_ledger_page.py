@@ -39,9 +39,9 @@ _NOT_COVERED = (
 )
 _PROOF = (
     "<p>The head is the SHA-256 of the file: <code>sha256sum FILE</code> prints it, and <code>"
-    "head -n N FILE | sha256sum</code> that of its first N lines.</p>\n<p>A ledger is written by "
-    "the program that trains. It shows what was recorded before each release, not that the program, "
-    "its data and its privacy unit were as they were named.</p>"
+    "head -n N FILE | sha256sum</code> that of its first N lines.</p>\n"
+    "<p>A ledger is written by the program that trains. It shows what was recorded before each "
+    "release, not that the program, its data and its privacy unit were as they were named.</p>"
 )
 _STYLE = """
 :root { color-scheme: light; --ink: #1c2733; --soft: #5a6775; --line: #d8dee5; --blue: #1f5fa8; }
