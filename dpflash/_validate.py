@@ -100,6 +100,17 @@ def positive_int(**values: object) -> None:
             )
 
 
+def words(**values: object) -> None:
+    """Refuses values that are not printable text in one line, without spaces around it."""
+    for name, value in values.items():
+        is_text = isinstance(value, str) and value.isprintable() and value.strip() == value != ""
+        if not is_text:
+            raise ValueError(
+                f"{name}={value!r}: expected a word, or several in one line; pass text that "
+                "prints, without spaces around it"
+            )
+
+
 def one_of(**choices: tuple[object, Collection[object]]) -> None:
     """Refuses a value that is not one of the allowed: ``one_of(clipping=(value, ("flat",)))``."""
     for name, (value, allowed) in choices.items():

@@ -49,7 +49,7 @@ from .packing.pack import EXACT_ALIGN
 from .privacy.keys import RunKeys
 from .privacy.privacy_unit import SAMPLE, has_several_rows
 from .privacy.seeds import SecretMasks
-from .privacy.source import source_digest
+from .privacy.source import about_run, source_digest
 from .privacy.spending import Spending
 from .refusal import PrivateRefusal, warn
 from .run import PrivateRun, take_over
@@ -160,7 +160,10 @@ def build(
     require_same_data(checked.entries, ranks)
     plan = loader.plan
     event = plan.event(settings.noise_multiplier)
-    spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping)
+    about = None
+    if spending.ledger is not None:
+        about = about_run(privacy.run_name, privacy.data_name, ranks)
+    spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping, about=about)
     if privacy.budget is None and delta is not None:
         spending.set_delta(delta)
     synchronize_ranks(module, ranks)

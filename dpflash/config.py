@@ -21,6 +21,7 @@ from ._validate import (
     positive,
     positive_int,
     probability,
+    words,
 )
 from .attn.backend import BACKENDS
 from .clipping.groups import Bounds, joint_bound
@@ -119,6 +120,8 @@ class PrivacyConfig:
         unit_name: what unit_of gives, such as "patient". It is public: `engine.privacy_unit` and
             each line of the ledger have it ("user: patient"), so that the releases of one ledger
             protect the same units. With a ledger it is required.
+        run_name: what the ledger calls this run, such as "notes, bound 0.5". It is public.
+        data_name: what the ledger calls the dataset, such as "notes of 2026". It is public.
         public_length: length of all samples, dimension 1 of the batch's tensors. A batch of
             another shape than the first one is then refused. `dpflash.sampling.PadTo` pads to
             this length and declares it.
@@ -172,6 +175,8 @@ class PrivacyConfig:
     examples_per_unit: int | None = None
     unit_sampling: str = "unit"
     unit_name: str | None = None
+    run_name: str | None = None
+    data_name: str | None = None
     public_length: int | None = None
     loss_reduction: str | None = None
     budget: PrivacyBudget | None = None
@@ -322,6 +327,7 @@ class PrivacyConfig:
                 )
 
     def _check_units(self) -> None:
+        optional(words, run_name=self.run_name, data_name=self.data_name)
         one_of(unit_sampling=(self.unit_sampling, ("unit", "example")))
         if (self.unit_of is None) != (self.examples_per_unit is None):
             missing = "unit_of" if self.unit_of is None else "examples_per_unit"
@@ -340,13 +346,7 @@ class PrivacyConfig:
                     "unit_of and examples_per_unit too, or leave it out"
                 )
             return
-        name: Any = self.unit_name
-        if name is not None and not (
-            isinstance(name, str) and name == name.strip() != "" and name.isprintable()
-        ):
-            raise ValueError(
-                f"unit_name={name!r}: expected a word for what unit_of gives, such as 'patient'"
-            )
+        optional(words, unit_name=self.unit_name)
         positive_int(examples_per_unit=self.examples_per_unit)
         if self.sampling == "shuffled" or (
             self.unit_sampling == "example" and self.sampling != "poisson"

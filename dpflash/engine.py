@@ -169,6 +169,12 @@ class PrivacyEngine(Uncopied, OnlySettable):
         ledger = self._spending.ledger
         return None if ledger is None else ledger.path
 
+    @property
+    def ledger_head(self) -> str | None:
+        """SHA-256 of the ledger so far, which proves it to whoever kept it; None without one."""
+        ledger = self._spending.ledger
+        return None if ledger is None else ledger.head
+
     get_compatible_module = staticmethod(get_compatible_module)
     validate = staticmethod(validate)
     is_compatible = staticmethod(is_compatible)

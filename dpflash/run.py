@@ -337,7 +337,7 @@ class PrivateRun:
             lengths=str(self.loader.lengths),
             dataset_size=plan.dataset_size,
             is_declared=plan.has_public_size,
-            unit=plan.unit_in_words,
+            unit=plan.unit_in_words.replace(plan.unit, self.spending.unit or plan.unit, 1),
             packing=plan.packing,
             is_exact=self.settings.privacy.exact is True,
             noise=f"{plan.mechanism!r}, {counted(plan.bands - 1, 'tensor')} of 8 bytes an element"

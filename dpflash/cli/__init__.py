@@ -23,6 +23,7 @@ _COMMANDS = {
     "epsilon": ("epsilon", "compute the epsilon of a run from its noise"),
     "calibrate": ("epsilon", "compute the noise, steps or sample rate for an epsilon"),
     "budget": ("budget", "compute the total epsilon of the runs in a ledger"),
+    "ledger": ("ledger", "verify, sign, report or correct a ledger"),
     "check": ("check", "find modules and losses that cannot be trained privately"),
     "audit": ("audit", "attack private training, and compare what leaks with the claim"),
     "doctor": ("doctor", "report the hardware, the libraries and the kernels that dpflash uses"),

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dpflash._validate import probability
-from dpflash.accounting import Accountant, Event, FixedSizeGaussian, create_accountant
+from dpflash.accounting import Accountant, create_accountant
 from dpflash.privacy.budget import PrivacyBudget
 from dpflash.privacy.ledger import LOST, REFUSED, Ledger, LedgerLine
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
 from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
+from ._ledger_runs import cell, label, runs_of, together
 from ._parser import add_options
 from ._runs import DELTA, accounting
 from ._tables import (
@@ -27,7 +28,6 @@ from ._tables import (
 )
 
 _COLUMNS = {
-    "run": "run",
     "steps": "steps",
     "sampler": "sampler",
     "noise_multiplier": "noise multiplier",
@@ -50,7 +50,8 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         "Compute the total epsilon of all runs in a ledger, or in several ledgers of the same "
         "data, from the samplers that they used and under a neighboring relation that holds for "
         "all of them. Lines with which several ledgers begin, since one is a copy of another that "
-        "went on by itself, count once."
+        "went on by itself, count once. Ledgers whose units have other names are refused: correct "
+        "the names with dpflash ledger rename."
     )
     parser.add_argument(
         "ledgers",
@@ -69,22 +70,13 @@ def _run_budget(args: argparse.Namespace) -> int:
         ledgers.append(Ledger(path))
         if not Path(path).exists():
             raise FileNotFoundError(f"ledger={path!r}: no such file; pass the path of a ledger")
-    if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
-        raise ValueError(f"ledgers={args.ledgers!r}: one is given twice; pass each once")
     probability(delta=args.delta)
     budget = None if args.epsilon is None else PrivacyBudget(args.epsilon, args.delta)
     create_accountant(args.accountant)
     if args.plot is not None:
         check_plot(args.plot, args.accountant)
     with accounting():
-        # Each is compared with the epsilon of its own lines before it adds to another.
-        spending, *_ = [Spending(args.accountant, ledger=ledger) for ledger in ledgers]
-        lines = list(ledgers[0].lines)
-        for ledger in ledgers[1:]:
-            known = {line.digest for line in lines}
-            own = [line for line in ledger.lines if line.digest not in known]
-            spending.include(own)
-            lines += own
+        spending, lines = together(ledgers, args.accountant)
         report = _report(spending, lines, budget, args.delta)
         if args.plot is not None:
             save(_figure(spending, lines, args), args.plot)
@@ -96,7 +88,7 @@ def _report(
     spending: Spending, lines: list[LedgerLine], budget: PrivacyBudget | None, delta: float
 ) -> dict[str, Any]:
     epsilon = spending.epsilon(delta)
-    runs = _runs(lines)
+    runs = runs_of(lines)
     events = [line.event for line in lines if line.event is not None]
     remaining = None
     if budget is not None and events:
@@ -112,39 +104,13 @@ def _report(
         "accountant": spending.accountant.mechanism(),
         "neighboring_relation": spending.relation,
         "privacy_unit": spending.unit,
+        "earlier_names": [line.was for line in lines if line.was is not None],
         "remaining_steps": remaining,
     }
 
 
-def _runs(lines: list[LedgerLine]) -> list[dict[str, Any]]:
-    """One entry per run and kind of step. A line without an event has that of the line before."""
-    last: dict[str, Event | None] = {}
-    steps: dict[tuple[str, Event | None], int] = {}
-    for line in (line for line in lines if line.note is None):
-        last[line.run] = line.event or last.get(line.run)
-        key = (line.run, last[line.run])
-        steps[key] = steps.get(key, 0) + line.steps
-    return [
-        {
-            "run": run,
-            "steps": count,
-            "sampler": "none" if event is None else event.sampler,
-            "noise_multiplier": getattr(event, "noise_multiplier", None),
-            "sample_rate": _sample_rate(event),
-            "neighboring_relation": None if event is None else event.relation,
-        }
-        for (run, event), count in steps.items()
-    ]
-
-
-def _sample_rate(event: Event | None) -> float | None:
-    if isinstance(event, FixedSizeGaussian):
-        return event.batch_size / event.num_samples
-    return getattr(event, "sample_rate", None)
-
-
 def _tables(report: dict[str, Any], accountant: Accountant) -> str:
-    runs = [[_cell(run[key]) for key in _COLUMNS] for run in report["runs"]]
+    runs = [[label(run), *(cell(run[key]) for key in _COLUMNS)] for run in report["runs"]]
     samplers = ", ".join(sorted({run["sampler"] for run in report["runs"]})) or "none"
     lower, remaining = report["epsilon_lower"], report["remaining_steps"]
     summary = [
@@ -152,6 +118,7 @@ def _tables(report: dict[str, Any], accountant: Accountant) -> str:
         ("sampler", samplers),
         ("neighboring relation", report["neighboring_relation"]),
         ("privacy unit", report["privacy_unit"] or "none"),
+        *(("  was called", name) for name in report["earlier_names"]),
         ("accountant", described(accountant)),
         ("delta", str(report["delta"])),
         ("steps", str(report["steps"])),
@@ -164,15 +131,8 @@ def _tables(report: dict[str, Any], accountant: Accountant) -> str:
         names = {"shuffled": "epochs", "random_allocation": "epochs", "cyclic_poisson": "rounds"}
         name = names.get(report["runs"][-1]["sampler"], "steps")
         summary.append((f"remaining {name}", str(remaining)))
-    header = list(_COLUMNS.values())
+    header = ["run", *_COLUMNS.values()]
     return f"{table(runs, header)}\n\n{table(summary)}"
-
-
-def _cell(value: Any) -> str:
-    # Use the short form only if it is exact.
-    if isinstance(value, float) and float(f"{value:g}") == value:
-        return f"{value:g}"
-    return "-" if value is None else str(value)
 
 
 def _figure(spending: Spending, lines: list[LedgerLine], args: argparse.Namespace) -> Any:

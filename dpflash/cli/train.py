@@ -36,8 +36,8 @@ _OPTIONS = {
     "--unit UNIT": "what epsilon protects: file; record, a line of a JSONL file; folder, all "
     "files in each folder of --data together, such as a patient's notes; field:NAME, all records "
     "with the same value of that field, such as field:patient (default: {unit})",
-    "--unit-name NAME": "what a folder is, for the ledger and the report, such as patient "
-    "(default: folder)",
+    "--unit-name NAME": "what a folder, or a value of the field, is, such as patient, for the "
+    "ledger, the report and the model card (default: folder, or the field's name)",
     "--examples-per-unit K": "most documents of a folder or field that a step uses, at random "
     "(default: 4)",
     "--field NAME": "key of the text in a JSONL record (default: {field})",
@@ -383,6 +383,7 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         ("model (for release)", str(job.released)),
         ("checkpoint (keep secret)", str(training.checkpoint_of(folder))),
         ("ledger", str(folder / training.LEDGER)),
+        ("ledger's head (keep it)", report["ledger_head"]),
         ("report (not for release)", str(folder / REPORT)),
         ("metrics (not for release)", str(folder / METRICS)),
         (

@@ -48,7 +48,7 @@ def privacy_lines(
     size = "declared" if loader.plan.has_public_size else "treated as public"
     yield f"- epsilon {rounded_up(epsilon)} at delta {privacy.target_delta:g}"
     yield f"- neighboring relation: {engine.neighboring_relation}"
-    yield f"- privacy unit: {loader.plan.unit_in_words}"
+    yield f"- privacy unit: {engine.public.unit}"
     yield f"- dataset size: {loader.dataset_size}, {size}"
     yield f"- sampling: {loader.sampler_name}"
     if loader.plan.bands > 1:

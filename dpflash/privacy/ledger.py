@@ -6,7 +6,9 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -21,15 +23,17 @@ from dpflash.accounting import (
 )
 
 from .ledger_file import LedgerFile, Tail
-from .privacy_unit import SAMPLE
+from .privacy_unit import SAMPLE, kind_of, renamed
 
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant", "unit", "digest")
-# Of lines behind the load of a checkpoint, and of lines with a note in place of steps.
-_OTHER_KEYS = {"branch", "note"}
+# Of lines behind the load of a checkpoint, of lines with a note in place of steps, of the first
+# line of a run, and of lines that correct the unit's name.
+_OTHER_KEYS = {"branch", "note", "about", "was"}
 REFUSED = "ended by a private refusal"
 LOST = "ended with another rank, perhaps by a private refusal"
+_RENAMED = "corrected the name of the privacy unit"
 _DIGEST = b', "digest": "%s"}\n'
 _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 
@@ -66,6 +70,10 @@ class LedgerLine:
     # what happened between two steps; such a line covers none, so that its last step is the one
     # before its first
     note: str | None = None
+    # of the run, from this line on: see `source.about_run`; None where nothing of it changes
+    about: Mapping[str, Any] | None = None
+    # of a line that corrects the name of the unit: what it was called before
+    was: str | None = None
 
     @property
     def steps(self) -> int:
@@ -77,7 +85,8 @@ class Ledger:
     """An append-only file of JSON lines, read when it is opened.
 
     Each line holds a digest of everything before it, and the file's head a copy of the last line
-    (see `LedgerFile`). `lines` are those of the file when it was opened.
+    (see `LedgerFile`). `lines` are those of the file when it was opened, and `names` has the last
+    name of each unit that was renamed.
 
     Guarantees:
         A line is flushed to the disk before `append` returns, so a crash after it can only
@@ -96,15 +105,33 @@ class Ledger:
         self.path = Path(path)
         self.lines = self._read(content)
         self._covered: _Cover | None = None
+        self.names: dict[str, str] = {}
         for line in self.lines:
             self._covered = _covered_after(self._covered, line)
+            self.names = _names_after(self.names, line)
         self.releases = self.lines[-1].last if self.lines else 0
         self._running = _hash(content)
         raw, last = content.splitlines(keepends=True), len(self.lines)
         while last and self.lines[last - 1].note is not None:
             last -= 1
         self._released = _hash(b"".join(raw[:last]))
-        self._last_note = self.lines[-1].note if self.lines else None
+        notes = [line.note for line in self.lines[last:] if line.was is None]
+        self._last_note = notes[-1] if notes else None
+        self._told: tuple[str, str, Mapping[str, Any] | None] | None = None
+
+    @property
+    def unit(self) -> str | None:
+        """The privacy unit of the lines, by its last name; None if there is no line."""
+        return self.called(self.lines[-1].unit) if self.lines else None
+
+    def called(self, unit: str) -> str:
+        """The last name of a unit that lines call so."""
+        return self.names.get(unit, unit)
+
+    @property
+    def head(self) -> str:
+        """SHA-256 of the lines, as `sha256sum FILE` prints it: who keeps it can prove them."""
+        return hashlib.sha256(self.content()).hexdigest()
 
     def append(
         self,
@@ -117,12 +144,16 @@ class Ledger:
         count: int = 1,
         unit: str = SAMPLE,
         branch: str = "",
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the next `count` steps, and return when they are on the disk.
 
+        `about` is written with the first steps of a run, and where it differs from the last one.
         Raises a RuntimeError if another process has added to the file or changed it, and an
         OSError if the line could not be written; the file is unchanged then.
         """
+        told = (run, branch, about)
+        is_new = about is not None and told != self._told
         self._write(
             count,
             run=run,
@@ -132,14 +163,34 @@ class Ledger:
             accountant=accountant,
             unit=unit,
             **({"branch": branch} if branch else {}),
+            **({"about": about} if is_new else {}),
         )
-        self._released = self._running
+        self._released, self._told = self._running, told
 
     def note(self, note: str, *, run: str, accountant: str, unit: str) -> None:
         """Write a line without a step, once between two steps; raises as `append` does."""
         if self._last_note != note:
             nothing = dict.fromkeys(("event", "epsilon", "delta"))
             self._write(0, run=run, **nothing, accountant=accountant, unit=unit, note=note)
+
+    def rename(self, name: str) -> tuple[str, str]:
+        """Write that the users in all lines are called `name`; returns the old and the new unit.
+
+        Raises a ValueError where there is no line yet, or its units are no users, and what
+        `append` raises.
+        """
+        if self.unit is None:
+            raise ValueError(f"ledger {self.path} has no line, and so no privacy unit to rename")
+        was, unit = self.unit, renamed(self.unit, name)
+        if unit == was:
+            raise ValueError(f"ledger {self.path}: its privacy unit is {unit!r} already")
+        nothing = dict.fromkeys(("event", "epsilon", "delta"))
+        last, about = self.lines[-1], {"day": today()}
+        self._write(
+            0, run=last.run, **nothing, accountant=last.accountant, unit=unit,
+            note=_RENAMED, was=was, about=about,
+        )  # fmt: skip
+        return was, unit
 
     def _write(self, count: int, **values: Any) -> None:
         record = {"steps": [self.releases + 1, self.releases + count], **values}
@@ -259,6 +310,11 @@ class LedgerCopy(Ledger):
         return self._tail
 
 
+def today() -> str:
+    """The day, in UTC. No line has a time: times tell how many microbatches a step took."""
+    return datetime.now(timezone.utc).date().isoformat()
+
+
 def _parse(raw: bytes) -> LedgerLine:
     """Parse and check one line. Raises ValueError or KeyError."""
     record = json.loads(
@@ -279,10 +335,17 @@ def _parse(raw: bytes) -> LedgerLine:
         raise ValueError("a note has neither steps nor an event")
     if "note" not in record and steps[1] < steps[0]:
         raise ValueError(f"steps={steps!r}: the last is before the first")
-    for name in ("run", "accountant", "unit", "branch", "note"):
+    for name in ("run", "accountant", "unit", "branch", "note", "was"):
         value = record.get(name, "none") if name in _OTHER_KEYS else record[name]
-        if not isinstance(value, str) or not value:
+        if not _is_name(value):
             raise ValueError(f"{name}={value!r}: expected a name")
+    about = record.get("about", {})
+    if not isinstance(about, dict) or not all(map(_is_fact, about.values())):
+        raise ValueError(f"about={about!r}: expected an object of names and numbers")
+    unit = record["unit"]
+    was: Any = record.get("was", unit)
+    if kind_of(was) != kind_of(unit) or ("was" in record and "note" not in record):
+        raise ValueError(f"was={was!r} and unit={unit!r}: a note can correct the name of users")
     epsilon, delta = record["epsilon"], record["delta"]
     if epsilon is not None and not (_is_number(epsilon) and epsilon >= 0):
         raise ValueError(f"epsilon={epsilon!r}: expected null or a number >= 0")
@@ -308,6 +371,8 @@ def _parse(raw: bytes) -> LedgerLine:
         unit=record["unit"],
         branch=record.get("branch", ""),
         note=record.get("note"),
+        about=record.get("about"),
+        was=record.get("was"),
     )
 
 
@@ -320,7 +385,9 @@ def _with_digest(record: bytes, before: hashlib.blake2b) -> bytes:
 def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
     """Refuse a line whose digest is not that of all lines up to it."""
     if _with_digest(raw[:-_DIGEST_LENGTH] + b"}", before) != raw:
-        raise ValueError("its digest is wrong: this line or one before it was changed")
+        raise ValueError(
+            "its digest is wrong: the line was changed, or one before it was removed or added"
+        )
 
 
 def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
@@ -345,6 +412,23 @@ def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
         return _Cover(line.run, None, line.event.steps - 1)
     # A step on a batch of unknown origin may come between the steps of an epoch.
     return own if type(line.event) is Gaussian else None
+
+
+def _names_after(names: dict[str, str], line: LedgerLine) -> dict[str, str]:
+    """The last name of each unit that was renamed, after this line, and before it `names`."""
+    if line.was is None:
+        return names
+    known = {line.was: line.was, **names}
+    return {unit: line.unit if name == line.was else name for unit, name in known.items()}
+
+
+def _is_name(value: object) -> bool:
+    # What does not print could hide other lines of a terminal.
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+def _is_fact(value: object) -> bool:
+    return value is None or _is_number(value) or _is_name(value)
 
 
 def _is_number(value: object) -> bool:

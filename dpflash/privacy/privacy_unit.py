@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .._validate import words
+
 # One entry of the dataset.
 SAMPLE = "sample"
 DOCUMENT = "document"
@@ -19,10 +21,25 @@ def named(unit: str, name: str | None) -> str:
     return unit if name is None else f"{unit}: {name}"
 
 
+def kind_of(unit: str) -> str:
+    """A unit without the name of what users are."""
+    return unit.split(": ")[0]
+
+
+def renamed(unit: str, name: str) -> str:
+    """A unit of users by another name; refuses other units, which no name makes users."""
+    words(unit_name=name)
+    if kind_of(unit) not in _USERS:
+        raise ValueError(
+            f"unit_name={name!r}: the privacy unit is a {unit!r}, and each of it was drawn and "
+            "clipped by itself; only users (unit_of, or dpflash train --unit folder) have a name"
+        )
+    return named(kind_of(unit), name)
+
+
 def has_several_rows(unit: str | None) -> bool:
     """Whether a unit may have several rows of a batch."""
-    kind = None if unit is None else unit.split(": ")[0]
-    return kind in (PREFERENCE_PAIR, *_USERS)
+    return unit is not None and kind_of(unit) in (PREFERENCE_PAIR, *_USERS)
 
 
 def is_unnamed(unit: str) -> bool:

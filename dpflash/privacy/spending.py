@@ -26,6 +26,7 @@ from dpflash.accounting import (
 from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE, ZERO_OUT
 from dpflash.accounting.registry import as_accountant, as_phase, copied
 
+from .._json import finite
 from .._validate import one_of
 from .budget import BudgetSpent, PrivacyBudget
 from .ledger import LOST, REFUSED, Ledger, LedgerLine
@@ -80,6 +81,7 @@ class Spending:
         self.has_foreign_batches = False
         self.unit: str | None = None
         self._grouping: str | None = None
+        self._about: Mapping[str, Any] | None = None
         self._relation = ADD_REMOVE if relation is None else relation
         self._remaining: _Remaining | None = None
         self._last: Event | None = None
@@ -89,7 +91,7 @@ class Spending:
         self.ledger = ledger
         if self.ledger is not None:
             self._check_epsilon(self.ledger)
-            self.include(self.ledger.lines)
+            self.include(self.ledger.lines, self.ledger.names)
 
     # Spent so far
 
@@ -113,11 +115,15 @@ class Spending:
             return Interval(0.0, 0.0)
         return self._epsilon_of(self.accountant, delta)
 
-    def include(self, lines: Iterable[LedgerLine]) -> None:
-        """Count the releases of a ledger's lines; refuses another privacy unit."""
+    def include(self, lines: Iterable[LedgerLine], names: Mapping[str, str]) -> None:
+        """Count the releases of a ledger's lines; refuses another privacy unit.
+
+        `names` are the last ones of units that the ledger renamed.
+        """
         for line in lines:
-            self._check_unit(line.unit)
-            self.unit = line.unit
+            unit = names.get(line.unit, line.unit)
+            self._check_unit(unit)
+            self.unit = unit
             if line.event is not None:
                 self.add(line.event, line.steps)
 
@@ -164,9 +170,18 @@ class Spending:
             self._compose(copied(self.accountant), event, 1)
 
     def charge(
-        self, event: Event | None, *, run: str, branch: str = "", is_foreign: bool = False
+        self,
+        event: Event | None,
+        *,
+        run: str,
+        bound: float,
+        branch: str = "",
+        is_foreign: bool = False,
     ) -> None:
-        """Charge for one admitted release before it is made; None if it is already charged."""
+        """Charge for one admitted release before it is made; None if it is already charged.
+
+        `bound`, of one sample's gradient, is for the ledger.
+        """
         self.has_foreign_batches |= is_foreign
         if event is not None:
             event = self.adopt(event)
@@ -179,6 +194,7 @@ class Spending:
                 delta=self.delta,
                 accountant=self._mechanism(),
                 unit=self.unit or SAMPLE,
+                about=self._about and {**self._about, "max_grad_norm": finite(bound)},
             )
         if event is None:
             return
@@ -250,7 +266,8 @@ class Spending:
                 f"the privacy unit is a {unit!r} here, and a {self.unit!r} in the releases so far "
                 "(of the ledger, or of this engine): one epsilon cannot be for both. Use another "
                 "ledger and engine, and report both epsilons; where both names mean the same "
-                "units, pass the unit_name= of those releases"
+                "units, pass the unit_name= of those releases, or correct the ledger: dpflash "
+                "ledger rename FILE --unit-name NAME"
             )
 
     def begin(
@@ -260,9 +277,11 @@ class Spending:
         *,
         unit: str = SAMPLE,
         grouping: str | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare for a run of such events; raises, and changes nothing, if none is possible.
 
+        `about` is what the ledger keeps of the run, see `source.about_run`.
         `grouping` is a digest of which entries are of one unit. It stays in memory: who knew all
         other entries could read from it whose the last one is.
         """
@@ -275,6 +294,8 @@ class Spending:
                 "must say which units its epsilon protects: pass what unit_of gives, such as "
                 "unit_name='patient'"
             )
+        if self.ledger is not None:
+            unit = self.ledger.called(unit)
         if not self.is_empty:
             self._check_unit(unit)
             if is_unnamed(unit) and self._grouping != grouping:
@@ -302,7 +323,7 @@ class Spending:
             self.budget = before
             raise
         self.delta = None if budget is None else budget.delta
-        self.unit, self._grouping = unit, grouping
+        self.unit, self._grouping, self._about = unit, grouping, about
         self.adopt(event)
 
     def noise_for(

@@ -115,6 +115,7 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         + (f", banded noise of {report['bands']} bands" if report.get("bands", 1) > 1 else ""),
         "expected batch size": f"{report['expected_batch_size']}",
         "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
+        "head of the ledger": report.get("ledger_head", "not recorded"),
     }
 
 

@@ -108,12 +108,15 @@ def _report(run: Path) -> dict[str, Any]:
         )
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     written = report["steps"] + report["lost_steps"]
-    releases = Ledger(run / LEDGER).releases
-    if releases != written:
+    ledger = Ledger(run / LEDGER)
+    if ledger.releases != written:
         raise ValueError(
             f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
-            f"has {releases}; continue it with {resume}"
+            f"has {ledger.releases}; continue it with {resume}"
         )
+    for was, unit in ledger.names.items():  # corrected since the report was written
+        report["privacy_unit"] = report["privacy_unit"].replace(f"{was} (", f"{unit} (", 1)
+        report["unit_name"] = unit.partition(": ")[2]
     return report
 
 

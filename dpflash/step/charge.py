@@ -97,11 +97,13 @@ class Charge:
         self._spending.admit(event)
         return event
 
-    def pay(self, event: Event | None, noise_multiplier: float, *, is_foreign: bool) -> int:
+    def pay(
+        self, event: Event | None, noise_multiplier: float, *, bound: float, is_foreign: bool
+    ) -> int:
         """Charge a release that was admitted; returns its number."""
         if self._spending.ledger is None and noise_multiplier > 0:
             self._keys.claim(self.releases)
-        self._charge_on_all_ranks(event, is_foreign=is_foreign)
+        self._charge_on_all_ranks(event, bound=bound, is_foreign=is_foreign)
         if not is_foreign and event is not None:
             self._paid = (self._tracker.epochs, noise_multiplier)
         self._events += event is not None
@@ -109,12 +111,14 @@ class Charge:
         self.releases += 1
         return number
 
-    def _charge_on_all_ranks(self, event: Event | None, *, is_foreign: bool) -> None:
+    def _charge_on_all_ranks(self, event: Event | None, *, bound: float, is_foreign: bool) -> None:
         """Charge a release on all ranks; first on the first rank, which writes the ledger."""
 
         def charge() -> bytes:
             keys = self._keys
-            self._spending.charge(event, run=keys.run, branch=keys.branch, is_foreign=is_foreign)
+            self._spending.charge(
+                event, run=keys.run, branch=keys.branch, bound=bound, is_foreign=is_foreign
+            )
             return b""
 
         self._ranks.run_on_first("the payment of a release", charge)

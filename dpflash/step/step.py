@@ -164,7 +164,9 @@ class PrivateStep(OpenBatch):
             raise
         if clipper is not None and order.wants_trials:
             clipper.try_next()
-        number = self.charge.pay(order.event, order.noise_multiplier, is_foreign=order.is_foreign)
+        number = self.charge.pay(
+            order.event, order.noise_multiplier, bound=order.bound, is_foreign=order.is_foreign
+        )
         place = self.charge.block.begin(order.bound, order.noise_multiplier)
         self.tracker.charged()
         return self._kind_of_noise.begin(number, place, order.bound, order.noise_multiplier)

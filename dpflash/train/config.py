@@ -166,10 +166,11 @@ class TrainingConfig:
                 f"examples_per_unit={self.examples_per_unit!r} with unit={self.unit!r}, of which "
                 "each document is a unit; pass unit='folder' or 'field:NAME', or drop it"
             )
-        if self.unit_name is not None and self.unit != "folder":
+        _validate.optional(_validate.words, unit_name=self.unit_name)
+        if self.unit_name is not None and not has_several_documents(self.unit):
             raise ValueError(
-                f"unit_name={self.unit_name!r} with unit={self.unit!r}: it names what a folder "
-                "is; pass unit='folder', or drop it"
+                f"unit_name={self.unit_name!r} with unit={self.unit!r}: it says what a folder, or "
+                "a value of a field, is; pass unit='folder' or 'field:NAME', or drop it"
             )
         data = default_data_dir() if self.data is None else Path(self.data)
         suffixes = (".py",) if self.data is None and self.suffixes is None else self.suffixes

@@ -7,7 +7,6 @@ import math
 import platform
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 
 from .._json import finite
 from .._validate import counted
-from ..privacy.privacy_unit import USER, named
+from ..privacy.source import library_version
 from .config import TrainingConfig
 from .data import has_several_documents, noun_of
 
@@ -56,7 +55,7 @@ _ROUNDED = (
 _SEEDED = "seeded: anyone who knows the seed can subtract the noise. For research, not for release"
 
 
-def _unit_in_words(config: TrainingConfig) -> str:
+def _unit_in_words(config: TrainingConfig, unit: str) -> str:
     part = "all of {}, packed" if config.pack else "one window of {}"
     if not has_several_documents(config.unit):
         return f"{_UNITS[config.unit]}; each step trains on {part.format('it')}"
@@ -64,7 +63,7 @@ def _unit_in_words(config: TrainingConfig) -> str:
     if config.unit != "folder":
         documents = f"all records with one value of the field {noun_of(config.unit)!r}"
     return (
-        f"{named(USER, config.noun)} ({documents}); each step trains on at most "
+        f"{unit} ({documents}); each step trains on at most "
         f"{config.examples_per_unit} of them, {part.format('each')}, clipped as one"
     )
 
@@ -85,7 +84,9 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
         "target_epsilon": config.target_epsilon,
         "max_epsilon": config.max_epsilon,
         "neighboring_relation": engine.neighboring_relation,
-        "privacy_unit": _unit_in_words(config),
+        "privacy_unit": _unit_in_words(config, engine.privacy_unit),
+        "unit_name": noun_of(config.unit, engine.privacy_unit.partition(": ")[2]),
+        "ledger_head": engine.ledger_head,
         "verified": state.verified,
         "rounded_sums": state.rounded_sums,
         "sampler": engine.sampler,
@@ -230,7 +231,8 @@ def _draw(figure: Any, report: dict[str, Any]) -> None:
 
 def noun_in(report: Mapping[str, Any]) -> str:
     """What a unit of a report's run is called."""
-    return noun_of(report["config"]["unit"], report["config"].get("unit_name"))
+    own: str | None = report.get("unit_name")  # reports of earlier versions have none
+    return own or noun_of(report["config"]["unit"], report["config"].get("unit_name"))
 
 
 def _title(report: dict[str, Any]) -> str:
@@ -262,9 +264,8 @@ def peak_memory_mb(device: str) -> float:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    try:
-        found["dpflash"] = version("dpflash")
-    except PackageNotFoundError:
-        found["dpflash"] = "not installed"
-    return found
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "dpflash": library_version(),
+    }

@@ -149,6 +149,8 @@ class TrainingRun:
             unit_of=corpus.train.owners,
             examples_per_unit=config.examples_per_unit,
             unit_name=None if corpus.train.owners is None else config.noun,
+            run_name=_printable(folder.resolve().name),
+            data_name=_printable(os.path.basename(config.data or "")),
             public_length=None if config.pack else self.window_len,
             example=self._example(),
         )
@@ -651,6 +653,10 @@ def summed_loss(logits: Tensor, targets: Tensor) -> float:
         ignore_index=IGNORE_INDEX,
         reduction="sum",
     ).item()
+
+
+def _printable(name: str) -> str | None:
+    return "".join(filter(str.isprintable, name)).strip() or None
 
 
 def _bar(name: str, done: int, total: int, progress: bool) -> Any:

@@ -228,6 +228,7 @@ def train(
         sampling=sampling,
         unit_of=None if users is None else [i * i % users for i in range(SAMPLES)],
         examples_per_unit=None if users is None else 3,
+        run_name=None if ledger is None else f"named by rank {dist.get_rank()}",
     )
     sizes: list[int] = []
     while loader.releases < steps:
@@ -249,6 +250,7 @@ def train(
     return {
         "parameters": whole(plain),
         "epsilon": engine.get_epsilon(1e-5),
+        "head": engine.ledger_head,
         "sizes": sizes,
         "modes": sorted({use.grad_sample_mode for use in engine.plan()}),
     }
@@ -628,6 +630,7 @@ def ledger_of(group: object = None, *, path: str) -> dict[str, Any]:
     engine = dpflash.PrivacyEngine(mesh=mesh_of(1), ledger=path)
     return {
         "epsilon": first["epsilon"],
+        "head": first["head"],
         "again": engine.get_epsilon(1e-5),
         "lines": len(engine._spending.ledger.lines),
     }

@@ -449,6 +449,8 @@ def test_invariant_10_the_first_rank_keeps_the_ledger_and_all_know_it(started, t
     for one in started.run(2, "ledger_of", path=path):
         assert one["lines"] == 3
         assert one["again"] == one["epsilon"] > 0
+        assert one["head"] == Ledger(path).head
+    assert Ledger(path).lines[0].about["name"] == "named by rank 0"
     assert len(Path(path).read_bytes().splitlines()) == 3
 
 

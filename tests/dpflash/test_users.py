@@ -384,22 +384,45 @@ def test_the_ledger_names_the_unit_and_refuses_another(tmp_path):
     private(*given, engine=again, **patients)
 
 
-def test_a_line_of_users_without_a_name_is_read_and_not_continued(tmp_path):
+def test_a_run_goes_on_by_the_old_name_of_its_users_and_writes_the_corrected_one(tmp_path):
+    tokens, owners = entries()
+    path = tmp_path / "ledger.jsonl"
+
+    def engine_of(name):
+        engine = dpflash.PrivacyEngine(ledger=path)
+        run = private(
+            Net("linear"), tokens, owners, noise_multiplier=1.0, engine=engine, unit_name=name
+        )
+        released(run, 1)
+        return engine
+
+    engine_of("patient_id")
+    Ledger(path).rename("patient")
+    for name in ("patient", "patient_id"):
+        engine = engine_of(name)
+        assert engine.privacy_unit == "user: patient"
+        assert engine.public.unit.startswith("user: patient (unit_of)")
+    units = [line.unit for line in Ledger(path).lines if line.note is None]
+    assert units == ["user: patient_id", "user: patient", "user: patient"]
+    with pytest.raises(ValueError, match="a 'user: hospital' here, and a 'user: patient' in the"):
+        engine_of("hospital")
+
+
+def test_users_without_a_name_are_read_and_continued_once_the_ledger_names_them(tmp_path):
     tokens, owners = entries()
     path = tmp_path / "ledger.jsonl"
     event = accounting.PoissonGaussian(relation="zero_out", noise_multiplier=1.0, sample_rate=0.1)
     Ledger(path).append(run="a", event=event, accountant="contour", unit="user")
     engine = dpflash.PrivacyEngine(ledger=path)
     assert engine.privacy_unit == "user" and engine.get_epsilon(1e-5) > 0
+    given = {"noise_multiplier": 1.0, "unit_name": "patient"}
     with pytest.raises(ValueError, match="a 'user: patient' here, and a 'user' in the releases"):
-        private(
-            Net("linear"),
-            tokens,
-            owners,
-            noise_multiplier=1.0,
-            engine=engine,
-            unit_name="patient",
-        )
+        private(Net("linear"), tokens, owners, engine=engine, **given)
+    Ledger(path).rename("patient")
+    engine = dpflash.PrivacyEngine(ledger=path)
+    with pytest.raises(ValueError, match="unit_name=None with unit_of and ledger"):
+        private(Net("linear"), tokens, owners, engine=engine, **{**given, "unit_name": None})
+    private(Net("linear"), tokens, owners, engine=engine, **given)
 
 
 def test_an_engine_refuses_another_grouping_of_users_that_have_no_name():

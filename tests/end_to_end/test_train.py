@@ -667,8 +667,32 @@ def test_a_folder_has_one_name_in_ledger_report_and_output(data, tmp_path, capsy
     assert Ledger(out / "ledger.jsonl").lines[0].unit == "user: author"
     report = json.loads((out / "report.json").read_text())
     assert report["privacy_unit"].startswith("user: author (one folder with all its files)")
+    assert Ledger(out / "ledger.jsonl").head == report["ledger_head"]
+    assert report["ledger_head"] in shown
     assert main(["evaluate", str(out), "--data", str(data), "--unit", "folder", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == 50
+
+
+def test_records_of_one_value_have_the_name_that_was_given_and_then_the_corrected_one(
+    tmp_path, capsys
+):
+    notes, out = tmp_path / "notes.jsonl", tmp_path / "out"
+    notes.write_text(
+        "".join(json.dumps({"text": f"note {i}", "patient_id": i % 20}) + "\n" for i in range(60))
+    )
+    words = [*options(notes, steps=1), "--no-baseline", "--eval-fraction", "0", "--out", str(out)]
+    assert main([*words, "--unit", "field:patient_id", "--unit-name", "pat"]) == 0
+    of_field = "(all records with one value of the field 'patient_id')"
+    assert report_of(out)["privacy_unit"].startswith(f"user: pat {of_field}")
+    ledger = out / "ledger.jsonl"
+    about = Ledger(ledger).lines[0].about
+    assert (about["name"], about["data"]) == ("out", "notes.jsonl")
+    assert main(["ledger", "rename", str(ledger), "--unit-name", "patient"]) == 0
+    assert TrainingRun.resume(out)._engine.privacy_unit == "user: patient"
+    assert main(["export", str(out), "--out", str(tmp_path / "release")]) == 0
+    card = (tmp_path / "release" / "README.md").read_text()
+    assert f"| privacy unit | user: patient {of_field}" in card
+    assert "in place of a patient of the other" in card
 
 
 def test_without_matplotlib_the_summary_says_how_to_get_it(data, tmp_path, monkeypatch, capsys):

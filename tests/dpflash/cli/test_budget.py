@@ -58,6 +58,7 @@ def test_json_holds_the_composed_epsilon_and_what_it_rests_on(ledger, capsys):
         "runs": [
             {
                 "run": "first",
+                "name": None,
                 "steps": 300,
                 "sampler": "poisson",
                 "noise_multiplier": 1.25,
@@ -66,6 +67,7 @@ def test_json_holds_the_composed_epsilon_and_what_it_rests_on(ledger, capsys):
             },
             {
                 "run": "second",
+                "name": None,
                 "steps": 20,
                 "sampler": "shuffled",
                 "noise_multiplier": 4.0,
@@ -76,6 +78,7 @@ def test_json_holds_the_composed_epsilon_and_what_it_rests_on(ledger, capsys):
         "accountant": "rdp",
         "neighboring_relation": "zero_out",
         "privacy_unit": "sample",
+        "earlier_names": [],
         "remaining_steps": None,
     }
     assert ledger.read_bytes() == before

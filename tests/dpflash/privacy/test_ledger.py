@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from dpflash.accounting import (
     create_accountant,
 )
 from dpflash.privacy.ledger import Ledger
+from dpflash.privacy.source import source_digest
 
 DELTA = 1e-5
 STEP = PoissonGaussian(relation="zero_out", noise_multiplier=1.0, sample_rate=0.25)
@@ -129,6 +131,10 @@ DAMAGE = {
     "steps_as_booleans": (line(2, steps=[True, True]), "line 2 .*whole numbers"),
     "one_step": (line(2, steps=[2]), "line 2 .*whole numbers"),
     "no_run": (line(2, run=""), "line 2 .*run="),
+    "a_run_that_does_not_print": (line(2, run="a\x1b[2K"), "line 2 .*run="),
+    "about_no_object": (line(2, about=1), "line 2 .*about=1"),
+    "about_a_list": (line(2, about={"day": [1]}), "line 2 .*about="),
+    "a_correction_of_a_step": (line(2, was="sample"), "line 2 .*a note can correct"),
     "accountant_null": (line(2, accountant=None), "line 2 .*accountant="),
     "epsilon_true": (line(2, epsilon=True, delta=0.1), "line 2 .*epsilon=True"),
     "epsilon_nan": (line(2, epsilon=math.nan, delta=0.1), "line 2 .*finite"),
@@ -309,6 +315,57 @@ def test_a_relation_for_which_a_ledger_has_no_guarantee_is_refused_by_name(priva
         write(path, line(event=event))
         with pytest.raises(ValueError, match=f"neighboring_relation='add_remove'.*{sampler}"):
             PrivacyEngine(ledger=path, neighboring_relation="add_remove")
+
+
+# What is kept of a run
+
+
+def test_a_run_is_recorded_with_the_day_the_code_the_data_and_the_bound(made_of, tmp_path):
+    made = made_of(ledger=tmp_path / "l", run_name="first", data_name="ones")
+    train(*made, 2)
+    made[2].max_grad_norm = 0.5
+    train(*made, 2)
+    first, *others = [entry.about for entry in Ledger(tmp_path / "l").lines]
+    assert others == [None, {**first, "max_grad_norm": 0.5}, None]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", first.pop("day"))
+    assert first == {
+        "name": "first",
+        "version": dpflash.__version__,
+        "source": source_digest(),
+        "data": "ones",
+        "max_grad_norm": 1.0,
+    }
+    again = made_of(ledger=tmp_path / "l")
+    train(*again, 1)
+    assert Ledger(tmp_path / "l").lines[-1].about["name"] is None
+    for name in ("run_name", "data_name"):
+        with pytest.raises(ValueError, match=f"{name}=.*expected a word"):
+            dpflash.PrivacyConfig(1.0, **{name: "two\nlines"})
+
+
+def test_what_is_kept_of_a_run_is_in_its_first_line_and_where_it_changes(tmp_path, monkeypatch):
+    ledger, about = Ledger(tmp_path / "l"), {"day": "2026-11-30", "max_grad_norm": 1.0}
+
+    def add(run, about, branch=""):
+        ledger.append(run=run, event=STEP, accountant="rdp", branch=branch, about=about)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
+        patch.setattr(ledger, "_store", raises(OSError("disk full")))
+        add("a", about)
+    runs = [("a", about)] * 2 + [("b", about), ("a", about), ("a", {**about, "max_grad_norm": 2})]
+    for run, kept in runs:
+        add(run, kept)
+    add("a", {**about, "max_grad_norm": 2}, branch="c")
+    found = [entry.about for entry in Ledger(ledger.path).lines]
+    changed = {**about, "max_grad_norm": 2}
+    assert found == [about, None, about, about, changed, changed]
+
+
+def raises(error):
+    def fail(*arguments):
+        raise error
+
+    return fail
 
 
 # Writing

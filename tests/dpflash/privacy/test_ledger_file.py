@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -157,6 +158,8 @@ def test_a_ledger_that_was_cut_or_changed_is_refused_and_left_as_it_is(kind, pat
         PrivacyEngine(ledger=path)
     assert main(["budget", str(path), "--delta", "1e-5"]) == 2
     assert str(path) in capsys.readouterr().err
+    assert main(["ledger", "verify", str(path)]) == 1
+    assert re.search(f"(?s)^broken: ledger {path}.*{message}", capsys.readouterr().out)
     assert [p.read_bytes() if p.exists() else None for p in (path, head_of(path))] == before
 
 
@@ -503,8 +506,8 @@ def test_a_copy_has_the_digests_of_the_ledger_that_it_is_of(path):
     ledger = Ledger(path)
     copy = LedgerCopy(path, ledger.content())
     for _ in range(3):
-        add(ledger)
-        add(copy)
+        add(ledger, about={"day": "2026-11-30"})
+        add(copy, about={"day": "2026-11-30"})
         assert copy.digest() == ledger.digest()
     assert copy.content() == ledger.content() == path.read_bytes()
     assert copy.digest(5) == ledger.digest(5)

@@ -1,0 +1,279 @@
+"""The page of `dpflash ledger report`: what a ledger says, for auditors, as one HTML file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from html import escape
+
+from dpflash._validate import counted
+from dpflash.accounting import create_accountant
+from dpflash.privacy.ledger import LOST, REFUSED, LedgerLine, today
+from dpflash.privacy.ledger_proof import Proof
+from dpflash.privacy.privacy_unit import kind_of
+from dpflash.privacy.source import library_version, source_digest
+from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
+
+from ._ledger_runs import cell, corrections_of, kept_of, label, runs_of, together, without_record
+from ._tables import rounded_up
+
+_RELATIONS = {
+    "add_remove": "one of them lacks one unit of the other",
+    "zero_out": "one of them has nothing in place of one unit of the other; the number of units "
+    "is public",
+    "replace_one": "one unit of them differs",
+}
+_UNITS = {
+    "sample": "one entry of the dataset, such as one record",
+    "document": "one document",
+    "preference pair": "one pair of a chosen and a rejected answer",
+}
+_NOT_COVERED = (
+    "Training losses, metrics, gradient norms, batch sizes and times of steps.",
+    "Results on private evaluation data, and the choice of a run or a checkpoint by them.",
+    "Runs on the same people that are in another ledger, or in none: their epsilons add up.",
+    "What was computed from the private data before training, such as vocabularies, scalers and "
+    "class weights.",
+    "A person who is in several units.",
+    "Whatever a pretrained base model was trained on before.",
+)
+_PROOF = (
+    "<p>The head is the SHA-256 of the file: <code>sha256sum FILE</code> prints it, and <code>"
+    "head -n N FILE | sha256sum</code> that of its first N lines.</p>\n"
+    "<p>A ledger is written by the program that trains. It shows what was recorded before each "
+    "release, not that the program, its data and its privacy unit were as they were named.</p>"
+)
+_STYLE = """
+:root { color-scheme: light; --ink: #1c2733; --soft: #5a6775; --line: #d8dee5; --blue: #1f5fa8; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 3rem; color: var(--ink);
+  background: #fff; font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 0 .25rem; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid var(--line); }
+h3 { font-size: 1rem; margin: 0 0 .5rem; }
+p, ul { margin: .5rem 0; max-width: 46rem; } ul { padding-left: 1.2rem; }
+.soft { color: var(--soft); }
+.total { border: 1px solid var(--line); border-left: .3rem solid var(--blue);
+  padding: .75rem 1rem; }
+.total b { font-size: 1.9rem; line-height: 1.2; color: var(--blue); }
+section.run { border: 1px solid var(--line); padding: .75rem 1rem; margin: .75rem 0;
+  break-inside: avoid; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(11rem, 100%), 1fr));
+  gap: .5rem 1rem; margin: 0; }
+dl .wide { grid-column: 1 / -1; }
+dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: .3rem .75rem .3rem 0; border-bottom: 1px solid var(--line); }
+th { color: var(--soft); font-size: .8rem; font-weight: normal; }
+.number { text-align: right; padding: .3rem 0 .3rem .75rem; overflow-wrap: normal;
+  font-variant-numeric: tabular-nums; }
+code { font: .85rem/1.4 ui-monospace, monospace; }
+"""
+
+
+def page(proofs: Mapping[str, Proof], *, delta: float, key: str | None) -> str:
+    """The page of verified ledgers of the same data.
+
+    Args:
+        proofs: by the name of each ledger.
+        delta: of all epsilons.
+        key: the public key whose signature was asked for; None for no key.
+    """
+    ledgers, names = [proof.ledger for proof in proofs.values()], ", ".join(proofs)
+    spending, lines = together(ledgers, DEFAULT_ACCOUNTANT)
+    parts = [
+        f"<h1>Ledger of private training</h1>\n<p class=soft>{escape(names)}, read on {today()} "
+        f"by dpflash {escape(library_version())}</p>",
+        _total(spending, delta),
+        _heading("Epsilon by run"),
+        _by_run_table(lines, spending, delta),
+        _heading("The runs"),
+        *(_run(run, spending, delta) for run in _by_run(lines)),
+        _heading("Is it unchanged?"),
+        *(_proof(name, proof, key) for name, proof in proofs.items()),
+        _PROOF,
+        _heading("What epsilon does not cover"),
+        _list(_NOT_COVERED),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src '
+        "'unsafe-inline'\">\n"
+        f"<title>Ledger {escape(names)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _total(spending: Spending, delta: float) -> str:
+    unit = spending.unit or "sample"
+    in_words = _UNITS.get(unit, f"all entries of one {unit.partition(': ')[2] or 'user'}")
+    if kind_of(unit) != unit and kind_of(unit) != "user":
+        in_words += ", where who owns which entry is public"
+    return (
+        f"<div class=total>epsilon of all runs together, at delta {delta:g}<br>"
+        f"<b>{_epsilon(spending, delta)}</b><br>for {escape(in_words)}</div>\n"
+        "<p>Epsilon and delta limit what anyone can learn from the released models about one "
+        "privacy unit: for two datasets that differ in one, no outcome is more than e^epsilon "
+        "times as likely under one as under the other, but for a probability of delta.</p>\n"
+        + _facts(
+            ("privacy unit", unit),
+            ("neighboring datasets", f"{spending.relation}: {_RELATIONS[spending.relation]}"),
+            ("accountant", spending.accountant.mechanism()),
+            ("mechanism", "Gaussian noise on sums of clipped gradients (DP-SGD)"),
+        )
+    )
+
+
+def _by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
+    runs: dict[str, list[LedgerLine]] = {}
+    for line in lines:
+        if line.note is None:
+            runs.setdefault(line.run, []).append(line)
+    return list(runs.values())
+
+
+def _alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
+    """The spending of one run's lines, for the relation of all runs together."""
+    own = Spending(create_accountant(DEFAULT_ACCOUNTANT), relation=spending.relation)
+    for line in lines:
+        if line.event is not None:
+            own.add(line.event, line.steps)
+    return own
+
+
+def _epsilon(spending: Spending, delta: float) -> str:
+    epsilon = spending.epsilon(delta).upper
+    return f"at most {rounded_up(epsilon)}" if math.isfinite(epsilon) else "none: no privacy"
+
+
+def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
+    kinds = runs_of(lines)
+    days, code = kept_of(lines, "day"), kept_of(lines, "version", "source")
+    here = f"{library_version()}, {source_digest()}"
+    if code == [here]:
+        code = [f"{here} (the code that made this page)"]
+
+    def values(key: str) -> str:
+        found = [f"{x:.6g}" if isinstance(x := kind[key], float) else cell(x) for kind in kinds]
+        return ", ".join(dict.fromkeys(found))
+
+    facts = (
+        ("epsilon of this run alone", _epsilon(_alone(lines, spending), delta)),
+        ("began", days[:1]),
+        ("went on", days[1:]),
+        ("data", kept_of(lines, "data")),
+        ("steps", str(sum(line.steps for line in lines))),
+        ("sampler", values("sampler")),
+        ("sample rate", values("sample_rate")),
+        ("noise multiplier", values("noise_multiplier")),
+        ("clipping bound", kept_of(lines, "max_grad_norm")),
+        ("relation of its sampler", values("neighboring_relation")),
+        ("dpflash", code),
+        ("run", kinds[0]["run"]),
+    )
+    shown = [(n, v if isinstance(v, str) else ", ".join(v)) for n, v in facts]
+    return (
+        f"<section class=run>\n<h3>{escape(label(kinds[0]))}</h3>\n"
+        + _facts(*((name, value) for name, value in shown if value), wide=("dpflash", "run"))
+        + "\n</section>"
+    )
+
+
+def _by_run_table(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
+    rows = [
+        (label(runs_of(own)[0]), str(sum(line.steps for line in own)), _alone(own, spending))
+        for own in _by_run(lines)
+    ]
+    rows.append(("all runs", str(sum(line.steps for line in lines)), spending))
+    head = f"<tr><th>run<th class=number>steps<th class=number>epsilon at delta {delta:g}</tr>"
+    return (
+        f"<table>\n{head}\n"
+        + "\n".join(
+            f"<tr><td>{escape(name)}<td class=number>{steps}<td class=number>"
+            f"{_epsilon(own, delta)}</tr>"
+            for name, steps, own in rows
+        )
+        + "\n</table>\n<p class=soft>The last row is computed for the steps of all runs together; "
+        "the others do not simply add up to it.</p>"
+    )
+
+
+def _proof(name: str, proof: Proof, key: str | None) -> str:
+    lines = len(proof.ledger.lines)
+    signed = max((s.lines for s in proof.signatures if s.key == key), default=0)
+    kept = "none was given" if proof.kept is None else f"that of the first {proof.kept} lines"
+    facts = [("lines", str(lines)), ("kept head", kept)]
+    facts += [
+        (
+            f"signature of the first {counted(one.lines, 'line')}, {one.day}",
+            f"key {one.key}" + (" (the key that was asked for)" if one.key == key else ""),
+        )
+        for one in proof.signatures
+    ]
+    facts.append(("head of all lines", proof.head))
+    text = (
+        "The digests of all lines fit: none was changed, removed, added or moved without writing "
+        "all later ones anew."
+    )
+    proven = max(signed, proof.kept or 0)
+    if proven == lines > 0:
+        text += " A kept head or a signature shows that this is the whole ledger as it was then."
+    elif proven:
+        text += (
+            f" A kept head or a signature shows this for the first {counted(proven, 'line')}; "
+            "later ones have none."
+        )
+    else:
+        text += (
+            " That it was not written anew, or cut at its end together with its head, only a head "
+            "or a signature shows that was kept elsewhere."
+        )
+    if proof.signatures and key is None:
+        text += (
+            " Its signatures show that too, if their key is that of the person who signs: no "
+            "public key was given to compare with."
+        )
+    return (
+        f"<h3>{escape(name)}</h3>\n<p>{text}</p>\n"
+        + _facts(*facts, wide=[name for name, _ in facts[1:]])
+        + _list(_others(proof.ledger.lines))
+    )
+
+
+def _others(lines: list[LedgerLine]) -> list[str]:
+    found = [
+        f"Line {c['line']}, {c['day']}: the unit {c['unit']} was called {c['was']} before."
+        for c in corrections_of(lines)
+    ]
+    found += [
+        f"Line {number}: run {line.run[:12]} {line.note}."
+        for number, line in enumerate(lines, start=1)
+        if line.note in (REFUSED, LOST)
+    ]
+    without = without_record(lines)
+    if without:
+        found.append(
+            f"Lines {', '.join(without)}: an earlier version wrote them, which kept no name, day, "
+            "code, data or clipping bound of a run."
+        )
+    return found
+
+
+def _heading(text: str) -> str:
+    return f"<h2>{escape(text)}</h2>"
+
+
+def _list(texts: Iterable[str]) -> str:
+    items = "\n".join(f"<li>{escape(text)}" for text in texts)
+    return f"\n<ul>\n{items}\n</ul>" if items else ""
+
+
+def _facts(*facts: tuple[str, str], wide: Iterable[str] = ()) -> str:
+    """Names and values, in as many columns as fit; those of `wide` in one."""
+    rows = [
+        f"<div{' class=wide' if name in wide else ''}><dt>{escape(name)}<dd>{escape(value)}</div>"
+        for name, value in facts
+    ]
+    return "<dl>\n" + "\n".join(rows) + "\n</dl>"

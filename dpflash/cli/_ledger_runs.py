@@ -1,0 +1,100 @@
+"""The runs of a ledger: what each did, and what the ledger keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from dpflash.accounting import Event, FixedSizeGaussian
+from dpflash.privacy.ledger import Ledger, LedgerLine
+from dpflash.privacy.spending import Spending
+
+_SHOWN = 12  # digits of a run's random name
+
+
+def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list[LedgerLine]]:
+    """What several ledgers of the same data spent, and their lines; those in common count once."""
+    if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
+        names = [str(ledger.path) for ledger in ledgers]
+        raise ValueError(f"ledgers={names}: one is given twice; pass each once")
+    # Each is compared with the epsilon of its own lines before it adds to another.
+    spending, *_ = [Spending(accountant, ledger=ledger) for ledger in ledgers]
+    lines = list(ledgers[0].lines)
+    for ledger in ledgers[1:]:
+        known = {line.digest for line in lines}
+        own = [line for line in ledger.lines if line.digest not in known]
+        spending.include(own, ledger.names)
+        lines += own
+    return spending, lines
+
+
+def runs_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
+    """One entry per run and kind of step. A line without an event has that of the line before."""
+    last: dict[str, Event | None] = {}
+    names: dict[str, str | None] = {}
+    steps: dict[tuple[str, Event | None], int] = {}
+    for line in (line for line in lines if line.note is None):
+        last[line.run] = line.event or last.get(line.run)
+        names[line.run] = (line.about or {}).get("name") or names.get(line.run)
+        key = (line.run, last[line.run])
+        steps[key] = steps.get(key, 0) + line.steps
+    return [
+        {
+            "run": run,
+            "name": names[run],
+            "steps": count,
+            "sampler": "none" if event is None else event.sampler,
+            "noise_multiplier": getattr(event, "noise_multiplier", None),
+            "sample_rate": _sample_rate(event),
+            "neighboring_relation": None if event is None else event.relation,
+        }
+        for (run, event), count in steps.items()
+    ]
+
+
+def _sample_rate(event: Event | None) -> float | None:
+    if isinstance(event, FixedSizeGaussian):
+        return event.batch_size / event.num_samples
+    return getattr(event, "sample_rate", None)
+
+
+def label(run: dict[str, Any]) -> str:
+    """The name of a run, with digits that tell it from others of the name."""
+    short: str = run["run"][:_SHOWN]
+    return short if run["name"] is None else f"{run['name']} ({short})"
+
+
+def cell(value: Any) -> str:
+    """A value in a table; in a short form only if that is exact."""
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return "-" if value is None else str(value)
+
+
+def corrections_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
+    """The lines that correct the name of the privacy unit."""
+    return [
+        {"line": number, "was": line.was, "unit": line.unit, "day": (line.about or {}).get("day")}
+        for number, line in enumerate(lines, start=1)
+        if line.was is not None
+    ]
+
+
+def kept_of(lines: Iterable[LedgerLine], *keys: str) -> list[str]:
+    """The different values that the lines keep of their runs, in order, such as of "day"."""
+    found = [[line.about.get(key) for key in keys] for line in lines if line.about]
+    return list(dict.fromkeys(", ".join(map(cell, v)) for v in found if None not in v))
+
+
+def without_record(lines: Sequence[LedgerLine]) -> list[str]:
+    """Numbers of the lines that keep nothing of their run, such as "3" and "5 to 9"."""
+    known = {(line.run, line.branch): line.about for line in lines if line.about}
+    numbers = [
+        number
+        for number, line in enumerate(lines, start=1)
+        if line.note is None and (line.run, line.branch) not in known
+    ]
+    groups = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ranges = [[number for _, number in group] for _, group in groups]
+    return [f"{r[0]}" if len(r) == 1 else f"{r[0]} to {r[-1]}" for r in ranges]

@@ -1,0 +1,200 @@
+"""Proves later what a ledger was: by heads that somebody kept, and by signatures of heads.
+
+The head of a ledger is the SHA-256 of its lines. Whoever can write the file can write all of it
+anew, with digests that fit; only a head or a signature that was kept elsewhere shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from getpass import getpass
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from .ledger import Ledger, LedgerCopy, today
+from .ledger_file import LedgerFile
+
+_PEM, _Format = serialization.Encoding.PEM, serialization.PublicFormat
+_MADE = "make one by dpflash ledger key FILE, or openssl genpkey -algorithm ed25519"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An Ed25519 signature of a ledger's first lines. Key and signature are in hexadecimal."""
+
+    lines: int
+    head: str
+    day: str
+    key: str  # the public key
+    signature: str
+
+    @property
+    def statement(self) -> bytes:
+        """What is signed."""
+        return f"dpflash ledger, lines {self.lines}, head {self.head}, {self.day}\n".encode()
+
+    def is_valid(self) -> bool:
+        """Whether the holder of the key has signed the statement."""
+        try:
+            key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.key))
+            key.verify(bytes.fromhex(self.signature), self.statement)
+        except (ValueError, InvalidSignature):
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `verify` found out about a ledger that is sound."""
+
+    ledger: Ledger
+    head: str
+    kept: int | None  # number of the first lines whose head was kept; None without one
+    signatures: list[Signature]  # all that are beside the ledger, and hold for its first lines
+
+
+def heads(content: bytes) -> list[str]:
+    """The head of the first 0, 1, 2, ... lines, as `head -n N FILE | sha256sum` prints it."""
+    running = hashlib.sha256()
+    found = [running.hexdigest()]
+    for line in content.split(b"\n")[:-1]:
+        running.update(line + b"\n")
+        found.append(running.hexdigest())
+    return found
+
+
+def verify(
+    path: str | os.PathLike[str], *, head: str | None = None, key: str | None = None
+) -> Proof:
+    """Check a ledger against its own digests, and against a kept head and signatures.
+
+    Args:
+        path: of the ledger. Beside a kept head or a key the file `<path>.head` may be missing.
+        head: one that was kept.
+        key: the public key of a signature that must be there, see `public_key`.
+
+    Raises:
+        ValueError: the ledger was changed or cut, or lacks a signature; the text says where.
+    """
+    file = LedgerFile(path)
+    is_alone = not file.head_path.exists() and (head, key) != (None, None)
+    ledger = LedgerCopy(path, file.read()[0]) if is_alone else Ledger(path)
+    own = heads(ledger.content())
+    if head is not None and head not in own:
+        raise ValueError(
+            f"ledger {path}: none of its first 0 to {len(own) - 1} lines have the head {head}, so "
+            "lines of the ledger that had it were changed, or cut from its end"
+        )
+    signatures = read_signatures(path)
+    for number, one in enumerate(signatures, start=1):
+        if not one.is_valid():
+            raise ValueError(
+                f"ledger {path}: signature {number} in {signatures_path(path)} is not one of its "
+                "key: the signature, the key, the day, the head or the number of lines was changed"
+            )
+        if not 0 <= one.lines < len(own) or own[one.lines] != one.head:
+            raise ValueError(
+                f"ledger {path}: signature {number} is of {one.lines} lines with the head "
+                f"{one.head}, which the ledger does not have: lines were changed, or cut from its "
+                "end, or the signature is of another ledger"
+            )
+    if key is not None and key not in [one.key for one in signatures]:
+        raise ValueError(
+            f"ledger {path}: {signatures_path(path)} has no signature of the key {key}"
+        )
+    return Proof(ledger, own[-1], None if head is None else own.index(head), signatures)
+
+
+def sign(path: str | os.PathLike[str], private_key: Ed25519PrivateKey) -> Signature:
+    """Verify a ledger, and add a signature of all its lines to the file beside it."""
+    proof = verify(path)
+    public = private_key.public_key().public_bytes_raw().hex()
+    one = Signature(len(proof.ledger.lines), proof.head, today(), public, "")
+    values = {**asdict(one), "signature": private_key.sign(one.statement).hex()}
+    with open(signatures_path(path), "a", encoding="utf-8") as file:
+        file.write(json.dumps(values) + "\n")
+    return Signature(**values)
+
+
+def signatures_path(path: str | os.PathLike[str]) -> Path:
+    """The file with the signatures of a ledger, beside it."""
+    return Path(f"{os.path.realpath(path)}.signatures")
+
+
+def read_signatures(path: str | os.PathLike[str]) -> list[Signature]:
+    """The signatures beside a ledger. Raises a ValueError where their file is damaged."""
+    where = signatures_path(path)
+    if not where.exists():
+        return []
+    found = []
+    for number, line in enumerate(where.read_bytes().splitlines(), start=1):
+        try:
+            one = Signature(**json.loads(line))
+            names = (one.head, one.day, one.key, one.signature)
+            if type(one.lines) is not int or not all(isinstance(n, str) for n in names):
+                raise ValueError("expected a number of lines, and texts")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"ledger {path}: line {number} of {where} is no signature ({error}): that file "
+                "was changed. Restore it from a copy"
+            ) from error
+        found.append(one)
+    return found
+
+
+def make_key(path: str | os.PathLike[str]) -> Path:
+    """Write a new private key, for its owner alone to read, and the public key beside it."""
+    key, beside = Ed25519PrivateKey.generate(), Path(path).with_suffix(".public.pem")
+    plain = serialization.NoEncryption()
+    files = {
+        beside: key.public_key().public_bytes(_PEM, _Format.SubjectPublicKeyInfo),
+        Path(path): key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, plain),
+    }
+    for where in files:
+        if where.exists():
+            raise FileExistsError(f"{where} exists, and a key is never overwritten; pass another")
+    for where, content in files.items():
+        handle = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(handle, "wb") as file:
+            file.write(content)
+    beside.chmod(0o644)
+    return beside
+
+
+def private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
+    """Read a private key; asks for the passphrase of one that is encrypted."""
+    content = Path(path).read_bytes()
+    try:
+        try:
+            key = serialization.load_pem_private_key(content, None)
+        except TypeError:  # encrypted
+            passphrase = getpass(f"passphrase of {path}: ").encode()
+            key = serialization.load_pem_private_key(content, passphrase)
+    except ValueError as error:
+        raise ValueError(
+            f"key={str(path)!r}: it has no private key in PEM, or its passphrase is another one; "
+            f"{_MADE}"
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ValueError(f"key={str(path)!r}: not an Ed25519 key; {_MADE}")
+    return key
+
+
+def public_key(path: str | os.PathLike[str]) -> str:
+    """Read a public key, as signatures name it."""
+    try:
+        key = serialization.load_pem_public_key(Path(path).read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"public_key={str(path)!r}: it has no public key in PEM; pass the file that was made "
+            "beside the private key"
+        ) from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise ValueError(f"public_key={str(path)!r}: not an Ed25519 key; {_MADE}")
+    return key.public_bytes_raw().hex()
