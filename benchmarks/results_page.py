@@ -101,7 +101,7 @@ def _state(file: ResultFile) -> str:
         return "a quick look: no figures to quote" if file.is_quick else "broken off"
     wrong = [row for row in file.rows if row.get("correct") is False]
     peers = sum(bool(row.get("peer")) for row in wrong)
-    ours = f", {len(wrong) - peers} WRONG" * (len(wrong) > peers)
+    ours = f", {len(wrong) - peers} wrong or failed" * (len(wrong) > peers)
     return f"{len(file.rows) or '-'}{ours}" + f", {peers} of peers wrong" * bool(peers)
 
 

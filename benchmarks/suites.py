@@ -35,7 +35,11 @@ _MODULES = {
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of a name of SUITES."""
+    """The suite of a name of SUITES, or of "scaling-SECTION", some of its sections."""
+    if name.startswith("scaling-"):
+        from .scaling import scaling_suite
+
+        return scaling_suite(sections=name.split("-")[1:])
     module, _, attribute = _MODULES.get(name, name).partition(":")
     found = importlib.import_module(f".{module}", __package__)
     suite: Suite = getattr(found, attribute or "SUITE")
