@@ -123,7 +123,7 @@ def _default_rdp(pair: Pair) -> _Array:
 
 
 def _quadrature_rdp(pair: Pair, orders: _Array) -> _Array:
-    """RDP by quadrature; the greater direction, which for symmetric pairs are one."""
+    """RDP by quadrature; the greater of both directions, which are one for symmetric pairs."""
     whole = orders / (2 * pair.whole_noise**2)
     rdp = np.zeros_like(orders)
     for signed in (orders,) if pair.symmetric else (orders, 1 - orders):

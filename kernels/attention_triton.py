@@ -67,7 +67,7 @@ def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _wide(positions):
-    """In int64. They are at least 0, and what knows that multiplies in fewer instructions."""
+    """Positions as int64, through uint32: they are not negative, which saves instructions."""
     return positions.to(tl.uint32).to(tl.int64)
 
 

@@ -110,7 +110,7 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
-    """`grad_norm` of spans, each in its form: in that of the others it has no tokens."""
+    """`grad_norm` of spans, one launch for each form; spans of the other form are empty in it."""
     forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
@@ -570,7 +570,7 @@ def _rows(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _operands(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one dtype, with the last dimension adjacent in memory."""
+    """The operands in one dtype, with the last dimension adjacent in memory."""
     dtype = torch.promote_types(x.dtype, dy.dtype)
     return _unit_stride(x.to(dtype)), _unit_stride(dy.to(dtype))
 

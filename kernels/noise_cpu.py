@@ -25,7 +25,7 @@ _NUMBERS = {torch.float32: "float", torch.float64: "double"}
 
 
 class Part(ctypes.Structure):
-    """A parameter of a call: the fields of grads_cpu.cpp's Part, in its order."""
+    """The fields of grads_cpu.cpp's Part, one parameter of a call, in its order."""
 
     _fields_ = [
         ("grads", ctypes.c_void_p),

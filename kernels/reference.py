@@ -127,7 +127,7 @@ def _without_removed(factors: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def by_span(operation: Callable[..., Tensor], spans: Spans, *operands: Tensor) -> Tensor:
-    """[U, ...]: an operation's results for each sample's tokens, as the only row."""
+    """[U, ...]: run an operation on each sample's tokens as if they were the only row."""
     found = [operation(*(x[:, start:end] for x in operands)) for start, end in spans]
     return torch.cat(found) if found else operation(*(x[:0] for x in operands))
 
@@ -268,7 +268,7 @@ def grad_norm(
 
 
 def products_are_separate(*dy: Tensor) -> bool:
-    """Whether sums of clipped gradients make each sample's gradient by itself, for these dy.
+    """Whether `clipped_grad` makes each sample's gradient by itself, for these dy.
 
     `grad_norm` and `embedding_grad_norm` are then upper bounds of the squared norms of what
     `clipped_grad` and `embedding_clipped_grad` multiply by the factors, rounding included.
@@ -404,7 +404,7 @@ def of_each(
     into: Sequence[Tensor] | None,
     noise: Sequence[NoiseStream] | None,
 ) -> Iterator[tuple[Tensor, Tensor | None, NoiseStream | None]]:
-    """What `clip_reduce_all` takes for each parameter."""
+    """Pair each parameter's gradient with its sum and its noise, for `clip_reduce_all`."""
     none = [None] * len(grads)
     return zip(
         grads, none if into is None else into, none if noise is None else noise, strict=True

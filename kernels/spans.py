@@ -20,7 +20,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @functools.lru_cache(maxsize=64)
 def check_spans(spans: Spans, tokens: int) -> None:
-    """Raises ValueError if spans are no samples of so many tokens."""
+    """Raise ValueError if spans overlap or leave so many tokens."""
     if any(not 0 <= start <= end <= tokens for start, end in spans):
         raise ValueError(f"spans: give pairs 0 <= start <= end <= {tokens}")
     own = sorted(span for span in spans if span[0] != span[1])

@@ -252,7 +252,7 @@ class TileGraph:
 
 
 def ranges(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Ranges ``first[i] .. end[i] - 1`` one after another: i and the number, of each entry."""
+    """Concatenate the ranges ``first[i] .. end[i] - 1``: i and the number, of each entry."""
     counts = end - first
     owner = torch.arange(len(first)).repeat_interleave(counts)
     return owner, torch.arange(len(owner)) + (end - counts.cumsum(0))[owner]

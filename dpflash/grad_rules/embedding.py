@@ -26,7 +26,7 @@ _LOOK_UP = nn.Embedding.forward
 
 
 def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """(indices, 0 in place of those that a table of so many rows does not have; which these are).
+    """Replace indices outside of a table by 0; returns (indices, which were outside).
 
     Reads nothing on the host.
     """

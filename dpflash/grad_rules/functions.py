@@ -35,7 +35,7 @@ def _is_wrapped(x: Any) -> bool:
 
 
 class PerSampleFunctions(TorchFunctionMode):
-    """While a module runs under vmap: what its samples need of some functions.
+    """Replaces some torch functions, or refuses them, while a module runs under vmap.
 
     The row of `padding_idx` gets no gradient in any sample. Attention has a gradient for its mask.
     Hooks on gradients, which would be lost, raise RuntimeError.

@@ -397,7 +397,7 @@ def _refuse_recurrent(owner: str, layer: nn.RNNBase) -> NoReturn:
 
 
 class _OwnerFunctions(PerSampleFunctions):
-    """Those of an owner, which packs sequences for a recurrent layer that it calls itself.
+    """`PerSampleFunctions` for an owner that packs sequences for a recurrent layer itself.
 
     vmap would stack what it packs, which has the sample's length.
     """
@@ -415,7 +415,7 @@ class _OwnerFunctions(PerSampleFunctions):
 
 
 class _Outside:
-    """Has the layers below an owner run outside of its vmap.
+    """Runs the layers below an owner outside of its vmap.
 
     Args:
         owner: the owner, for messages.

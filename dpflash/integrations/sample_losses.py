@@ -156,7 +156,7 @@ def changed_in_company(
     *,
     rounding: float,
 ) -> str | None:
-    """A message about a loss that differs between a sample's own batch and that of all samples.
+    """A message if a sample's loss in its own batch is not the same as among all samples, or None.
 
     `alone` are batches of one sample, `together` is one that begins with the same, in this order,
     so the shorter ones are padded. Where `again`, the same once more, has other losses, these are

@@ -101,7 +101,7 @@ def most_samples(args: Any, kwargs: Any) -> int:
 
 
 def _contents(leaf: Any) -> object:
-    """What is equal in two calls where a leaf's contents are; an object of others is itself."""
+    """A key that is equal if a leaf's contents are; an object of unknown class is its own key."""
     if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
         return int(row_digests(leaf.unsqueeze(0)))
     return hash(leaf.tobytes()) if isinstance(leaf, np.ndarray) else leaf

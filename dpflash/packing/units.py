@@ -75,7 +75,7 @@ class Units:
         return index
 
     def columns(self, first: int, last: int) -> Units:
-        """What units of tokens have of the tokens `first` to `last` - 1 of all rows.
+        """Restrict units of tokens to the tokens `first` to `last` - 1 of each row.
 
         Units and rows keep their numbers; a unit without such tokens has none.
         """
@@ -90,7 +90,7 @@ class Units:
         return Units((rows, kept), tuple(s if s[0] != s[1] else (0, 0) for s in spans))
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(unit, number of positions) of what units of tokens have of each row, in order.
+        """(unit, number of positions) of each unit's part of each row, in order.
 
         The unit is U for what is of none.
         """

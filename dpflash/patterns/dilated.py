@@ -116,7 +116,7 @@ class Dilated(Pattern):
         return m.tril() if self.causal else m
 
     def _branches(self, head: int, num_tokens: int, num_heads: int) -> tuple[_Branch, ...]:
-        """Where a head takes part, segments no longer than the sequence."""
+        """The branches of a head, with segments no longer than the sequence."""
         pairs = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
         if self.heads == "grouped":
             each, rest = divmod(num_heads, len(pairs))

@@ -35,7 +35,7 @@ _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 
 
 class _Cover(NamedTuple):
-    """Of whom a line's event covers later steps, and how many; the branch of any if None."""
+    """Later steps that a line's event pays for: their run, branch (None: any) and number."""
 
     run: str
     branch: str | None
@@ -324,7 +324,7 @@ def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
 
 
 def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
-    """Which later steps are paid for after this line, and before it `covered`."""
+    """The later steps that are paid for after this line, given those `covered` before it."""
     if line.note is not None:
         return covered
     own = covered if covered is not None and covered.is_of(line) else None

@@ -217,7 +217,7 @@ class SamplingPlan:
 
     @property
     def bands(self) -> int:
-        """How many releases of a block `event` is the cost of, see `dpflash.step.block`."""
+        """How many releases of a block one `event` pays for, see `dpflash.step.block`."""
         return 1 if self.mechanism is None else self.mechanism.bands
 
     @property

@@ -241,7 +241,7 @@ def _storages(tensors: Sequence[Tensor]) -> set[int]:
 
 
 def _is_telling(x: Tensor) -> bool:
-    """Whether rows that are equal to it are hardly so by chance."""
+    """Whether a row is distinctive enough that an equal one is hardly so by chance."""
     return len(x.unique()) >= _DISTINCTIVE
 
 

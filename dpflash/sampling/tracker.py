@@ -384,7 +384,7 @@ class BatchTracker:
 
     @property
     def _is_empty_draw(self) -> bool:
-        """Whether another loader, which signals its steps, is at a draw without samples."""
+        """Whether another loader, which signals its steps, is at an empty draw."""
         by_signal = self.current is None and self.waiting_signals > 0
         return by_signal and bool(self.emitted) and self.emitted[0] == 0
 
@@ -433,7 +433,7 @@ class BatchTracker:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
     def before_rows(self) -> None:
-        """Refuse to take a microbatch apart that has its sum, or without those before it."""
+        """Refuse to run a microbatch row by row if it was summed, or an earlier one was not."""
         if self.backward_done:
             raise PrivateRefusal(SECOND) from None
         if self.current is not None and self._summed < self.current.microbatch:

@@ -27,7 +27,7 @@ _HOLD_NO_DATA = (bool, NoneType, nn.Module, torch.dtype, torch.device)
 
 
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """What is equal for two containers of the same objects, and for one object alone."""
+    """A key that is equal for containers of the same objects; any other object is its own key."""
     kind = type(value)
     if id(value) in above:
         return above.index(id(value))

@@ -137,7 +137,7 @@ def _chunk_sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _in_slabs(chunks: Tensor, multipliers: Tensor) -> Tensor:
-    """`_chunk_sums` some words at a time, since products take more memory than words."""
+    """`_chunk_sums` block by block, since the products take more memory than the words."""
     batch, count, width = chunks.shape
     most = _AT_ONCE.get(chunks.device.type, 1 << 22) // width
     if batch * count <= most:
