@@ -379,7 +379,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         `optimizer.step()` adds them to the gradient of the private batch: (clipped sum + noise) /
         expected_batch_size + public gradient, so scale the public loss to weight it. Between
-        private batches (behind a step, before the next batch of the loader) it steps on them
+        private batches (after a step, before the next batch of the loader) it steps on them
         alone, without noise, charge, ledger line or step hook; a spent budget allows that too.
         With a mesh, public gradients are averaged over the ranks with other samples.
 

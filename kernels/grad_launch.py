@@ -424,7 +424,7 @@ def _sum_squares(
     apart: Tensor | None = None,
     is_into: bool = False,
 ) -> Tensor:
-    """Bounds [B] of the sums of parts [B, parts] with so many squares in all.
+    """Bounds [B] of the sums of parts [B, parts], given the number of squares in all.
 
     Args:
         squares: written, and returned; with `is_into` added to.

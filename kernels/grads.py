@@ -247,7 +247,7 @@ def _backend(*tensors: Tensor, any_dtype: bool = False) -> ModuleType:
 
 
 def _check(name: str, tensor: Tensor, ndim: int | None = None) -> None:
-    """Check for a floating tensor with so many dimensions, or at least one."""
+    """Check for a floating tensor with `ndim` dimensions, or at least one."""
     _check_dtype(name, tensor)
     if ndim is None:
         if tensor.ndim == 0:

@@ -414,7 +414,7 @@ class OpenList(NamedTuple):
             how many of them `settle` has left to the CPU; then, for each of them in any order,
             the number of its result, its number there, its word, the bits of its sum before noise,
             fp64 in units of the grid, and whether it is left to the CPU.
-        spare: zeros behind the entries, for the next lists of the release.
+        spare: zeros after the entries, for the next lists of the release.
     """
 
     outs: tuple[Tensor, ...]

@@ -453,7 +453,7 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = No
     stride = int(indices.max()) + 1 if indices.numel() else 1
     samples = torch.arange(batch, device=indices.device).view(-1, 1)
     if spans is not None:
-        # Tokens of no sample are a sample behind the others.
+        # Tokens of no sample become one more sample, after the others.
         batch, samples = len(spans) + 1, samples_of_tokens(spans, tokens, indices.device)
     pairs = indices + samples * stride
     segments, of_token = torch.unique(pairs.flatten(), return_inverse=True)

@@ -20,7 +20,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @functools.lru_cache(maxsize=64)
 def check_spans(spans: Spans, tokens: int) -> None:
-    """Raise ValueError if spans overlap or leave so many tokens."""
+    """Raise ValueError if spans overlap or do not fit into `tokens` tokens."""
     if any(not 0 <= start <= end <= tokens for start, end in spans):
         raise ValueError(f"spans: give pairs 0 <= start <= end <= {tokens}")
     own = sorted(span for span in spans if span[0] != span[1])
@@ -53,13 +53,13 @@ def tokens_as_samples(factors: Tensor, spans: Spans, *operands: Tensor) -> tuple
 
 
 def in_sequence(lengths: tuple[int, ...]) -> Spans:
-    """Spans of these lengths, one right behind the other."""
+    """Spans of these lengths, one right after the other."""
     return tuple(itertools.pairwise([0, *itertools.accumulate(lengths)]))
 
 
 @functools.lru_cache(maxsize=64)
 def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
-    """(Spans cut into chunks of at most so many tokens, one at least; the chunks of each)."""
+    """(Spans cut into chunks of at most `most` tokens, one at least; the chunks of each)."""
     cut = [
         [(first, min(first + most, end)) for first in range(start, end, most)] or [(start, end)]
         for start, end in spans

@@ -218,7 +218,7 @@ def graph_of(
 
 
 def key_range_of(padding: Tensor | None) -> Tensor | None:
-    """`[B, 2]`, int32: the first key attended to, and the one behind the last; refuses holes."""
+    """`[B, 2]`, int32: the first key attended to, and the one after the last; refuses holes."""
     if padding is None:
         return None
     keys = padding.shape[1]

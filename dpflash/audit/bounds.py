@@ -277,7 +277,7 @@ def upper_limit(successes: int, trials: int, level: float) -> float:
 def one_run_p_value(
     *, correct: int, guesses: int, canaries: int, epsilon: float, delta: float
 ) -> float:
-    """The largest probability of so many right guesses under (epsilon, delta)-privacy.
+    """The largest probability of this many right guesses under (epsilon, delta)-privacy.
 
     With W ~ Binomial(guesses, 1 / (1 + e^-epsilon)) that is P[W >= correct] + 2 canaries delta
     max_i P[correct - i <= W < correct] / i. It holds for any dependence between canaries that the
@@ -295,7 +295,7 @@ def one_run_p_value(
     if correct <= 0:
         return 1.0
     right = float(expit(epsilon))
-    # W's probabilities rise to its mode and fall behind it, so their mean over the i values
+    # W's probabilities rise to its mode and fall after it, so their mean over the i values
     # below `correct` is greatest before i has passed all that count.
     spread = math.sqrt(guesses * right * (1 - right))
     far = correct - guesses * right + _SPREADS * spread + _SPREADS

@@ -306,7 +306,7 @@ class PrivateForward:
         return None if self._call is None else self._call.batch_size
 
     def has_samples_in(self, x: Tensor) -> bool:
-        """Whether entries of x are of samples, not of what all share, such as positions [T]."""
+        """Whether entries of x belong to samples, unlike positions [T], which all share."""
         units, leading = self.units, x.shape[0] if x.ndim else 0
         if leading > 1 and x.stride(0) == 0:  # arange(T).expand(B, T)
             return False
@@ -378,7 +378,7 @@ class PrivateForward:
     # Handles for torch.compile
 
     def begin_microbatch(self, samples: int, units: Units | None = None) -> None:
-        """The loader yields a microbatch of so many samples, which are its rows or units."""
+        """The loader yields a microbatch of this many samples, which are its rows or units."""
         self.batch_hint = samples
         self.units = units
         self.finish()

@@ -384,7 +384,7 @@ class Planner:
     Attributes:
         mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
         memory_budget: bytes that kept gradients or activations may take together.
-        batch_size: the public number of samples that costs are of, and for which the budget shall
+        batch_size: the public number of samples for which costs are computed and the budget shall
             last; never the drawn number, so that nobody's presence decides how the others are
             clipped.
         ghost_allowed: whether per-sample losses are at hand, and clipping is flat.

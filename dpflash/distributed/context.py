@@ -117,7 +117,7 @@ def unshard_sequence(
         dim: dimension of the tokens.
         group: as in `shard_sequence`.
         sharding: as in `shard_sequence`.
-        length: number of tokens without padding; the padding behind them is dropped.
+        length: number of tokens without padding; the padding after them is dropped.
 
     Returns:
         All tokens in the order of the sequence. Differentiable: the gradient of x is this rank's

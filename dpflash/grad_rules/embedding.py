@@ -37,7 +37,7 @@ def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
     """Rows `[..., E]` of a table, NaN where the index `[...]` was outside of it.
 
-    Packed documents keep the row 0: attention would carry the NaN to others by weights of 0.
+    Packed documents get row 0 instead: attention would carry a NaN to others, as 0 * NaN is NaN.
     """
     units = forward.units
     if units is not None and not units.are_rows:

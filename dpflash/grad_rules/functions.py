@@ -87,7 +87,7 @@ class PerSampleFunctions(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        """`torch.embedding`, where a negative padding_idx is none."""
+        """`torch.embedding`, for which a negative padding_idx means none."""
         self._refuse({"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse})
         return self._rows(weight, indices, None if padding_idx < 0 else padding_idx)
 

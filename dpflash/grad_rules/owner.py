@@ -272,7 +272,7 @@ class PrivateOwner(PrivateModule):
         place = (str(structure), index) if is_positions else None
         if leaf.ndim and len(leaf) == batch_size and places.get(place) != "positions":
             # Where a batch needs no padding, transformers passes no mask. What a mask does is seen
-            # in the inputs of the layers behind it, in losses and in gradients.
+            # in the inputs of later layers, in losses and in gradients.
             if not _is_mask(leaf):
                 self._dpflash.check_batch(leaf)
             if place is not None and batch_size > 1:

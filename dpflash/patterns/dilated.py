@@ -184,7 +184,7 @@ def _row_groups(branches: tuple[_Branch, ...], num_tokens: int) -> list[_Group]:
     period = math.lcm(*rates)
     cuts = {cut for branch in branches for cut in range(0, num_tokens, branch.length)}
     groups: list[_Group] = []
-    # Groups that reach the cut, by the key that must match to continue behind it.
+    # Groups that reach the cut, by the key that must match to continue after it.
     reaching: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for begin, end in pairwise(sorted(cuts | {num_tokens})):
         phases = tuple((b.offset - begin % b.length) % b.rate for b in branches)

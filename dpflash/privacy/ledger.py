@@ -26,7 +26,7 @@ from .privacy_unit import SAMPLE
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant", "unit", "digest")
-# Of lines behind the load of a checkpoint, and of lines with a note in place of steps.
+# Of lines after the load of a checkpoint, and of lines with a note in place of steps.
 _OTHER_KEYS = {"branch", "note"}
 REFUSED = "ended by a private refusal"
 LOST = "ended with another rank, perhaps by a private refusal"

@@ -1,4 +1,4 @@
-"""The code that a run is of."""
+"""The code that a run uses."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class SamplingPlan:
         return 1.0 if self.sample_rate * self.bands > 1 else self.sample_rate * self.bands
 
     def events_of(self, steps: int) -> int:
-        """How many times `event` pays for so many logical batches, none of them lost."""
+        """How many of `event` pay for this many logical batches, if none is lost."""
         is_epoch = self.event_covers_epoch or self.is_allocated
         return -(-steps // (self.steps_per_epoch if is_epoch else self.bands))
 
@@ -291,7 +291,7 @@ class SamplingPlan:
 
     @property
     def grouping(self) -> str | None:
-        """Digest of which entries are of one unit. PRIVATE. None where each entry is one."""
+        """Digest of which entries form one unit. PRIVATE. None where each entry is one."""
         return None if self.groups is None else self.groups.digest
 
     @property

@@ -160,7 +160,7 @@ class SeenBatches:
             ) from None
 
     def drawn(self, given: Sequence[Tensor]) -> list[int]:
-        """Rows of some tensor that are of the loader's last batches. PRIVATE.
+        """Rows of some tensor that come from the loader's last batches. PRIVATE.
 
         Rows of less than 8 different numbers show nothing, and neither do those that the loop
         has changed, or that were the same for all samples of a batch, such as position_ids.

@@ -46,7 +46,7 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
     """A copy of a container with all containers in it, and of its tensors if asked for.
 
     Args:
-        value: returned as it is where it is none of both.
+        value: returned as it is if it is neither.
         copies: the copies so far by id, so that what occurs twice stays one object.
         with_tensors: copy the contents of tensors too, except of parameters.
     """
