@@ -375,7 +375,7 @@ class Accountant(ABC):
                 mechanism.
 
         Raises:
-            ValueError: the state is empty, lacks a key, is from another mechanism, or its history is
+            ValueError: the state is empty, lacks a key, names another mechanism, or its history is
                 malformed, or lacks releases of the engine whose accountant this is. The current
                 history is unchanged then.
         """

@@ -181,7 +181,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
 
 
 def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
-    """The masses of b that rows of a meet; of two equal laws each pair once, doubled."""
+    """The masses of b to pair with rows of a; of equal laws each pair occurs once, doubled."""
     if a is not b:
         return [(slice(None), 1.0)]
     end = first + _ROWS

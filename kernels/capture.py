@@ -90,7 +90,7 @@ class Kept:
 
 
 def kept_in_captures(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorates a function that keeps tensors in a cache: a captured graph holds what it used."""
+    """Decorates a function with a cache of tensors: a captured graph holds those that it used."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

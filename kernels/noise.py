@@ -171,8 +171,8 @@ class NoiseStream:
         ValueError: an attribute is out of its range.
 
     Guarantees:
-        Those of `gaussian_noise_`, of which the added values are: whoever adds them, and in how
-        many parts.
+        Those of `gaussian_noise_`: the added values are its values, whoever adds them and in
+        however many parts.
     """
 
     std: float
