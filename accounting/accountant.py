@@ -124,7 +124,7 @@ class Accountant(ABC):
         events: Iterable[tuple[Event, int]],
         relation: str | None = None,
     ) -> None:
-        """Refuse releases that are not at least those that were counted so far."""
+        """Refuse releases that leave out some of those that were counted so far."""
         given = _counts(phases, events)
         own = [(e.convert(relation or e.relation), count) for e, count in self._events]
         if any(given[key] < count for key, count in _counts(self._history, own).items()):

@@ -298,7 +298,7 @@ def _read_kind(graph: TileGraph) -> str | None:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether rows lie in memory as others' kernels take them: 16 bytes at a time, each once."""
+    """Whether the other kernels can load the rows: 16 bytes at a time, without overlap."""
     *outer, last = zip(x.shape, x.stride(), strict=True)
     return (
         x.data_ptr() % 16 == 0

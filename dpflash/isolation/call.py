@@ -31,8 +31,8 @@ class Call:
         units: the samples where they are no rows.
 
     Attributes:
-        has_samples: whether some can be replaced. With as many tokens as samples a table of
-            positions looks like a batch, so then none can.
+        has_samples: whether samples can be replaced. Not if there are as many tokens as samples,
+            since a table of positions then looks like a batch.
     """
 
     def __init__(self, arguments: Any, size: int, units: Units | None) -> None:
