@@ -27,6 +27,8 @@ def long_description(readme: str, project: str) -> str:
         kind = "raw" if image else "blob"
         return f"{image}[{text}]({repository[1]}/{kind}/v{version[1]}/{target})"
 
+    if repository is None:
+        readme = re.sub(r" ?\(\[[^]]*\]\((?!https?:)[^)\s]+\)\)", "", readme)  # " ([how](page))"
     parts = re.split(r"(^```.*?^```)", readme, flags=re.M | re.S)  # every other one is code
     for i in range(0, len(parts), 2):
         parts[i] = re.sub(r"(!?)\[([^]]*)\]\((?!https?:)([^)\s]+)\)", absolute, parts[i])

@@ -53,13 +53,13 @@ def test_version_is_the_same_in_the_project_file_the_citation_and_the_library():
 
 
 def test_links_of_the_long_description_lead_into_the_repository_if_there_is_one():
-    readme = "[a](docs/a.md#b) ![c](d.png)\n```\n[e](f)\n```\n[g](https://h) [i](#j)\n"
+    readme = "[a](docs/a.md#b) ([x](y)) ![c](d.png)\n```\n[e](f)\n```\n[g](https://h) [i](#j)\n"
     project = 'version = "1.2"\n'
     code = "\n```\n[e](f)\n```\n[g](https://h) "
     assert runpy.run_path(SETUP)["long_description"](readme, project) == f"a {code}i\n"
     project += 'urls = { Changelog = "https://k", Repository = "https://r/" }\n'
     blob, raw = "https://r/blob/v1.2", "https://r/raw/v1.2"
-    expected = f"[a]({blob}/docs/a.md#b) ![c]({raw}/d.png){code}[i](https://r#j)\n"
+    expected = f"[a]({blob}/docs/a.md#b) ([x]({blob}/y)) ![c]({raw}/d.png){code}[i](https://r#j)\n"
     assert runpy.run_path(SETUP)["long_description"](readme, project) == expected
 
 
