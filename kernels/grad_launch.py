@@ -464,7 +464,7 @@ def _launch_reduce(
 ) -> None:
     """sum_i c_i G_i of contiguous grads of one kind, with a factor for each sample.
 
-    With a grid in fp64 and exact, with noise rounded to fp32.
+    The sum is fp32; with a grid it is fp64 and exact, or with noise rounded to fp32.
     """
     noise = [stream for stream in streams if stream is not None]
     found = open_list(outs, noise) if noise else None

@@ -112,7 +112,7 @@ class OpenBatch:
         return self.parameters_of(self._optimizer)
 
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Those of a wrapped optimizer as it is now: groups can be added, parameters frozen."""
+        """The trained parameters of a wrapped optimizer now: groups and frozen ones may change."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in held if self.sums.is_trained(p) and p.requires_grad]
 
