@@ -78,7 +78,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
 
 
 def noised_part(out: Tensor, stream: NoiseStream) -> tuple[int, int, int, int, int]:
-    """The fields of a `Part` from `elements` on."""
+    """The last fields of a `Part`, beginning with `elements`."""
     elements = out.numel()
     threads = min(torch.get_num_threads(), 1 + elements // _WORK_OF_A_THREAD)
     return elements, out.data_ptr(), threads, stream.offset, stream.parameter_id

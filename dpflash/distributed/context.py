@@ -282,7 +282,7 @@ class ContextParallel:
         return shard_sequence(x, dim, self.group, self.sharding)
 
     def require_packable(self) -> None:
-        """Refuse a sharding in which a packed document's tokens on a rank are not one part."""
+        """Refuse a sharding in which a rank would hold several parts of a packed document."""
         if self.sharding != "contiguous":
             raise ValueError(
                 f"sharding={self.sharding!r} with packed documents, of which each rank holds one "

@@ -348,7 +348,7 @@ def _declared(
 
 
 def _refuse_small_parts(bands: int, batch_size: int, rate: float) -> None:
-    """Refuse draws that would need more than their part of the dataset."""
+    """Refuse draws of one part of the dataset that are expected to be larger than the part."""
     if bands * rate > 1 and not math.isclose(bands * rate, 1, rel_tol=1e-9):
         raise ValueError(
             f"data_loader.batch_size={batch_size} with {bands} bands of noise_mechanism: a draw "
