@@ -26,7 +26,7 @@ from .privacy_unit import SAMPLE
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant", "unit", "digest")
-# Of lines after the load of a checkpoint, and of lines with a note in place of steps.
+# Of lines behind the load of a checkpoint, and of lines with a note in place of steps.
 _OTHER_KEYS = {"branch", "note"}
 REFUSED = "ended by a private refusal"
 LOST = "ended with another rank, perhaps by a private refusal"
@@ -35,7 +35,7 @@ _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 
 
 class _Cover(NamedTuple):
-    """Later steps that a line's event pays for: their run, branch (None: any) and number."""
+    """Of whom a line's event covers later steps, and how many; the branch of any if None."""
 
     run: str
     branch: str | None
@@ -324,7 +324,7 @@ def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
 
 
 def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
-    """The later steps that are paid for after this line, given those `covered` before it."""
+    """Which later steps are paid for after this line, and before it `covered`."""
     if line.note is not None:
         return covered
     own = covered if covered is not None and covered.is_of(line) else None

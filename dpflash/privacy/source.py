@@ -1,4 +1,4 @@
-"""The code that a run uses."""
+"""The code that a run is of."""
 
 from __future__ import annotations
 
