@@ -505,7 +505,7 @@ def _settle_table(lists: Sequence[OpenList]) -> Tensor:
     """The tables of `_settle_kernel` for these lists: int64, on the CPU.
 
     A row for each list: address and capacity, where the addresses of its results begin, the bits
-    of the grid and of the scale, `reciprocal_words`. Behind the rows there are two addresses for
+    of the grid and of the scale, `reciprocal_words`. After the rows there are two addresses for
     each result: its own if it is fp32 or else 0, its own if it is fp64 or else 0.
     """
     rows: list[int] = []

@@ -91,7 +91,7 @@ def look_up(
 
 
 class Tables(TorchFunctionMode):
-    """In the block, look-ups of samples with indices outside of a table raise no error.
+    """Inside the block, indices outside of a table raise no error.
 
     Args:
         forward: of a private model, see `nan_outside`; None where such indices are taken for 0.

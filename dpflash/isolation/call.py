@@ -81,7 +81,7 @@ class LeftAlone:
         self._known: dict[tuple[object, ...], object] = {}
 
     def varying(self, call: Call) -> str | None:
-        """The first argument with contents that are not known to be the same in all calls."""
+        """The first argument whose contents may differ between calls, as far as is known."""
         found = None
         for name, place, leaf in call.rest():
             key = (name, place, getattr(leaf, "shape", None))
