@@ -44,6 +44,7 @@ soak: $(STAMP) $(FRAMEWORKS) ## long campaigns, whose results are committed: how
 	$(BIN)/python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
 	$(BIN)/python benchmarks/scripts/isolation_figures.py --out benchmarks/results/isolation.json
 	$(BIN)/python benchmarks/scripts/fp8_quality.py --json benchmarks/results/fp8-quality.json
+	$(BIN)/python benchmarks/scripts/opacus_tests.py --out benchmarks/results/opacus-tests.json
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

@@ -147,7 +147,7 @@ class Accountant(ABC):
         events: Iterable[tuple[Event, int]],
         relation: str | None = None,
     ) -> None:
-        """Refuse releases that are not at least those that were counted so far."""
+        """Refuse releases that leave out some of those that were counted so far."""
         given = _counts(phases, events)
         own = [(e.convert(relation or e.relation), count) for e, count in self._events]
         if any(given[key] < count for key, count in _counts(self._history, own).items()):
@@ -402,7 +402,7 @@ class Accountant(ABC):
                 mechanism.
 
         Raises:
-            ValueError: the state is empty, lacks a key, is of another mechanism, or its history is
+            ValueError: the state is empty, lacks a key, names another mechanism, or its history is
                 malformed, or lacks releases of the engine whose accountant this is. The current
                 history is unchanged then.
         """

@@ -181,7 +181,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
 
 
 def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
-    """Which of b's masses meet these rows of a's; of equal laws each pair once, counted twice."""
+    """The masses of b to pair with rows of a; of equal laws each pair occurs once, doubled."""
     if a is not b:
         return [(slice(None), 1.0)]
     end = first + _ROWS
@@ -189,7 +189,7 @@ def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
 
 
 def _trimmed(law: Law, is_upper: bool) -> Law:
-    """Without the ends of a law, and with R's grid outside of its middle."""
+    """A law without its ends, and with R's coarser grid outside of its middle."""
     mass, index, spacing, stride = law.mass, law.index, law.spacing, law.stride
     zero, infinite = law.zero, law.infinite
     begin = int(np.searchsorted(np.cumsum(mass), _TAIL))

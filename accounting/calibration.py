@@ -293,7 +293,7 @@ def _step(
 
 
 def _replace_history(trial: Accountant, step: Event, count: int) -> None:
-    """Make `count` such steps all that the accountant knows; it may be one of Opacus."""
+    """Replace the accountant's history by `count` such steps; it may be one of Opacus."""
     if isinstance(trial, Accountant):
         trial.history, trial.events = [], []
         trial.neighboring_relation = step.relation

@@ -115,7 +115,7 @@ class ContourAccountant(Accountant):
 
 
 def _is_one_example(pairs: Pairs) -> bool:
-    """Whether it is one step that one example may enter, which has a closed form."""
+    """Whether this is a single step that one example may enter, which has a closed form."""
     return len(pairs) == 1 and pairs[0][1] == 1 == pairs[0][0].examples == pairs[0][0].steps
 
 

@@ -64,7 +64,7 @@ class Contour:
         return 0.9 * self.bend
 
     def step(self, level: int) -> float:
-        """Of t."""
+        """The step of t, halved with each level."""
         return 0.2 * self.bend / 2**level
 
     def orders(self, t: _Real, shift: float) -> tuple[_Complex, _Complex]:
@@ -97,7 +97,7 @@ def cut_probability(pairs: Pairs, cut: float | None) -> float:
 
 @lru_cache(maxsize=64)
 def _known_cumulants(*at: Any) -> dict[Pair, tuple[_Complex, _Real]]:
-    """What `_cumulants` has of single pairs for these arguments."""
+    """A cache of cumulants of single pairs, for these arguments of `_cumulants`."""
     return {}
 
 

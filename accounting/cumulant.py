@@ -225,7 +225,7 @@ class RoughCumulants:
         self._paths: dict[float | None, tuple[_Real, ...]] = {}
 
     def at(self, order: float, cut: float | None) -> _Real:
-        """Of each pair; inf if beyond float64."""
+        """The cumulants of each pair; inf if beyond float64."""
         if (order, cut) not in self._known:
             self._known[order, cut] = self._new(order, cut)
         return self._known[order, cut]

@@ -236,7 +236,7 @@ class _Reader:
         )
 
     def _noise(self, given: Any, replaced: bool) -> float:
-        """The joint noise multiplier of Gaussians on one batch, in our reading."""
+        """The joint noise multiplier of Gaussians on one batch, in dpflash's units."""
         return _joint(self.theirs, given) * _sensitivity(self.reading, replaced)
 
 

@@ -78,7 +78,7 @@ def _total_variation(pairs: Pairs) -> float:
 
 
 def _variation(pair: Pair) -> float:
-    """For one example q (2 Phi(1 / (2 s)) - 1), with q = 1 if it is in one of several steps."""
+    """Total variation of a pair: for one example n q (2 Phi(1 / (2 s)) - 1)."""
     if pair.examples > 1:
         return mixture_of(pair).total_variation()
     return pair.rate * pair.steps * float(erf(1 / (pair.noise * math.sqrt(8))))

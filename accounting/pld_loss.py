@@ -198,7 +198,7 @@ def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]
 
 
 def _split(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> Atoms:
-    """As `pessimistic`, of losses that are discrete already."""
+    """`pessimistic` for losses that are discrete already."""
     losses, masses, _, infinite = losses_of(pair, sign, True)
     first = math.floor(span[0] / spacing)
     last = max(math.ceil(span[1] / spacing), first + 1)
@@ -216,7 +216,7 @@ def _split(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> 
 def _merged(
     pair: Pair, sign: int, spacing: float, span: tuple[float, float]
 ) -> tuple[int, Array, Array]:
-    """The first j, and losses and masses of cells around D j, of losses that are discrete already.
+    """Cells of losses that are discrete already: the first j, their losses and masses.
 
     A loss takes up the length to the middles between it and its neighbors, so that a border of
     cells may divide its mass: outputs that are equally likely may be told apart.

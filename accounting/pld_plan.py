@@ -166,7 +166,7 @@ def _truncated(
 ) -> tuple[_Sampled, float]:
     """The losses without those that can be treated as infinite, and the mass of these.
 
-    That adds at most exp(e) times their mass under Q to E (1 - exp(e - L)).
+    Treating them so adds at most exp(e) times their mass under Q to E (1 - exp(e - L)).
     """
     steps = sum(count for _, _, count in whole)
     log_share = log_delta - math.log(steps)

@@ -123,7 +123,7 @@ def _default_rdp(pair: Pair) -> _Array:
 
 
 def _quadrature_rdp(pair: Pair, orders: _Array) -> _Array:
-    """RDP by quadrature; the greater direction, which for symmetric pairs are one."""
+    """RDP by quadrature; the greater of both directions, which are one for symmetric pairs."""
     whole = orders / (2 * pair.whole_noise**2)
     rdp = np.zeros_like(orders)
     for signed in (orders,) if pair.symmetric else (orders, 1 - orders):
@@ -173,7 +173,7 @@ def _whole_order_log_a(sigma: float, q: float, orders: tuple[float, ...]) -> _Ar
 def _log_binomials(
     orders: tuple[float, ...],
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], _Array]:
-    """Flat over (a, k = 2..a): k - 2, where each a begins, log C(a, k)."""
+    """For all pairs (a, k = 2..a), flat: k - 2, where each a begins, log C(a, k)."""
     lengths = np.array(orders, dtype=np.intp) - 1
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.intp)
     index = np.arange(lengths.sum(), dtype=np.intp) - np.repeat(starts, lengths)

@@ -1,4 +1,4 @@
-"""The `__getattr__` of packages whose names and modules are imported when they are first used."""
+"""Lazy imports: a package's `__getattr__` that imports names and modules at their first use."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def large_delta(delta: float, size: int, thing: str) -> str | None:
-    """What is wrong with a delta for a dataset of so many things; None if it is below 1 / size."""
+    """Say what is wrong with a delta for a dataset of this size; None if it is below 1 / size."""
     if delta < 1 / size:
         return None
     return (

@@ -267,7 +267,7 @@ _spendings: dict[int, tuple[ref[Any], list[tuple[Spending, set[Any] | None]]]] =
 
 
 def _is_trained_on(dataset: Any, spending: Spending) -> bool:
-    """Whether another engine has released something, and this one, which follows, nothing yet.
+    """Whether another engine has released this model before, and this one has not released yet.
 
     Parts of one dataset are the same where they have an entry in common.
     """

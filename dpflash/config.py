@@ -308,7 +308,7 @@ class PrivacyConfig:
         refuse_large(self.noise_multiplier or 0.0, mechanism.noise_scale())
 
     def _check_auto(self) -> None:
-        """Refuse what banded noise does not go with, as more bands than one may be chosen."""
+        """Refuse options that do not work with several bands, which "auto" may choose."""
         if self.sampling != "poisson":
             raise ValueError(
                 f"sampling={self.sampling!r} with noise_mechanism='auto', which chooses it with "

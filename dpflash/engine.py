@@ -204,10 +204,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 `dpflash.PerformanceConfig`.
             poisson_sampling: Opacus' keyword; False means sampling="shuffled".
 
-        The first batches prove that the model keeps its samples apart, by more forwards and one
-        more backward, and a trial precedes some microbatches of packed documents. All batches
-        have a public number of rows; padding rows (`~loader.is_real`) count for nothing. Keep the
-        loader's order of rows up to the losses. What is not covered: docs/guarantees.md.
+        Before some microbatches the loader yields a trial, which tests that model and loop keep
+        samples apart, see `verified`. All batches have a public number of rows; padding rows
+        (`~loader.is_real`) count for nothing. Keep the loader's order of rows up to the losses.
+        docs/guarantees.md says what is not covered.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer (of
@@ -323,12 +323,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
     ) -> Tensor | None:
         """Add the clipped gradients of a batch to the logical batch's sum.
 
-        `backward(loss_fn, batch)` takes the batch of the loader apart: `loss_fn(model, sample)`
-        gets one row of it at a time, `[1, ...]` of each tensor, and returns its loss, a tensor of
-        one number. What modules keep is set back before each, so model and loss cannot mix
-        samples; trials compare losses and gradients, since the loop may mix the batch, and
-        `engine.verified` is "by construction". It takes the time of so many batches of one row;
-        with physical_batch_size=1 it costs nothing.
+        `backward(loss_fn, batch)` runs the loader's batch row by row: `loss_fn(model, sample)`
+        gets one row, `[1, ...]` of each tensor, and returns its loss, a tensor of one number.
+        The modules' state is reset before each row, so model and loss cannot mix samples. Trials
+        still compare losses and gradients, since the loop may mix the batch. It takes the time of
+        as many batches of one row; with physical_batch_size=1 it costs nothing.
 
         `backward(criterion, (outputs, targets))` takes a criterion object of torch, such as
         CrossEntropyLoss(weight=...), and computes the loss of each sample with it, see
@@ -337,10 +336,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
         Args:
             losses: [B], one number for each row of the batch in the loader's order, computed from
                 that row alone; those of padding rows count for nothing. Where units have several
-                rows (unit_of), the loss of a unit is the mean of its rows'. Of
-                `dpflash.packing.Pairs` one number for each pair, or for each row, whose mean is
-                the pair's. Of packed documents one for each, [max_documents]. A scalar only where
-                make_private got loss_reduction. Or a function or a criterion, see above.
+                rows (unit_of, `dpflash.packing.Pairs`), a unit's loss is the mean over its rows;
+                pairs may have one number each. Packed documents have one each, [max_documents]. A
+                scalar only where make_private got loss_reduction. Or a function or a criterion,
+                see above.
             batch: of the loader, with a function; (outputs, targets) with a criterion.
 
         Returns:
@@ -385,7 +384,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         `optimizer.step()` adds them to the gradient of the private batch: (clipped sum + noise) /
         expected_batch_size + public gradient, so scale the public loss to weight it. Between
-        private batches (behind a step, before the next batch of the loader) it steps on them
+        private batches (after a step, before the next batch of the loader) it steps on them
         alone, without noise, charge, ledger line or step hook; a spent budget allows that too.
         With a mesh, public gradients are averaged over the ranks with other samples.
 
@@ -477,16 +476,18 @@ class PrivacyEngine(Uncopied, OnlySettable):
     def verified(self) -> bool | str:
         """Whether trials have shown that model and loop keep samples apart.
 
-        True; or False with make_private(verify_first_batch=False). "pending" until 16 samples
-        were compared and every layer that ran had nonzero gradients. "model" where batches of the
-        loader hold nothing with an entry for each sample, so that the model was tested and the
-        loop was not. Of batches that are not of the loader, and of those of BatchMemoryManager,
-        the model alone is tested; there "gradients" means that only its backward is, because no
-        call of the model was seen in which samples could be replaced (its layers are called one
-        by one, it went through your own torch.compile, or an argument that differs between calls
-        is neither a tensor with the samples first nor a list with an element for each sample),
-        and "forward" that the model returns a scalar loss. "by construction" where the loop gives
-        `backward` a function. PRIVATE, like `trials`: it depends on how many samples were drawn.
+        PRIVATE, like `trials`: it depends on how many samples were drawn.
+
+        - True: 16 samples were compared, and every layer that ran had nonzero gradients.
+        - "pending": not yet. False: make_private(verify_first_batch=False) left trials out.
+        - "by construction": the loop gives `backward` a function of one sample.
+        - "model": the loop was not tested, since batches hold nothing with an entry for each
+          sample. Batches from elsewhere, or of BatchMemoryManager, test the model alone too.
+        - "gradients": of such batches, only the backward was tested. In no call of the model could
+          samples be replaced: its layers are called one by one, it went through your own
+          torch.compile, or an argument that differs between calls is neither a tensor with the
+          samples first nor a list with an element for each sample.
+        - "forward": of such batches, only the forward was tested, since it returns a scalar loss.
         """
         return self._described("verified").verified
 

@@ -116,8 +116,8 @@ def causal_lm(
         labels: `[B, T]`, int64; the first one of each sample is predicted by nothing. A sample
             with another one outside of `0..V-1` has the loss NaN and a zero gradient.
         ignore_index: labels of this value, such as padding, do not count. A sample with no other
-            label behind its first has the loss 0 and a zero gradient.
-        sample_index, num_samples: of a packed batch, see `cross_entropy`. A label behind one of
+            label after its first has the loss 0 and a zero gradient.
+        sample_index, num_samples: of a packed batch, see `cross_entropy`. A label after one of
             another sample does not count.
 
     Returns:

@@ -194,14 +194,14 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     @property
     def _is_last_step_skipped(self) -> bool:
-        """Whether the last step ended a microbatch only; Opacus' name."""
+        """Whether the last step only ended a microbatch; the name is Opacus'."""
         return self._step.tracker.skipped_last_step
 
     # Accelerate's schedulers use these.
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step ended a microbatch only, so that a scheduler waits too."""
+        """Whether the last step only ended a microbatch, so that a scheduler should wait too."""
         return self._is_last_step_skipped
 
     @property
@@ -337,7 +337,7 @@ class _Joined(torch.optim.Optimizer):
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """That of one optimizer with these groups."""
+        """The state of one optimizer with these groups."""
         groups: list[dict[str, Any]] = []
         state: dict[int, Any] = {}
         for own in (optimizer.state_dict() for optimizer in self._optimizers):

@@ -88,7 +88,7 @@ class PrivateRun:
     as_folder: bool
 
     def leave_ranks(self) -> None:
-        """Continue in a forked process, which is none of the ranks; its keys are new already."""
+        """Continue in a forked process, which is no rank; its keys are new already."""
         self.loader.load_state_dict(self.loader.state_dict(), key=self.keys.sampling)
         self.step.leave_ranks()
         self.wrapper.leave_compiler("the process was forked")

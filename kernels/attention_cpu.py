@@ -121,7 +121,7 @@ def attention_backward(
 
 
 def _unpadded(x: Tensor, dim: int) -> Tensor:
-    """Without the numbers that fill up its last vectors."""
+    """A tensor without the padding of its last vectors."""
     return x if x.shape[3] == dim else x.narrow(3, 0, dim).contiguous()
 
 
@@ -152,7 +152,7 @@ def _visits_all_rows(graph: TileGraph) -> bool:
 
 
 def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """In the dtype of the computation; the numbers of a token next to each other."""
+    """A tensor in the dtype of the computation, with the numbers of a token side by side."""
     if x is None:
         return None
     x = x if x.dtype == dtype else x.to(dtype)

@@ -33,7 +33,7 @@ class AttentionInputs:
             including, ``key_range[b, 1]``.
         softcap: a bound c of the scores: ``c tanh(scale q k / c)`` takes the place of scale q k
             (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
-        bias: `[B, H, T, S]`, added to the scores behind the bound; any strides, 0 included.
+        bias: `[B, H, T, S]`, added to the scores after the bound; any strides, 0 included.
         backend: one of `attention_vendor.BACKENDS`: whose kernels may run. A backward gets the
             choice of its forward.
     """
@@ -198,7 +198,7 @@ def _of_query_heads(x: Tensor, inputs: AttentionInputs, dtype: torch.dtype) -> T
 
 
 def _scores(inputs: AttentionInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`[B, H, T, S]` twice: scores with all that is added to them, and behind the bound alone.
+    """`[B, H, T, S]` twice: scores with all that is added to them, and without, after the bound.
 
     Added are bias, slopes and the log of the multiplicity, -inf where nothing is seen.
     """

@@ -21,7 +21,7 @@ def _load(
     FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Head dims FIRST.. of the rows at `offsets`, `[rows, WIDTH]`; 0 behind D and where unseen."""
+    """Head dims FIRST.. of the rows at `offsets`, `[rows, WIDTH]`; 0 beyond D and where unseen."""
     dims = FIRST + tl.arange(0, WIDTH)
     ptrs = ptr + offsets[:, None] + dims[None, :]
     if FIRST + WIDTH > D:
@@ -67,7 +67,7 @@ def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _wide(positions):
-    """In int64. They are at least 0, and what knows that multiplies in fewer instructions."""
+    """Positions as int64, through uint32: they are not negative, which saves instructions."""
     return positions.to(tl.uint32).to(tl.int64)
 
 

@@ -93,8 +93,8 @@ _ON_OTHERS = Choice(OWN, OWN, "the device is no NVIDIA GPU")
 def choose(call: Call) -> Choice:
     """Whose forward and backward a call gets.
 
-    By default and as "own" both repeat bit for bit; the bits of a sample depend on it alone only
-    in the own kernels.
+    With "auto" and "own", forward and backward repeat bit for bit. Only dpflash's own kernels
+    also give a sample the same bits whatever the other samples are.
     """
     machine, fast = call.machine, call.backend == FAST
     if machine.capability is None:
@@ -298,7 +298,7 @@ def _read_kind(graph: TileGraph) -> str | None:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether rows lie in memory as others' kernels take them: 16 bytes at a time, each once."""
+    """Whether the other kernels can load the rows: 16 bytes at a time, without overlap."""
     *outer, last = zip(x.shape, x.stride(), strict=True)
     return (
         x.data_ptr() % 16 == 0

@@ -58,7 +58,7 @@ class Kept:
         return self._is_current()
 
     def serves(self, device: torch.device) -> bool:
-        """Whether a table is of the block, not of another thread that captures nothing."""
+        """Whether a table is for this block, not for another thread that captures nothing."""
         is_cuda = device.type == "cuda" and not self._rehearses
         return not is_cuda or torch.cuda.is_current_stream_capturing()
 
@@ -90,7 +90,7 @@ class Kept:
 
 
 def kept_in_captures(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorates a function that keeps tensors in a cache: a captured graph holds what it used."""
+    """Decorates a function with a cache of tensors: a captured graph holds those that it used."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -103,7 +103,7 @@ def kept_in_captures(function: Callable[_Arguments, _Result]) -> Callable[_Argum
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of x, on a CPU, on a device, which is not waited for.
+    """Copy x from the CPU to a device, without waiting for it.
 
     Raises:
         RuntimeError: a CUDA stream captures a graph without `Kept`.

@@ -110,7 +110,7 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
-    """`grad_norm` of spans, each in its form: in that of the others it has no tokens."""
+    """`grad_norm` of spans, one launch for each form; spans of the other form are empty in it."""
     forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
@@ -424,7 +424,7 @@ def _sum_squares(
     apart: Tensor | None = None,
     is_into: bool = False,
 ) -> Tensor:
-    """Bounds [B] of the sums of parts [B, parts] with so many squares in all.
+    """Bounds [B] of the sums of parts [B, parts], given the number of squares in all.
 
     Args:
         squares: written, and returned; with `is_into` added to.
@@ -464,7 +464,7 @@ def _launch_reduce(
 ) -> None:
     """sum_i c_i G_i of contiguous grads of one kind, with a factor for each sample.
 
-    With a grid in fp64 and exact, with noise rounded to fp32.
+    The sum is fp32; with a grid it is fp64 and exact, or with noise rounded to fp32.
     """
     noise = [stream for stream in streams if stream is not None]
     found = open_list(outs, noise) if noise else None
@@ -570,7 +570,7 @@ def _rows(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _operands(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one dtype, with the last dimension adjacent in memory."""
+    """The operands in one dtype, with the last dimension adjacent in memory."""
     dtype = torch.promote_types(x.dtype, dy.dtype)
     return _unit_stride(x.to(dtype)), _unit_stride(dy.to(dtype))
 

@@ -55,7 +55,7 @@ def _place(spans_ptr, sample, num_tokens):
 
 @triton.jit
 def _load_tile(ptr, stride, tokens, num_tokens, columns, num_columns, UPCAST: tl.constexpr):
-    """``[tokens, columns]`` of one sample; 0 behind either end."""
+    """``[tokens, columns]`` of one sample; 0 beyond either end."""
     mask = (tokens < num_tokens)[:, None] & (columns < num_columns)[None, :]
     tile = tl.load(
         ptr + tokens.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0
@@ -253,7 +253,7 @@ def _gram_bound_kernel(
 
 @triton.jit
 def _sum_of(ptr, count, BLOCK: tl.constexpr):
-    """The sum of so many fp64 numbers."""
+    """The sum of `count` fp64 numbers."""
     total = tl.zeros([BLOCK], dtype=tl.float64)
     for start in range(0, count, BLOCK):
         numbers = start + tl.arange(0, BLOCK)
@@ -327,7 +327,7 @@ def _clipped_grad_kernel(
 
 @triton.jit
 def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
-    """``total + factor grad`` in fp32; or fp64, in units of the grid, the product truncated."""
+    """``total + factor grad`` in fp32; if EXACT in grid units, fp64, the product truncated."""
     if EXACT:
         # Both products are exact: 24 bits times 24 bits, and a power of two.
         steps = grad.to(tl.float64) * factor.to(tl.float64) * reciprocal
@@ -478,7 +478,7 @@ def _embedding_grad_norm_kernel(
     Each element of the sum is raised by the rounding errors of adding its n terms in fp64, here
     and in the clipped sum, each below (n - 1) 2^-53 of the sum of their sizes.
 
-    order: a sample's tokens sorted by row; ends: for each, the place behind its row's last one.
+    order: a sample's tokens sorted by row; ends: for each, the place after its row's last one.
     """
     pid = tl.program_id(0)
     block = pid % num_blocks

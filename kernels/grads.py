@@ -247,7 +247,7 @@ def _backend(*tensors: Tensor, any_dtype: bool = False) -> ModuleType:
 
 
 def _check(name: str, tensor: Tensor, ndim: int | None = None) -> None:
-    """A floating tensor of so many dimensions, or of at least one."""
+    """Check for a floating tensor with `ndim` dimensions, or at least one."""
     _check_dtype(name, tensor)
     if ndim is None:
         if tensor.ndim == 0:
@@ -276,7 +276,7 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _check_same(names: str, tensors: Sequence[Tensor], ndim: int) -> None:
-    """Equal leading dimensions, one device."""
+    """Check for equal leading dimensions and one device."""
     first, second = tensors
     if first.shape[:ndim] != second.shape[:ndim]:
         raise ValueError(
@@ -294,7 +294,7 @@ def _check_device(names: str, first: Tensor, second: Tensor) -> None:
 
 
 def _check_widths(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Both fp64, or neither; narrower ones may differ."""
+    """Check that both are fp64, or neither; narrower dtypes may differ."""
     double = torch.float64
     if tensor.dtype == other.dtype or double not in (tensor.dtype, other.dtype):
         return
@@ -349,7 +349,7 @@ def _check_keep(keep: Tensor, squares: Tensor) -> None:
 
 
 def _check_factors(factors: Tensor, of_samples: Tensor, batch: int) -> None:
-    """Their values are not looked at: on a GPU that would wait for all work before."""
+    """Check factors, except their values: reading these would wait for the GPU."""
     _check_dtype("factors", factors)
     if factors.shape != (batch,):
         raise ValueError(
@@ -405,7 +405,7 @@ def _check_into(into: Tensor | None, grid: float | None, shape: torch.Size) -> N
 
 
 def _check_wide(name: str, into: Tensor, shape: torch.Size) -> None:
-    """What a kernel adds to in place."""
+    """Check the tensors that a kernel adds to in place."""
     _check_tensor(name, into)
     if into.dtype != torch.float64 or into.shape != shape or not into.is_contiguous():
         raise ValueError(

@@ -134,7 +134,7 @@ def clip_reduce_all(
 
 
 def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
-    """Whether the kernel adds them: they are of one release."""
+    """Whether the kernel adds the noise of all streams: they must be of one release."""
     first = noise[0]
     fit = first.std > 0 and noise_cpu.serves(factors, first)
     return fit and all(stream.release == first.release for stream in noise)
@@ -158,7 +158,7 @@ def _part(grads: Tensor, out: Tensor | None = None) -> Part:
 
 
 def _readable(grads: Tensor) -> Tensor:
-    """In fp32 or fp64, the elements of a sample next to each other, samples anywhere."""
+    """A tensor in fp32 or fp64 whose samples are each contiguous in memory."""
     grads = grads.resolve_neg()
     if grads.dtype not in (torch.float32, torch.float64):
         grads = grads.float()

@@ -38,7 +38,7 @@ _BITS = {"step": 64, "parameter_id": 32, "offset": 64}
 # Words made at a time: their scratch memory fits into a cache.
 _CHUNK_WORDS = 1 << 17
 _ZEROS = bytes(1 << 19)
-# The next so many words of a stream.
+# From a number to that many next words of a stream.
 _Words = Callable[[int], Tensor]
 # Above it multiples of the grid would not be exact in fp64, ten standard deviations out.
 MAX_SCALE = EXACT_INTEGERS / 2**8
@@ -171,8 +171,8 @@ class NoiseStream:
         ValueError: an attribute is out of its range.
 
     Guarantees:
-        Those of `gaussian_noise_`, of which the added values are: whoever adds them, and in how
-        many parts.
+        Those of `gaussian_noise_`: the added values are its values, whoever adds them and in
+        however many parts.
     """
 
     std: float
@@ -236,7 +236,7 @@ class NoiseStream:
         return self.std / self.grid
 
     def check_length(self, elements: int) -> None:
-        """ValueError where a result of so many elements leaves the stream.
+        """Raise ValueError where a result with this many elements leaves the stream.
 
         RuntimeError where a CUDA graph would capture the noise.
         """

@@ -25,7 +25,7 @@ _NUMBERS = {torch.float32: "float", torch.float64: "double"}
 
 
 class Part(ctypes.Structure):
-    """A parameter of a call: the fields of grads_cpu.cpp's Part, in its order."""
+    """The fields of grads_cpu.cpp's Part, one parameter of a call, in its order."""
 
     _fields_ = [
         ("grads", ctypes.c_void_p),
@@ -78,7 +78,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
 
 
 def noised_part(out: Tensor, stream: NoiseStream) -> tuple[int, int, int, int, int]:
-    """The fields of a `Part` from `elements` on."""
+    """The last fields of a `Part`, beginning with `elements`."""
     elements = out.numel()
     threads = min(torch.get_num_threads(), 1 + elements // _WORK_OF_A_THREAD)
     return elements, out.data_ptr(), threads, stream.offset, stream.parameter_id

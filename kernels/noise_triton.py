@@ -414,7 +414,7 @@ class OpenList(NamedTuple):
             how many of them `settle` has left to the CPU; then, for each of them in any order,
             the number of its result, its number there, its word, the bits of its sum before noise,
             fp64 in units of the grid, and whether it is left to the CPU.
-        spare: zeros behind the entries, for the next lists of the release.
+        spare: zeros after the entries, for the next lists of the release.
     """
 
     outs: tuple[Tensor, ...]
@@ -502,10 +502,10 @@ def _launch_settle(lists: Sequence[OpenList]) -> None:
 
 
 def _settle_table(lists: Sequence[OpenList]) -> Tensor:
-    """What `_settle_kernel` needs of lists: int64, on the CPU.
+    """The tables of `_settle_kernel` for these lists: int64, on the CPU.
 
     A row for each list: address and capacity, where the addresses of its results begin, the bits
-    of the grid and of the scale, `reciprocal_words`. Behind the rows there are two addresses for
+    of the grid and of the scale, `reciprocal_words`. After the rows there are two addresses for
     each result: its own if it is fp32 or else 0, its own if it is fp64 or else 0.
     """
     rows: list[int] = []
@@ -552,12 +552,12 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
 
 
 def kind_of(stream: NoiseStream | None, *tensors: Tensor) -> tuple[object, ...]:
-    """What the tensors of one launch, and their noise, must have in common."""
+    """A key that all tensors of one launch, and their noise, must have in common."""
     of_noise = stream and (stream.offset % 8 == 0, stream.release, id(stream.unsettled))
     return (*(x.dtype for x in tensors), has_vectors(*tensors), of_noise)
 
 
 def settle_unless_kept(found: OpenList) -> None:
-    """Settle a list now that `NoiseStream.unsettled` does not keep for later."""
+    """Settle a list at once, unless `NoiseStream.unsettled` keeps it for later."""
     if found.streams[0].unsettled is None:
         settle([found])

@@ -17,7 +17,7 @@ from torch import Tensor
 # Nodes a unit, from which steps are made, and coefficients of each.
 NODES = tl.constexpr(64)
 TERMS = tl.constexpr(14)
-# The tail behind it is less than a word resolves: P(N > 9.2) < 2^-65.
+# The tail beyond it is less than a word resolves: P(N > 9.2) < 2^-65.
 END = tl.constexpr(9.2)
 # What `reciprocal_words` returns is in units of 2^-182: below 1024, it has 192 bits.
 _RECIPROCAL_BITS = 182
@@ -71,7 +71,7 @@ def _sum(high, low, addend):
 def tails(table_ptr, node, high, low, there):
     """P(N > (node + t) / 64) to 2^-104, for 0 <= t = (high, low) < 1.
 
-    The terms behind degree 13 are below 2^-105 (Cramer: |b_n| < 0.44 / sqrt(n!)). Each of the
+    The terms beyond degree 13 are below 2^-105 (Cramer: |b_n| < 0.44 / sqrt(n!)). Each of the
     others adds less than 5 units, of a product and of its coefficient, which are rounded down.
     """
     at = table_ptr + node * (2 * TERMS) + 2 * (TERMS - 1)

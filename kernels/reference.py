@@ -127,7 +127,7 @@ def _without_removed(factors: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def by_span(operation: Callable[..., Tensor], spans: Spans, *operands: Tensor) -> Tensor:
-    """[U, ...]: an operation's results for each sample's tokens, as the only row."""
+    """[U, ...]: run an operation on each sample's tokens as if they were the only row."""
     found = [operation(*(x[:, start:end] for x in operands)) for start, end in spans]
     return torch.cat(found) if found else operation(*(x[:0] for x in operands))
 
@@ -268,7 +268,7 @@ def grad_norm(
 
 
 def products_are_separate(*dy: Tensor) -> bool:
-    """Whether sums of clipped gradients make each sample's gradient by itself, for these dy.
+    """Whether `clipped_grad` makes each sample's gradient by itself, for these dy.
 
     `grad_norm` and `embedding_grad_norm` are then upper bounds of the squared norms of what
     `clipped_grad` and `embedding_clipped_grad` multiply by the factors, rounding included.
@@ -404,7 +404,7 @@ def of_each(
     into: Sequence[Tensor] | None,
     noise: Sequence[NoiseStream] | None,
 ) -> Iterator[tuple[Tensor, Tensor | None, NoiseStream | None]]:
-    """What `clip_reduce_all` takes for each parameter."""
+    """Pair each parameter's gradient with its sum and its noise, for `clip_reduce_all`."""
     none = [None] * len(grads)
     return zip(
         grads, none if into is None else into, none if noise is None else noise, strict=True
@@ -453,7 +453,7 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = No
     stride = int(indices.max()) + 1 if indices.numel() else 1
     samples = torch.arange(batch, device=indices.device).view(-1, 1)
     if spans is not None:
-        # Tokens of no sample are a sample behind the others.
+        # Tokens of no sample become one more sample, after the others.
         batch, samples = len(spans) + 1, samples_of_tokens(spans, tokens, indices.device)
     pairs = indices + samples * stride
     segments, of_token = torch.unique(pairs.flatten(), return_inverse=True)

@@ -88,7 +88,7 @@ def is_traced() -> bool:
 
 
 def _is_fused(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
-    """Whether a kernel can do what `rotate` does; tensors are q, k, and where to write them."""
+    """Whether a kernel can replace `rotate`; the tensors are q, k, and the outputs."""
     q, k, *outs = tensors
     every = (*tensors, cos, sin)
     if is_traced() or not all(type(x) is Tensor and torch._C._has_storage(x) for x in every):
@@ -138,7 +138,7 @@ def _turned(
 
 
 class _Rotary(torch.autograd.Function):
-    """`apply_rotary` as a node, whose backward is such a node again where that is recorded."""
+    """`apply_rotary` as an autograd node, which is differentiable again where that is recorded."""
 
     @staticmethod
     def forward(

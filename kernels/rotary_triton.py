@@ -71,7 +71,7 @@ def _rotary_kernel(
 
 
 def blocks(pairs: int) -> dict[str, int]:
-    """The sizes of a program that turns heads of so many pairs."""
+    """Tile sizes of a program, for heads of this many pairs."""
     block = triton.next_power_of_2(pairs)
     tokens = max(1, PAIRS_AT_ONCE // block)
     return {"PAIRS": pairs, "BLOCK_P": block, "BLOCK_T": tokens, "HEADS": HEADS}

@@ -20,7 +20,7 @@ Spans = tuple[tuple[int, int], ...]
 
 @functools.lru_cache(maxsize=64)
 def check_spans(spans: Spans, tokens: int) -> None:
-    """Raises ValueError if spans are no samples of so many tokens."""
+    """Raise ValueError if spans overlap or do not fit into `tokens` tokens."""
     if any(not 0 <= start <= end <= tokens for start, end in spans):
         raise ValueError(f"spans: give pairs 0 <= start <= end <= {tokens}")
     own = sorted(span for span in spans if span[0] != span[1])
@@ -46,20 +46,20 @@ def samples_of_tokens(spans: Spans, tokens: int, device: torch.device) -> Tensor
 
 
 def tokens_as_samples(factors: Tensor, spans: Spans, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Factors [N] and operands [N, 1, ...] of [U] and [1, N, ...]; 0 for tokens of no sample."""
+    """Make each token a sample: its sample's factor, 0 for none, [N], and operands [N, 1, ...]."""
     index = samples_of_tokens(spans, operands[0].shape[1], factors.device)
     own = torch.cat([factors, factors.new_zeros(1)])[index]
     return (own, *(x.transpose(0, 1) for x in operands))
 
 
 def in_sequence(lengths: tuple[int, ...]) -> Spans:
-    """Spans of these lengths, one right behind the other."""
+    """Spans of these lengths, one right after the other."""
     return tuple(itertools.pairwise([0, *itertools.accumulate(lengths)]))
 
 
 @functools.lru_cache(maxsize=64)
 def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
-    """(Spans cut into chunks of at most so many tokens, one at least; the chunks of each)."""
+    """(Spans cut into chunks of at most `most` tokens, one at least; the chunks of each)."""
     cut = [
         [(first, min(first + most, end)) for first in range(start, end, most)] or [(start, end)]
         for start, end in spans

@@ -87,7 +87,7 @@ def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
-    """The numbers of what is of one kind, for a launch each."""
+    """Group tensors by kind, for one launch each; returns their numbers."""
     found: dict[Hashable, list[int]] = {}
     for number, kind in enumerate(kinds):
         found.setdefault(kind, []).append(number)

@@ -71,7 +71,7 @@ class Side:
 
         Returns:
             `[V, M, 8]`, int32: position of the first row, stride and number of the rows, first
-            and end run, place of the tile in its group, 0, 0. A tile behind the last one of its
+            and end run, place of the tile in its group, 0, 0. A tile after the last one of its
             variant or, in a run-time side, of its group has no rows.
         """
         make = self._runtime_tiles if self.runtime else self._make_tiles
@@ -184,7 +184,7 @@ class TileGraph:
         row_variants: `[H]`, or `[B, H]` for graphs that differ between samples: int32, the
             variant of `rows` that each query head uses.
         col_variants: the same for `cols`.
-        causal: no query sees a key behind its own position.
+        causal: no query sees a key after its own position.
         distance_shift: added to query - key before slopes take the distance of the two:
             in a shard of a longer sequence, positions count from the shard's begin.
         plans: cache for data that a caller derives from the graph.
@@ -252,7 +252,7 @@ class TileGraph:
 
 
 def ranges(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Ranges ``first[i] .. end[i] - 1`` one after another: i and the number, of each entry."""
+    """Concatenate the ranges ``first[i] .. end[i] - 1``: i and the number, of each entry."""
     counts = end - first
     owner = torch.arange(len(first)).repeat_interleave(counts)
     return owner, torch.arange(len(owner)) + (end - counts.cumsum(0))[owner]

@@ -251,7 +251,7 @@ def _live(side: Side, variant: int, num_rows: int) -> Tensor:
     narrow = hi - lo < step - 1
     wide = ~narrow
 
-    # The rows of all groups one behind the other, and one more place after each group.
+    # The rows of all groups one after the other, and one more place after each group.
     base = (length + 1).cumsum(0) - (length + 1)
     changes = torch.zeros(int((length + 1).sum()), dtype=torch.int64)
     where = base[group[wide]]

@@ -25,6 +25,7 @@ for built in "$work"/dist/*.whl "$work"/dist/*.tar.gz; do
   "$work/venv/bin/pip" install -qq "$(grep '^torch==' "$root/constraints.txt")"
   "$work/venv/bin/pip" install -qq -c "$root/constraints.txt" "$built"
   cd "$work"
+  "$work/venv/bin/dpflash" doctor
   "$work/venv/bin/dpflash" epsilon --noise-multiplier 1 --sample-rate 0.01 --steps 100 --delta 1e-5
   "$work/venv/bin/python" first.py
 done

@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ FOLDERS = {
     "accounting": "dpflash.accounting",
     "benchmarks": "dpflash.bench",
 }
+SETUP = str(ROOT / "setup.py")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -43,8 +46,21 @@ def test_every_package_is_mapped_to_its_folder():
     assert mapped == {package: folder for folder, package in FOLDERS.items()}
 
 
-def test_version_is_the_same_in_the_project_file_and_the_library():
+def test_version_is_the_same_in_the_project_file_the_citation_and_the_library():
     assert PYPROJECT["project"]["version"] == dpflash.__version__
+    citation = (ROOT / "CITATION.cff").read_text().splitlines()
+    assert f"version: {dpflash.__version__}" in citation
+
+
+def test_links_of_the_long_description_lead_into_the_repository_if_there_is_one():
+    readme = "[a](docs/a.md#b) ([x](y)) ![c](d.png)\n```\n[e](f)\n```\n[g](https://h) [i](#j)\n"
+    project = 'version = "1.2"\n'
+    code = "\n```\n[e](f)\n```\n[g](https://h) "
+    assert runpy.run_path(SETUP)["long_description"](readme, project) == f"a {code}i\n"
+    project += 'urls = { Changelog = "https://k", Repository = "https://r/" }\n'
+    blob, raw = "https://r/blob/v1.2", "https://r/raw/v1.2"
+    expected = f"[a]({blob}/docs/a.md#b) ([x]({blob}/y)) ![c]({raw}/d.png){code}[i](https://r#j)\n"
+    assert runpy.run_path(SETUP)["long_description"](readme, project) == expected
 
 
 def test_console_script_points_at_something_callable():
@@ -66,9 +82,8 @@ def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path):
     junk = shutil.ignore_patterns("__pycache__")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=junk)
-    for name in ("pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md", "MANIFEST.in"):
+        shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
     command += ["--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -79,6 +94,12 @@ def test_wheel_holds_every_module_and_nothing_beside_dpflash(tmp_path):
 
     (wheel,) = tmp_path.glob("*.whl")
     inside = zipfile.ZipFile(wheel).namelist()
+    (metadata,) = (name for name in inside if name.endswith("/METADATA"))
+    page = zipfile.ZipFile(wheel).read(metadata).decode()
+    title = (source / "README.md").read_text().splitlines()[0]
+    assert title in page and "Description-Content-Type: text/markdown" in page
+    targets = re.findall(r"""\]\(([^)\s]+)\)|(?:src|href)="([^"]+)\"""", page)
+    assert all("".join(target).startswith("https://") for target in targets), targets
     assert {n.split("/")[0] for n in inside if ".dist-info/" not in n} == {"dpflash"}
     assert "dpflash/py.typed" in inside
     expected = {

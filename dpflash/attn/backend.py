@@ -86,7 +86,7 @@ def attention_backend_of_model(backend: str) -> Iterator[None]:
 
 
 def current_backend() -> str:
-    """The choice at this place."""
+    """Return the backend that `attention_backend` has set here."""
     if torch.compiler.is_compiling():
         return _traced
     chosen = _current.get()

@@ -140,7 +140,7 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
 
 
 def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors `[B, ...]`, behind one boundary: the norm is over all of them together."""
+    """Put one boundary behind several tensors `[B, ...]`, clipped by the norm over all of them."""
     for x in tensors:
         if not isinstance(x, Tensor):
             raise ValueError(f"x={type(x).__name__}: expected a tensor [B, ...]")

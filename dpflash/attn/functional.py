@@ -93,7 +93,7 @@ def attention(
         k: `[B, G, S, D]`, dtype and device of `q`; G divides H.
         v: `[B, G, S, E]`, dtype and device of `q`; E up to 576.
         pattern: one of `dpflash.patterns`; None means dense attention.
-        causal: no query sees a key behind its own position, for dense attention; a pattern has
+        causal: no query sees a key after its own position, for dense attention; a pattern has
             its own `causal`.
         softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
         softcap: a positive bound c of the scores: ``c tanh(s_ij / c)`` takes the place of s_ij
@@ -106,7 +106,7 @@ def attention(
         alibi_slopes: `[H]` or `[B, H]`: ``slope * |i - j|`` is taken from the scores (ALiBi, Press
             et al., arXiv:2108.12409, equation in section 3).
         position_bias: `[B, H, T, S]`, or with 1 in place of any of these, floating point: added
-            to the scores, behind the bound; -inf masks, and a query of `torch.finfo(...).min`
+            to the scores, after the bound; -inf masks, and a query of `torch.finfo(...).min`
             alone has the mean of v. One shared by the batch, as T5's, is not
             copied, but its gradient is computed for each sample, `[B, H, T, S]`, and then summed.
         boundary: clip and noise the gradients of q, k and v where they leave, through o and lse,

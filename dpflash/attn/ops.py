@@ -138,7 +138,7 @@ class _EagerAttention(torch.autograd.Function):
 
 
 def _is_plain(inputs: Sequence[Any]) -> bool:
-    """Whether a CPU kernel may be called past the operator: no subclass, mode or tracer looks."""
+    """Whether a CPU kernel may be called directly: no subclass, mode or tracer is active."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
@@ -148,7 +148,7 @@ def _is_plain(inputs: Sequence[Any]) -> bool:
 
 
 def attend(*inputs: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
-    """(o, lse) by `Attention`, whose first inputs these are, through the node that costs least.
+    """Compute (o, lse) as `Attention` does, through the cheapest autograd node.
 
     Without `return_lse` nothing may be computed from lse.
     """
@@ -218,7 +218,7 @@ def graph_of(
 
 
 def key_range_of(padding: Tensor | None) -> Tensor | None:
-    """`[B, 2]`, int32: the first key attended to, and the one behind the last; refuses holes."""
+    """`[B, 2]`, int32: the first key attended to, and the one after the last; refuses holes."""
     if padding is None:
         return None
     keys = padding.shape[1]
@@ -316,7 +316,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def _asked(given: Sequence[Any]) -> tuple[bool, bool]:
-    """The last two options of a backward, bias_grad and squares; left out, they are False."""
+    """Options bias_grad and squares of a backward; False where they were left out."""
     bias_grad, squares = (*given[13:], False, False)[:2]
     return bias_grad, squares
 

@@ -29,7 +29,7 @@ class Turns(NamedTuple):
 
     @classmethod
     def at(cls, positions: Tensor, head_dim: int, dtype: torch.dtype) -> Turns:
-        """Of positions `[T]`, for tensors of a dtype; 16-bit ones are turned in float32."""
+        """Turns for positions `[T]` and tensors of a dtype; of 16 bits they are float32."""
         # At position 10^6, float32 would be wrong by up to 0.06 rad.
         exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64)
         angles = positions.double().unsqueeze(1) * _BASE ** -(exponents / head_dim)
@@ -38,7 +38,7 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, head_dim: int) -> Turns:
-        """Of the positions 0 to T - 1 of x `[B, H, T, ...]`; made once for each T."""
+        """Turns for the positions 0 to T - 1 of x `[B, H, T, ...]`; made once for each T."""
         tokens = x.shape[2]
         # Selective checkpointing counts operations, in a forward as in its recomputation.
         is_watched = is_traced() or is_captured_by_others(x.device)
@@ -50,7 +50,7 @@ class Turns(NamedTuple):
 @kept_in_captures
 @functools.lru_cache(maxsize=4)
 def _of_first(tokens: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> Turns:
-    """Of the positions 0 to `tokens` - 1."""
+    """Turns for the positions 0 to `tokens` - 1."""
     # Tensors of inference mode could not be saved for a backward later.
     with torch.inference_mode(False), torch.no_grad():
         return Turns.at(torch.arange(tokens, device=device), head_dim, dtype)

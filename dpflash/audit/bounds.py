@@ -83,7 +83,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done with the scores; made before they are seen, or of others than they."""
+    """How scores are evaluated; decided before they are seen, or from other scores."""
 
     cuts: tuple[float, ...]  # scores at which false positives and false negatives are counted
     middle: float  # the cut of the bound that assumes Gaussian
@@ -100,7 +100,7 @@ class Plan:
         delta: float,
         confidence: float,
     ) -> Plan:
-        """The plan that would be good for these scores `[N]`, to be used on as many as `canaries`.
+        """Choose a plan that suits these scores `[N]`, for other scores of `canaries` canaries.
 
         With fewer than 40 of these canaries in, or out, none is guessed.
         """
@@ -277,7 +277,7 @@ def upper_limit(successes: int, trials: int, level: float) -> float:
 def one_run_p_value(
     *, correct: int, guesses: int, canaries: int, epsilon: float, delta: float
 ) -> float:
-    """The most by which an (epsilon, delta)-private mechanism lets so many guesses be right.
+    """The largest probability of this many right guesses under (epsilon, delta)-privacy.
 
     With W ~ Binomial(guesses, 1 / (1 + e^-epsilon)) that is P[W >= correct] + 2 canaries delta
     max_i P[correct - i <= W < correct] / i. It holds for any dependence between canaries that the
@@ -295,7 +295,7 @@ def one_run_p_value(
     if correct <= 0:
         return 1.0
     right = float(expit(epsilon))
-    # W's probabilities rise to its mode and fall behind it, so their mean over the i values
+    # W's probabilities rise to its mode and fall after it, so their mean over the i values
     # below `correct` is greatest before i has passed all that count.
     spread = math.sqrt(guesses * right * (1 - right))
     far = correct - guesses * right + _SPREADS * spread + _SPREADS

@@ -41,7 +41,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Drawn:
-    """How often N units were in T draws, or in T rounds of draws of the parts in turn."""
+    """How often each of N units was drawn in T draws, or in T rounds of cyclic draws."""
 
     counts: NDArray[np.int64]  # `[N]`: draws that each unit was in
     sizes: NDArray[np.int64]  # `[T]`: units of each draw
@@ -117,7 +117,7 @@ def _two_sided(count: int, trials: int, rate: float) -> float:
 def check_contributions(
     name: str, found: NDArray[np.float64], expected: NDArray[np.int64], std: float
 ) -> Check:
-    """Is what was released what was drawn, each unit once?"""
+    """Does a release contain each drawn unit exactly once?"""
     error = np.abs(found - expected)
     wrong = int((error > _TOLERANCE).sum())
     return Check(

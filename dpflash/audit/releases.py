@@ -173,7 +173,7 @@ class Run:
         self.bounds = np.array([parts[name] for name, _ in model.named_parameters()])
 
     def draws(self, count: int) -> Iterator[NDArray[np.int64]]:
-        """`[entries]` of each of so many draws of the sampler: how often each entry is in it."""
+        """`[entries]` for each of `count` draws of the sampler: how often each entry is in it."""
         sampler: Any = self.loader.batch_sampler
         for index in range(count):
             drawn = np.array(sampler.draw(index), dtype=np.int64)

@@ -168,7 +168,7 @@ def _parts(run: Run, bands: int, rng: np.random.Generator) -> NDArray[np.int64]:
 
 
 def numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
-    """(sample rate, noise multiplier, number of releases), of a part's rounds where there are."""
+    """(sample rate of a part, noise multiplier, rounds); with one band rounds are releases."""
     rate, noise = privacy.sample_rate, privacy.noise_multiplier
     steps = privacy.steps_per_epoch
     assert rate is not None and noise is not None and steps is not None
@@ -177,7 +177,7 @@ def numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
 
 
 def releases_of(privacy: PrivacyConfig) -> int:
-    """How many releases have all rounds of each part."""
+    """The number of releases in which every part completes its rounds."""
     bands = mechanism_of(privacy).bands
     return numbers_of(privacy)[2] * bands + bands - 1
 

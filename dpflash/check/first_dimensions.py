@@ -64,7 +64,7 @@ def check_first_dimensions(private: PrivateCopy, sizes: list[int], findings: Fin
 def _first_dimensions(
     private: PrivateCopy, size: int, refused: dict[str, tuple[int, Exception]]
 ) -> dict[str, set[int]]:
-    """The first dimensions of each layer's inputs in a forward of so many samples.
+    """The first dimensions of each layer's inputs in a forward of this many samples.
 
     A layer that raises is noted in `refused`, and frozen, so that those after it run.
     """

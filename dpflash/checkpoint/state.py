@@ -41,7 +41,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that only its owner can read, and which replaces `path` behind the block."""
+    """A new file that only its owner can read; at the end of the block it replaces `path`."""
     outer = sys.exc_info()[1]  # being handled by the caller
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
@@ -60,7 +60,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any]:
-    """Read a checkpoint that is one file; refuses one that is missing, damaged or of others."""
+    """Read a checkpoint that is one file; refuses one that is missing, damaged or foreign."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path={str(path)!r}: no checkpoint there")

@@ -139,7 +139,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What an event is the cost of: a step, an epoch, or a round of so many steps."""
+        """What one event pays for: a step, an epoch, or a round of this many steps."""
         if self.bands is not None:
             return f"round of {self.bands} steps"
         return "epoch" if self.counts_epochs else "step"

@@ -112,7 +112,7 @@ def _run_calibrate(args: argparse.Namespace) -> int:
 
 
 def _take_single(args: argparse.Namespace) -> None:
-    """Put the only value in the place of lists, and refuse what is of --for quality alone."""
+    """Replace lists by their only value, and refuse options that only --for quality has."""
     for name in ("parameters", "max_memory"):
         if (value := getattr(args, name)) is not None:
             raise ValueError(f"{name}={value!r}: drop it, or pass --for {QUALITY}")

@@ -232,8 +232,8 @@ def _print_error(rank: int, error: object) -> None:
 
 
 def _end(loss: str) -> None:
-    """End this process, whose main thread waits for the lost rank and hears of nothing."""
-    print(file=sys.stderr)  # behind a progress bar
+    """End this process: its main thread waits for the lost rank and would not notice the loss."""
+    print(file=sys.stderr)  # after a progress bar
     _print_error(_rank(), f"{loss}; resume the run with --resume")
     sys.stdout.flush()
     os._exit(_LOST)

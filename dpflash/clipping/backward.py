@@ -133,7 +133,7 @@ class PrivateBackward:
 
     @property
     def recording(self) -> Recording | None:
-        """Of the batch under way, if it is only run for a trial."""
+        """The recording of the current batch, if it runs for a trial only."""
         found = None if self.example is None else self.example.recording
         return found or (None if self.trial is None else self.trial.recording)
 
@@ -167,7 +167,7 @@ class PrivateBackward:
         self._is_called = False
 
     def _rest(self) -> None:
-        """No backward is under way, or an ordinary one begins."""
+        """Set the mode and the watches of the next ordinary backward."""
         trial, recording, watches = self.trial, self.recording, self.proof.resting
         if recording is not None:
             watch = recording.backward if recording.had_backward else recording.watch()
@@ -221,7 +221,7 @@ class PrivateBackward:
         self.step.end_backward()
 
     def record(self, losses: Tensor) -> bool:
-        """Whether losses are of a batch that only precedes others; its backward is only seen."""
+        """Whether these are losses of a trial, whose backward is watched and not summed."""
         recording = self.recording
         if recording is None:
             return False
@@ -252,7 +252,7 @@ class PrivateBackward:
             watch.values.clear()
 
     def record_row(self, loss: Tensor) -> None:
-        """The same for the loss `[1]` of one row of a batch that is taken apart."""
+        """`record` for the loss `[1]` of one row, where a batch runs row by row."""
         if self.recording is not None:
             self.step.begin_trial()
             watch = self.recording.watch_row()

@@ -58,7 +58,7 @@ class TiledUse(Protocol):
 
 
 class Use(NamedTuple):
-    """A linear use or a look-up, (x or indices, dy); of units their spans in `[1, n, ...]` too."""
+    """A linear use (x, dy) or a look-up (indices, dy), with spans where samples are units."""
 
     first: Tensor
     dy: Tensor
@@ -112,7 +112,7 @@ class DeferredGradients:
 
     @property
     def is_separate(self) -> bool:
-        """Whether the sum has each sample's gradient by itself, whose norm `squares` bounds."""
+        """Whether the sum multiplies each sample by itself, so that `squares` bounds its norm."""
         # Of units each use is a product, whose sum would be rounded otherwise than that of one.
         are_joined = self.units is None or max(len(self.linear), len(self.embedding)) < 2
         uses = [*self.linear, *self.embedding]
@@ -180,7 +180,7 @@ class DeferredGradients:
         return total
 
     def squares(self) -> Tensor:
-        """||G_i||^2 [B], of products that may round, but where these are separate."""
+        """||G_i||^2 [B], without the rounding of the products unless `is_separate`."""
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -239,7 +239,7 @@ class DeferredGradients:
         )
 
     def _parts(self, uses: list[tuple[Tensor, Tensor]]) -> list[Use]:
-        """Uses whose gradients add up to that of all: one for all where they lie side by side."""
+        """The products that add up to G_i: one for all uses that can stand side by side."""
         if self.units is not None:
             return [Use(first, dy, self._spans(dy)) for first, dy in uses]
         joined = self._joined(uses)
@@ -327,7 +327,7 @@ def squared_norms(
 
 
 def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
-    """How the samples of each are multiplied; waits for the device, but for separate products.
+    """Decide which samples are multiplied together; waits for the device unless `is_separate`.
 
     Apart are samples that a product of all would round too coarsely, and those whose norm is that
     of their own product. Of all others the norm has the rounding of a product of all.

@@ -208,7 +208,7 @@ class PrivateForward:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A forward apart from the current one, which it leaves as it is."""
+        """Run a separate forward inside the block; the current one stays as it is."""
         held = self.state, self._call
         self.state, self._call = ForwardState(), None
         try:
@@ -218,7 +218,7 @@ class PrivateForward:
             self.state, self._call = held
 
     def record(self, rows: ForwardRows | None) -> None:
-        """Record the inputs of the layers in `rows` from now on; None for nowhere."""
+        """Record the inputs of the layers in `rows` from now on; None stops recording."""
         self.rows = rows
 
     def set_compiled(self) -> None:
@@ -306,7 +306,7 @@ class PrivateForward:
         return None if self._call is None else self._call.batch_size
 
     def has_samples_in(self, x: Tensor) -> bool:
-        """Whether entries of x are of samples, not of what all share, such as positions [T]."""
+        """Whether entries of x belong to samples, unlike positions [T], which all share."""
         units, leading = self.units, x.shape[0] if x.ndim else 0
         if leading > 1 and x.stride(0) == 0:  # arange(T).expand(B, T)
             return False
@@ -359,7 +359,7 @@ class PrivateForward:
 
     @contextmanager
     def gates_with(self, open_gate: Callable[..., Gate]) -> Iterator[None]:
-        """Gates are made by another function inside the block."""
+        """Let another function make the gates inside the block."""
         held, self._open_gate = self._open_gate, open_gate
         try:
             yield
@@ -367,7 +367,7 @@ class PrivateForward:
             self._open_gate = held
 
     def replay(self, gate: Gate, handles: tuple[Tensor, ...], captured: ForwardState) -> None:
-        """The forward of a call that no layer ran: one gate stands for those of all layers."""
+        """Begin a replayed forward, in which one gate stands for those of all layers."""
         self._close_gates()
         self.number += 1
         self.state = replace(captured, gates={gate.index: gate}, handles={gate.index: handles})
@@ -378,7 +378,7 @@ class PrivateForward:
     # Handles for torch.compile
 
     def begin_microbatch(self, samples: int, units: Units | None = None) -> None:
-        """The loader yields a microbatch of so many samples, which are its rows or units."""
+        """The loader yields a microbatch of this many samples, which are its rows or units."""
         self.batch_hint = samples
         self.units = units
         self.finish()

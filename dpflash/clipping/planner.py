@@ -47,7 +47,7 @@ class Work:
     launches: int = 1
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """The roofline, and what the launches take."""
+        """Time by the roofline, plus that of the launches."""
         roof = max(self.flops / ceilings.rate(self.dtype), self.moved / ceilings.bandwidth)
         return roof + self.launches * ceilings.launch
 
@@ -83,7 +83,7 @@ class LinearShape:
         return min(costs, key=costs.__getitem__)
 
     def norm_flops(self, gpu: bool) -> int:
-        """Of `dpflash.kernels.grad_norm`; those of fp64 products count twice."""
+        """FLOPs of `dpflash.kernels.grad_norm`; those of fp64 products count twice."""
         return self.batch * self.tokens * min(self._norm_costs(gpu).values())
 
     def plain(self) -> list[Work]:
@@ -95,7 +95,7 @@ class LinearShape:
         return [Work(self._product, self._operands + self.stored_bytes, self._kernel(gpu))]
 
     def norm(self, gpu: bool) -> list[Work]:
-        """The norms, and the magnitudes of what cancels in them, from (x, dy)."""
+        """Compute the norms, and the magnitudes of their terms, from (x, dy)."""
         product = Work(self.norm_flops(gpu), self._operands, self._kernel(gpu))
         return [Work(moved=self._operands), product]
 
@@ -178,7 +178,7 @@ class HeadShape(LinearShape):
 
     @property
     def book_keeping_bytes(self) -> int:
-        """Of x alone."""
+        """Bytes of x alone."""
         return self.batch * self.tokens * self.inputs * self.dtype.itemsize
 
     def norm_form(self, gpu: bool) -> str:
@@ -272,7 +272,7 @@ class Plan:
 
 
 def clipping_for(level: str, clipping: str | None, mode: str) -> str:
-    """The clipping of a level: what was asked for, or, where that is nothing, the level's own.
+    """The clipping that was asked for, or else that of the optimization level.
 
     Modes belong to flat clipping, so asking for a mode asks for flat clipping.
     """
@@ -309,7 +309,7 @@ def cost(shapes: Sequence[LinearShape], mode: str, ceilings: Ceilings) -> Cost:
 
 
 def _least(by_way: dict[str, float]) -> str:
-    """The mode of the least number; of equals the first."""
+    """The mode with the least value; the first one of a tie."""
     return min(by_way, key=by_way.__getitem__)
 
 
@@ -322,7 +322,7 @@ def _kept(shapes: Sequence[LinearShape], mode: str) -> int:
 
 
 def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Each use's G, added to the others'; read for the norm; read for the sum."""
+    """Work of `instantiate`: make each use's G, add them up, and read the sum twice."""
     size = max(s.stored_bytes for s in shapes)
     works = [work for s in shapes for work in s.gradient(gpu)]
     works += [Work(moved=3 * size)] * (len(shapes) - 1)
@@ -330,7 +330,7 @@ def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 
 
 def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Uses of one kind are one use of a longer sequence, copied together; kinds have products."""
+    """Work of `book_keeping`: uses of a kind are joined; unlike kinds need inner products."""
     joined: dict[type[LinearShape], LinearShape] = {}
     works = [Work(launches=_LAUNCHES_OF_PAIRS)]
     for shape in shapes:
@@ -384,7 +384,7 @@ class Planner:
     Attributes:
         mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
         memory_budget: bytes that kept gradients or activations may take together.
-        batch_size: the public number of samples that costs are of, and for which the budget shall
+        batch_size: the public number of samples for which costs are computed and the budget shall
             last; never the drawn number, so that nobody's presence decides how the others are
             clipped.
         ghost_allowed: whether per-sample losses are at hand, and clipping is flat.

@@ -56,7 +56,7 @@ def batch_sizes_of_rows(x: Tensor) -> frozenset[int]:
 
 
 def is_flattened(x: Tensor, size: int) -> bool:
-    """Whether the rows of x are the tokens of so many samples, in their order."""
+    """Whether the rows of x are the tokens of this many samples, in their order."""
     if not x.ndim or size < 1 or x.shape[0] % size:
         return False
     return size in batch_sizes_of_rows(x)

@@ -22,7 +22,7 @@ class ClipStatistics:
         self.seen_samples = 0
 
     def begin_backward(self, losses: Tensor | None = None) -> None:
-        """Samples that are removed from now on are of another backward.
+        """Begin to count the removed samples of another backward.
 
         Args:
             losses: `[B]`; a sample whose loss is NaN or infinite is removed; None where the loss
@@ -82,6 +82,6 @@ class ClipStatistics:
 
     @property
     def squared_norms(self) -> Tensor | None:
-        """Of the samples of the last backward's last group, `[n]`; None if it has none."""
+        """Squared norms `[n]` of the last backward's last group; None if it has none."""
         squares, real = self._squares
         return squares if squares is None or real is None else squares[real]

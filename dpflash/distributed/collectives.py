@@ -83,7 +83,7 @@ def exchanging(operation: str, group: ProcessGroup | None) -> Iterator[None]:
 
 
 def gather_rows(row: Sequence[int], group: ProcessGroup | None, operation: str) -> list[list[int]]:
-    """The row of integers of every rank, by rank. All rows have the same length."""
+    """Gather a row of integers from every rank; all rows have the same length."""
     if group is None or world_size(group) == 1:
         return [list(row)]
     device = control_device(group)

@@ -117,7 +117,7 @@ def unshard_sequence(
         dim: dimension of the tokens.
         group: as in `shard_sequence`.
         sharding: as in `shard_sequence`.
-        length: number of tokens without padding; the padding behind them is dropped.
+        length: number of tokens without padding; the padding after them is dropped.
 
     Returns:
         All tokens in the order of the sequence. Differentiable: the gradient of x is this rank's
@@ -282,7 +282,7 @@ class ContextParallel:
         return shard_sequence(x, dim, self.group, self.sharding)
 
     def require_packable(self) -> None:
-        """Refuse a sharding in which a packed document's tokens on a rank are not one part."""
+        """Refuse a sharding in which a rank would hold several parts of a packed document."""
         if self.sharding != "contiguous":
             raise ValueError(
                 f"sharding={self.sharding!r} with packed documents, of which each rank holds one "

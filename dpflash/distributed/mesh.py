@@ -149,7 +149,7 @@ class Ranks:
 
 
 def _described(error: Exception) -> str:
-    """What other ranks hear of an error: "!" for a private refusal or "-", and its text."""
+    """An error as a text for other ranks, after "!" for a private refusal and "-" for others."""
     return (
         f"!{error}" if isinstance(error, PrivateRefusal) else f"-{type(error).__name__}: {error}"
     )

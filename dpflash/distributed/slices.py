@@ -56,7 +56,7 @@ class Slices:
         return shares(parameter.numel(), self.ranks.context, _unit(parameter, self.ranks.context))
 
     def held(self, parameter: nn.Parameter) -> slice:
-        """The elements whose sums the clipping gates of this rank leave."""
+        """The elements of which the clipping gates of this rank compute sums."""
         if self.is_scattered(parameter):
             return self._rows(parameter)[self.ranks.data_rank]
         return self.of_context(parameter)[rank_in(self.ranks.context)]
@@ -105,7 +105,7 @@ class Slices:
         return {p: own[p] for p in sums}
 
     def released(self, own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-        """A release as each rank needs it, from what the ranks own: its rows, or all elements."""
+        """Give each rank what it needs of a release: its rows, or all elements."""
         data, context, parts = self.ranks.data, self.ranks.context, dict(own)
         apart = [p for p in parts if not self.is_scattered(p)]
         if data is not None:
@@ -219,7 +219,7 @@ def _gathered(
 
 
 def _local(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """This rank's rows of what it has of a release, in the shape of `.grad`."""
+    """Cut this rank's rows out of a release, in the shape of `.grad`."""
     if is_sharded(parameter) and part.numel() == parameter.numel():
         begin, end = local_rows(parameter)
         row = parameter.shape[1:].numel()

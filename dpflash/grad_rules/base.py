@@ -35,7 +35,7 @@ class Slot:
 
 
 def taken(slot: Slot | None, x: Tensor, dy: Tensor, *, swapped: bool = False) -> Tensor | None:
-    """What a linear use leaves for the handle, see `Gate.take_linear`; without a slot all."""
+    """Hand a linear use to its gate, see `Gate.take_linear`; without one return its gradients."""
     if slot is None:
         return per_sample_grad(x, dy)
     return slot.gate.take_linear(slot.position, x, dy, swapped=swapped)
@@ -308,7 +308,7 @@ class PrivateModule(CopiedPlain):
         return True
 
     def refuse_stored(self, name: str) -> NoReturn:
-        """Refuse a forward that has set an attribute to what is of samples."""
+        """Refuse a forward that has stored something of the samples in an attribute."""
         raise RuntimeError(
             f"the forward of {described(self)} sets its attribute '{name}', which would "
             "keep one batch's samples for the next. Return the value instead, or move the "
@@ -347,7 +347,7 @@ def described(module: PrivateModule) -> str:
 
 
 def refuse_without_tensor(module: PrivateModule) -> NoReturn:
-    """Refuse a call that tells nothing of the batch."""
+    """Refuse a call without a tensor from which the batch size can be inferred."""
     raise ValueError(
         f"{described(module)} was called without a tensor, so the batch cannot be told. Give it "
         "the batch: forward(self, x) that returns x + self.weight, instead of self.weight alone; "

@@ -288,12 +288,12 @@ def _check_parametrized(name: str, module: nn.Module) -> None:
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether the parameters of the modules below one are its own: adapters, computed weights."""
+    """Whether a module owns the parameters below it, as adapters and computed weights do."""
     return is_adapter(module) or parametrize.is_parametrized(module)
 
 
 def parts_of_layers(model: nn.Module) -> set[nn.Module]:
-    """The modules whose parameters a layer above them owns: below adapters, parametrizations."""
+    """The modules whose parameters a layer above owns: parts of adapters, parametrizations."""
     parts: set[nn.Module] = set()
     for module in model.modules():
         if is_adapter(module):

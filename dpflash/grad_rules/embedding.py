@@ -26,7 +26,7 @@ _LOOK_UP = nn.Embedding.forward
 
 
 def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """(indices, 0 in place of those that a table of so many rows does not have; which these are).
+    """Replace indices outside of a table by 0; returns (indices, which were outside).
 
     Reads nothing on the host.
     """
@@ -37,7 +37,7 @@ def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
     """Rows `[..., E]` of a table, NaN where the index `[...]` was outside of it.
 
-    Packed documents keep the row 0: attention would carry the NaN to others by weights of 0.
+    Packed documents get row 0 instead: attention would carry a NaN to others, as 0 * NaN is NaN.
     """
     units = forward.units
     if units is not None and not units.are_rows:
@@ -91,7 +91,7 @@ def look_up(
 
 
 class Tables(TorchFunctionMode):
-    """In the block, look-ups of samples with indices outside of a table raise no error.
+    """Inside the block, indices outside of a table raise no error.
 
     Args:
         forward: of a private model, see `nan_outside`; None where such indices are taken for 0.

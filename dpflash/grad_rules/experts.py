@@ -37,7 +37,7 @@ class Routing:
         order: `[S]`, the pair that stands at each place once sorted.
         inverse: `[S]`, the place of each pair.
         segments: (sample, expert, first place, end) of each segment, in order; those of tokens
-            that are of no sample come last, under the number B.
+            that belong to no sample come last, under the number B.
         units: the samples where they are packed documents.
     """
 

@@ -35,7 +35,7 @@ def _is_wrapped(x: Any) -> bool:
 
 
 class PerSampleFunctions(TorchFunctionMode):
-    """While a module runs under vmap: what its samples need of some functions.
+    """Replaces some torch functions, or refuses them, while a module runs under vmap.
 
     The row of `padding_idx` gets no gradient in any sample. Attention has a gradient for its mask.
     Hooks on gradients, which would be lost, raise RuntimeError.
@@ -87,7 +87,7 @@ class PerSampleFunctions(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        """`torch.embedding`, where a negative padding_idx is none."""
+        """`torch.embedding`, for which a negative padding_idx means none."""
         self._refuse({"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse})
         return self._rows(weight, indices, None if padding_idx < 0 else padding_idx)
 

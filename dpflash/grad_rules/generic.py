@@ -289,7 +289,7 @@ def _is_of_samples(x: Any) -> bool:
 
 
 def _is_mixed(outputs: Any, expected: Any) -> bool:
-    """Whether most rows of some output are others than in a forward of the batch.
+    """Whether most rows of some output differ from those of a forward of the whole batch.
 
     A choice such as argmax may turn out otherwise for some of them where rounding differs.
     """

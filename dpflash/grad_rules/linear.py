@@ -20,7 +20,7 @@ from .base import PrivateModule, Slot, autocast_dtype, taken
 class _Linear(torch.autograd.Function):
     """y = x W^T + b for x [B, T, I]; per-sample gradients for the handles of W and b.
 
-    With the casts of `Float8Weight`, products with W are of float8.
+    With the casts of `Float8Weight`, products with W are computed in float8.
     """
 
     @staticmethod

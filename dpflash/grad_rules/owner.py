@@ -272,7 +272,7 @@ class PrivateOwner(PrivateModule):
         place = (str(structure), index) if is_positions else None
         if leaf.ndim and len(leaf) == batch_size and places.get(place) != "positions":
             # Where a batch needs no padding, transformers passes no mask. What a mask does is seen
-            # in the inputs of the layers behind it, in losses and in gradients.
+            # in the inputs of later layers, in losses and in gradients.
             if not _is_mask(leaf):
                 self._dpflash.check_batch(leaf)
             if place is not None and batch_size > 1:
@@ -397,7 +397,7 @@ def _refuse_recurrent(owner: str, layer: nn.RNNBase) -> NoReturn:
 
 
 class _OwnerFunctions(PerSampleFunctions):
-    """Those of an owner, which packs sequences for a recurrent layer that it calls itself.
+    """`PerSampleFunctions` for an owner that packs sequences for a recurrent layer itself.
 
     vmap would stack what it packs, which has the sample's length.
     """
@@ -415,7 +415,7 @@ class _OwnerFunctions(PerSampleFunctions):
 
 
 class _Outside:
-    """Has the layers below an owner run outside of its vmap.
+    """Runs the layers below an owner outside of its vmap.
 
     Args:
         owner: the owner, for messages.

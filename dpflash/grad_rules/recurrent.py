@@ -305,7 +305,7 @@ class PrivateRecurrent(PrivateModule):
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """The steps of x [B, T, ...] in reverse; padding stays behind them."""
+    """The steps of x [B, T, ...] in reverse; padding stays at the end."""
     if lengths is None:
         return x.flip(1)
     step = torch.arange(x.shape[1], device=x.device)

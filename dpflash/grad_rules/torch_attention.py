@@ -271,7 +271,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
 
 
 class PrivateTransformerEncoder(PrivateModule):
-    """`torch.nn.TransformerEncoder`, which makes nested tensors where no gradient is wanted only.
+    """`torch.nn.TransformerEncoder`, which makes nested tensors only where no gradient is wanted.
 
     Plain torch decides by its first layer alone, which may be frozen.
     """

@@ -20,7 +20,7 @@ class KeepPrivacy(Callback):
     """Saves and loads an engine with the checkpoints of a Trainer.
 
     Without it, a run that goes on from a checkpoint draws other batches; only an engine with a
-    ledger would remember what was spent. With a ledger, steps behind an older checkpoint stay
+    ledger would remember what was spent. With a ledger, steps after an older checkpoint stay
     counted too.
 
     Keep the checkpoints to yourself, and release `module.state_dict()`.

@@ -156,7 +156,7 @@ def changed_in_company(
     *,
     rounding: float,
 ) -> str | None:
-    """A message about a loss that differs between a sample's own batch and that of all samples.
+    """A message if a sample's loss in its own batch is not the same as among all samples, or None.
 
     `alone` are batches of one sample, `together` is one that begins with the same, in this order,
     so the shorter ones are padded. Where `again`, the same once more, has other losses, these are
@@ -177,7 +177,7 @@ def changed_in_company(
 def other_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> str | None:
     """A message where a model's own loss of one sample, with labels, is not the per-sample loss.
 
-    It is None too where they cannot be compared, since they are not finite.
+    None also if the two cannot be compared because one is not finite.
     """
     ours = of_documents(losses_of(model, inputs, loss)[0], inputs)
     given = inputs

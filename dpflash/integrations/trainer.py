@@ -328,7 +328,7 @@ class DPTrainer(Trainer):
         return LogicalBatches(self._private_loader)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Of the private optimizer, also where an override of create_optimizer made another."""
+        """Make the scheduler of the private optimizer, even if create_optimizer was overridden."""
         if self._private_optimizer is not None:
             self.optimizer = optimizer = self._private_optimizer
         return super().create_scheduler(num_training_steps, optimizer)

@@ -138,7 +138,7 @@ def register() -> str:
 def _experts(
     module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Experts of a model that is not private: as transformers' own.
+    """Experts of a model that is not private, computed as transformers does.
 
     `make_private` gives experts their rule whatever `experts_implementation` is.
     """

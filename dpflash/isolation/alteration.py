@@ -43,7 +43,7 @@ def of_documents(batch: PackedBatch, number: int) -> Alteration:
 
 
 def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
-    """A microbatch of a single sample, in place of which another one may be.
+    """Alters a microbatch of one sample: by another microbatch, or not at all.
 
     Args:
         batch: not changed.

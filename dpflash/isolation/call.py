@@ -31,8 +31,8 @@ class Call:
         units: the samples where they are no rows.
 
     Attributes:
-        has_samples: whether some can be replaced. With as many tokens as samples a table of
-            positions looks like a batch, so then none can.
+        has_samples: whether samples can be replaced. Not if there are as many tokens as samples,
+            since a table of positions then looks like a batch.
     """
 
     def __init__(self, arguments: Any, size: int, units: Units | None) -> None:
@@ -81,7 +81,7 @@ class LeftAlone:
         self._known: dict[tuple[object, ...], object] = {}
 
     def varying(self, call: Call) -> str | None:
-        """The first argument with contents that are not known to be the same in all calls."""
+        """The first argument whose contents may differ between calls, as far as is known."""
         found = None
         for name, place, leaf in call.rest():
             key = (name, place, getattr(leaf, "shape", None))
@@ -101,7 +101,7 @@ def most_samples(args: Any, kwargs: Any) -> int:
 
 
 def _contents(leaf: Any) -> object:
-    """What is equal in two calls where a leaf's contents are; an object of others is itself."""
+    """A key that is equal if a leaf's contents are; an object of unknown class is its own key."""
     if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
         return int(row_digests(leaf.unsqueeze(0)))
     return hash(leaf.tobytes()) if isinstance(leaf, np.ndarray) else leaf

@@ -41,7 +41,7 @@ _Backward = Callable[[list[Tensor], list[Tensor]], object]
 
 
 class Kind(NamedTuple):
-    """What makes places other ones.
+    """A way to move samples to other places: with less padding, in another order, in other rows.
 
     Attributes:
         how: that samples stand there, as `engine.trials` says it.
@@ -176,7 +176,7 @@ class PlaceTrial:
         return is_tried and (begins_draw or self.refused is None)
 
     def take_by_sample(self) -> None:
-        """Losses of the microbatch itself come one at a time."""
+        """Take the losses of the microbatch itself one at a time."""
         self._is_by_sample = True
 
     def runs(self, batch: Any, places: Sequence[Place]) -> Iterator[Any]:
@@ -369,7 +369,7 @@ class PlaceTrial:
 
 
 def _epsilon(dtypes: Collection[torch.dtype]) -> float:
-    """Of the coarsest of floating-point dtypes; 0 of none."""
+    """Machine epsilon of the coarsest floating-point dtype; 0 without one."""
     found = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     return max(found, default=0.0)
 

@@ -82,7 +82,7 @@ class PlaceGradients:
         return grad
 
     def _enter(self) -> None:
-        """Forget another backward, which was for gradients of inputs."""
+        """Forget the gradients of an earlier backward, which was for gradients of inputs."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self.values, self.squares, self.parts, self._task = {}, {}, set(), task

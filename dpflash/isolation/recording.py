@@ -41,7 +41,7 @@ class Recording:
         return self.losses is not None or (backward is not None and backward.has_met_gate)
 
     def take_apart(self, batch: list[Tensor]) -> None:
-        """Losses are computed one sample at a time, of rows with these digests."""
+        """Note that losses are computed one sample at a time, of rows with these digests."""
         self.has_rows, self.backward, self.batch, self.rows = False, None, batch, []
 
     def hold(self, losses: Tensor) -> None:
@@ -65,5 +65,5 @@ class Recording:
         return watch
 
     def drop_backward(self) -> None:
-        """The backward could not run."""
+        """Note that the backward could not run."""
         self.backward = None

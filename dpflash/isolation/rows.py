@@ -55,16 +55,16 @@ def exchanged(
     units: Units | None = None,
     lengths: Collection[tuple[int, ...]] | None = None,
 ) -> tuple[Any, bool]:
-    """(A copy of a batch with these of its rows, whether something in it has rows.)
+    """Copy a batch with other rows; returns (the copy, whether something in it has rows).
 
-    Rows are those of tensors and arrays with as many, and the elements of lists with as many. A
+    Rows are those of tensors and arrays of this size, and the elements of lists of this size. A
     list in a batch may hold as many batches, or samples that are as long as the batch: then
     nothing has rows, unless it holds dicts with the same keys, which are samples. Tensors of the
     outermost list are fields.
 
     Args:
         batch: not changed.
-        rows: their numbers.
+        rows: numbers of the rows that the copy has.
         size: the number of rows; of units that of their positions.
         units: the samples where they are no rows; what describes them stays.
         lengths: of samples, for the arguments of a model. Other lists of numbers are settings

@@ -36,7 +36,7 @@ class Sandbox:
 
     What the loop sets before the first forward (a learning rate, `model.tau`) stays, since it may
     do so once: all runs of a microbatch, and the microbatch itself, have what the first run had.
-    So do numbers that it sets behind a microbatch and not behind its runs, as where
+    So do numbers that it sets after a microbatch and not after its runs, as where
     `loader.is_last`. The loader seeds the global generators for each run alike.
 
     Args:

@@ -60,7 +60,7 @@ class Schedule:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a draw has begun since it began again."""
+        """Whether a draw has begun since the last restart."""
         return self._draws > 0
 
     def is_due(self, microbatch: int) -> bool:

@@ -143,7 +143,7 @@ class Trial:
         return self.schedule.has_new_path(is_tried=self._alteration is not None)
 
     def finish(self) -> None:
-        """Nothing more is compared with the altered microbatch."""
+        """End the comparison with the altered microbatch."""
         self._alteration = self.altered = None
         self._calls = 0
 

@@ -200,7 +200,7 @@ class Banded:
         return min(1.0, rate)
 
     def state_bytes(self, elements: int) -> int:
-        """Bytes of the b - 1 tensors of noise that training keeps, of so many elements each."""
+        """Bytes of the b - 1 tensors of noise that training keeps, given their elements."""
         return (self.bands - 1) * _BYTES * elements
 
     def expected_error(
@@ -267,7 +267,7 @@ class Banded:
         return f"Banded(bands={self.bands}, coefficients=({', '.join(shown)}{comma}))"
 
     def _squared_norm(self, rows: int) -> int:
-        """Squared norm of a column of C with so many rows left, in units of 2^-16."""
+        """Squared norm of a column of C with this many rows left, in units of 2^-16."""
         return sum(k * k for k in self.integers[:rows])
 
 

@@ -165,7 +165,7 @@ class PackTo:
 
     A document is a 1-D tensor or a list of token ids, or a mapping with these as ``input_ids`` and
     optionally ``labels``, not shifted, of the same length. A list of documents is one sample too:
-    they stand one behind the other, and none sees another. What is none of these has no tokens,
+    they stand one after the other, and none sees another. Any other object has no tokens,
     so it adds nothing, see "One bad entry" in docs/training.md.
 
     Raises:
@@ -268,7 +268,7 @@ def pack(
     """Pack documents into one batch; see `PackTo` for the arguments.
 
     Returns:
-        The batch. Document i is sample i; samples behind the last document have no tokens.
+        The batch. Document i is sample i; samples after the last document have no tokens.
 
     Raises:
         ValueError: an argument is not one that `PackTo` takes.

@@ -53,7 +53,7 @@ class Pairs:
 
     @staticmethod
     def units(size: int) -> Units:
-        """The rows of each of so many pairs."""
+        """The rows of each of `size` pairs."""
         spans = ((Pairs.ROWS * pair, Pairs.ROWS * (pair + 1)) for pair in range(size))
         return Units((Pairs.ROWS * size,), tuple(spans))
 

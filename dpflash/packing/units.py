@@ -1,4 +1,4 @@
-"""Units: which rows or tokens of a microbatch are of which privacy unit, where a unit is no row.
+"""Units: which rows or tokens of a microbatch belong to which privacy unit, if a unit is no row.
 
 Documents packed into rows are units of tokens; users with several examples are units of rows.
 
@@ -51,7 +51,7 @@ class Units:
 
     @property
     def are_rows(self) -> bool:
-        """Whether units are of rows."""
+        """Whether units consist of rows, not of tokens."""
         return len(self.shape) == 1
 
     def mean(self, values: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Units:
 
     @property
     def positions(self) -> int:
-        """N; the number of rows where units are of rows."""
+        """N; the number of rows where units consist of rows."""
         return math.prod(self.shape)
 
     @cached_property
@@ -75,7 +75,7 @@ class Units:
         return index
 
     def columns(self, first: int, last: int) -> Units:
-        """What units of tokens have of the tokens `first` to `last` - 1 of all rows.
+        """Restrict units of tokens to the tokens `first` to `last` - 1 of each row.
 
         Units and rows keep their numbers; a unit without such tokens has none.
         """
@@ -90,9 +90,9 @@ class Units:
         return Units((rows, kept), tuple(s if s[0] != s[1] else (0, 0) for s in spans))
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(unit, number of positions) of what units of tokens have of each row, in order.
+        """(unit, number of positions) of each unit's part of each row, in order.
 
-        The unit is U for what is of none.
+        The unit is U for positions that belong to none.
         """
         key = self.index.view(self.shape) + (self.size + 1) * torch.arange(self.shape[0])[:, None]
         keys, counts = torch.unique_consecutive(key, return_counts=True)
@@ -142,7 +142,7 @@ class Units:
         return span_sum(x if x.is_floating_point() else x.float(), self.spans_of(len(x)))
 
     def padded(self, x: Tensor) -> Tensor:
-        """`[U, L, ...]`: the entries of each unit of x `[n, ...]`, and zeros behind them."""
+        """`[U, L, ...]`: the entries of each unit of x `[n, ...]`, padded with zeros."""
         entries = [x[start:end] for start, end in self.spans_of(len(x))]
         if not any(map(len, entries)):
             return x.new_zeros(self.size, 1, *x.shape[1:])

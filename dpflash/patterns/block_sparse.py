@@ -36,7 +36,7 @@ class BlockSparse(Pattern):
         block_size: tokens in a block; the last block may have fewer.
         local_blocks: blocks to each side; the block itself is always seen.
         stride_blocks: 0 for no strided blocks.
-        global_blocks: the first so many blocks see all and are seen by all.
+        global_blocks: number of first blocks that see all and are seen by all.
         random_blocks: distinct blocks drawn for each head and block of queries among all n, or if
             causal among those before it, all of them where there are fewer.
         seed: of the random blocks, 0 or more; they depend on seed, head, n and causal only.

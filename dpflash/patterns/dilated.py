@@ -116,7 +116,7 @@ class Dilated(Pattern):
         return m.tril() if self.causal else m
 
     def _branches(self, head: int, num_tokens: int, num_heads: int) -> tuple[_Branch, ...]:
-        """Where a head takes part, segments no longer than the sequence."""
+        """The branches of a head, with segments no longer than the sequence."""
         pairs = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
         if self.heads == "grouped":
             each, rest = divmod(num_heads, len(pairs))
@@ -184,7 +184,7 @@ def _row_groups(branches: tuple[_Branch, ...], num_tokens: int) -> list[_Group]:
     period = math.lcm(*rates)
     cuts = {cut for branch in branches for cut in range(0, num_tokens, branch.length)}
     groups: list[_Group] = []
-    # Groups that reach the cut, by the key that must match to continue behind it.
+    # Groups that reach the cut, by the key that must match to continue after it.
     reaching: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for begin, end in pairwise(sorted(cuts | {num_tokens})):
         phases = tuple((b.offset - begin % b.length) % b.rate for b in branches)

@@ -18,7 +18,7 @@ from .within_documents import OfDocuments, WithinDocuments
 
 @dataclass(frozen=True, kw_only=True)
 class Documents(OfDocuments):
-    """Query i sees key j where both are of one document.
+    """Query i sees key j where both belong to one document.
 
     The borders hold for every sample of a batch: documents of several samples are packed into one
     sample, as for flash-attn's functions of variable length. Another packing is another pattern,

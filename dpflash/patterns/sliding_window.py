@@ -24,7 +24,7 @@ class SlidingWindow(Pattern):
             this or both of left and right.
         left: tokens before its own that a query sees, 0 or more.
         right: tokens after its own that a query sees, 0 or more; none where causal.
-        global_tokens: the first so many tokens see all and are seen by all.
+        global_tokens: number of first tokens that see all and are seen by all.
         causal: no query sees a key later than its own position, global or not.
 
     Raises:
@@ -66,7 +66,7 @@ class SlidingWindow(Pattern):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Tokens before and behind its own that a query sees, global tokens apart."""
+        """Tokens before and after its own that a query sees, without global tokens."""
         left = self.window if self.left is None else self.left
         right = self.window if self.right is None else self.right
         assert left is not None and right is not None

@@ -121,7 +121,7 @@ class RunKeys(Uncopied):
         self.branch, self._loaded = "", None
 
     def leave_ranks(self) -> None:
-        """Continue in a forked process, which is none of the ranks, under keys of its own."""
+        """Continue in a forked process, which is not one of the ranks, under keys of its own."""
         self._ranks = Ranks()
         self.master, self.branch = master_key(), self._new_token()
 

@@ -17,7 +17,7 @@ _USERS = (USER, USER_OF_FIXED_GRAPH)
 
 
 def named(unit: str, name: str | None) -> str:
-    """A unit of users with the name of what they are, such as "user: patient"."""
+    """Add a name to a unit of users that says what they are, such as "user: patient"."""
     return unit if name is None else f"{unit}: {name}"
 
 

@@ -158,7 +158,7 @@ class TextModel:
             prompt: the text; it may be empty.
             max_new_tokens: maximum number of tokens to add.
             temperature: divides the logits; 0 takes the likeliest token.
-            top_k: choose among so many likeliest tokens; None for all.
+            top_k: number of likeliest tokens to choose among; None for all.
             seed: of the choices; None for other ones in each call.
 
         Returns:

@@ -311,7 +311,7 @@ class _Trial:
         return differ and not draws_depend
 
     def joins(self) -> bool:
-        """Whether some tensor has the rows of the entries one behind the other."""
+        """Whether some tensor has the rows of the entries one after the other."""
         try:
             ones = [dict(tensors_of(self._batch([entry]))) for entry in self._entries[:2]]
         except Exception:

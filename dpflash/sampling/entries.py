@@ -387,7 +387,7 @@ class FittingCollate:
         return self._form
 
     def _current(self, form: _Form) -> _Form:
-        """The form, or another one if the entry that it is of no longer has it."""
+        """The form; a new one if the entry that it was taken from no longer has it."""
         by_index = self.dataset.reads_together
         with random_state_kept():
             item = self._item(form.index, by_index=by_index)

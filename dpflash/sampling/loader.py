@@ -400,7 +400,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             self._place_trial.start()
 
     def drawing_apart(self) -> AbstractContextManager[None]:
-        """Draw numbers in the block that those behind it do not depend on."""
+        """Draw numbers in the block without changing those drawn after it."""
         return self._seeds.apart()
 
     def _fetched(self) -> Iterator[Collated]:

@@ -23,7 +23,7 @@ class LogicalBatch:
     Args:
         loader: the loader that yields them.
         first: the first microbatch.
-        others: the loader's iterator behind it.
+        others: the loader's own iterator.
         device: where to put tensors; None to leave them.
     """
 
@@ -72,7 +72,7 @@ class LogicalBatches:
     """Yields a `LogicalBatch` for each release of an epoch.
 
     The loop calls `engine.backward(losses)` for each microbatch of a logical batch, and
-    `optimizer.step()` once behind them. `len()` is the number of releases of an epoch, which is
+    `optimizer.step()` once after them. `len()` is the number of releases of an epoch, which is
     public.
 
     Args:

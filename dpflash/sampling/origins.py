@@ -12,7 +12,7 @@ from ..refusal import PrivateRefusal
 
 
 class FixedEntries:
-    """The entries that a dataset has now, which draws, units and epsilon are of.
+    """The entries of a dataset, for which draws, units and epsilon are computed.
 
     What the entries hold may change, as in a curriculum.
     """

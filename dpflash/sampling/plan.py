@@ -217,7 +217,7 @@ class SamplingPlan:
 
     @property
     def bands(self) -> int:
-        """How many releases of a block `event` is the cost of, see `dpflash.step.block`."""
+        """How many releases of a block one `event` pays for, see `dpflash.step.block`."""
         return 1 if self.mechanism is None else self.mechanism.bands
 
     @property
@@ -226,7 +226,7 @@ class SamplingPlan:
         return 1.0 if self.sample_rate * self.bands > 1 else self.sample_rate * self.bands
 
     def events_of(self, steps: int) -> int:
-        """How many times `event` pays for so many logical batches, none of them lost."""
+        """How many of `event` pay for this many logical batches, if none is lost."""
         is_epoch = self.event_covers_epoch or self.is_allocated
         return -(-steps // (self.steps_per_epoch if is_epoch else self.bands))
 
@@ -291,7 +291,7 @@ class SamplingPlan:
 
     @property
     def grouping(self) -> str | None:
-        """Digest of which entries are of one unit. PRIVATE. None where each entry is one."""
+        """Digest of which entries form one unit. PRIVATE. None where each entry is one."""
         return None if self.groups is None else self.groups.digest
 
     @property
@@ -348,7 +348,7 @@ def _declared(
 
 
 def _refuse_small_parts(bands: int, batch_size: int, rate: float) -> None:
-    """Refuse draws that would need more than their part of the dataset."""
+    """Refuse draws of one part of the dataset that are expected to be larger than the part."""
     if bands * rate > 1 and not math.isclose(bands * rate, 1, rel_tol=1e-9):
         raise ValueError(
             f"data_loader.batch_size={batch_size} with {bands} bands of noise_mechanism: a draw "

@@ -160,7 +160,7 @@ class SeenBatches:
             ) from None
 
     def drawn(self, given: Sequence[Tensor]) -> list[int]:
-        """Rows of some tensor that are of the loader's last batches. PRIVATE.
+        """Rows of some tensor that come from the loader's last batches. PRIVATE.
 
         Rows of less than 8 different numbers show nothing, and neither do those that the loop
         has changed, or that were the same for all samples of a batch, such as position_ids.
@@ -241,7 +241,7 @@ def _storages(tensors: Sequence[Tensor]) -> set[int]:
 
 
 def _is_telling(x: Tensor) -> bool:
-    """Whether rows that are equal to it are hardly so by chance."""
+    """Whether a row is distinctive enough that an equal one is hardly so by chance."""
     return len(x.unique()) >= _DISTINCTIVE
 
 

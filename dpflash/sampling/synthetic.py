@@ -41,7 +41,7 @@ class Ranges(NamedTuple):
     Attributes:
         tokens: the size of the vocabulary; None for an unknown one.
         labels: the number of classes, or of tokens to predict.
-        padding: the token behind the end of shorter samples.
+        padding: the token after the end of shorter samples.
         positions: the most tokens of a sample.
     """
 

@@ -91,7 +91,7 @@ class BatchMark:
 
     @property
     def of_rows(self) -> BatchMark:
-        """The mark as of rows, where samples are units: which rows are of a unit."""
+        """The mark by rows, where samples are units: which rows belong to a unit."""
         units = self.units
         if units is None:
             return self
@@ -107,7 +107,7 @@ class BatchMark:
         return replace(self, last=False, real=none, is_trial=True)
 
     def without(self, bad: Sequence[int]) -> BatchMark:
-        """The mark where these entries of the batch are padding; a unit that has one is none."""
+        """The mark with these entries of the batch as padding, and units that have one of them."""
         if not bad and self.real is not None:
             return self
         real = torch.ones(self.size, dtype=torch.bool) if self.real is None else self.real.clone()
@@ -135,7 +135,7 @@ class LogicalBatch(Protocol):
         """How many releases were charged so far."""
 
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
-        """The loader yields a microbatch of so many samples, which are its rows or units."""
+        """The loader yields a microbatch of this many samples, which are its rows or units."""
 
     def begin_row(self) -> None:
         """A row of the microbatch is trained on by itself."""
@@ -155,7 +155,7 @@ class BatchTracker:
 
     Args:
         fetched_ahead: whether DataLoader workers fetch batches that the loop does not have yet.
-        equal_sizes: whether all logical batches are of one size.
+        equal_sizes: whether all logical batches have one size.
         foreign_batches: whether batches that are not of the loader are taken.
         seeds: of the random numbers that the loop draws during a logical batch.
         entries: of the dataset, which no epoch may find changed.
@@ -222,7 +222,7 @@ class BatchTracker:
     def may_begin(self, new_epoch: bool, draw: int | None = None) -> bool:
         """Whether the loader may draw one more logical batch, which may begin an epoch.
 
-        Without its number, `draw`, it is the one behind that of the loop.
+        Without its number, `draw`, it is the one after that of the loop.
         """
         return self._batch is None or self._batch.may_begin(new_epoch, draw)
 
@@ -384,7 +384,7 @@ class BatchTracker:
 
     @property
     def _is_empty_draw(self) -> bool:
-        """Whether another loader, which signals its steps, is at a draw without samples."""
+        """Whether another loader, which signals its steps, is at an empty draw."""
         by_signal = self.current is None and self.waiting_signals > 0
         return by_signal and bool(self.emitted) and self.emitted[0] == 0
 
@@ -433,7 +433,7 @@ class BatchTracker:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
     def before_rows(self) -> None:
-        """Refuse to take a microbatch apart that has its sum, or without those before it."""
+        """Refuse to run a microbatch row by row if it was summed, or an earlier one was not."""
         if self.backward_done:
             raise PrivateRefusal(SECOND) from None
         if self.current is not None and self._summed < self.current.microbatch:
@@ -462,7 +462,7 @@ class BatchTracker:
             self.current = whole if self.current is own else self.current
 
     def end_epoch(self, last: BatchMark | None) -> None:
-        """The loader has no more batches behind the one with this mark."""
+        """The loader has no more batches after the one with this mark."""
         if self.current is last:
             self._leave_batch(ends_draw=True)
 

@@ -1,4 +1,4 @@
-"""UnitGroups: which entries of a dataset are of which privacy unit, such as a user."""
+"""UnitGroups: which entries of a dataset belong to which privacy unit, such as a user."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class UnitGroups:
     Attributes:
         names: the unit of each entry.
         members: for each unit the indices of its entries, in the order of the units' first ones.
-        has_shared: whether some entry is of several units.
+        has_shared: whether some entry belongs to several units.
         left_out: how many entries are left out. PRIVATE.
 
     Raises:
@@ -87,7 +87,7 @@ class UnitGroups:
 
     @cached_property
     def digest(self) -> str:
-        """Of which entries are of one unit, in hexadecimal; the units' names do not matter."""
+        """Hexadecimal digest of which entries form one unit; names of units do not matter."""
         digest = blake2b(digest_size=16)
         for own in self.members:
             digest.update(np.array([len(own), *own], dtype="<i8").tobytes())

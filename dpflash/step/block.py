@@ -65,7 +65,7 @@ class Block:
         return self.bands, f"rounds of {self.bands}, and a draw that is not released"
 
     def remaining(self, events: int) -> int:
-        """How many more releases so many events pay for, none of them lost."""
+        """How many more releases `events` pay for, if none is lost."""
         return events * self.bands + (-self.place % self.bands)
 
     @property

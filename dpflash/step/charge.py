@@ -63,7 +63,7 @@ class Charge:
         self._paid = (0, math.inf)
 
     def resume(self, releases: int) -> None:
-        """Go on behind so many releases."""
+        """Continue after this many releases."""
         self.releases, self._events = releases, self._plan.events_of(releases)
 
     def leave_ranks(self) -> None:

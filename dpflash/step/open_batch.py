@@ -36,7 +36,7 @@ class Clipper(Protocol):
         """Try the next microbatches, as all ranks do."""
 
     def begin_microbatch(self, samples: int, units: Units | None) -> None:
-        """The loader yields a microbatch of so many samples, which are its rows or units."""
+        """The loader yields a microbatch of this many samples, which are its rows or units."""
 
     def end_batch(self, *, parameters_change: bool) -> None:
         """The logical batch was dropped, or parameters are about to change."""
@@ -112,7 +112,7 @@ class OpenBatch:
         return self.parameters_of(self._optimizer)
 
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Those of a wrapped optimizer as it is now: groups can be added, parameters frozen."""
+        """The trained parameters of a wrapped optimizer now: groups and frozen ones may change."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in held if self.sums.is_trained(p) and p.requires_grad]
 
@@ -138,7 +138,7 @@ class OpenBatch:
         self.gradients.unwatch()
 
     def leave_ranks(self) -> None:
-        """Continue as a process by itself: a forked child is none of the ranks."""
+        """Continue as a process by itself: a forked child is not one of the ranks."""
         self.sums.leave_ranks()
         self.charge.leave_ranks()
 
@@ -151,7 +151,7 @@ class OpenBatch:
         return bool(self.sums) or self.noise is not None or self.released is not None
 
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
-        """The loader yields a microbatch of so many samples, which are its rows or units."""
+        """The loader yields a microbatch of this many samples, which are its rows or units."""
         self.public.refuse_inside("a batch of the private loader")
         self.public.begin_microbatch(begins_draw=begins_draw)
         self.progress += 1

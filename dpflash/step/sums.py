@@ -83,7 +83,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     @property
     def is_alone(self) -> bool:
-        """Whether the sums are of this process alone, and of whole parameters."""
+        """Whether this process works alone, on whole parameters."""
         return self.ranks.everyone is None and not self.is_sharded
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
@@ -200,7 +200,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     def with_noise(
         self, parameters: Sequence[nn.Parameter], noise: BatchNoise, divisor: float
     ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
-        """The means over the samples of all ranks, zeros where there is no sum, with their noise.
+        """Yield the noisy means over the samples of all ranks; without a sum, of noise alone.
 
         Some parameters at a time, so that their sums exist twice for a moment only; all at once
         where this process is alone. The tensors are new.

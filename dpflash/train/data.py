@@ -164,7 +164,7 @@ class ByteDocuments(Sequence[bytes]):
         return len(self) if self.owners is None else len(set(self.owners))
 
     def documents_at_once(self, examples_per_unit: int | None) -> int:
-        """Documents of a step that samples every unit, with at most so many of each."""
+        """The number of documents of a step that samples every unit, given the most of each."""
         if self.owners is None or examples_per_unit is None:
             return len(self)
         return sum(min(count, examples_per_unit) for count in Counter(self.owners).values())
@@ -199,7 +199,7 @@ class ByteDocuments(Sequence[bytes]):
         return train, kept
 
     def without(self, others: "ByteDocuments") -> "ByteDocuments":
-        """The documents that are not among the others, and of none of their units."""
+        """The documents that are not among the others and share no unit with them."""
         known = set(others.contents)
         units = set(others.owners or ())
         return self._part(

@@ -89,7 +89,7 @@ class ByteModel:
         return document_losses
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Of inputs `[B, T]` the logits `[B, T, V]`."""
+        """Logits `[B, T, V]` of inputs `[B, T]`."""
         logits: Tensor = model(inputs)
         return logits
 

@@ -24,7 +24,7 @@ class WholeDocuments(TrainWindows):
 
 
 def pack_of(config: TrainingConfig, row_len: int) -> PackTo | None:
-    """How a job packs its documents into rows of so many tokens; None where it does not."""
+    """How a job packs its documents into rows of `row_len` tokens; None where it does not."""
     if not config.pack:
         return None
     rows = config.physical_batch_size

@@ -27,7 +27,7 @@ _HOLD_NO_DATA = (bool, NoneType, nn.Module, torch.dtype, torch.device)
 
 
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """What is equal for two containers of the same objects, and for one object alone."""
+    """A key that is equal for containers of the same objects; any other object is its own key."""
     kind = type(value)
     if id(value) in above:
         return above.index(id(value))
@@ -46,7 +46,7 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
     """A copy of a container with all containers in it, and of its tensors if asked for.
 
     Args:
-        value: returned as it is where it is none of both.
+        value: returned as it is if it is neither.
         copies: the copies so far by id, so that what occurs twice stays one object.
         with_tensors: copy the contents of tensors too, except of parameters.
     """

@@ -26,8 +26,8 @@ def row_digests(x: Tensor) -> Tensor:
 
     A row's 32-bit words are multiplied by secret random 64-bit numbers and added modulo 2^64. Two
     different rows of one shape and dtype have the same digest with probability below 2^-30,
-    for any two rows. -0.0 and 0.0 are different. Zeros behind a row of 32-bit words, up to 2^23
-    of them, change nothing. Digests of one process are comparable, on all its devices; those of
+    for any two rows. -0.0 and 0.0 are different. Up to 2^23 zero words at the end of a row change
+    nothing. Digests of one process are comparable, on all its devices; those of
     two processes are not.
     """
     if not x.numel():
@@ -137,7 +137,7 @@ def _chunk_sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _in_slabs(chunks: Tensor, multipliers: Tensor) -> Tensor:
-    """`_chunk_sums` some words at a time, since products take more memory than words."""
+    """`_chunk_sums` block by block, since the products take more memory than the words."""
     batch, count, width = chunks.shape
     most = _AT_ONCE.get(chunks.device.type, 1 << 22) // width
     if batch * count <= most:

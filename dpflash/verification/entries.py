@@ -121,7 +121,7 @@ def _is_cast(value: Tensor, held: Tensor | None) -> bool:
 
 
 def _summary(value: Any) -> bytes | None:
-    """What is equal for equal values; None where that cannot be said."""
+    """A key that is equal for equal values; None if there is none."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.fast = True  # Objects that occur twice would be written as references.

@@ -124,7 +124,7 @@ class Uncovered:
         leading: Sequence[int | None],
         is_called: bool,
     ) -> bool:
-        """Whether it is trained privately, or an input."""
+        """Whether the losses may reach a leaf: it is trained privately, or is an input."""
         if isinstance(leaf, Hidden) or id(leaf) in self._trained:
             return not isinstance(leaf, Hidden)
         if isinstance(leaf, nn.Parameter) or leaf.shape[: len(leading)] != tuple(leading):
@@ -137,7 +137,7 @@ class Uncovered:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """The tensor of which it is a view, or itself."""
+    """The tensor that this one is a view of, or itself."""
     return x if x._base is None else x._base
 
 
@@ -254,7 +254,7 @@ def leaves_past_gates(
 
 
 def _is_foreign(node: Any) -> bool:
-    """Whether it is of a Python function of others, whose backward may run one of its own."""
+    """Whether a node is of somebody's Python function, whose backward may run another backward."""
     return isinstance(node, BackwardCFunction) and not (
         type(node)._forward_cls.__module__.startswith("dpflash.")  # type: ignore[attr-defined]
     )
