@@ -36,6 +36,7 @@ from .isolation.proof import Proof
 from .isolation.sandbox import Sandbox
 from .isolation.schedule import Schedule
 from .isolation.trial import Trial
+from .kernels import grid_of
 from .kernels.attention_vendor import FAST, OWN
 from .kernels.devices import problem_with
 from .noise import Banded, compare_bands
@@ -85,6 +86,8 @@ _OF_DRAWS = (
 )
 
 _USUAL_DELTA = 1e-5  # where none is known
+# Whose grid has steps of 1e-5: without noise, gradients of that size are lost.
+_COARSE_BOUND = 1e4
 
 
 class Given(NamedTuple):
@@ -152,6 +155,13 @@ def build(
             )
         return found
 
+    bound, is_exact = privacy.bound, privacy.exact is not False
+    if privacy.noise_multiplier == 0 and is_exact and _COARSE_BOUND < bound < math.inf:
+        warn(
+            f"max_grad_norm={bound!r} without noise: exact sums have steps of "
+            f"{grid_of(bound):.1g}, and smaller gradients become zero; pass "
+            "max_grad_norm=math.inf for no clipping"
+        )
     checked = ranks.run_on_all("make_private", checks)
     trained, loader = checked.trained, checked.loader
     names = {p: n for n, p in module.named_parameters()}

@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import stat
+import warnings
 from dataclasses import FrozenInstanceError
 from itertools import chain
 
@@ -174,6 +175,21 @@ def test_a_target_outside_of_its_range_is_named(name, value, refused):
 def test_a_bound_whose_noise_leaves_float32_is_refused(noise, epsilon, refused):
     arguments = {"max_grad_norm": 1e38} | ({} if epsilon else {"noise_multiplier": noise})
     refused(ValueError, "max_grad_norm=1e+38", "scale the losses", epsilon=epsilon, **arguments)
+
+
+def test_a_bound_whose_exact_sums_lose_gradients_warns():
+    def private(bound):
+        model = nn.Linear(2, 1)
+        given = {"optimizer": torch.optim.SGD(model.parameters(), 0.1), "data_loader": loader()}
+        given |= {"noise_multiplier": 0.0, "max_grad_norm": bound}
+        PrivacyEngine().make_private(module=model, **given)
+
+    with pytest.warns(UserWarning, match="steps of 0.0005, and smaller gradients become zero"):
+        private(1e6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private(1e4)
+        private(math.inf)
 
 
 @pytest.mark.parametrize("name", ["target_epsilon", "target_delta", "epochs", "max_grad_norm"])
