@@ -20,7 +20,9 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "card (README.md) that states epsilon, and what it does not cover. Models of transformers "
         "load with transformers alone, others with dpflash.load."
     )
-    parser.add_argument("folder", metavar="RUN", help="folder of a dpflash train run")
+    parser.add_argument(
+        "folder", metavar="RUN", help="folder of a dpflash train run, or of a DPTrainer"
+    )
     add_options(parser, _OPTIONS, required=["--out"])
     parser.set_defaults(run=_run_export)
 
