@@ -28,11 +28,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_export(args: argparse.Namespace) -> int:
+    from dpflash.privacy.card import TITLE
     from dpflash.release.export import CARD, export
 
     out = export(args.folder, args.out, keep_adapters=args.keep_adapters)
     card = (out / CARD).read_text(encoding="utf-8")
-    statement = card.partition("## Privacy\n\n")[2].partition("\n")[0]
+    statement = card.partition(f"{TITLE}\n\n")[2].partition("\n")[0]
     for path in sorted(out.iterdir()):
         print(path)
     print(statement)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,21 @@ from ..privacy.ledger import Ledger
 from ..sampling.loader import PrivateDataLoader
 
 REPORT = "report.json"
-# Of a card: its metadata, then everything up to the end of the first title.
-_HEAD = re.compile(r"(?:---\n.*?\n---\n)?.*?(?:^# .*\n)", re.S | re.M)
 
 
 def write_card_and_report(folder: Path, report: dict[str, Any]) -> None:
-    """Write report.json, and README.md with its section behind the first title."""
+    """Write report.json, and the section of README.md, or replace it."""
     text = json.dumps(report, indent=2, allow_nan=False)
     (folder / REPORT).write_text(text + "\n", encoding="utf-8")
     card = folder / "README.md"
     before = card.read_text(encoding="utf-8") if card.exists() else "# Model card\n"
-    before, _, old = before.partition(f"{TITLE}\n")
-    _, next_title, after = f"\n{old}".partition("\n## ")
-    found = _HEAD.match(before)
-    head = found[0] if found else ""
-    rest = (before[len(head) :] + next_title.lstrip() + after).strip("\n")
+    before, is_there, old = before.partition(f"{TITLE}\n")
+    # The first section, behind what introduces the model.
+    parts = (f"\n{old}" if is_there else before).partition("\n## ")
+    before = before if is_there else parts[0]
     section = "\n".join(privacy_section(report, report["config"]["unit"]))
-    card.write_text(f"{head}\n{section}\n{rest}".rstrip("\n") + "\n", encoding="utf-8")
+    after = f"\n{(parts[1] + parts[2]).lstrip()}" if parts[1] else ""
+    card.write_text(f"{before.rstrip()}\n\n{section}{after}", encoding="utf-8")
 
 
 def report_of(

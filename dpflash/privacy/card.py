@@ -11,7 +11,7 @@ import torch
 
 from .spending import rounded_up
 
-TITLE = "## Privacy"
+TITLE = "## Differential privacy"
 
 _RELATIONS = {
     "zero_out": "of which one has nothing in place of a {unit} of the other (the number of "

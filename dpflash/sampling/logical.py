@@ -55,7 +55,8 @@ class LogicalBatch:
         raise TypeError(
             "a LogicalBatch has no fields and no length: it is all microbatches of a step, to "
             "iterate over. A DPTrainer calls compute_loss for each of them: override that in "
-            "place of training_step, or call super().training_step(model, inputs) with the same inputs"
+            "place of training_step, or call super().training_step(model, inputs) with the same "
+            "inputs"
         )
 
     __getitem__ = __len__ = keys = items = values = get = pop = _refuse_names

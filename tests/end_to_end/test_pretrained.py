@@ -148,6 +148,7 @@ def trained(llama, tmp_path_factory):
             **{"disable_tqdm": True, "learning_rate": 0.1},
         ),
         train_dataset=data,
+        data_collator=transformers.default_data_collator,
         processing_class=tokenizer,
         privacy=dpflash.PrivacyConfig(
             **{"noise_multiplier": 1.0, "target_delta": 1e-3, "max_grad_norm": 1.0},
@@ -172,7 +173,10 @@ def test_what_a_trainer_wrote_is_exported_and_evaluated(trained, notes, tmp_path
         "adapter_model.safetensors",
     }
     card = (tmp_path / "0" / "README.md").read_text()
-    assert card.index("## ") == card.index("## Privacy") and "of a patient of the other" in card
+    assert (
+        card.index("## ") == card.index("## Differential privacy")
+        and "of a patient of the other" in card
+    )
     assert "fine-tuned from llama" in card and str(tmp_path.parent) not in card
     assert f"| epsilon | {rounded_up(trained.get_epsilon())} |" in card
     tokens = torch.tensor([[0, 5, 6, 7]])

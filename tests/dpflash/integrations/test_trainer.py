@@ -713,7 +713,7 @@ def test_the_saved_model_is_a_plain_one(tmp_path):
     assert "model.safetensors" in files
     path = tmp_path / "out/README.md"
     card = path.read_text()
-    assert card.startswith("# Model card\n\n## Privacy\n\nThe weights are (")
+    assert card.startswith("# Model card\n\n## Differential privacy\n\nThe weights are (")
     path.write_text(f"---\n# spec\n---\n{card}\n## Usage\n\nmine\n")
     trained.save_model()
     assert path.read_text() == f"---\n# spec\n---\n{card}\n## Usage\n\nmine\n"
@@ -851,7 +851,7 @@ def test_targets_may_stand_in_the_configuration():
         dpflash.PrivacyConfig(
             noise_multiplier=1.0, target_epsilon=3.0, target_delta=DELTA, max_grad_norm=1.0
         )
-    with pytest.raises(TypeError, match="epochs= or steps="):
+    with pytest.raises(TypeError, match="epochs=None, steps=None: .* needs one"):
         dpflash.PrivacyEngine().make_private_with_epsilon(**made, privacy=target)
     private = dpflash.PrivacyEngine()
     _, by_steps, _ = private.make_private_with_epsilon(**made, privacy=target, steps=8)
