@@ -384,7 +384,7 @@ class DPTrainer(Trainer):
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
 
     def _training_collate(self, collate: Any) -> Any:

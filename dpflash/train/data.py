@@ -194,10 +194,10 @@ class ByteDocuments(Sequence[bytes]):
         if not train or (held_out and not kept):
             noun = noun_of(self.unit)
             raise PrivateRefusal(
-                f"eval_fraction={held_out:g}: expected at least one {noun} for training and one "
-                "held out; pass another eval_fraction (names or texts decide "
-                "which are held out, at random with that probability), eval_data, or "
-                "eval_fraction=0 for no evaluation",
+                f"eval_fraction={held_out:g}: no {noun} is left to train on, or none is held out, "
+                "since each is held out with that probability, by its name or text. Pass a larger "
+                "eval_fraction (such as 0.3 for a few), eval_data with other documents, or "
+                "eval_fraction=0 to train without an evaluation",
                 training=train.num_units,
                 held_out=kept.num_units,
             ) from None
