@@ -204,7 +204,7 @@ class DPTrainer(Trainer):
         super().__init__(model=model, args=copy.copy(args), **options)
         self._check_arguments(self.args)  # None, and what it changed
         # Samples are clipped already, and after a resume the loader begins where it was.
-        self.args.max_grad_norm, self.args.ignore_data_skip = 0.0, True
+        vars(self.args).update(max_grad_norm=0.0, ignore_data_skip=True)
         if self.accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
                 "args.accelerator_config has gradient_accumulation_kwargs with num_steps="
