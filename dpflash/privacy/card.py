@@ -21,8 +21,8 @@ _RELATIONS = {
 }
 _NOT_COVERED = (
     "Training losses, speeds and the other files of the run (report, metrics, checkpoint).",
-    "The choice of this run among several, or of a checkpoint: tuning on the same data spends more "
-    "than the epsilon above, and other models from the same data add to it.",
+    "The choice of this run among several, or of a checkpoint: tuning on the same data spends "
+    "more than the epsilon above, and other models from the same data add to it.",
     "Data that the model was evaluated on; it did not train the model.",
     "Whatever a pretrained base model was trained on before.",
     "Units that belong together: if one person is in several {unit}s, the guarantee for the "
