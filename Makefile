@@ -11,6 +11,8 @@ FRAMEWORKS := .venv/.frameworks
 SITE := .venv/.site
 # The newest Triton, before the pinned one on the path where kernels are compiled for both.
 NEWEST := .triton
+# The oldest and the newest transformers that the extra allows, in place of the pinned one.
+OF_TRANSFORMERS := .transformers
 
 # Two workers of one thread each: with more, torch's own thread pools fight over the cores.
 # Compiled Python is kept, since many tests start processes, which import dpflash.
@@ -18,6 +20,9 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 # Those in which a Triton kernel runs or is compiled.
 TRITON_TESTS = $(shell grep -l triton tests/kernels/test_*.py)
+
+TRANSFORMERS_TESTS := $(addprefix tests/dpflash/integrations/test_,accelerate.py packed_models.py peft.py \
+  trainer.py transformers.py) tests/end_to_end/test_pretrained.py
 
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1 -q
 
@@ -34,9 +39,10 @@ demo: $(STAMP) ## train a small model privately on Python's own library sources
 test: $(STAMP) ## run the tests that need no GPU: one case of each, and all that kill a mutant
 	$(TEST_ENV) $(PYTEST)
 
-test-all: $(STAMP) $(FRAMEWORKS) $(SITE) $(NEWEST)/.installed ## run all cases of all tests, the kernels again under the newest Triton, and install afresh
+test-all: $(STAMP) $(FRAMEWORKS) $(SITE) $(NEWEST)/.installed $(OF_TRANSFORMERS)/oldest/.installed $(OF_TRANSFORMERS)/newest/.installed ## run all cases of all tests, those of kernels and transformers again under other versions, and install afresh
 	$(TEST_ENV) DPFLASH_FULL=1 $(PYTEST)
 	$(TEST_ENV) DPFLASH_FULL=1 PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) $(TRITON_TESTS)
+	for age in oldest newest; do $(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OF_TRANSFORMERS)/$$age $(PYTEST) $(TRANSFORMERS_TESTS) || exit 1; done
 	tests/install_afresh.sh $(PYTHON)
 
 soak: $(STAMP) $(FRAMEWORKS) ## long campaigns, whose results are committed: how tight the audit is, what it and trials catch, held-out loss in float8 (a day); first, 50 killed ranks (minutes)
@@ -72,7 +78,7 @@ gpu: $(STAMP) ## on a GPU: is it right, where does the time go, which configurat
 	@ok=0; for stage in right time tune; do OUT=runs/gpu LIMIT_S=3600 benchmarks/gpu.sh $$stage || ok=1; done; exit $$ok
 
 clean: ## remove what was built, .venv included
-	rm -rf .venv $(NEWEST) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(NEWEST) $(OF_TRANSFORMERS) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone: the pinned release decides which build (CPU or CUDA) the rest resolves to.
@@ -95,4 +101,10 @@ $(SITE): $(STAMP)
 
 $(NEWEST)/.installed: $(STAMP)
 	@$(BIN)/pip install -qq --disable-pip-version-check --upgrade --no-deps --target $(NEWEST) triton
+	@touch $@
+
+$(OF_TRANSFORMERS)/%/.installed: $(STAMP) pyproject.toml
+	@asked=transformers; [ $* = newest ] || asked=$$(grep -o 'transformers>=[0-9.]*' pyproject.toml | sed 's/>=/==/'); \
+	  mkdir -p $(@D) && grep -Ev '^(transformers|tokenizers)==' constraints.txt >$(@D)/constraints.txt && \
+  $(BIN)/pip install -qq --disable-pip-version-check --upgrade --target $(@D) -c $(@D)/constraints.txt "$$asked"
 	@touch $@

@@ -79,6 +79,16 @@ def run(block, tmp_path):
     assert process.exitcode == 0, errors.read_text() if errors.exists() else process.exitcode
 
 
+@pytest.mark.cases(0)
+@pytest.mark.parametrize(
+    "block", blocks(ROOT / "docs" / "ranks.md"), ids=["plain", "transformers"]
+)
+def test_a_block_of_many_ranks_runs_on_two(block, tmp_path):
+    (tmp_path / "block.py").write_text(block)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "block.py"]
+    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, timeout=300)
+
+
 def called(line):
     """A command of dpflash as a line of Python."""
     program, *arguments = shlex.split(line)

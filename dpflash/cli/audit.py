@@ -67,9 +67,9 @@ def add_audit_arguments(parser: argparse.ArgumentParser) -> None:
         "--run",
         dest="folder",
         metavar="FOLDER",
-        help="audit the settings of a dpflash train run, and write audit.json into its folder, "
-        "which its model card then reports; in place of --noise-multiplier, --sample-rate, "
-        "--steps and --delta",
+        help="audit the settings of a dpflash train run, or of a DPTrainer, and write audit.json "
+        "into its folder, which its model card then reports; in place of --noise-multiplier, "
+        "--sample-rate, --steps and --delta",
     )
     add_options(parser, _OPTIONS)
     parser.add_argument(
@@ -131,7 +131,7 @@ def _from_options(args: argparse.Namespace) -> _Audit:
 
 def _from_run(args: argparse.Namespace) -> _Audit:
     """The settings of a run's report; options that would change them are refused."""
-    from ..train.report import REPORT
+    from ..release.load import report_of
 
     fixed = ("noise_multiplier", "sample_rate", "steps", "delta", "clipping", "accountant")
     for name in (*fixed, "bands"):
@@ -139,11 +139,11 @@ def _from_run(args: argparse.Namespace) -> _Audit:
             raise ValueError(
                 f"{name}={getattr(args, name)!r} with --run, whose report has it; drop one of them"
             )
-    path = Path(args.folder) / REPORT
+    path = report_of(Path(args.folder))
     if not path.is_file():
         raise ValueError(
-            f"run={args.folder!r}: has no {REPORT}; pass the folder of a dpflash train run "
-            "that has ended"
+            f"run={args.folder!r}: has no {path.name}; pass the folder of a dpflash train run "
+            "that has ended, or of a DPTrainer that saved its model"
         )
     report = json.loads(path.read_text(encoding="utf-8"))
     if not report["noise_multiplier"]:

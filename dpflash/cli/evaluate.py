@@ -1,4 +1,4 @@
-"""`dpflash evaluate`: the loss of a trained model on documents."""
+"""`dpflash evaluate`: the loss of a trained model on documents, or its accuracy on labels."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _OPTIONS = {
     "--unit UNIT": "file or folder: a document is a file; record or field:NAME: a line of a JSONL "
     "file (default: file)",
     "--field NAME": "key of the text in a record (default: text)",
+    "--label-field NAME": "key of the label in a record, for a classifier",
     "--seq-len N": "tokens per window (default: the longest document, or what the model takes)",
     "--max-windows N": "maximum number of windows (default: all)",
     "--json": "print JSON",
@@ -26,7 +27,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash evaluate`."""
     parser.description = (
         "Compute the loss of a trained model on documents: per token, per byte, and as a "
-        "perplexity. Epsilon does not cover the result."
+        "perplexity; of a classifier the accuracy. Epsilon does not cover the result."
     )
     parser.add_argument("folder", metavar="DIR", help="folder of a run or of an export")
     add_options(parser, _OPTIONS, required=["--data"])
@@ -40,6 +41,8 @@ def _run_evaluate(args: argparse.Namespace) -> int:
 
     from ._tables import table
 
+    if args.label_field is not None:
+        return _evaluate_labels(args)
     model = TextModel(args.folder)
     documents = ByteDocuments.read(
         args.data, unit=args.unit, field=args.field, suffixes=args.suffixes
@@ -64,5 +67,34 @@ def _run_evaluate(args: argparse.Namespace) -> int:
     }
     if found.bits_per_byte is not None:  # with --max-windows that of a token is not that of bytes
         rows["bits per byte"] = f"{found.bits_per_byte:.4f}"
+    print(table(list(rows.items())))
+    return 0
+
+
+def _evaluate_labels(args: argparse.Namespace) -> int:
+    from dpflash.release.text_classifier import TextClassifierModel
+    from dpflash.train.data import ByteDocuments
+
+    from ._tables import table
+
+    model = TextClassifierModel(args.folder)
+    documents = ByteDocuments.read(
+        args.data,
+        unit="record" if args.unit == "file" else args.unit,
+        field=args.field,
+        label_field=args.label_field,
+        labels=model.labels,
+        suffixes=args.suffixes,
+    )
+    found = model.evaluate(documents.contents)
+    if args.json:
+        print(json.dumps(finite(asdict(found))))
+        return 0
+    left_out = f" (left out: {documents.left_out})" if documents.left_out else ""
+    rows = {
+        "texts": f"{found.texts}{left_out}",
+        "accuracy": f"{found.accuracy:.4f}",
+        "nats per text": f"{found.nats_per_text:.4f}",
+    }
     print(table(list(rows.items())))
     return 0

@@ -20,17 +20,20 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "card (README.md) that states epsilon, and what it does not cover. Models of transformers "
         "load with transformers alone, others with dpflash.load."
     )
-    parser.add_argument("folder", metavar="RUN", help="folder of a dpflash train run")
+    parser.add_argument(
+        "folder", metavar="RUN", help="folder of a dpflash train run, or of a DPTrainer"
+    )
     add_options(parser, _OPTIONS, required=["--out"])
     parser.set_defaults(run=_run_export)
 
 
 def _run_export(args: argparse.Namespace) -> int:
+    from dpflash.privacy.card import TITLE
     from dpflash.release.export import CARD, export
 
     out = export(args.folder, args.out, keep_adapters=args.keep_adapters)
     card = (out / CARD).read_text(encoding="utf-8")
-    statement = card.partition("## Privacy\n\n")[2].partition("\n")[0]
+    statement = card.partition(f"{TITLE}\n\n")[2].partition("\n")[0]
     for path in sorted(out.iterdir()):
         print(path)
     print(statement)

@@ -1,4 +1,4 @@
-"""`dpflash train`: train or fine-tune a language model with differential privacy.
+"""`dpflash train`: train or fine-tune a model of texts with differential privacy.
 
 With torchrun every rank runs this command; only rank 0 prints, except for errors.
 """
@@ -41,8 +41,11 @@ _OPTIONS = {
     "--examples-per-unit K": "most documents of a folder or field that a step uses, at random "
     "(default: 4)",
     "--field NAME": "key of the text in a JSONL record (default: {field})",
-    "--model DIR": "fine-tune the causal language model in this folder, as save_pretrained writes "
-    "it; nothing is downloaded (default: a new byte-level model)",
+    "--label-field NAME": "key of the label in a JSONL record: --model is then trained to "
+    "classify texts, as BERT is; needs --labels",
+    "--model DIR": "fine-tune the model in this folder, as save_pretrained writes it: a causal "
+    "language model, or with --label-field a classifier or what it is made of; nothing is "
+    "downloaded (default: a new byte-level model)",
     "--tokenizer DIR": "folder of its tokenizer (default: that of --model)",
     "--lora-rank N": "train LoRA adapters of this rank on all linear layers instead of all "
     "parameters",
@@ -129,9 +132,9 @@ _SHARED = {
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash train`."""
     parser.description = (
-        "Train a byte-level language model, or fine-tune a causal language model of transformers "
-        "(--model), with differential privacy. The unit of privacy is one file, or what --unit "
-        "says. Ctrl-C finishes the step and writes a checkpoint to "
+        "Train a byte-level language model, or fine-tune a causal language model or a classifier "
+        "of transformers (--model), with differential privacy. The unit of privacy is one file, "
+        "or what --unit says. Ctrl-C finishes the step and writes a checkpoint to "
         "resume from. Several ranks train one model together: torchrun --nproc-per-node N -m "
         "dpflash train ..."
     )
@@ -140,6 +143,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, _with_defaults(_OPTIONS, TrainingConfig))
     parser.add_argument(
         "--suffixes", nargs="+", metavar="S", help="file name suffixes to read, e.g. .txt .md"
+    )
+    parser.add_argument(
+        "--labels", nargs="+", metavar="L", help="names of all labels, which count as public"
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to compute (default: cpu)"
@@ -341,7 +347,10 @@ def _unit(config: TrainingConfig) -> str:
 def _schedule(job: Any) -> str:
     config = job.config
     text = f"{job.total_steps} of about {counted(config.batch_size, _noun(config))}, "
-    text += f"{'rows' if config.pack else 'windows'} of {counted(job.window_len, job.token)}"
+    if config.labels is None:
+        text += f"{'rows' if config.pack else 'windows'} of {counted(job.window_len, job.token)}"
+    else:
+        text += f"texts of {counted(job.window_len, 'token')}"
     if job.window_len < config.seq_len:
         text += f" (not {config.seq_len}: {job.shortened})"
     return text
@@ -361,13 +370,18 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         epsilon = rounded_up(report["epsilon"])
     public = report["public"]
     declared = "declared" if public["dataset_size_declared"] else "treated as public"
-    folder = job.folder
+    folder, is_lm = job.folder, job.config.labels is None
     plot = folder / PLOT
     rows = [
         *(
             (f"bits per {job.token}, {name}", shown(f"bits_per_{job.token}_{key}"))
             for name, key in _MEASURED
             if report[f"bits_per_{job.token}_{key}"] is not None
+        ),
+        *(
+            (f"accuracy, {name}", shown(f"accuracy_{key}"))
+            for name, key in _MEASURED
+            if f"accuracy_{key}" in report
         ),
         (
             f"epsilon at delta {report['delta']:g}",
@@ -378,7 +392,10 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         ("dataset size", f"{counted(public['dataset_size'], _noun(job.config))}, {declared}"),
         ("sampler", report["sampler"]),
         ("accountant", report["accountant"]),
-        ("tokens per second", f"{shown('tokens_per_second', ',.0f')} (without padding)"),
+        (
+            f"{'tokens' if is_lm else 'texts'} per second",
+            f"{shown('tokens_per_second', ',.0f')} (without padding)",
+        ),
         ("peak memory", f"{shown('peak_memory_mb', ',.0f')} MB"),
         ("model (for release)", str(job.released)),
         ("checkpoint (keep secret)", str(training.checkpoint_of(folder))),
@@ -395,7 +412,8 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
     return [
         *(f"{label:<{width}}  {value}" for label, value in rows),
         *(f"note: {note}" for note in report["notes"]),
-        f"next: dpflash generate {folder} --prompt TEXT, or dpflash export {folder} --out DIR",
+        f"next: dpflash {f'generate {folder} --prompt TEXT' if is_lm else f'evaluate {folder}'}, "
+        f"or dpflash export {folder} --out DIR",
     ]
 
 

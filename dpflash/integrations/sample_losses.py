@@ -58,7 +58,7 @@ def sample_loss(model: nn.Module) -> SampleLoss:
         ),
         (
             losses.cross_entropy,
-            ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "TOKEN_CLASSIFICATION"),
+            ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "TOKEN_CLASSIFICATION"),
         ),
         (losses.causal_lm, ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")),
     )
@@ -90,9 +90,18 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
         make = getattr(base, "prepare_decoder_input_ids_from_labels", None)
         if make is not None:
             inputs["decoder_input_ids"] = make(labels=labels)
+        elif base.can_generate():  # Whisper
+            inputs["decoder_input_ids"] = _behind_start(labels, base.config)
     outputs = model(**inputs)
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     return loss(logits, _with_virtual_tokens(labels, logits, model)), outputs
+
+
+def _behind_start(labels: Tensor, config: Any) -> Tensor:
+    """What a decoder gets to predict labels `[B, T]`: its start token, then all but the last."""
+    first = torch.full_like(labels[:, :1], config.decoder_start_token_id)
+    tokens = torch.cat([first, labels[:, :-1]], dim=1)
+    return tokens.masked_fill(tokens == -100, config.pad_token_id)
 
 
 def _with_virtual_tokens(labels: Tensor, logits: Tensor, model: nn.Module) -> Tensor:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -12,14 +13,15 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainingArguments, __version__
-from transformers.trainer_utils import TrainOutput
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from transformers.training_args import ParallelMode
 
 from ..build import sampling_plan
@@ -35,7 +37,7 @@ from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
 from ..sampling.unit_groups import units_of
 from ..verification.nested import tensors_of
-from .privacy_section import privacy_lines, write_privacy_section
+from .model_card import report_of, write_card_and_report
 from .sample_losses import (
     SampleLoss,
     are_equal,
@@ -62,23 +64,8 @@ _UPLOADS = {
     "HF_DAGSHUB_LOG_ARTIFACTS": ("1", "on", "true", "yes"),
     "HF_DVCLIVE_LOG_MODEL": ("all",),
 }
-_SCHEDULER = "scheduler.pt"
+_OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 _PUBLIC_STATE = (_SCHEDULER, "trainer_state.json")
-
-# Internal methods of Trainer that DPTrainer replaces. If one had another name, Trainer would go on
-# to log private numbers, or forget spent privacy.
-_REPLACED = (
-    "_clip_grad_norm",
-    "_finalize_training",
-    "_get_grad_norm",
-    "_get_num_items_in_batch",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_run_epoch",
-    "_save",
-    "_save_checkpoint",
-    "_save_optimizer_and_scheduler",
-)
 
 # Keys that are logged besides metrics of evaluations; all others are computed from the data.
 _PUBLIC = ("learning_rate", "epoch", "step", "epsilon")
@@ -213,9 +200,11 @@ class DPTrainer(Trainer):
         _check_options(options, log_private_metrics)
         if model is not None and not isinstance(model, nn.Module) and not self._loads_models:
             raise ValueError(f"model={model!r}: expected a module, such as by from_pretrained")
-        _require_known_trainer()
-        super().__init__(model=model, args=args, **options)
+        options["callbacks"] = [_Checkpoints(self), *(options.get("callbacks") or [])]
+        super().__init__(model=model, args=copy.copy(args), **options)
         self._check_arguments(self.args)  # None, and what it changed
+        # Samples are clipped already, and after a resume the loader begins where it was.
+        vars(self.args).update(max_grad_norm=0.0, ignore_data_skip=True)
         if self.accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
                 "args.accelerator_config has gradient_accumulation_kwargs with num_steps="
@@ -241,7 +230,7 @@ class DPTrainer(Trainer):
         self._private_optimizer: PrivateOptimizer | None = None
         self._private_loader: PrivateDataLoader | None = None
         self._unknown_metrics: set[str] = set()
-        self._resumes = False
+        self._checkpoint: str | None = None  # that is resumed
         self._refusal: str | None = None
         self._is_evaluating = self._has_met_drawn = False
 
@@ -350,7 +339,7 @@ class DPTrainer(Trainer):
                 privacy = replace(privacy, example=example)
         self.create_optimizer()
         spent = self.get_epsilon()
-        if spent and not self._resumes:
+        if spent and self._checkpoint is None:
             warn(
                 f"{self.engine.ledger or 'the engine'} holds releases of earlier runs, with "
                 f"epsilon {spent:.3f}: this run adds to them, and get_epsilon() is of all. For "
@@ -395,7 +384,7 @@ class DPTrainer(Trainer):
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
         )
 
     def _training_collate(self, collate: Any) -> Any:
@@ -425,7 +414,7 @@ class DPTrainer(Trainer):
             modules = list(model.modules())
             try:
                 with tried(model):
-                    prepared = [self._prepare_inputs(batch) for batch in batches]
+                    prepared = [self._placed(batch) for batch in batches]
                     refusal = None if self._has_unknown_loss else self._difference(prepared)
                     if self._has_own_loss:
                         self.compute_loss(model, prepared[-1])
@@ -472,16 +461,10 @@ class DPTrainer(Trainer):
             rounding=rounding_of(model),
         )
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        if isinstance(inputs, PackedBatch):
-            return inputs.to(self.args.device)
-        if isinstance(inputs, LogicalBatch):
-            raise ValueError(
-                f"{type(self).__name__}.training_step prepares a whole logical batch, whose "
-                "microbatches DPTrainer.training_step clips: override compute_loss instead, which "
-                "gets each of them, or call super().training_step(model, inputs)"
-            )
-        return super()._prepare_inputs(inputs)
+    def _placed(self, inputs: Any) -> Any:
+        """A batch on the device of training."""
+        is_packed = isinstance(inputs, PackedBatch)
+        return inputs.to(self.args.device) if is_packed else self._prepare_inputs(inputs)
 
     def num_examples(self, dataloader: Any) -> int:
         """The number of entries; of the training data, the public one."""
@@ -489,9 +472,11 @@ class DPTrainer(Trainer):
             return dataloader.loader.dataset_size
         return super().num_examples(dataloader)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
-        """No loss is divided by the number of tokens of the batch, which is private."""
-        return None
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """Trainer's, without a number of tokens to divide losses by, which is private."""
+        return list(islice(epoch_iterator, num_batches)), None
 
     # Steps
 
@@ -514,7 +499,7 @@ class DPTrainer(Trainer):
             set_mode()
         total, count = torch.zeros((), device=self.args.device), 0
         for microbatch in inputs:
-            microbatch = self._prepare_inputs(microbatch)
+            microbatch = self._placed(microbatch)
             with self.compute_loss_context_manager():
                 losses = self.compute_loss(model, microbatch)
             self.engine.backward(losses)
@@ -570,12 +555,6 @@ class DPTrainer(Trainer):
             ) from None
         return losses, outputs
 
-    def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Samples are clipped already."""
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return super()._get_grad_norm(model) if self._log_private_metrics else None
-
     def floating_point_ops(self, inputs: Any) -> int:
         """0: the number of operations follows from the drawn batch."""
         return 0
@@ -619,8 +598,23 @@ class DPTrainer(Trainer):
             )
         return kept
 
-    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        done = super()._finalize_training(trial, num_train_samples, start_time)
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any
+    ) -> TrainOutput:
+        """Train as Trainer does; the result has no loss, time or count of the training data.
+
+        Raises:
+            ValueError: for a checkpoint without spent privacy, or more steps than
+                `target_epsilon` allows behind it.
+        """
+        checkpoint: Any = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self._in_output_dir("")) or True
+        self._checkpoint = None
+        if checkpoint and checkpoint is not True:
+            _require_complete(checkpoint)
+            self._checkpoint = checkpoint
+        done = super().train(checkpoint, *arguments, **options)
         if self._log_private_metrics:
             return done
         metrics = {**self._public(done.metrics), "epsilon": self.get_epsilon()}
@@ -629,50 +623,32 @@ class DPTrainer(Trainer):
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """Trainer's card, with a section on privacy."""
         super().create_model_card(*arguments, **options)
-        self._write_card(self._in_output_dir("README.md"))
+        self._write_card(self._in_output_dir(""))
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        if output_dir is not None:
-            self._write_card(os.path.join(output_dir, "README.md"))
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer's, with a section on privacy in the model card; of a checkpoint also the engine.
 
-    def _write_card(self, path: str) -> None:
+        The folder can be given to `dpflash export`, `dpflash evaluate` and `dpflash audit --run`.
+        """
+        super().save_model(output_dir, _internal_call)
+        self._write_card(output_dir or self._in_output_dir(""))
+        if _internal_call and output_dir is not None and not self.args.save_only_model:
+            secret = _secret_file(output_dir)
+            os.makedirs(os.path.dirname(secret), mode=0o700, exist_ok=True)
+            self.engine.save_checkpoint(secret)
+
+    def _write_card(self, folder: str) -> None:
         if self._private_loader is not None and self._private_optimizer is not None:
+            base = getattr(plain_model(self._module()), "name_or_path", "")
             made = self._private_loader, self._private_optimizer
-            write_privacy_section(path, privacy_lines(self.engine, *made, self._privacy))
+            asked = self._privacy, self._performance
+            write_card_and_report(Path(folder), report_of(self.engine, *made, *asked, base))
 
     # Checkpoints
 
-    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        super()._save_checkpoint(*arguments, **options)
-        secrets = Path(self._in_output_dir(SECRET))
-        for path in secrets.glob("checkpoint-*.pt"):
-            if not (secrets.parent / path.stem).is_dir():  # `save_total_limit` has removed it
-                path.unlink()
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.lr_scheduler is not None
-        secret = _secret_file(output_dir)
-        os.makedirs(os.path.dirname(secret), mode=0o700, exist_ok=True)
-        self.engine.save_checkpoint(secret)
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        """Refuse a checkpoint without spent privacy; the engine loads the model with it."""
-        needed = [_secret_file(resume_from_checkpoint)]
-        needed += [os.path.join(resume_from_checkpoint, name) for name in _PUBLIC_STATE]
-        for path in needed:
-            if not os.path.isfile(path):
-                raise ValueError(
-                    f"resume_from_checkpoint={resume_from_checkpoint!r} needs {path}, which is "
-                    "missing (args.save_only_model leaves it out, and Trainer does not write it); "
-                    "restore it, or load the model and start a new run"
-                )
-        self._resumes = True
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+    def restore(self) -> None:
+        """Load the engine and the scheduler of the checkpoint that is resumed, if there is one."""
+        checkpoint = self._checkpoint
         if checkpoint is None:
             return
         assert self.lr_scheduler is not None
@@ -690,19 +666,6 @@ class DPTrainer(Trainer):
             raise ValueError(self._refusal)
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
-
-    def _run_epoch(self, **loop: Any) -> None:  # type: ignore[override]
-        """Train for one epoch. After a resume the loader itself begins in the middle of it."""
-        skipped = loop["steps_trained_in_current_epoch"]
-        if loop["epoch"] == loop["epochs_trained"] and skipped:
-            part = loop["epoch"] + skipped / loop["steps_in_epoch"]
-            loop |= {
-                "epoch": part,
-                "epochs_trained": part,
-                "steps_trained_in_current_epoch": 0,
-                "num_update_steps_per_epoch": loop["num_update_steps_per_epoch"] - skipped,
-            }
-        super()._run_epoch(**loop)
 
     # Evaluations
 
@@ -736,7 +699,7 @@ class DPTrainer(Trainer):
             self._has_met_drawn = bool(self._private_loader.seen.drawn(given))
         if not isinstance(inputs, PackedBatch):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._placed(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             losses, outputs = self._losses_of(model, inputs)
         losses = of_documents(losses, inputs)
@@ -802,15 +765,27 @@ def _packed_loader(dataset: Any, pack: PackTo) -> DataLoader:
     return DataLoader(dataset, batch_sampler=pack.microbatches(lengths), collate_fn=pack)
 
 
-def _require_known_trainer() -> None:
-    """Refuse a Trainer that would not call what keeps numbers private and epsilon right."""
-    missing = [name for name in _REPLACED if not hasattr(Trainer, name)]
-    if missing:
-        raise ImportError(
-            f"transformers {__version__} has no Trainer.{missing[0]}, which DPTrainer "
-            "replaces to keep private numbers out of logs and checkpoints; install transformers "
-            "5.23, with which it was tested"
-        )
+class _Checkpoints(TrainerCallback):
+    """Loads and writes what checkpoints of a DPTrainer have besides those of a Trainer."""
+
+    def __init__(self, trainer: DPTrainer):
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Load the checkpoint that is resumed, now that there is an optimizer and a scheduler."""
+        self._trainer.restore()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Count the epoch from the first step, also in a run that began in the middle of one."""
+        state.epoch = state.global_step / len(given["train_dataloader"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Remove what the engine's checkpoint has too, and those of removed checkpoints."""
+        folder = Path(args.output_dir)
+        (folder / f"checkpoint-{state.global_step}" / _OPTIMIZER).unlink(missing_ok=True)
+        for path in (folder / SECRET).glob("checkpoint-*.pt"):
+            if not (folder / path.stem).is_dir():  # `save_total_limit` has removed it
+                path.unlink()
 
 
 def _check_privacy(privacy: PrivacyConfig) -> None:
@@ -861,6 +836,18 @@ def _refuse_training_data(evaluated: Any, train_dataset: Any) -> None:
             "private, and would be logged. Evaluate on other data, or pass "
             "log_private_metrics=True and keep the logs secret"
         )
+
+
+def _require_complete(checkpoint: str) -> None:
+    needed = [_secret_file(checkpoint)]
+    needed += [os.path.join(checkpoint, name) for name in _PUBLIC_STATE]
+    for path in needed:
+        if not os.path.isfile(path):
+            raise ValueError(
+                f"resume_from_checkpoint={checkpoint!r} needs {path}, which is missing "
+                "(args.save_only_model leaves it out, and Trainer does not write it); restore it, "
+                "or load the model and start a new run"
+            )
 
 
 def _secret_file(checkpoint: str) -> str:

@@ -113,17 +113,17 @@ def register() -> str:
         The name, "dpflash".
 
     Raises:
-        ImportError: transformers is missing or older than 5.
+        ImportError: transformers is missing or older than 5.15.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise ImportError(
-            "dpflash.integrations.transformers needs transformers>=5: install it"
+            "dpflash.integrations.transformers needs transformers>=5.15: install it"
         ) from error
     if "q_length" not in inspect.signature(sdpa_mask).parameters:
-        raise ImportError("dpflash.integrations.transformers needs transformers>=5: upgrade it")
+        raise ImportError("dpflash.integrations.transformers needs transformers>=5.15: upgrade it")
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     for name in (NAME, NEUTRAL_NAME):

@@ -18,7 +18,11 @@ from ..privacy.ledger import Ledger
 from ..train.language_models import write_architecture
 from ..train.pretrained import (
     ADAPTER,
+    CAUSAL,
+    CLASSIFIER,
+    CONFIG,
     adapted_folder,
+    head_of,
     load_model,
     load_tokenizer,
     quiet,
@@ -27,18 +31,23 @@ from ..train.pretrained import (
 from ..train.report import REPORT
 from ..train.run import LEDGER
 from .card import model_card
-from .load import SAFETENSORS, is_pretrained, load, pretrained_folder
+from .load import SAFETENSORS, is_pretrained, load, pretrained_folder, report_of
 
 CARD = "README.md"
-_CARDS = {
-    "dpflash": "import dpflash\n\nmodel = dpflash.load(FOLDER)",
-    "transformers": "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-    "model = AutoModelForCausalLM.from_pretrained(FOLDER)\n"
-    "tokenizer = AutoTokenizer.from_pretrained(FOLDER)",
-    "adapters": "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-    "base = AutoModelForCausalLM.from_pretrained(FOLDER_OF_THE_BASE_MODEL)\n"
-    "model = PeftModel.from_pretrained(base, FOLDER)",
+_TOKENIZER = "tokenizer_config.json"
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+# What a class of transformers loads, and the name of its task on the Hub.
+_KINDS = {
+    CAUSAL: ("causal language model", "text-generation"),
+    CLASSIFIER: ("classifier of texts", "text-classification"),
 }
+_LOAD = "import dpflash\n\nmodel = dpflash.load(FOLDER)"
+_LOAD_MODEL = "from transformers import {head}\n\nmodel = {head}.from_pretrained(FOLDER)"
+_LOAD_ADAPTERS = (
+    "from peft import PeftModel\nfrom transformers import {head}\n\n"
+    "base = {head}.from_pretrained(FOLDER_OF_THE_BASE_MODEL)\n"
+    "model = PeftModel.from_pretrained(base, FOLDER)"
+)
 
 
 def export(
@@ -47,7 +56,8 @@ def export(
     """Write the model of a run for release.
 
     Args:
-        run: folder of a `dpflash train` run that ended or was interrupted.
+        run: folder of a `dpflash train` run that ended or was interrupted, the output_dir of a
+            `DPTrainer`, or what its `save_model` wrote.
         out: new folder: model.safetensors, config.json, README.md (the model card), and for a
             model of transformers its tokenizer.
         keep_adapters: write LoRA adapters as they are; they then load with peft beside the base
@@ -96,25 +106,28 @@ def _report(run: Path) -> dict[str, Any]:
     if not run.is_dir():
         raise FileNotFoundError(f"run={str(run)!r}: no such folder; pass that of a run")
     resume = f"dpflash train --resume {run}"
-    path = run / REPORT
+    path = report_of(run)
     if not path.is_file() and not (run / LEDGER).is_file():
         raise ValueError(
-            f"run={str(run)!r}: not the folder of a dpflash train run; what DPTrainer trained is "
-            "written by its save_model, with a model card"
+            f"run={str(run)!r}: not the folder of a dpflash train run, nor that of a DPTrainer"
         )
     if not path.is_file():
         raise ValueError(
-            f"run={str(run)!r}: has no {REPORT}, so it has not ended; continue it with {resume}"
+            f"run={str(run)!r}: has no {REPORT}, so it has not ended; continue it with {resume}, "
+            "or by DPTrainer.train(resume_from_checkpoint=True)"
         )
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     written = report["steps"] + report["lost_steps"]
-    ledger = Ledger(run / LEDGER)
-    if ledger.releases != written:
+    # What `save_model` wrote elsewhere has no ledger beside it.
+    ledger = Ledger(run / LEDGER) if (run / LEDGER).is_file() else None
+    if ledger is not None and ledger.releases != written:
         raise ValueError(
             f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
-            f"has {ledger.releases}; continue it with {resume}"
+            f"has {ledger.releases}; continue it with {resume}, or by "
+            "DPTrainer.train(resume_from_checkpoint=True)"
         )
-    for was, unit in ledger.names.items():  # corrected since the report was written
+    # Corrected since the report was written.
+    for was, unit in ({} if ledger is None else ledger.names).items():
         report["privacy_unit"] = report["privacy_unit"].replace(f"{was} (", f"{unit} (", 1)
         report["unit_name"] = unit.partition(": ")[2]
     return report
@@ -133,30 +146,45 @@ def _write_own(run: Path, out: Path) -> None:
 
 def _write_pretrained(trained: Path, out: Path, keep_adapters: bool) -> None:
     transformers = require_transformers(trained)
+    # By name: beside them may be checkpoints and their keys.
+    copied = [trained / name for name in _PROCESSORS]
     if keep_adapters:
-        shutil.copytree(trained, out, dirs_exist_ok=True)
-        # The path of the base model is of this machine, and so is peft's own card.
+        copied += [trained / CONFIG, *trained.glob("adapter_*")]
+    for path in copied:
+        if path.is_file():
+            shutil.copy(path, out)
+    if (trained / _TOKENIZER).is_file():
+        load_tokenizer(trained).save_pretrained(out)
+    if keep_adapters:
+        # The path of the base model is of this machine.
         config = json.loads((out / ADAPTER).read_text(encoding="utf-8"))
         config["base_model_name_or_path"] = adapted_folder(trained).name
         (out / ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (out / CARD).unlink(missing_ok=True)
         return
     model: Any = load_model(trained, merge=True)
     with quiet(transformers):
         model.save_pretrained(out)
-    load_tokenizer(trained).save_pretrained(out)
 
 
 def _card(run: Path, report: Mapping[str, Any], keep_adapters: bool) -> str:
     trained = pretrained_folder(run)
-    library = "transformers" if is_pretrained(run) else "dpflash"
+    library, head, how = "dpflash", CAUSAL, _LOAD
+    if is_pretrained(run):
+        library, head = "transformers", head_of(trained)
+        how = (_LOAD_ADAPTERS if keep_adapters else _LOAD_MODEL).format(head=head)
+    kind, task = _KINDS.get(head, (head, None))
     configured = report["config"].get("model")
     base = adapted_folder(trained).name if (trained / ADAPTER).is_file() else None
     if base is None and configured is not None:
         base = Path(configured).name
-    how = "adapters" if keep_adapters else library
     return model_card(
-        report, library=library, base=base, how=_CARDS[how], audit=_audit(run, report)
+        report,
+        kind=kind,
+        task=task,
+        library=library,
+        base=base,
+        how=how,
+        audit=_audit(run, report),
     )
 
 

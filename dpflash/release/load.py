@@ -17,6 +17,7 @@ from ..nn import LongContextLM
 from ..patterns import from_key
 from ..train.language_models import ARCHITECTURE, FORMAT, PRETRAINED, WEIGHTS
 from ..train.pretrained import ADAPTER, load_model
+from ..train.report import REPORT
 
 SAFETENSORS = "model.safetensors"
 
@@ -25,12 +26,12 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
     """Build the trained model of a folder.
 
     Args:
-        folder: the folder of a `dpflash train` run or of a `dpflash export`. Nothing is
-            downloaded.
+        folder: the folder of a `dpflash train` run or of a `dpflash export`, the output_dir of a
+            `DPTrainer`, or what its `save_model` wrote. Nothing is downloaded.
 
     Returns:
-        A `dpflash.nn.LongContextLM`, or a causal language model of transformers (with its
-        adapters, if the folder has some): on the CPU, in float32 and eval mode.
+        A `dpflash.nn.LongContextLM`, or a model of transformers (with its adapters, if the folder
+        has some): on the CPU, in float32 and eval mode.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -77,9 +78,22 @@ def is_pretrained(folder: Path) -> bool:
 
 
 def pretrained_folder(folder: Path) -> Path:
-    """Where transformers finds the model: that folder itself, or one in the folder of a run."""
-    inner = folder / PRETRAINED
-    return inner if inner.is_dir() else folder
+    """Where transformers finds the model: that folder itself, or one in the folder of a run.
+
+    Of a `DPTrainer` that wrote checkpoints only, it is the newest.
+    """
+    if (folder / PRETRAINED).is_dir():
+        return folder / PRETRAINED
+    has_model = (folder / ARCHITECTURE).is_file() or (folder / ADAPTER).is_file()
+    checkpoints = [] if has_model else folder.glob("checkpoint-*")
+    numbers = {int(n): p for p in checkpoints if (n := p.name.rpartition("-")[2]).isdecimal()}
+    return numbers[max(numbers)] if numbers else folder
+
+
+def report_of(folder: Path) -> Path:
+    """The report of a run: beside the model, where a `DPTrainer` wrote it, or in its folder."""
+    beside = pretrained_folder(folder) / REPORT
+    return beside if beside.is_file() else folder / REPORT
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:

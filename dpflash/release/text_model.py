@@ -25,7 +25,15 @@ from ..train.data import (
     num_targets,
 )
 from ..train.language_models import encode_texts
-from ..train.pretrained import load_tokenizer, quiet, require_transformers, start_token
+from ..train.pretrained import (
+    CAUSAL,
+    head_of,
+    load_tokenizer,
+    max_tokens_of,
+    quiet,
+    require_transformers,
+    start_token,
+)
 from ..train.run import summed_loss
 from .load import is_pretrained, load, pretrained_folder
 
@@ -69,12 +77,17 @@ class TextModel:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        own = pretrained_folder(Path(folder))
+        if is_pretrained(own) and head_of(own) != CAUSAL:
+            raise ValueError(
+                f"folder={str(folder)!r}: its model is no causal language model; a classifier of "
+                "texts is evaluated with label_field, others by a script of your own"
+            )
         model: Any = load(folder)
         self._model: Any = model
         self._tokenizer: Any = None
         self.token, self._padding = "byte", DOCUMENT_START
-        if is_pretrained(Path(folder)):
-            own = pretrained_folder(Path(folder))
+        if is_pretrained(own):
             self._transformers = require_transformers(own)
             self._tokenizer = load_tokenizer(own)
             self.token = "token"
@@ -85,7 +98,7 @@ class TextModel:
                 eos_token_id=self._tokenizer.eos_token_id if ends is None else ends,
                 pad_token_id=self._padding,
             )
-            self.max_tokens = getattr(self._model.config, "max_position_embeddings", None)
+            self.max_tokens = max_tokens_of(self._model, self._tokenizer)
         else:
             self.max_tokens = self._model.max_seq_len
 
@@ -115,7 +128,8 @@ class TextModel:
             )
         documents: Sequence[Tokens] = contents
         if self._tokenizer is not None:
-            documents = encode_texts(self._tokenizer, contents, self._model)
+            known = self._model.get_input_embeddings().num_embeddings
+            documents = encode_texts(self._tokenizer, contents, known)
         targets_of = [num_targets(document) for document in documents]
         fitting = min(max(max(targets_of, default=0), 1), seq_len or self.max_tokens or 2**62)
         total = sum(-(-count // fitting) for count in targets_of)

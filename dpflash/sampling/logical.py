@@ -53,12 +53,13 @@ class LogicalBatch:
 
     def _refuse_names(self, *_: Any) -> NoReturn:
         raise TypeError(
-            "a LogicalBatch has no fields: it is all microbatches of a step, to iterate over. A "
-            "DPTrainer calls compute_loss for each of them: override that in place of "
-            "training_step, or call super().training_step(model, inputs) with the same inputs"
+            "a LogicalBatch has no fields and no length: it is all microbatches of a step, to "
+            "iterate over. A DPTrainer calls compute_loss for each of them: override that in "
+            "place of training_step, or call super().training_step(model, inputs) with the same "
+            "inputs"
         )
 
-    __getitem__ = keys = items = values = get = pop = _refuse_names
+    __getitem__ = __len__ = keys = items = values = get = pop = _refuse_names
 
     def _moved(self, microbatch: Any) -> Any:
         if self._device is None:

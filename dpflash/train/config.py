@@ -50,6 +50,8 @@ class TrainingConfig:
     max_total_bytes: int = 512 * 2**20
     eval_data: str | None = None
     eval_fraction: float | None = None
+    label_field: str | None = None
+    labels: Collection[str] | None = None
     model: str | None = None
     tokenizer: str | None = None
     lora_rank: int | None = None
@@ -88,6 +90,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         self._resolve_model()
         self._resolve_data()
+        self._resolve_labels()
         if self.epochs is None:
             self._set(steps=_STEPS if self.steps is None else self.steps)
             _validate.positive_int(steps=self.steps)
@@ -199,6 +202,26 @@ class TrainingConfig:
             )
         self._set(eval_fraction=fraction)
 
+    def _resolve_labels(self) -> None:
+        if (self.label_field is None) != (self.labels is None):
+            raise ValueError(
+                f"label_field={self.label_field!r} with labels={self.labels!r}: a classifier "
+                "needs the field of the label, and the names of all labels, which are public"
+            )
+        if self.labels is None:
+            return
+        if len(set(self.labels)) != len(self.labels) or len(self.labels) < 2:
+            raise ValueError(
+                f"labels={self.labels!r}: expected at least two, and none of them twice"
+            )
+        self._set(labels=[*map(str, self.labels)])
+        if self.model is None or self.pack or self.unit in ("file", "folder"):
+            raise ValueError(
+                f"label_field={self.label_field!r} with model={self.model!r}, unit={self.unit!r} "
+                f"and pack={self.pack!r}: a model of transformers is fine-tuned on records, each "
+                "with a text and a label; pass model, unit='record' or 'field:NAME', and no pack"
+            )
+
     def _resolve_model(self) -> None:
         if self.model is None:
             for name in ("tokenizer", "lora_rank"):
@@ -303,6 +326,11 @@ class Parallelism:
                 f"shard_parameters=True with model={config.model!r}: pretrained models are shared "
                 "by dividing documents and tokens only; drop it"
             )
+        if context > 1 and config.labels is not None:
+            raise ValueError(
+                f"context_parallel={context} with label_field={config.label_field!r}: a "
+                "classifier's ranks divide the texts of a step only; drop it"
+            )
         if context > 1 and config.pack and self.sharding != "contiguous":
             raise ValueError(
                 f"sharding={self.sharding!r} with pack: ranks hold contiguous tokens of packed "
@@ -335,6 +363,7 @@ class TrainingState:
     bits_before: float | None = None
     bits_after: float | None = None
     bits_nonprivate: float | None = None
+    accuracies: dict[str, float] = field(default_factory=dict)  # of a classifier, as bits_...
     history: list[dict[str, Any]] = field(default_factory=list)
     baseline_losses: list[float] = field(default_factory=list)
     baseline: dict[str, Any] | None = None
@@ -402,6 +431,8 @@ def _read(path: str, config: TrainingConfig, suffixes: Collection[str] | None) -
         path,
         unit=config.unit,
         field=config.field,
+        label_field=config.label_field,
+        labels=config.labels,
         suffixes=suffixes,
         max_total_bytes=config.max_total_bytes,
     )

@@ -93,13 +93,17 @@ class ByteDocuments(Sequence[bytes]):
         *,
         unit: str = "file",
         field: str = "text",
+        label_field: str | None = None,
+        labels: Collection[str] | None = None,
         suffixes: Collection[str] | None = None,
         max_total_bytes: int = 512 * 2**20,
     ) -> "ByteDocuments":
         """Read a file, or the files of a folder and its subfolders.
 
-        `field` is the key of a record's text. Of a folder, skips hidden files and folders,
-        `__pycache__`, `site-packages` and `dist-packages`, and does not follow links to folders.
+        `field` is the key of a record's text. `label_field` is that of its label: a document then
+        is the label, a NUL byte and the text, and records with none of `labels` are malformed. Of
+        a folder, skips hidden files and folders, `__pycache__`, `site-packages` and
+        `dist-packages`, and does not follow links to folders.
         With unit "file" or "folder" a file is a document (of a .jsonl file, the texts of its
         records); with "record" or "field:NAME" each line of a JSONL file is one, and of a folder
         only .jsonl files are read unless `suffixes` says otherwise. A file outside of folders is a
@@ -117,7 +121,7 @@ class ByteDocuments(Sequence[bytes]):
             root, names, num_unreadable = root.parent, [root.name], 0
         else:
             names, num_unreadable = _file_names(root, suffixes)
-        reader = _Reader(root, max_total_bytes, unit, field)
+        reader = _Reader(root, max_total_bytes, unit, field, label_field, labels)
         reader.skipped["unreadable"] = num_unreadable
         for name in names:
             reader.read(name)
@@ -143,6 +147,7 @@ class ByteDocuments(Sequence[bytes]):
                 f"{path}: no usable {unit} of {wanted}; pass a folder with {kind} files or other "
                 f"suffixes. Each line of a JSONL file is an object with a string in its field "
                 f"{field!r} (--field)"
+                + (f", one of the labels in {label_field!r} (--label-field)" * bool(labels))
                 + (f", and a string or a number in that of unit={unit!r}" if names_unit else ""),
                 left_out=documents.left_out or "none",
             ) from None
@@ -189,10 +194,10 @@ class ByteDocuments(Sequence[bytes]):
         if not train or (held_out and not kept):
             noun = noun_of(self.unit)
             raise PrivateRefusal(
-                f"eval_fraction={held_out:g}: expected at least one {noun} for training and one "
-                "held out; pass another eval_fraction (names or texts decide "
-                "which are held out, at random with that probability), eval_data, or "
-                "eval_fraction=0 for no evaluation",
+                f"eval_fraction={held_out:g}: no {noun} is left to train on, or none is held out, "
+                "since each is held out with that probability, by its name or text. Pass a larger "
+                "eval_fraction (such as 0.3 for a few), eval_data with other documents, or "
+                "eval_fraction=0 to train without an evaluation",
                 training=train.num_units,
                 held_out=kept.num_units,
             ) from None
@@ -257,10 +262,20 @@ def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str]
 class _Reader:
     """Reads files one by one and keeps each distinct content of a unit under its first path."""
 
-    def __init__(self, root: Path, max_total_bytes: int, unit: str, field: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        max_total_bytes: int,
+        unit: str,
+        field: str,
+        label_field: str | None = None,
+        labels: Collection[str] | None = None,
+    ) -> None:
         self.root = root
         self.unit = unit
         self.field = field
+        self.label_field = label_field
+        self.labels = labels
         self.max_total_bytes = max_total_bytes
         # (unit, content): of a unit of one document the name is left out, so equal ones are one.
         self.documents: dict[tuple[str, bytes], str] = {}
@@ -327,7 +342,14 @@ class _Reader:
         is_unit = isinstance(owner, str | int) and not isinstance(owner, bool)
         if not is_unit or (owner == "" and self.unit.startswith(_FIELD)):
             return None
-        return text.encode(errors="replace"), str(owner)
+        content = text.encode(errors="replace")
+        if self.labels is not None and content:
+            label = record.get(self.label_field)
+            label = label if isinstance(label, str) else json.dumps(label)
+            if label not in self.labels:
+                return None
+            content = label.encode() + b"\0" + content
+        return content, str(owner)
 
     def _add(self, name: str, content: bytes, owner: str) -> None:
         if not content:
@@ -415,6 +437,20 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         return draw % num_starts
 
 
+class LabelledTexts(TrainWindows):
+    """The first seq_len tokens of each text, and the number of its label.
+
+    Documents are arrays of the label's number and then the text's tokens; padding is negative.
+    """
+
+    def window(self, index: int, step: int = 0) -> tuple[Tensor, Tensor]:
+        """Inputs `[seq_len]` and the label's number `[]`, int64."""
+        label, *_ = found = _tokens(self.documents[index], 0, self.seq_len + 1)
+        inputs = torch.full((self.seq_len,), self.padding)
+        inputs[: len(found) - 1] = found[1:]
+        return inputs, label
+
+
 def num_targets(document: Tokens) -> int:
     """The number of tokens of a document that a model predicts."""
     return len(document) if isinstance(document, bytes) else max(0, len(document) - 1)
@@ -439,6 +475,22 @@ def held_out_batches(
     while batch := list(islice(windows, batch_size)):
         inputs, targets = map(torch.stack, zip(*batch, strict=True))
         yield inputs, targets
+
+
+def labelled_batches(
+    documents: Sequence[Tokens],
+    seq_len: int,
+    max_windows: int | None,
+    *,
+    batch_size: int = 8,
+    padding: int = -1,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs `[texts, seq_len]` and labels `[texts]` for evaluation, as `held_out_batches`."""
+    texts = LabelledTexts(documents, seq_len, key=bytes(16), padding=padding)
+    windows = (texts.window(index) for index in range(len(texts))[:max_windows])
+    while batch := list(islice(windows, batch_size)):
+        inputs, labels = map(torch.stack, zip(*batch, strict=True))
+        yield inputs, labels
 
 
 def _windows_in_rounds(

@@ -1,13 +1,13 @@
-"""The two kinds of language models that `dpflash train` trains, with the same methods.
+"""The three kinds of models that `dpflash train` trains, with the same methods.
 
-Letters: B documents, T tokens, V vocabulary.
+Letters: B documents, T tokens, V vocabulary, C labels.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,11 +22,22 @@ from ..packing import PackedBatch, Units
 from ..patterns import from_key
 from ..refusal import PrivateRefusal
 from .config import TrainingConfig
-from .data import DOCUMENT_START, VOCAB_SIZE, Tokens
+from .data import (
+    DOCUMENT_START,
+    VOCAB_SIZE,
+    LabelledTexts,
+    Tokens,
+    TrainWindows,
+    held_out_batches,
+    labelled_batches,
+)
 from .pretrained import (
     ADAPTER,
+    CAUSAL,
+    CLASSIFIER,
     load_model,
     load_tokenizer,
+    max_tokens_of,
     quiet,
     quiet_peft,
     require_peft,
@@ -45,7 +56,9 @@ LanguageModel: TypeAlias = "ByteModel | PretrainedModel"
 
 
 def language_model(config: TrainingConfig) -> LanguageModel:
-    """The kind of language model that a configuration names."""
+    """The kind of model that a configuration names."""
+    if config.labels is not None:
+        return TextClassifier(config)
     return ByteModel(config) if config.model is None else PretrainedModel(config)
 
 
@@ -57,6 +70,8 @@ class ByteModel:
     padding = DOCUMENT_START
     max_tokens: int | None = None
     released = WEIGHTS
+    windows: type[TrainWindows] = TrainWindows
+    held_out_batches = staticmethod(held_out_batches)
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
@@ -105,6 +120,9 @@ class PretrainedModel:
 
     token = "token"
     released = PRETRAINED
+    windows: type[TrainWindows] = TrainWindows
+    held_out_batches = staticmethod(held_out_batches)
+    _head, _task = CAUSAL, "CAUSAL_LM"
 
     def __init__(self, config: TrainingConfig) -> None:
         assert config.model is not None
@@ -119,27 +137,29 @@ class PretrainedModel:
             )
         if config.lora_rank is not None:
             require_peft(f"lora_rank={config.lora_rank}")
-        initial: Any = load_model(config.model)
+        initial: Any = self._load()
         self.vocabulary: int = initial.get_input_embeddings().num_embeddings
         self._initial: nn.Module | None = initial
         self._tokenizer = load_tokenizer(config.tokenizer or config.model)
-        self.max_tokens: int | None = getattr(initial.config, "max_position_embeddings", None)
+        self.max_tokens = max_tokens_of(initial, self._tokenizer)
         start = start_token(self._tokenizer)
         self.padding = 0 if start is None else start
 
     def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
         """See `encode_texts`."""
-        assert self._initial is not None
-        return encode_texts(self._tokenizer, contents, self._initial)
+        return encode_texts(self._tokenizer, contents, self.vocabulary)
+
+    def _load(self) -> nn.Module:
+        return load_model(self._folder, head=self._head)
 
     def build(self) -> nn.Module:
         """The model as it is in its folder, with fresh adapters if there are to be some."""
-        model = self._initial if self._initial is not None else load_model(self._folder)
+        model = self._initial if self._initial is not None else self._load()
         self._initial = None  # the next call builds another one
         rank = self._config.lora_rank
         if rank is not None:
             peft = require_peft(f"lora_rank={rank}")
-            options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+            options = {"target_modules": "all-linear", "task_type": self._task}
             config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **options)
             with quiet_peft():
                 model = peft.get_peft_model(model, config)
@@ -180,6 +200,60 @@ class PretrainedModel:
         self._tokenizer.save_pretrained(target)
 
 
+class TextClassifier(PretrainedModel):
+    """As `PretrainedModel`, a model that gives each text one of the labels of `config.labels`.
+
+    What `encode` returns is for `LabelledTexts`.
+    """
+
+    token = "text"
+    windows = LabelledTexts
+    held_out_batches = staticmethod(labelled_batches)
+    _head, _task = CLASSIFIER, "SEQ_CLS"
+
+    def __init__(self, config: TrainingConfig) -> None:
+        assert config.labels is not None
+        self._labels = {label: number for number, label in enumerate(config.labels)}
+        super().__init__(config)
+        # `build` loads it again, since the weights of a new head are random.
+        self._initial = None
+        self._pad = self._tokenizer.pad_token_id or 0
+        self.padding = -1
+
+    def _load(self) -> nn.Module:
+        names = {number: label for label, number in self._labels.items()}
+        return load_model(
+            self._folder,
+            head=self._head,
+            id2label=names,
+            label2id=self._labels,
+            ignore_mismatched_sizes=True,
+        )
+
+    def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
+        """See `encode_labelled`."""
+        longest = min(self._config.seq_len, self.max_tokens or self._config.seq_len)
+        return encode_labelled(self._tokenizer, contents, self.vocabulary, self._labels, longest)
+
+    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """Of inputs `[B, T]`, in which padding is negative, the logits `[B, C]`."""
+        return classified(model, inputs, self._pad)
+
+    def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the model, or its adapters and a config with the labels, and the tokenizer."""
+        super().save(model, weights, folder)
+        base: Any = model
+        base.config.save_pretrained(folder / PRETRAINED)
+
+
+def classified(model: Any, inputs: Tensor, pad: int) -> Tensor:
+    """The logits `[B, C]` of a classifier for inputs `[B, T]`, in which padding is negative."""
+    is_token = inputs >= 0
+    outputs = model(input_ids=inputs.masked_fill(~is_token, pad), attention_mask=is_token.long())
+    logits: Tensor = outputs.logits
+    return logits
+
+
 def _own_part(
     sample_losses: Tensor, model: nn.Module, targets: Tensor, units: Units | None = None
 ) -> Tensor:
@@ -190,21 +264,41 @@ def _own_part(
     return sample_losses * loss_weights(targets, parallel.group, units=units)
 
 
-def encode_texts(tokenizer: Any, contents: Sequence[bytes], model: Any) -> list[Tokens]:
+def encode_texts(tokenizer: Any, contents: Sequence[bytes], vocabulary: int) -> list[Tokens]:
     """The tokens of each text, between a start and an end token if the tokenizer has such."""
     start, end = start_token(tokenizer), tokenizer.eos_token_id
     texts = [content.decode(errors="replace") for content in contents]
     # `verbose` would warn of texts that are longer than the model takes, which windows cut.
     rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    known = model.get_input_embeddings().num_embeddings
+    first, last = ([] if token is None else [token] for token in (start, end))
+    return _as_arrays(tokenizer, ([*first, *row, *last] for row in rows), vocabulary)
+
+
+def encode_labelled(
+    tokenizer: Any,
+    contents: Sequence[bytes],
+    vocabulary: int,
+    labels: Mapping[str, int],
+    max_tokens: int | None,
+) -> list[Tokens]:
+    """The number of each text's label, then its first tokens as the tokenizer makes them."""
+    found = [content.partition(b"\0") for content in contents]
+    texts = [text.decode(errors="replace") for _, _, text in found]
+    options = {"truncation": max_tokens is not None, "max_length": max_tokens}
+    rows = tokenizer(texts, **options)["input_ids"] if texts else []
+    documents = _as_arrays(tokenizer, rows, vocabulary)
+    numbers = [labels[label.decode()] for label, _, _ in found]
+    return [np.array([n, *ids], np.int32) for n, ids in zip(numbers, documents, strict=True)]
+
+
+def _as_arrays(tokenizer: Any, rows: Iterable[list[int]], vocabulary: int) -> list[Tokens]:
     documents: list[Tokens] = []
     for row in rows:
-        first = [] if start is None else [start]
-        ids = np.array([*first, *row, *([] if end is None else [end])], dtype=np.int32)
-        if len(ids) and ids.max() >= known:
+        ids = np.array(row, dtype=np.int32)
+        if len(ids) and ids.max() >= vocabulary:
             raise PrivateRefusal(
                 f"tokenizer={tokenizer.name_or_path!r}: makes a token that the model, which knows "
-                f"{known}, does not; pass the folder of the model's own tokenizer",
+                f"{vocabulary}, does not; pass the folder of the model's own tokenizer",
                 token=int(ids.max()),
             ) from None
         documents.append(ids)

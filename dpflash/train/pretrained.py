@@ -1,7 +1,8 @@
-"""Causal language models of transformers: read from and written to folders, never downloaded."""
+"""Models of transformers: read from and written to folders, never downloaded."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,10 @@ from torch import nn
 ADAPTER = "adapter_config.json"
 CONFIG = "config.json"
 _BASE = "base_model_name_or_path"
+_ANY = 10**9  # more tokens mean any number, in tokenizers
+# The classes that load language models and classifiers of texts.
+CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+_HEADS = {"CAUSAL_LM": CAUSAL, "SEQ_CLS": CLASSIFIER}  # by PEFT's name of a task
 
 
 def require_transformers(folder: str | Path) -> Any:
@@ -36,32 +41,53 @@ def require_peft(cause: str) -> Any:
     return peft
 
 
-def load_model(folder: str | Path, *, merge: bool = False) -> nn.Module:
-    """The causal language model of a folder, in float32 and eval mode.
+def load_model(
+    folder: str | Path, *, head: str | None = None, merge: bool = False, **options: Any
+) -> nn.Module:
+    """The model of a folder, in float32 and eval mode.
 
-    The folder has a model as `save_pretrained` writes it, or LoRA adapters, whose base model is
-    where it was when they were trained, and to whose weights `merge` adds them.
+    Args:
+        folder: has a model as `save_pretrained` writes it, or LoRA adapters, whose base model is
+            where it was when they were trained.
+        head: the class of transformers that loads it; None for `head_of`.
+        merge: add adapters to the weights of the model.
+        options: of `from_pretrained`.
     """
     folder = _require_folder(folder, "model")
-    is_adapter = (folder / ADAPTER).is_file()
     transformers = require_transformers(folder)
-    if not is_adapter:
-        if not (folder / CONFIG).is_file():
-            raise ValueError(
-                f"model={str(folder)!r}: the folder has no {CONFIG}; pass the folder of a causal "
-                "language model of transformers"
-            )
-        with quiet(transformers):
-            model = _from_pretrained(
-                transformers.AutoModelForCausalLM, folder, "model", dtype=torch.float32
-            )
+    head = head or head_of(folder)
+    if (folder / ADAPTER).is_file():
+        peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
+        if (folder / CONFIG).is_file():  # of a classifier, with its labels
+            options = {"config": transformers.AutoConfig.from_pretrained(folder), **options}
+        base = load_model(adapted_folder(folder), head=head, **options)
+        with quiet_peft():
+            model = peft.PeftModel.from_pretrained(base, folder)
+        return (model.merge_and_unload() if merge else model).eval()
+    kind = getattr(transformers, head)
+    with quiet(transformers):
+        model = _from_pretrained(kind, folder, "model", dtype=torch.float32, **options)
+    if head == CAUSAL:
         _require_causal(model, folder)
-        return model
-    peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
-    base = load_model(adapted_folder(folder))
-    with quiet_peft():
-        model = peft.PeftModel.from_pretrained(base, folder)
-    return (model.merge_and_unload() if merge else model).eval()
+    return model
+
+
+def head_of(folder: Path) -> str:
+    """The class of transformers that loads a model: `CAUSAL`, `CLASSIFIER`, or another."""
+    if (folder / ADAPTER).is_file():
+        task = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("task_type")
+        return _HEADS.get(task) or head_of(adapted_folder(folder))
+    if not (folder / CONFIG).is_file():
+        raise ValueError(
+            f"model={str(folder)!r}: the folder has no {CONFIG}; pass the folder of a model of "
+            "transformers"
+        )
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    name: str = (config.get("architectures") or [""])[0]
+    if name.endswith("ForSequenceClassification"):
+        return CLASSIFIER
+    is_own = hasattr(require_transformers(folder), name)
+    return name if is_own and not name.endswith(("ForCausalLM", "LMHeadModel")) else CAUSAL
 
 
 @torch.no_grad()
@@ -75,7 +101,8 @@ def _require_causal(model: Any, folder: Path) -> None:
         raise ValueError(
             f"model={str(folder)!r}: {type(model).__name__} sees later tokens, as encoders do, "
             "so it would be trained to copy what it is to predict. Pass the folder of a causal "
-            "language model, such as a GPT or Llama; to fine-tune an encoder use DPTrainer"
+            "language model, such as a GPT or Llama. An encoder is trained to classify texts: "
+            "pass label_field and labels, or use DPTrainer"
         )
 
 
@@ -97,6 +124,13 @@ def load_tokenizer(folder: str | Path) -> Any:
     return _from_pretrained(require_transformers(folder).AutoTokenizer, folder, "tokenizer")
 
 
+def max_tokens_of(model: Any, tokenizer: Any) -> int | None:
+    """The most tokens of a text that a model and its tokenizer take; None for any."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    given = [n for n in (positions, tokenizer.model_max_length) if n is not None and n < _ANY]
+    return min(given, default=None)
+
+
 def start_token(tokenizer: Any) -> int | None:
     """The token that texts start with; None if the tokenizer has no token for that."""
     for name in ("bos_token_id", "eos_token_id", "cls_token_id"):
@@ -108,13 +142,15 @@ def start_token(tokenizer: Any) -> int | None:
 
 @contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """No progress bars of transformers, which would stand between those of a command."""
+    """No progress bars and reports of transformers, which would stand between a command's own."""
     logging = transformers.utils.logging
-    was_shown = logging.is_progress_bar_enabled()
+    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if was_shown:
             logging.enable_progress_bar()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from .._json import finite
 from .._validate import counted
-from ..privacy.source import library_version
+from ..privacy.card import versions
 from .config import TrainingConfig
 from .data import has_several_documents, noun_of
 
@@ -36,6 +35,7 @@ _NOT_COVERED = {
     "num_documents": "treated as public, with num_units, sample_rate and noise_multiplier, unless "
     "public.dataset_size_declared",
     "window_len": "treated as public, as num_documents is: no longer than the longest document",
+    "accuracy": "as bits_per_byte",
     "bits_per_byte_before": "measured on the held-out documents, which epsilon does not cover",
     "bits_per_byte_after": "measured on the held-out documents, which epsilon does not cover; it "
     "covers the training documents",
@@ -57,6 +57,7 @@ _SEEDED = "seeded: anyone who knows the seed can subtract the noise. For researc
 
 def _unit_in_words(config: TrainingConfig, unit: str) -> str:
     part = "all of {}, packed" if config.pack else "one window of {}"
+    part = part if config.labels is None else "the label and the first tokens of {}"
     if not has_several_documents(config.unit):
         return f"{_UNITS[config.unit]}; each step trains on {part.format('it')}"
     documents = "one folder with all its files"
@@ -113,6 +114,7 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
         f"bits_per_{token}_before": state.bits_before,
         f"bits_per_{token}_after": state.bits_after,
         f"bits_per_{token}_nonprivate": state.bits_nonprivate,
+        **{f"accuracy_{when}": found for when, found in state.accuracies.items()},
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         "tokens_counted": "targets of the sampled documents, without padding",
         "peak_memory_mb": state.peak_memory_mb,
@@ -125,7 +127,7 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
             key.replace("byte", token): why for key, why in _NOT_COVERED.items()
         },
         "config": config.as_dict(),
-        "versions": _versions(),
+        "versions": versions(),
         "history": state.history,
         "history_nonprivate": state.baseline_losses,
     }
@@ -261,11 +263,3 @@ def peak_memory_mb(device: str) -> float:
         return math.nan
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "dpflash": library_version(),
-    }

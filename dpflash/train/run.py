@@ -37,7 +37,7 @@ from ..privacy.ledger import Ledger
 from ..refusal import PrivateWarning, warn
 from ..sampling import synthetic
 from .config import Corpus, TrainingConfig, TrainingState, noise_for
-from .data import IGNORE_INDEX, Tokens, TrainWindows, held_out_batches, num_targets
+from .data import IGNORE_INDEX, Tokens, num_targets
 from .language_models import PRETRAINED, WEIGHTS, language_model
 from .launch import Launch
 from .metrics import append_metrics
@@ -111,7 +111,7 @@ class TrainingRun:
         self.total_steps = config.num_steps(self.num_units)
         self._documents_at_once = corpus.train.documents_at_once(config.examples_per_unit)
         self.pack = pack_of(config, self.window_len)
-        kind, length = TrainWindows, self.window_len
+        kind, length = self._lm.windows, self.window_len
         if self.pack is not None:
             kind, length = WholeDocuments, self.pack.tokens - 1
         self._windows = kind(documents, length, key=state.window_key, padding=self._lm.padding)
@@ -345,13 +345,13 @@ class TrainingRun:
             return self._written_report()
         self._save()
         if state.bits_before is None:
-            state.bits_before = self._evaluate(self.model)
+            state.bits_before = self._evaluate(self.model, "before")
         self._stop_if(should_stop)
         self._train(should_stop, progress)
         if state.bits_after is None:
             peak = self._team.greatest(peak_memory_mb(self.config.device), "peak memory")
             state.peak_memory_mb = max(state.peak_memory_mb, peak)
-            state.bits_after = self._evaluate(self.model)
+            state.bits_after = self._evaluate(self.model, "after")
             self._release()
         # The non-private run does not support sharded parameters.
         has_baseline = self.config.baseline and not self._team.parallel.shard_parameters
@@ -479,7 +479,7 @@ class TrainingRun:
                 self._stop_if(should_stop)
                 if (step + 1) % config.checkpoint_every == 0:
                     self._save()
-        state.bits_nonprivate = self._evaluate(model)
+        state.bits_nonprivate = self._evaluate(model, "nonprivate")
 
     def _baseline_step(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
@@ -514,14 +514,14 @@ class TrainingRun:
             pairs = [self._windows.window(index, step) for index in drawn[start : start + size]]
             yield [torch.stack(column) for column in zip(*pairs, strict=True)]
 
-    def _evaluate(self, model: nn.Module) -> float | None:
+    def _evaluate(self, model: nn.Module, when: str) -> float | None:
         config, team = self.config, self._team
         if not self._held_out:
             return None
-        nats, count = 0.0, 0
+        nats, count, correct = 0.0, 0, 0
         model.eval()
         with torch.no_grad():
-            for inputs, targets in held_out_batches(
+            for inputs, targets in self._lm.held_out_batches(
                 self._held_out,
                 self.window_len,
                 config.eval_windows,
@@ -534,10 +534,15 @@ class TrainingRun:
                 # those of transformers take no empty batch.
                 if not len(inputs) and not team.parallel.shard_parameters:
                     continue
-                nats += summed_loss(self._lm.logits(model, inputs), targets)
+                logits = self._lm.logits(model, inputs)
+                nats += summed_loss(logits, targets)
                 count += int((targets != IGNORE_INDEX).sum())
+                if config.labels is not None:
+                    correct += int((logits.argmax(-1) == targets).sum())
         model.train()
-        nats, total = team.total([nats, count], "an evaluation")
+        nats, total, right = team.total([nats, count, correct], "an evaluation")
+        if config.labels is not None and total:
+            self.state.accuracies[when] = right / total
         return nats / total / math.log(2) if total else None
 
     def _initial_model(self) -> nn.Module:
@@ -558,8 +563,11 @@ class TrainingRun:
             return synthetic.packing(tokens)(synthetic.documents(vocabulary, tokens))
         made = synthetic.documents(vocabulary, tokens + 1)
         documents = [own.numpy() for own in made]
+        if self.config.labels is not None:
+            for number, own in enumerate(documents):
+                own[0] = number % len(self.config.labels)
         key, padding = self.state.window_key, self._lm.padding
-        windows = TrainWindows(documents, tokens, key=key, padding=padding)
+        windows = self._lm.windows(documents, tokens, key=key, padding=padding)
         return default_collate([windows[number] for number in range(len(windows))])
 
     def _adam(self, model: nn.Module) -> torch.optim.Adam:
@@ -648,7 +656,7 @@ def _delete(path: Path) -> None:
 def summed_loss(logits: Tensor, targets: Tensor) -> float:
     """The cross-entropy over all targets of a batch together, in nats."""
     return nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(),
+        logits.flatten(0, -2).float(),
         targets.flatten(),
         ignore_index=IGNORE_INDEX,
         reduction="sum",

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ tokenizers = pytest.importorskip("tokenizers")
 
 import dpflash  # noqa: E402
 from dpflash.cli import main  # noqa: E402
+from dpflash.integrations.transformers import DPTrainer  # noqa: E402
+from dpflash.privacy.spending import rounded_up  # noqa: E402
+from dpflash.release.export import export  # noqa: E402
 from dpflash.release.text_model import TextModel  # noqa: E402
 from dpflash.train.config import Corpus, TrainingConfig  # noqa: E402
 from dpflash.train.language_models import PretrainedModel, encode_texts  # noqa: E402
-from dpflash.train.pretrained import load_model  # noqa: E402
+from dpflash.train.pretrained import CAUSAL, load_model  # noqa: E402
 from dpflash.train.run import Interrupted, TrainingRun  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,6 +128,90 @@ def test_lora_is_trained_killed_resumed_exported_loaded_and_generates(
     assert torch.equal(*made)
 
 
+@pytest.fixture(scope="module")
+def trained(llama, tmp_path_factory):
+    """The output_dir of a DPTrainer with adapters and two checkpoints, of two notes a patient."""
+    peft = pytest.importorskip("peft")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
+    data = [
+        {"input_ids": ids, "labels": ids, "patient": number // 2}
+        for number in range(24)
+        for ids in [torch.tensor(tokenizer(f"note {number:02}: fever")["input_ids"])]
+    ]
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    out = tmp_path_factory.mktemp("trained") / "out"
+    trainer = DPTrainer(
+        model=peft.get_peft_model(load_model(llama), adapters),
+        args=transformers.TrainingArguments(
+            **{"output_dir": str(out), "max_steps": 2, "save_strategy": "steps", "save_steps": 1},
+            **{"per_device_train_batch_size": 4, "report_to": [], "use_cpu": True},
+            **{"disable_tqdm": True, "learning_rate": 0.1},
+        ),
+        train_dataset=data,
+        data_collator=transformers.default_data_collator,
+        processing_class=tokenizer,
+        privacy=dpflash.PrivacyConfig(
+            **{"noise_multiplier": 1.0, "target_delta": 1e-3, "max_grad_norm": 1.0},
+            **{"unit_of": lambda entry: entry["patient"], "examples_per_unit": 2},
+            unit_name="patient",
+        ),
+    )
+    trainer.train()
+    return trainer
+
+
+def test_what_a_trainer_wrote_is_exported_and_evaluated(trained, notes, tmp_path, capsys):
+    out = Path(trained.args.output_dir)
+    for number, keep in enumerate((False, True)):
+        words = ["--keep-adapters"] if keep else []
+        assert main(["export", str(out), "--out", str(tmp_path / str(number)), *words]) == 0
+    names = {path.name for path in (tmp_path / "0").iterdir()}
+    assert "model.safetensors" in names and not any("adapter" in name for name in names)
+    names = {path.name for path in (tmp_path / "1").iterdir()}
+    assert names - {"README.md", "tokenizer.json", "tokenizer_config.json"} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    card = (tmp_path / "0" / "README.md").read_text()
+    assert (
+        card.index("## ") == card.index("## Differential privacy")
+        and "of a patient of the other" in card
+    )
+    assert "fine-tuned from llama" in card and str(tmp_path.parent) not in card
+    assert f"| epsilon | {rounded_up(trained.get_epsilon())} |" in card
+    tokens = torch.tensor([[0, 5, 6, 7]])
+    expected = trained.model.eval()(input_ids=tokens).logits
+    for folder in (out, out / "checkpoint-2", tmp_path / "0"):
+        assert torch.allclose(dpflash.load(folder)(input_ids=tokens).logits, expected, atol=1e-5)
+        words = ["evaluate", str(folder), "--data", str(notes), "--unit", "record", "--json"]
+        capsys.readouterr()
+        assert main(words) == 0 and json.loads(capsys.readouterr().out)["documents"] == 60
+
+
+def test_an_older_checkpoint_is_not_exported_as_the_run(trained, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(trained.args.output_dir, out)
+    shutil.rmtree(out / "checkpoint-2")
+    with pytest.raises(ValueError, match="after 1 releases, and its ledger has 2; .*DPTrainer"):
+        export(out, tmp_path / "release")
+    export(out / "checkpoint-1", tmp_path / "release")  # asked for by name
+    card = (tmp_path / "release" / "README.md").read_text()
+    assert "| steps | 1 |" in card
+
+
+@pytest.mark.cases(0)
+def test_the_settings_of_a_trainer_are_audited(trained, tmp_path):
+    out = tmp_path / "saved"
+    trained.save_model(str(out))
+    words = ["audit", "--run", str(out), "--canaries", "40", "--no-ranks", "--seed", "0"]
+    assert main(words) == 0
+    settings = json.loads((out / "audit.json").read_text())["settings"]
+    assert settings["steps"] == 2 and settings["sample_rate"] == 4 / 12
+    assert "user: patient" in settings["privacy_unit"] and settings["clipping"] == "flat"
+    card = (export(out, tmp_path / "release") / "README.md").read_text()
+    assert "### Audit" in card and "nothing refuted the claim" in card
+
+
 def test_all_parameters_are_trained_without_lora_and_windows_fit_the_model(
     llama, notes, tmp_path, capsys
 ):
@@ -160,19 +248,14 @@ def test_adapters_are_exported_as_they_are_if_asked(llama, notes, tmp_path):
 
 def test_tokens_of_a_text_stand_between_start_and_end(llama):
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
-    (ids,) = encode_texts(tokenizer, [b"ab"], load_model(llama))
+    (ids,) = encode_texts(tokenizer, [b"ab"], 300)
     assert ids[0] == 0 and ids[-1] == 1 and len(ids) == 4
     # A tokenizer without such tokens: the first token of the text is never a target.
     tokenizer.bos_token = tokenizer.eos_token = None
-    (ids,) = encode_texts(tokenizer, [b"ab"], load_model(llama))
+    (ids,) = encode_texts(tokenizer, [b"ab"], 300)
     assert len(ids) == 2
-    small = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
-        )
-    )
     with pytest.raises(dpflash.PrivateRefusal, match="the model, which knows 8, does not; pass"):
-        encode_texts(tokenizer, [b"ab"], small)
+        encode_texts(tokenizer, [b"ab"], 8)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +346,6 @@ def test_an_encoder_is_refused_as_a_model_to_train(llama, tmp_path):
         folder = tmp_path / kind.__name__
         kind(config(**sizes)).save_pretrained(folder)
         with pytest.raises(ValueError, match="sees later tokens"):
-            load_model(folder)
+            load_model(folder, head=CAUSAL)
         kind(config(**sizes, is_decoder=True)).save_pretrained(folder)
-        load_model(folder)
+        load_model(folder, head=CAUSAL)

@@ -188,7 +188,7 @@ def test_nothing_of_the_training_data_is_logged_and_the_pair_is_the_unit_everywh
         assert evaluated[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
     assert "eval_rewards/accuracies" in evaluated and "eval_mean_token_accuracy" in evaluated
     assert made.engine.privacy_unit == "preference pair"
-    assert "- privacy unit: one preference pair" in (tmp_path / "out/README.md").read_text()
+    assert "| privacy unit | one preference pair" in (tmp_path / "out/README.md").read_text()
     lines = (tmp_path / "ledger").read_text().splitlines()
     assert {json.loads(line)["unit"] for line in lines} == {"preference pair"}
     again = trainer(tmp_path, args=args, eval_dataset=held_out)

@@ -471,7 +471,7 @@ def test_a_model_without_attention_can_be_made():
 
 def test_without_transformers_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="needs transformers>=5"):
+    with pytest.raises(ImportError, match="needs transformers>=5.15"):
         huggingface.register()
 
 

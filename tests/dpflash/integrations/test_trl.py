@@ -127,7 +127,7 @@ def test_adapters_of_peft_config_are_trained_and_nothing_private_is_logged(tmp_p
     assert sum("eval_loss" in log for log in logs) == 2
     for word in ("entropy", "token_accuracy", "num_tokens"):
         assert word not in json.dumps(of_training)
-    assert "- epsilon 3" in (tmp_path / "out/README.md").read_text()
+    assert "| epsilon | 3" in (tmp_path / "out/README.md").read_text()
     again = trainer(tmp_path, peft_config=adapters)
     again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
     # The four steps behind the checkpoint were made twice.

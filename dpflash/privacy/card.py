@@ -1,0 +1,137 @@
+"""The section of a model card that says what is private, how, and what is not."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .source import library_version
+from .spending import rounded_up
+
+TITLE = "## Differential privacy"
+
+_RELATIONS = {
+    "zero_out": "of which one has nothing in place of a {unit} of the other (the number of "
+    "{unit}s is public)",
+    "add_remove": "of which one has one {unit} more than the other",
+    "replace_one": "that differ in one {unit}",
+}
+_NOT_COVERED = (
+    "Training losses, speeds and the other files of the run (report, metrics, checkpoint).",
+    "The choice of this run among several, or of a checkpoint: tuning on the same data spends "
+    "more than the epsilon above, and other models from the same data add to it.",
+    "Data that the model was evaluated on; it did not train the model.",
+    "Whatever a pretrained base model was trained on before.",
+    "Units that belong together: if one person is in several {unit}s, the guarantee for the "
+    "person is weaker than for one {unit}.",
+)
+
+
+def privacy_section(
+    report: Mapping[str, Any], unit: str, audit: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The lines of the section, which begins with `TITLE` and has parts of the third level.
+
+    Args:
+        report: of a run. Only values that epsilon covers or that count as public are used.
+        unit: what a privacy unit is called, such as "patient".
+        audit: what `dpflash audit --run` found with the run's settings; None without one.
+    """
+    return [
+        TITLE,
+        "",
+        _statement(report, unit),
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {value} |" for name, value in _rows(report).items()),
+        "",
+        *([] if audit is None else _audit_part(audit)),
+        "### Not covered by epsilon",
+        "",
+        *(f"- {text.format(unit=unit)}" for text in _NOT_COVERED),
+        "",
+    ]
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, torch and dpflash."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "dpflash": library_version(),
+    }
+
+
+def _statement(report: Mapping[str, Any], unit: str) -> str:
+    if report["epsilon"] is None:
+        return "**This model is not private:** it was trained without noise."
+    relation = _RELATIONS[report["neighboring_relation"]].format(unit=unit)
+    epsilon, delta = rounded_up(report["epsilon"]), report["delta"]
+    text = (
+        f"The weights are ({epsilon}, {delta:g})-differentially private: for two data sets "
+        f"{relation}, no set of weights is more than e^epsilon times as likely under one as under "
+        "the other, but for a probability of delta."
+    )
+    if report["seeded"]:
+        text += (
+            " **The run was seeded: to whoever knows the seed the model is not private, since its "
+            "noise can be recomputed. It is for research, not for release.**"
+        )
+    return text
+
+
+def _rows(report: Mapping[str, Any]) -> dict[str, str]:
+    public = report["public"]
+    size = "treated as public, as the length of the longest unit is"
+    size = "declared" if public["dataset_size_declared"] else size
+    lost = ", and {} more in its ledger, lost in a crash or of earlier runs"
+    lost = lost.format(report["lost_steps"]) if report["lost_steps"] else ""
+    epsilon = "none" if report["epsilon"] is None else rounded_up(report["epsilon"])
+    return {
+        "epsilon": epsilon,
+        "delta": f"{report['delta']:g}",
+        "neighboring relation": report["neighboring_relation"],
+        "privacy unit": report["privacy_unit"],
+        "dataset size": f"{public['dataset_size']}, {size}",
+        "sampler": f"{report['sampler']}, sample rate {report['sample_rate']:.6g}",
+        "steps": f"{report['steps']}{lost}",
+        "accountant": report["accountant"],
+        "clipping": f"{report['clipping']}, max_grad_norm {report['max_grad_norm']:g}",
+        "noise multiplier": f"{report['noise_multiplier']:.6g}"
+        + (f", banded noise of {report['bands']} bands" if report.get("bands", 1) > 1 else ""),
+        "expected batch size": f"{report['expected_batch_size']}",
+        "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
+        "head of the ledger": report.get("ledger_head") or "not recorded",
+    }
+
+
+def _audit_part(audit: Mapping[str, Any]) -> list[str]:
+    """The lines about the audit; its numbers do not depend on the training data."""
+    passed = "nothing refuted the claim" if audit["ok"] else "**the claim was refuted**"
+    checks = audit["checks"]
+    failed = [check["name"] for check in checks if not check["ok"]]
+    claimed = rounded_up(audit["claimed_epsilon"])
+    named = f"{len(checks) - len(failed)} of {len(checks)} named checks passed"
+    if failed:
+        named += f" (failed: {', '.join(failed)})"
+    return [
+        "### Audit",
+        "",
+        "The run's settings were audited with canaries in place of its data, through the same "
+        f"library ({audit['mode'].replace('_', ' ')}, {audit['scores']} scores): {passed}; "
+        f"{named}. An audit is a test, not a proof, and its bounds are lower bounds.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| audited claim | {audit['claim']} |",
+        f"| claimed epsilon at delta {audit['delta']:g} | {claimed} |",
+        f"| epsilon is at least (assumption-free) | {audit['epsilon_lower']:.3g} |",
+        f"| epsilon is at least (assumes Gaussian) | {audit['epsilon_lower_gaussian']:.3g} |",
+        f"| confidence of each bound | {audit['confidence']:.0%} |",
+        f"| honest runs accused, at most | {audit['false_alarm_rate']:.2g} |",
+        "",
+    ]

@@ -1,0 +1,154 @@
+"""`dpflash train --label-field`: a classifier of texts, from folder to release."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+import dpflash  # noqa: E402
+from dpflash.cli import main  # noqa: E402
+from dpflash.train.config import Parallelism, TrainingConfig  # noqa: E402
+from dpflash.train.data import ByteDocuments, LabelledTexts  # noqa: E402
+from dpflash.train.language_models import TextClassifier  # noqa: E402
+from dpflash.train.run import Interrupted, TrainingRun  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "fever", "none", "today", "note"]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A tiny BERT without a head, and a tokenizer of words."""
+    folder = tmp_path_factory.mktemp("base") / "bert"
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="[UNK]"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    plain.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 12, "vocab_size": len(WORDS)}
+    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory):
+    """Two notes of each patient, and a line with a label that nobody named."""
+    path = tmp_path_factory.mktemp("data") / "notes.jsonl"
+    records = [
+        {"text": f"note {'fever' if i % 3 else 'none'} " + "today " * (i % 12)}
+        | {"label": "ill" if i % 3 else True, "patient_id": f"p{i // 2}"}
+        for i in range(120)
+    ]
+    records.append({"text": "note", "label": "rare", "patient_id": "p0"})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def given(bert, notes, **changes):
+    return {
+        **{"data": str(notes), "unit": "field:patient_id", "model": str(bert), "delta": 1e-3},
+        **{"label_field": "label", "labels": ["true", "ill"], "batch_size": 10, "steps": 3},
+        **{"accountant": "rdp", "examples_per_unit": 2, "seed": 1, **changes},
+    }
+
+
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_a_classifier_is_trained_evaluated_exported_and_loaded(
+    lora_rank, bert, notes, tmp_path, capsys
+):
+    run, out = tmp_path / "run", tmp_path / "out"
+    words = ["train", "--data", str(notes), "--unit", "field:patient_id", "--model", str(bert)]
+    words += ["--label-field", "label", "--labels", "true", "ill", "--batch-size", "30"]
+    words += ["--steps", "30", "--noise-multiplier", "0.01", "--delta", "1e-3"]
+    words += ["--accountant", "rdp", "--learning-rate", "0.02", "--out", str(run)]
+    assert main([*words, *(["--lora-rank", "2"] if lora_rank else [])]) == 0
+    shown = capsys.readouterr().out
+    assert "left out: 1 malformed" in shown and "texts of 12 tokens" in shown
+    assert "accuracy, private" in shown and "texts per second" in shown
+    report = json.loads((run / "report.json").read_text())
+    assert report["accuracy_after"] == 1 and report["bits_per_text_after"] < 0.1
+    assert "the label and the first tokens of each, clipped as one" in report["privacy_unit"]
+    assert main(["evaluate", str(run), "--data", str(notes), "--label-field", "label"]) == 0
+    assert "accuracy       1.0000" in capsys.readouterr().out
+    assert main(["evaluate", str(run), "--data", str(notes), "--unit", "record"]) == 2
+    assert "a classifier of texts is evaluated with label_field" in capsys.readouterr().err
+    assert main(["export", str(run), "--out", str(out)]) == 0
+    card = (out / "README.md").read_text()
+    assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClass" in card
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    texts = tokenizer(["note fever", "note none today"], padding=True, return_tensors="pt")
+    found = model(**texts).logits
+    assert [model.config.id2label[int(n)] for n in found.argmax(-1)] == ["ill", "true"]
+    assert torch.allclose(dpflash.load(run)(**texts).logits, found, atol=1e-5)
+
+
+def test_a_resumed_classifier_is_the_uninterrupted_one(bert, notes, tmp_path):
+    config = TrainingConfig(**given(bert, notes, checkpoint_every=1))
+    whole = TrainingRun.start(config, tmp_path / "whole")
+    report = whole.run()
+    calls = iter(range(9))
+    with pytest.raises(Interrupted):
+        TrainingRun.start(config, tmp_path / "cut").run(should_stop=lambda: next(calls) == 2)
+    resumed = TrainingRun.resume(tmp_path / "cut")
+    again = resumed.run()
+    assert again["history"] == report["history"]
+    assert again["accuracy_after"] == report["accuracy_after"]
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+
+
+def test_padding_does_not_reach_a_text(bert, notes):
+    """The loss of a text is the same alone and padded, and the tokens are the tokenizer's."""
+    kind = TextClassifier(TrainingConfig(**given(bert, notes)))
+    (document,) = kind.encode([b"ill\0note fever"])
+    assert document.tolist() == [1, 2, 7, 4, 3]
+    model = kind.build().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    losses = []
+    for length in (4, 9):
+        inputs, label = LabelledTexts([document], length, key=bytes(16), padding=-1)[0]
+        assert inputs.tolist() == [2, 7, 4, 3, *[-1] * (length - 4)] and label == 1
+        losses.append(kind.losses(model, inputs[None], label[None]))
+    assert torch.allclose(*losses, rtol=1e-4, atol=1e-4)
+
+
+def test_equal_texts_with_two_labels_are_two_documents(notes):
+    lines = [{"text": "a", "of": x, "label": y} for x, y in (("p", 0), ("p", 1), ("q", 0))]
+    path = notes.with_name("equal.jsonl")
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, lines[0]]))
+    found = ByteDocuments.read(path, unit="field:of", label_field="label", labels=["0", "1"])
+    assert found.contents == (b"0\0a", b"1\0a", b"0\0a") and found.owners == ("p", "p", "q")
+    assert found.left_out == "1 duplicate"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": None}, "a classifier needs the field of the label, and the names of all"),
+        ({"labels": ["a"]}, "expected at least two"),
+        ({"labels": ["a", "a"]}, "none of them twice"),
+        ({"model": None}, "is fine-tuned on records, each with a text and a label"),
+        ({"unit": "folder"}, "pass model, unit='record' or 'field:NAME', and no pack"),
+        ({"pack": True}, "and no pack"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_classifier_are_refused(changes, message, bert, notes):
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig(**given(bert, notes, **changes))
+
+
+def test_a_context_is_refused_for_a_classifier(bert, notes):
+    with pytest.raises(ValueError, match="context_parallel=2 with label_field='label'"):
+        Parallelism(context_parallel=2).check(TrainingConfig(**given(bert, notes)))
