@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-import dpflash.attn.ops  # noqa: F401  registers the operators that are counted
+from dpflash.attn import attention
 from dpflash.clipping.device_speed import Ceilings
-from dpflash.patterns import Adaptive, from_key
+from dpflash.clipping.tape import attention_flops, attention_formulas
+from dpflash.kernels import NoiseStream, add_noise_
 
 from .timing import Effort, Stopwatch, time_steps
 
-_FORWARD, _BACKWARD = 4, 10  # FLOPs of a pair (query, key) and a component of its head
+_CPU = torch.device("cpu")
 _LONG_ENOUGH = 0.02  # seconds of the product that is timed
 # Two roofs within this factor of each other are called balanced.
 _BALANCED = 1.25
@@ -44,17 +46,12 @@ def count_work(call: Callable[[], object]) -> Work:
     Attention counts the pairs that its pattern has: 4 D each forward and 10 D backward, or with
     values of another head dim E 2 (D + E) and 6 D + 4 E.
     """
-    counter = FlopCounterMode(display=False, custom_mapping=_attention_formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
     moved = _MovedBytes()
     # What is compiled shows no operations.
     with torch.compiler.set_stance("force_eager"), counter, moved:
         call()
     return Work(float(counter.get_total_flops()), float(moved.total))
-
-
-def attention_flops(pairs: int, head_dim: int, *, forward: bool, backward: bool) -> float:
-    """FLOPs of attention over this number of pairs (query, key), of all heads and samples."""
-    return float(head_dim * pairs * (_FORWARD * forward + _BACKWARD * backward))
 
 
 class _MovedBytes(TorchDispatchMode):
@@ -77,28 +74,6 @@ def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     aliased = [r.alias_info for r in returns if r.alias_info is not None]
     return bool(aliased) and not any(info.is_write for info in aliased)
-
-
-def _attention_formulas() -> dict[Any, Callable[..., int]]:
-    def pairs(q: Any, k: Any, key: str) -> int:
-        pattern = from_key(key)
-        batch, heads, rows, _ = q
-        if isinstance(pattern, Adaptive):
-            block = pattern.block_size
-            return batch * heads * rows * min(pattern.keep * block, k[2])
-        return batch * pattern.edges(rows, heads)
-
-    # Arguments after q, k and v are six optional tensors, then the pattern's key.
-    def forward(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
-        return _FORWARD * (q[3] + v[3]) * pairs(q, k, rest[6]) // 2
-
-    def backward(
-        do: Any, dlse: Any, o: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any
-    ) -> int:
-        # Products of width D: q k, dq and dk; of width E: dv and do v.
-        return _BACKWARD * (3 * q[3] + 2 * v[3]) * pairs(q, k, rest[6]) // 5
-
-    return {torch.ops.dpflash.attention: forward, torch.ops.dpflash.attention_backward: backward}
 
 
 def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
@@ -137,6 +112,36 @@ def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
             torch.set_float32_matmul_precision(before)
     bandwidth = 2 * 4 * elements / median(copy, trials)
     return Ceilings(flops, bandwidth, device.type, source="measured")
+
+
+def measured_ceilings() -> Ceilings:
+    """The roofs of this CPU, and what attention, noise and small operations reach on it."""
+    roofs, stopwatch = measured_roofs(torch.device("cpu"), quick=True), Stopwatch(_CPU)
+    q, k, v = (torch.randn(1, 4, 1024, 64, requires_grad=True) for _ in range(3))
+    out, little, one = torch.zeros(2**18), torch.zeros(8), [0]
+
+    def attend() -> None:
+        attention(q, k, v, causal=True).sum().backward()
+
+    def draw() -> None:
+        one[0] += 1
+        add_noise_([out], [NoiseStream(1.0, 2.0**-30, bytes(32), one[0], 0)])
+
+    def small() -> None:
+        for _ in range(1000):
+            little.add(1.0)
+
+    effort = Effort(warm_ups=1, trials=5)
+    found = time_steps(
+        {"attend": attend, "draw": draw, "small": small}, effort=effort, stopwatch=stopwatch
+    )
+    attending, drawing, many = (statistics.median(x) for x in found.values())
+    pairs = 4 * 1024 * 1025 // 2
+    rates = {
+        "attention": attention_flops(pairs, 64, forward=True, backward=True) / attending,
+        "noise": out.numel() / drawing,
+    }
+    return replace(roofs, flops={**roofs.flops, **rates}, launch=many / 1000)
 
 
 def place_under_roofs(
