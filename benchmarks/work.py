@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from dpflash.attn import attention
-from dpflash.clipping.device_speed import Ceilings
+from dpflash.attn.functional import attention
+from dpflash.clipping.device_speed import Ceilings, cpu_model
 from dpflash.clipping.tape import attention_flops, attention_formulas
 from dpflash.kernels import NoiseStream, add_noise_
+from dpflash.nn import LongContextLM
 
-from .timing import Effort, Stopwatch, time_steps
+from .timing import Effort, Step, Stopwatch, time_steps
 
 _CPU = torch.device("cpu")
+_KERNELS = 439  # of a step of a model of two blocks, as `dpflash.clipping.tape` counts them
 _LONG_ENOUGH = 0.02  # seconds of the product that is timed
 # Two roofs within this factor of each other are called balanced.
 _BALANCED = 1.25
@@ -115,33 +118,48 @@ def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
 
 
 def measured_ceilings() -> Ceilings:
-    """The roofs of this CPU, and what attention, noise and small operations reach on it."""
-    roofs, stopwatch = measured_roofs(torch.device("cpu"), quick=True), Stopwatch(_CPU)
-    q, k, v = (torch.randn(1, 4, 1024, 64, requires_grad=True) for _ in range(3))
-    out, little, one = torch.zeros(2**18), torch.zeros(8), [0]
+    """The roofs of this CPU, what attention and noise reach, and what a small kernel takes.
 
-    def attend() -> None:
-        attention(q, k, v, causal=True).sum().backward()
+    Each is that of the fastest of several calls, which other jobs of the machine disturb least.
+    """
+    stopwatch, tokens, heads, width = Stopwatch(_CPU), 1024, 4, 64
+    q, k, v = (torch.randn(1, heads, tokens, width, requires_grad=True) for _ in range(3))
+    wide, step = torch.randn(2**20, requires_grad=True), itertools.count()
+    model, tiny = LongContextLM(16, 8, 2, 1, max_seq_len=4), torch.zeros(1, 4, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    grads = [torch.ones_like(x) for x in (q, wide)]
+    noised, square, copied = torch.zeros(2**18), torch.randn(1024, 1024), torch.ones(2**22)
 
     def draw() -> None:
-        one[0] += 1
-        add_noise_([out], [NoiseStream(1.0, 2.0**-30, bytes(32), one[0], 0)])
+        address = {"key": bytes(32), "step": next(step), "parameter_id": 0}
+        add_noise_([noised], [NoiseStream(std=1.0, grid=2.0**-30, **address)])
 
-    def small() -> None:
-        for _ in range(1000):
-            little.add(1.0)
+    def train() -> None:
+        model(tiny, tiny).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-    effort = Effort(warm_ups=1, trials=5)
-    found = time_steps(
-        {"attend": attend, "draw": draw, "small": small}, effort=effort, stopwatch=stopwatch
-    )
-    attending, drawing, many = (statistics.median(x) for x in found.values())
-    pairs = 4 * 1024 * 1025 // 2
-    rates = {
-        "attention": attention_flops(pairs, 64, forward=True, backward=True) / attending,
-        "noise": out.numel() / drawing,
+    calls: dict[str, tuple[Step, float]] = {
+        "float32": (lambda: square @ square, 2.0 * len(square) ** 3),
+        "attention": (
+            lambda: attention(q, k, v, causal=True).backward(grads[0]),
+            attention_flops(
+                heads * tokens * (tokens + 1) // 2, width, forward=True, backward=True
+            ),
+        ),
+        "curved": (
+            lambda: functional.gelu(wide, approximate="tanh").backward(grads[1]),
+            2 * wide.numel(),
+        ),
+        "noise": (draw, noised.numel()),
+        "copy": (lambda: copied.clone(), 2.0 * copied.nbytes),
+        "train": (train, _KERNELS),
     }
-    return replace(roofs, flops={**roofs.flops, **rates}, launch=many / 1000)
+    steps = {name: call for name, (call, _) in calls.items()}
+    found = time_steps(steps, effort=Effort(warm_ups=1, trials=7), stopwatch=stopwatch)
+    rates = {name: amount / min(found[name]) for name, (_, amount) in calls.items()}
+    bandwidth, launch = rates.pop("copy"), 1 / rates.pop("train")
+    return Ceilings(rates, bandwidth, "cpu", f"CPU {cpu_model()}", "measured", launch)
 
 
 def place_under_roofs(

@@ -196,9 +196,10 @@ def recommend(
 
     Args:
         tokens: T.
-        memory: limit in bytes, or text such as "80GB" or "512MiB", for the growth of memory during one call of attention: the output,
-            gradients of q, k and v, and temporaries. q, k, v and the output's gradient do not
-            count, nor does the rest of a model. None for no limit.
+        memory: limit in bytes, or text such as "80GB" or "512MiB", for the growth of memory during
+            one call of attention: the output, gradients of q, k and v, and temporaries. q, k, v
+            and the output's gradient do not count, nor does the rest of a model. None for no
+            limit.
         causal: no query sees a later key.
         heads: H.
         head_dim: D.

@@ -69,8 +69,7 @@ def _run_estimate(args: argparse.Namespace) -> int:
             "fewer ranks or a longer seq_len"
         )
     memory = None if args.memory is None else bytes_of(memory=args.memory)
-    with _fake_tensors():
-        subject = Subject(args.model, args.lora_rank)
+    subject = Subject(args.model, args.lora_rank, is_fake=True)
     report = _report(args, subject, ceilings_of(args.device), memory)
     print(json.dumps(finite(report), indent=2) if args.json else _text(report))
     return 0
@@ -93,24 +92,29 @@ class Subject:
     Args:
         path: a folder or a config.json.
         lora_rank: of adapters on all linear layers; None to train all parameters.
+        is_fake: whether its tensors have no memory.
 
     Attributes:
         model: the model.
         most_tokens: the longest sequence that it takes; None for no limit.
     """
 
-    def __init__(self, path: str, lora_rank: int | None = None):
-        from dpflash.train.language_models import FORMAT
+    def __init__(self, path: str, lora_rank: int | None = None, *, is_fake: bool = False):
+        import torch
 
         self.most_tokens: int | None = None
-        config, folder = _read_config(path)
-        if "model_type" in config:
-            self.model = self._of_transformers(folder)
-        else:
-            known = config.get("architecture", config) if config.get("format") == FORMAT else config
-            self.model = self._of_dpflash(path, known)
-        if lora_rank is not None:
-            self.model = _adapted(self.model, path, lora_rank)
+        config, file = _read_config(path)
+        with torch.device("meta" if is_fake else "cpu"):
+            if "model_type" in config:
+                self.model = self._of_transformers(file, is_fake)
+            else:
+                self.model = self._of_dpflash(path, config.get("architecture", config))
+            if lora_rank is not None:
+                self.model = _adapted(self.model, path, lora_rank)
+        if is_fake:
+            # Libraries know models on the device "meta", and not those of fake tensors.
+            with fake_tensors():
+                _replace_meta(self.model)
         self.model.train()
 
     def _of_dpflash(self, path: str, architecture: dict[str, Any]) -> nn.Module:
@@ -133,20 +137,23 @@ class Subject:
             self.most_tokens = model.max_seq_len
         return model
 
-    def _of_transformers(self, folder: Path) -> nn.Module:
+    def _of_transformers(self, file: Path, is_fake: bool) -> nn.Module:
         from dpflash.integrations.transformers import NAME, register
         from dpflash.train.pretrained import require_transformers
 
-        transformers = require_transformers(folder)
+        transformers = require_transformers(file)
         register()
-        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
         config.use_cache = False
         self.most_tokens = getattr(config, "max_position_embeddings", None)
-        named = next(iter(config.architectures or ()), "")
-        kind = getattr(transformers, named, None) or transformers.AutoModelForCausalLM
+        kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        kind = kind or transformers.AutoModelForCausalLM
         make = getattr(kind, "_from_config", None) or kind.from_config
+        name = _register_without_values(transformers, NAME) if is_fake else NAME
+        dropouts = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+        drops = any(getattr(config, dropout, 0) for dropout in dropouts)
         try:
-            model: nn.Module = make(config, attn_implementation=NAME)
+            model: nn.Module = make(config, attn_implementation="eager" if drops else name)
         except ValueError:  # its code has attention of its own
             model = make(config, attn_implementation="eager")
         return model
@@ -158,32 +165,30 @@ class Subject:
         found: nn.Module | None = getattr(self.model, "lm_head", None) or find()
         return found
 
-    def losses(self, model: nn.Module, batch: int, tokens: int) -> Tensor:
-        """The losses [B] of B samples of T tokens."""
-        import torch
-
+    def losses(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """The losses [B] of tokens [B, T]; which targets they have does not matter."""
         from dpflash.losses import cross_entropy
-        from dpflash.nn import LongContextLM
 
-        inputs = torch.zeros(batch, tokens, dtype=torch.int64)
-        if isinstance(model, LongContextLM):
+        if hasattr(model, "architecture"):
             sample_losses: Tensor = model(inputs, inputs)
             return sample_losses
         output: Any = model(input_ids=inputs)
         logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
-        return cross_entropy(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64))
+        return cross_entropy(logits, inputs.new_zeros(logits.shape[:-1]))
 
     def checkpoint(self, enabled: bool) -> None:
         """Recompute activations of blocks in the backward, or save them again."""
+        from dpflash.train.pretrained import quiet_peft
+
         model: Any = self.model
-        if hasattr(model, "activation_checkpointing"):
-            model.activation_checkpointing = enabled
-        elif enabled:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
-        else:
-            model.gradient_checkpointing_disable()
+        with quiet_peft():
+            if hasattr(model, "activation_checkpointing"):
+                model.activation_checkpointing = enabled
+            elif enabled:
+                options = {"use_reentrant": False}
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            elif model.is_gradient_checkpointing:
+                model.gradient_checkpointing_disable()
 
 
 def _read_config(path: str) -> tuple[dict[str, Any], Path]:
@@ -208,14 +213,27 @@ def _read_config(path: str) -> tuple[dict[str, Any], Path]:
     return config, file
 
 
+def _register_without_values(transformers: Any, name: str) -> str:
+    """The same attention for tensors without values: of one document, without padding."""
+    attend = transformers.AttentionInterface()[name]
+
+    def of_shapes(*given: Any, position_ids: Any = None, **options: Any) -> Any:
+        return attend(*given[:4], None, **options)
+
+    name = f"{name}_of_shapes"
+    transformers.AttentionInterface.register(name, of_shapes)
+    transformers.AttentionMaskInterface.register(name, lambda **_: None)
+    return name
+
+
 def _adapted(model: nn.Module, path: str, rank: int) -> nn.Module:
     from dpflash.train.pretrained import quiet_peft, require_peft
 
     peft = require_peft(f"lora_rank={rank}")
     if not hasattr(model, "config"):
         raise ValueError(
-            f"lora_rank={rank} with model={path!r}: adapters are for models of transformers; leave "
-            "it out"
+            f"lora_rank={rank} with model={path!r}: adapters are for models of transformers; "
+            "leave it out"
         )
     with quiet_peft():
         adapted: nn.Module = peft.get_peft_model(
@@ -224,8 +242,26 @@ def _adapted(model: nn.Module, path: str, rank: int) -> nn.Module:
     return adapted
 
 
+def _replace_meta(model: nn.Module) -> None:
+    """Put tensors of the context in place of the model's, which are on the device "meta"."""
+    import torch
+
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, x in held.items():
+                if x is None:
+                    continue
+                if x not in made:
+                    made[x] = torch.empty_like(x, device="cpu")
+                    if isinstance(x, torch.nn.Parameter):
+                        made[x] = torch.nn.Parameter(made[x], requires_grad=x.requires_grad)
+                held[name] = made[x]
+
+
 @contextmanager
-def _fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
+    """In the block tensors have shapes and no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -248,7 +284,7 @@ def cost_of(
     """The cost of a step of a subject on fake tensors; without a mode of one without privacy.
 
     Args:
-        subject: made under a FakeTensorMode.
+        subject: with is_fake.
         ceilings: of the device.
         batch: samples of a step.
         tokens: of a sample, over all ranks.
@@ -294,7 +330,7 @@ def cost_of(
     )
     subject.checkpoint(checkpoints)
     try:
-        with _fake_tensors(), torch.autocast("cpu", torch.bfloat16, enabled=is_gpu):
+        with fake_tensors(), torch.autocast("cpu", torch.bfloat16, enabled=is_gpu):
             tape = Tape(ceilings, ranks)
             return estimate_step(workload, tape, planner, clipping=clipping)
     finally:
@@ -353,9 +389,11 @@ def _report(
             },
             "largest_batch_size": {
                 name: largest(
-                    lambda n, mode=mode: cost(  # type: ignore[misc]
-                        batch=n, mode=mode, microbatch=None
-                    ).memory_bytes,
+                    lambda n, mode=mode: (
+                        cost(  # type: ignore[misc]
+                            batch=n, mode=mode, microbatch=None
+                        ).memory_bytes
+                    ),
                     memory,
                     first=args.batch_size,
                 )
@@ -433,7 +471,10 @@ def _text(report: dict[str, Any]) -> str:
     if "fits" in report:
         fits = report["fits"]
         lines.append(f"within {fits['memory_bytes']:,} bytes on each rank:")
-        for key, text in (("longest_seq_len", "longest sequence"), ("largest_batch_size", "largest batch")):
+        for key, text in (
+            ("longest_seq_len", "longest sequence"),
+            ("largest_batch_size", "largest batch"),
+        ):
             found = {k: "none" if v is None else f"{v:,}" for k, v in fits[key].items()}
             lines.append(f"  {text}: {found['private']} private, {found['plain']} plain")
     return "\n".join(lines)

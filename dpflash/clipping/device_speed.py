@@ -21,7 +21,8 @@ class Ceilings:
     Attributes:
         flops: FLOP/s of products by dtype ("float32", "bfloat16", ...); "tf32" is float32 with
             operands rounded to TF32. "float32" is always there. Of attention's kernels
-            "attention", and "noise" elements/s that get noise, where these were measured.
+            "attention"; "noise" and "curved" elements/s that get noise, and of functions with an
+            exponential. Where these were not measured they count as float32.
         bandwidth: bytes/s of memory, reads and writes together.
         device: torch's device type, which decides what kernels run.
         name: of the device.
@@ -64,8 +65,8 @@ _DATA_SHEETS = (
     ("A100 80GB PCIe", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.935e12),
     ("A100", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.555e12),
 )
-# What an H100 reached of its sheet: benchmarks/results/h100/gpu-time.json, "ceilings" (a product of
-# 8192 x 8192, a copy) and "attention" (causal, T = 16,384, D = 128, forward and backward).
+# What an H100 reached of its sheet: benchmarks/results/h100/gpu-time.json, "ceilings" (a product
+# of 8192 x 8192, a copy) and "attention" (causal, T = 16,384, D = 128, forward and backward).
 _REACHED = {"flops": 7.886e14 / 9.894e14, "bandwidth": 2.972e12 / 3.35e12}
 _ATTENTION = 3.154e14 / 9.894e14
 # For a GPU that no row fits: the smallest data-centre GPU that has all of these dtypes.
@@ -110,6 +111,8 @@ def reached_ceilings(name: str) -> Ceilings:
     part = _REACHED["flops"]
     flops = {"float32": part * single, "tf32": part * tf32}
     flops |= dict.fromkeys(("bfloat16", "float16"), part * half) | {"attention": _ATTENTION * half}
-    source = "measured" if name == "h100" else "a model: its data sheet, as an H100 reached its own"
+    source = (
+        "measured" if name == "h100" else "a model: its data sheet, as an H100 reached its own"
+    )
     speed = _REACHED["bandwidth"] * bandwidth
     return Ceilings(flops, speed, "cuda", f"NVIDIA {sheet}", source, launch=_GPU_LAUNCH)

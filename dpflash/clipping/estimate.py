@@ -29,6 +29,8 @@ PARTS = (
 # Layers whose modes are planned, beside linear layers and tables of torch, by class name.
 _PLANNED = ("Conv1D", "LinearCrossEntropy")
 _NOISE_BYTES = 2 * 8
+# What the gates' Python takes for each parameter, in launches of kernels: two models on a CPU.
+_LAUNCHES = 25
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Workload:
 
     Attributes:
         model: on fake tensors.
-        losses: returns the losses [B] of the model on B samples of T tokens.
+        losses: returns the losses [B] of the model on tokens [B, T].
         batch, tokens: B and T, of this rank.
         microbatch: most samples at a time; None for all.
         head: the layer that makes the logits; None where it is not known.
@@ -62,7 +64,7 @@ class Workload:
     """
 
     model: nn.Module
-    losses: Callable[[nn.Module, int, int], Tensor]
+    losses: Callable[[nn.Module, Tensor], Tensor]
     batch: int
     tokens: int
     microbatch: int | None = None
@@ -229,13 +231,14 @@ class _Gates:
             # The second backward of ghost clipping ran by itself.
             known = cost(shapes, "book_keeping" if mode == "ghost" else mode, ceilings)
             self.tape.seconds += known.seconds
+        self.tape.add(Work(launches=_LAUNCHES * len(self.trained)))
         rest = [p for p in self.trained if p not in self.shapes]
         dense = {
             p: self.tape.allocate(4 * self.batch * p.numel() // self.ranks, "per-sample gradients")
             for p in rest
         }
         self.tape.add(Work(moved=3 * 4 * self.batch * sum(p.numel() for p in rest)))
-        for x, dy in self.pairs:
+        for _, dy in self.pairs:
             if ceilings.device == "cpu":
                 self.tape.allocate(4 * dy.numel(), "workspace")
         for parameter in self.trained:
@@ -327,7 +330,8 @@ def _forward_and_backward(
     with tape.counting("activations"):
         if gates is not None:
             gates.is_forward, gates.shapes = True, {}
-        losses = workload.losses(workload.model, batch, workload.tokens).sum()
+        inputs = torch.zeros(batch, workload.tokens, dtype=torch.int64)
+        losses = workload.losses(workload.model, inputs).sum()
     with tape.counting("workspace"):
         if gates is None:
             losses.backward()

@@ -27,6 +27,14 @@ from .planner import Work
 _SHARDS_FORWARD, _SHARDS_BACKWARD = 4, (7, 13)
 _FORWARD, _BACKWARD = 4, 10  # FLOPs of a pair (query, key) and a component of its head
 _OPS = torch.ops.dpflash
+# Operations that take longer on a CPU than their bytes: an exponential or more of each element.
+_CURVED = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("gelu", "gelu_backward", "silu", "silu_backward", "tanh", "exp", "sigmoid", "erf"),
+        *("_softmax", "_log_softmax", "_log_softmax_backward_data"),
+    )
+)
 _NOTHING_MOVES = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.empty_like)
 
 
@@ -113,6 +121,8 @@ class Tape(TorchDispatchMode):
         dtype = next((x.dtype for x in (*given, *outs) if x.is_floating_point()), torch.float32)
         name = "attention" if is_attention else str(dtype).removeprefix("torch.")
         moved = sum(x.numel() * x.element_size() for x in (*given, *outs))
+        if packet in _CURVED:
+            flops, name = outs[0].numel(), "curved"
         self.add(Work(int(flops), moved, name))
         return made
 
