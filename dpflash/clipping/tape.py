@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 import dpflash.attn.ops  # noqa: F401  registers the operators that are counted
+from dpflash.kernels.tile_graph import real_cpu_tensors
 
 from ..distributed.exchange_plan import ShardedPattern
 from ..distributed.layout import Layout
@@ -144,8 +145,9 @@ class Tape(TorchDispatchMode):
             sharded = ShardedPattern(from_key(pattern), layout.num_tokens, *heads, layout)
             device = self.ceilings.device
             call = ModeCall(sharded, q.shape[3], q.dtype, q.shape[0], device)
-            # Forward and backward together.
-            self.seconds += min(one.seconds for one in mode_costs(call))
+            with real_cpu_tensors():
+                # Forward and backward together.
+                self.seconds += min(one.seconds for one in mode_costs(call))
 
     @contextmanager
     def counting(self, part: str) -> Iterator[None]:

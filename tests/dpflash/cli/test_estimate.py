@@ -30,20 +30,35 @@ def _cost(subject, batch=4, tokens=64, **options):
     return cost_of(subject, H100, batch=batch, tokens=tokens, **options)
 
 
-def test_json_has_the_fields_that_scripts_rely_on_and_parts_add_up(config, capsys):
-    sizes = ["--seq-len", "64", "--batch-size", "4", "--memory", "1MB"]
+def test_parts_add_up_and_private_training_keeps_gradients_of_samples(subject):
+    plain, private = (_cost(subject, tokens=8, mode=mode) for mode in (None, "instantiate"))
+    count = sum(p.numel() for p in subject.model.parameters())
+    for one in (plain, private):
+        assert set(one.parts) == set(PARTS) and one.seconds > 0
+        assert sum(one.parts.values()) == one.memory_bytes > 0
+        assert one.parts["weights"] == 4 * count
+        assert one.parts["optimizer state"] >= 8 * count
+    assert plain.modes == {} and plain.parts["per-sample gradients"] == 0
+    assert set(private.modes) == {"instantiate"}
+    assert private.parts["per-sample gradients"] == 4 * 4 * count
+    assert private.seconds > plain.seconds
+
+
+@pytest.mark.cases(0)
+def test_json_has_the_fields_that_scripts_rely_on(config, capsys):
+    sizes = ["--seq-len", "64", "--batch-size", "4", "--memory", "4MB"]
     assert main(["estimate", "--model", config, *sizes, "--device", "h100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     for one in (found, found["plain"], *found["by_mode"].values()):
-        assert set(one["parts"]) == set(PARTS)
         assert sum(one["parts"].values()) == one["memory_bytes"] > 0
         assert one["step_seconds"] > 0
-    assert found["parts"]["weights"] == 4 * found["parameters"]
-    assert found["parts"]["optimizer state"] >= 8 * found["trained_parameters"]
+    checkpointed = found["with_checkpointing"]["private"]["parts"]
+    assert 0 < checkpointed["activations"] < found["parts"]["activations"]
     assert found["fits"]["largest_batch_size"]["private"] >= 4
-    assert found["with_checkpointing"]["private"]["parts"]["activations"] > 0
+    assert found["fits"]["longest_seq_len"]["private"] >= 64
 
 
+@pytest.mark.cases(0)
 def test_memory_and_time_grow_with_tokens_and_batch_and_shrink_with_ranks(subject):
     first = _cost(subject)
     for larger in (_cost(subject, tokens=128), _cost(subject, batch=8)):
@@ -53,27 +68,41 @@ def test_memory_and_time_grow_with_tokens_and_batch_and_shrink_with_ranks(subjec
     assert _cost(subject, microbatch=1).memory_bytes < first.memory_bytes
 
 
-def test_each_mode_keeps_what_its_gate_keeps(subject):
-    plain, *modes = (
-        _cost(subject, tokens=8, mode=mode)
-        for mode in (None, "instantiate", "book_keeping", "ghost")
+@pytest.mark.cases(0)
+def test_deferred_pairs_are_smaller_and_two_backwards_slower(subject):
+    stored, kept, ghost = (
+        _cost(subject, tokens=8, mode=mode) for mode in ("instantiate", "book_keeping", "ghost")
     )
-    assert plain.modes == {} and plain.parts["per-sample gradients"] == 0
-    for mode, found in zip(("instantiate", "book_keeping", "ghost"), modes, strict=True):
-        assert set(found.modes) == {mode}
-    stored, kept, ghost = modes
-    # Matrices and vectors of 4 samples, beside what one sample has.
-    count = sum(p.numel() for p in subject.model.parameters())
-    assert stored.parts["per-sample gradients"] == 4 * 4 * count
-    assert kept.parts["per-sample gradients"] < 4 * 4 * count / 4
-    assert ghost.seconds > kept.seconds > plain.seconds
+    most = stored.parts["per-sample gradients"]
+    assert kept.parts["per-sample gradients"] < most / 4
+    assert ghost.seconds > kept.seconds > stored.seconds
 
 
+@pytest.mark.cases(0)
 def test_a_sum_of_several_microbatches_is_in_float64(subject):
-    whole, parts = (_cost(subject, tokens=8, microbatch=n) for n in (None, 2))
+    whole, parts = (
+        _cost(subject, tokens=8, mode="instantiate", microbatch=n) for n in (None, 2)
+    )
     count = sum(p.numel() for p in subject.model.parameters())
     assert whole.parts["clipped sums"] == 4 * count
     assert parts.parts["clipped sums"] == 8 * count
+
+
+@pytest.mark.cases(0)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM"])
+def test_models_of_transformers_are_estimated_with_and_without_adapters(tmp_path, name):
+    transformers = pytest.importorskip("transformers")
+    kinds = {"LlamaForCausalLM": "Llama", "GPT2LMHeadModel": "GPT2", "BertForMaskedLM": "Bert"}
+    config = getattr(transformers, f"{kinds[name]}Config")(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    whole, adapted = (Subject(str(tmp_path), rank, is_fake=True) for rank in (None, 4))
+    assert type(whole.model).__name__ == name
+    first, second = (_cost(one, batch=2, tokens=16) for one in (whole, adapted))
+    assert second.parts["optimizer state"] < first.parts["optimizer state"]
+    assert second.memory_bytes < first.memory_bytes
 
 
 def test_the_largest_number_that_fits_is_found():
