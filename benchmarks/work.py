@@ -120,7 +120,7 @@ def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
 def measured_ceilings() -> Ceilings:
     """The roofs of this CPU, what attention and noise reach, and what a small kernel takes.
 
-    Each is that of the fastest of several calls, which other jobs of the machine disturb least.
+    Each is that of the median of some calls.
     """
     stopwatch, tokens, heads, width = Stopwatch(_CPU), 1024, 4, 64
     q, k, v = (torch.randn(1, heads, tokens, width, requires_grad=True) for _ in range(3))
@@ -157,7 +157,7 @@ def measured_ceilings() -> Ceilings:
     }
     steps = {name: call for name, (call, _) in calls.items()}
     found = time_steps(steps, effort=Effort(warm_ups=1, trials=7), stopwatch=stopwatch)
-    rates = {name: amount / min(found[name]) for name, (_, amount) in calls.items()}
+    rates = {name: amount / statistics.median(found[name]) for name, (_, amount) in calls.items()}
     bandwidth, launch = rates.pop("copy"), 1 / rates.pop("train")
     return Ceilings(rates, bandwidth, "cpu", f"CPU {cpu_model()}", "measured", launch)
 

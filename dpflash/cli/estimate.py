@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from ._parser import add_options
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from dpflash.clipping.device_speed import Ceilings
     from dpflash.clipping.estimate import StepCost
@@ -253,19 +254,18 @@ def _replace_meta(model: nn.Module) -> None:
                 if x is None:
                     continue
                 if x not in made:
-                    made[x] = torch.empty_like(x, device="cpu")
+                    made[x] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
                     if isinstance(x, torch.nn.Parameter):
                         made[x] = torch.nn.Parameter(made[x], requires_grad=x.requires_grad)
                 held[name] = made[x]
 
 
-@contextmanager
-def fake_tensors() -> Iterator[None]:
-    """In the block tensors have shapes and no memory."""
+@functools.cache
+def fake_tensors() -> FakeTensorMode:
+    """The mode in which tensors have shapes and no memory: one, since its tensors do not mix."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+    return FakeTensorMode()
 
 
 def cost_of(
@@ -295,8 +295,6 @@ def cost_of(
         memory: of the device; None for that of this machine, or of a GPU of 80 GB.
         checkpoints: whether blocks recompute their activations.
     """
-    import functools
-
     import torch
 
     from dpflash.clipping.device_speed import CPU_RULE

@@ -197,22 +197,22 @@ class _Gates:
 
     def _take(self, weight: nn.Parameter, shape: LinearShape, x: Tensor, dy: Tensor) -> None:
         mode, size = self.modes[weight], shape.stored_bytes
-        if mode == "book_keeping":
+        if self.clipping == "per_layer":
+            if mode == "instantiate":
+                self.tape.allocate(size, "per-sample gradients")
+            self._sum(weight)
+        elif mode == "book_keeping":
             self.pairs.append((x, dy))
         elif mode == "ghost":
             if not self.takes_norms:
                 self._sum(weight)
         else:
             grad = self.tape.allocate(size, "per-sample gradients")
-            if self.clipping == "per_layer":
-                self._sum(weight)
-            elif self.ranks > 1:
+            if self.ranks > 1:
                 # A bundle fills before it is sent; this rank keeps its slice.
                 self.tape.allocate(min(size, BUNDLE_BYTES), "workspace")
                 grad = self.tape.allocate(-(-size // self.ranks), "per-sample gradients")
             self.kept.setdefault(weight, grad)
-            if self.clipping == "per_layer":
-                del self.kept[weight]
 
     def _sum(self, parameter: nn.Parameter) -> None:
         """The clipped sum of a parameter: float64 where it is exact and has no noise yet."""

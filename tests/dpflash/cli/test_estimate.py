@@ -80,9 +80,7 @@ def test_deferred_pairs_are_smaller_and_two_backwards_slower(subject):
 
 @pytest.mark.cases(0)
 def test_a_sum_of_several_microbatches_is_in_float64(subject):
-    whole, parts = (
-        _cost(subject, tokens=8, mode="instantiate", microbatch=n) for n in (None, 2)
-    )
+    whole, parts = (_cost(subject, tokens=8, mode="instantiate", microbatch=n) for n in (None, 2))
     count = sum(p.numel() for p in subject.model.parameters())
     assert whole.parts["clipped sums"] == 4 * count
     assert parts.parts["clipped sums"] == 8 * count
