@@ -80,7 +80,10 @@ def measure(
     """
     if pages:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 17)
-    _steps(lm(32, 1, 1, 64), 2, 16, {}, mode, 1)  # loads the libraries
+    # A tiny model of the kind loads the libraries, which take tens of MiB.
+    tiny = llama(32, 1, 2, 64) if "model_type" in config else lm(32, 1, 1, 64)
+    rank = {"lora_rank": 2} if "lora_rank" in options else {}
+    _steps(tiny, 2, 16, rank, mode, 1)
     with PeakMemory() as peak:
         seconds = _steps(config, batch, tokens, options, mode, STEPS)
     return {"peak_mb": peak.cpu_mb, "seconds": seconds[1:]}
@@ -154,9 +157,12 @@ def compared(name: str, config: Row, guess: Row, peak_mb: float, seconds: float)
     return {**row(name, config), **figures, **errors, **within}
 
 
-def rows_here(roofs: list[Ceilings]) -> Iterator[Row]:
-    """Rows of this CPU. A step's seconds and a roof are medians over all rounds."""
-    cases = [(*shape, mode) for shape in SHAPES for mode in (None, "auto")]
+def rows_here(roofs: list[Ceilings], only: str) -> Iterator[Row]:
+    """Rows of this CPU. Roofs are medians over all rounds, a step's seconds over those without
+    pages, whose faults take time.
+    """
+    shapes = [shape for shape in SHAPES if shape[0].startswith(only)]
+    cases = [(*shape, mode) for shape in shapes for mode in (None, "auto")]
     found: list[list[Row]] = [[] for _ in cases]
     for number in range(ROUNDS):
         roofs.append(measured_ceilings())
@@ -169,7 +175,7 @@ def rows_here(roofs: list[Ceilings]) -> Iterator[Row]:
     roofs.append(measured_ceilings())
     for (name, config, batch, tokens, options, mode), measured in zip(cases, found, strict=True):
         guess = estimated(config, batch, tokens, options, mode, middle(roofs))
-        seconds = statistics.median(x for one in measured for x in one["seconds"])
+        seconds = statistics.median(x for one in measured[1:] for x in one["seconds"])
         step = {"model": config, "batch": batch, "tokens": tokens, **options}
         kind = "plain" if mode is None else "private"
         peak_mb = measured[0]["peak_mb"]
@@ -215,20 +221,35 @@ def rows_of_h100() -> Iterator[Row]:
             yield {**found, "host_ms": one.get("host_ms"), "commit": "6e15c2c to fe48ecf"}
 
 
+def with_time_of_rounds(row: Row) -> Row:
+    """A row that an earlier run wrote, with the step's time of the rounds without pages."""
+    seconds = statistics.median(x for one in row["seconds"][1:] for x in one)
+    guess, peak_mb = row["estimated"], row["peak_memory_mb"]
+    return {**row, **compared(row["name"], row["config"], guess, peak_mb, seconds)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--only", default="", help="measure rows that begin so, keep the others")
     args = parser.parse_args()
     torch.set_num_threads(1)
     run_isolated(torch.get_num_threads)  # starts the server of new processes
     roofs: list[Ceilings] = []
-    rows = list(rows_here(roofs))
+    rows = list(rows_here(roofs, args.only))
     about = environment("cpu", 1)
     about["rounds"] = [
         {"flops": dict(one.flops), "bandwidth": one.bandwidth, "launch": one.launch}
         for one in roofs
     ]
-    rows += rows_of_h100()
+    if args.only:
+        before = json.loads(args.out.read_text())
+        own = [one for one in before["rows"] if "seconds" in one]
+        kept = [with_time_of_rounds(x) for x in own if not x["name"].startswith(args.only)]
+        rows, about["rounds_before"] = kept + rows, before["environment"]["rounds"]
+        rows += [one for one in before["rows"] if "seconds" not in one]
+    else:
+        rows += rows_of_h100()
     write_json(args.out, {"environment": about, "complete": True, "rows": rows})
     for one in rows:
         print(f"{one['name']}: memory {one['memory_error']:+.1%}, time {one['time_error']:+.1%}")

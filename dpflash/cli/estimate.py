@@ -94,15 +94,24 @@ class Subject:
         path: a folder or a config.json.
         lora_rank: of adapters on all linear layers; None to train all parameters.
         is_fake: whether its tensors have no memory.
+        checkpoints: whether blocks recompute their activations.
 
     Attributes:
         model: the model.
         most_tokens: the longest sequence that it takes; None for no limit.
     """
 
-    def __init__(self, path: str, lora_rank: int | None = None, *, is_fake: bool = False):
+    def __init__(
+        self,
+        path: str,
+        lora_rank: int | None = None,
+        *,
+        is_fake: bool = False,
+        checkpoints: bool = False,
+    ):
         import torch
 
+        self._checkpoints = checkpoints
         self.most_tokens: int | None = None
         config, file = _read_config(path)
         with torch.device("meta" if is_fake else "cpu"):
@@ -122,25 +131,25 @@ class Subject:
         from dpflash.nn import LongContextLM
         from dpflash.patterns import from_key
 
-        key = architecture.get("pattern")
+        given = {**architecture, "activation_checkpointing": self._checkpoints}
+        if (key := given.get("pattern")) is not None:
+            given["pattern"] = from_key(key)
+        if given.get("positions") != "learned" and "max_seq_len" in given:
+            given["max_seq_len"] = 1 << 62  # nothing depends on it
         try:
-            model = LongContextLM(
-                **{**architecture, "pattern": None if key is None else from_key(key)}
-            )
+            model = LongContextLM(**given)
         except TypeError as error:
             raise ValueError(
                 f"model={path!r}: neither a config.json of transformers, which has a model_type, "
                 f"nor the arguments of a LongContextLM ({error}); pass one of these"
             ) from None
-        if model.position_embedding is None:
-            model.max_seq_len = 1 << 62  # nothing depends on it
-        else:
+        if model.position_embedding is not None:
             self.most_tokens = model.max_seq_len
         return model
 
     def _of_transformers(self, file: Path, is_fake: bool) -> nn.Module:
         from dpflash.integrations.transformers import NAME, register
-        from dpflash.train.pretrained import require_transformers
+        from dpflash.train.pretrained import quiet_peft, require_transformers
 
         transformers = require_transformers(file)
         register()
@@ -157,6 +166,10 @@ class Subject:
             model: nn.Module = make(config, attn_implementation="eager" if drops else name)
         except ValueError:  # its code has attention of its own
             model = make(config, attn_implementation="eager")
+        if self._checkpoints:
+            enable: Any = model.gradient_checkpointing_enable
+            with quiet_peft():
+                enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
 
     @property
@@ -176,20 +189,6 @@ class Subject:
         output: Any = model(input_ids=inputs)
         logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
         return cross_entropy(logits, inputs.new_zeros(logits.shape[:-1]))
-
-    def checkpoint(self, enabled: bool) -> None:
-        """Recompute activations of blocks in the backward, or save them again."""
-        from dpflash.train.pretrained import quiet_peft
-
-        model: Any = self.model
-        with quiet_peft():
-            if hasattr(model, "activation_checkpointing"):
-                model.activation_checkpointing = enabled
-            elif enabled:
-                options = {"use_reentrant": False}
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-            elif model.is_gradient_checkpointing:
-                model.gradient_checkpointing_disable()
 
 
 def _read_config(path: str) -> tuple[dict[str, Any], Path]:
@@ -279,7 +278,6 @@ def cost_of(
     microbatch: int | None = None,
     ranks: int = 1,
     memory: int | None = None,
-    checkpoints: bool = False,
 ) -> StepCost:
     """The cost of a step of a subject on fake tensors; without a mode of one without privacy.
 
@@ -293,7 +291,6 @@ def cost_of(
         microbatch: most samples at a time; None for all.
         ranks: that share each sequence.
         memory: of the device; None for that of this machine, or of a GPU of 80 GB.
-        checkpoints: whether blocks recompute their activations.
     """
     import torch
 
@@ -326,13 +323,8 @@ def cost_of(
         head=subject.head,
         optimizer=functools.partial(torch.optim.AdamW, foreach=is_gpu),
     )
-    subject.checkpoint(checkpoints)
-    try:
-        with fake_tensors(), torch.autocast("cpu", torch.bfloat16, enabled=is_gpu):
-            tape = Tape(ceilings, ranks)
-            return estimate_step(workload, tape, planner, clipping=clipping)
-    finally:
-        subject.checkpoint(False)
+    with fake_tensors(), torch.autocast("cpu", torch.bfloat16, enabled=is_gpu):
+        return estimate_step(workload, Tape(ceilings, ranks), planner, clipping=clipping)
 
 
 def _report(
@@ -340,11 +332,11 @@ def _report(
 ) -> dict[str, Any]:
     """What `--json` prints."""
 
-    def cost(**changes: Any) -> StepCost:
+    def cost(of: Subject = subject, **changes: Any) -> StepCost:
         given: dict[str, Any] = {"batch": args.batch_size, "tokens": args.seq_len}
         given.update(clipping=args.clipping, microbatch=args.physical_batch_size)
         given.update(ranks=args.ranks, memory=memory)
-        return cost_of(subject, ceilings, **{**given, **changes})
+        return cost_of(of, ceilings, **{**given, **changes})
 
     if subject.most_tokens is not None and args.seq_len > subject.most_tokens:
         raise ValueError(
@@ -357,7 +349,8 @@ def _report(
     for mode in _MODES if args.ranks == 1 else ("instantiate", "ghost"):
         by_mode[mode] = cost(clipping="flat", mode=mode)
     kinds = {"private": "auto", "plain": None}
-    recomputed = {name: cost(mode=mode, checkpoints=True) for name, mode in kinds.items()}
+    again = Subject(args.model, args.lora_rank, is_fake=True, checkpoints=True)
+    recomputed = {name: cost(again, mode=mode) for name, mode in kinds.items()}
     report = {
         **_figures(private),
         "modes": dict(private.modes),
