@@ -131,7 +131,7 @@ def measured_ceilings() -> Ceilings:
     noised, square, copied = torch.zeros(2**18), torch.randn(1024, 1024), torch.ones(2**22)
 
     def draw() -> None:
-        address = {"key": bytes(32), "step": next(step), "parameter_id": 0}
+        address: dict[str, Any] = {"key": bytes(32), "step": next(step), "parameter_id": 0}
         add_noise_([noised], [NoiseStream(std=1.0, grid=2.0**-30, **address)])
 
     def train() -> None:

@@ -119,7 +119,7 @@ def bytes_of(**values: object) -> int:
         return int(number * (1024 if found.group(3) else 1000) ** power)
     positive(**values)
     finite(**values)
-    return int(value)  # type: ignore[call-overload,no-any-return]
+    return int(value)  # type: ignore[call-overload]
 
 
 def one_of(**choices: tuple[object, Collection[object]]) -> None:

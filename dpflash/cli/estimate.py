@@ -248,7 +248,8 @@ def _replace_meta(model: nn.Module) -> None:
 
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in tables:
             for name, x in held.items():
                 if x is None:
                     continue

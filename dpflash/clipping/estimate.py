@@ -82,7 +82,7 @@ class _Use(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.take(*ctx.saved_tensors, dy)
         return dy, None, None, None
 

@@ -134,9 +134,8 @@ class Tape(TorchDispatchMode):
     def _attend_across(self, packet: Any, args: Any) -> None:
         """A call of attention with keys of other ranks: their shards, and the mode's time."""
         is_forward = packet is _OPS.attention
-        q, k, pattern = *args[:2], args[9]
-        if not is_forward:
-            q, k, pattern = *args[4:6], args[13]
+        at = 0 if is_forward else 4
+        q, k, pattern = args[at], args[at + 1], args[at + 9]
         shards = _SHARDS_FORWARD if is_forward else _SHARDS_BACKWARD[self.ranks > 2]
         self.hold(torch.empty(shards * k.nbytes, dtype=torch.uint8), "workspace")
         if is_forward:
