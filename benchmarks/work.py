@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +11,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-import dpflash.attn.ops  # noqa: F401  registers the operators that are counted
-from dpflash.clipping.device_speed import Ceilings
-from dpflash.patterns import Adaptive, from_key
+from dpflash.attn.functional import attention
+from dpflash.clipping.device_speed import Ceilings, cpu_model
+from dpflash.clipping.tape import attention_flops, attention_formulas
+from dpflash.kernels import NoiseStream, add_noise_
+from dpflash.nn import LongContextLM
 
-from .timing import Effort, Stopwatch, time_steps
+from .timing import Effort, Step, Stopwatch, time_steps
 
-_FORWARD, _BACKWARD = 4, 10  # FLOPs of a pair (query, key) and a component of its head
+_CPU = torch.device("cpu")
+_KERNELS = 439  # of a step of a model of two blocks, as `dpflash.clipping.tape` counts them
 _LONG_ENOUGH = 0.02  # seconds of the product that is timed
 # Two roofs within this factor of each other are called balanced.
 _BALANCED = 1.25
@@ -44,17 +49,12 @@ def count_work(call: Callable[[], object]) -> Work:
     Attention counts the pairs that its pattern has: 4 D each forward and 10 D backward, or with
     values of another head dim E 2 (D + E) and 6 D + 4 E.
     """
-    counter = FlopCounterMode(display=False, custom_mapping=_attention_formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
     moved = _MovedBytes()
     # What is compiled shows no operations.
     with torch.compiler.set_stance("force_eager"), counter, moved:
         call()
     return Work(float(counter.get_total_flops()), float(moved.total))
-
-
-def attention_flops(pairs: int, head_dim: int, *, forward: bool, backward: bool) -> float:
-    """FLOPs of attention over this number of pairs (query, key), of all heads and samples."""
-    return float(head_dim * pairs * (_FORWARD * forward + _BACKWARD * backward))
 
 
 class _MovedBytes(TorchDispatchMode):
@@ -77,28 +77,6 @@ def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     aliased = [r.alias_info for r in returns if r.alias_info is not None]
     return bool(aliased) and not any(info.is_write for info in aliased)
-
-
-def _attention_formulas() -> dict[Any, Callable[..., int]]:
-    def pairs(q: Any, k: Any, key: str) -> int:
-        pattern = from_key(key)
-        batch, heads, rows, _ = q
-        if isinstance(pattern, Adaptive):
-            block = pattern.block_size
-            return batch * heads * rows * min(pattern.keep * block, k[2])
-        return batch * pattern.edges(rows, heads)
-
-    # Arguments after q, k and v are six optional tensors, then the pattern's key.
-    def forward(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
-        return _FORWARD * (q[3] + v[3]) * pairs(q, k, rest[6]) // 2
-
-    def backward(
-        do: Any, dlse: Any, o: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any
-    ) -> int:
-        # Products of width D: q k, dq and dk; of width E: dv and do v.
-        return _BACKWARD * (3 * q[3] + 2 * v[3]) * pairs(q, k, rest[6]) // 5
-
-    return {torch.ops.dpflash.attention: forward, torch.ops.dpflash.attention_backward: backward}
 
 
 def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
@@ -137,6 +115,51 @@ def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
             torch.set_float32_matmul_precision(before)
     bandwidth = 2 * 4 * elements / median(copy, trials)
     return Ceilings(flops, bandwidth, device.type, source="measured")
+
+
+def measured_ceilings() -> Ceilings:
+    """The roofs of this CPU, what attention and noise reach, and what a small kernel takes.
+
+    Each is that of the median of some calls.
+    """
+    stopwatch, tokens, heads, width = Stopwatch(_CPU), 1024, 4, 64
+    q, k, v = (torch.randn(1, heads, tokens, width, requires_grad=True) for _ in range(3))
+    wide, step = torch.randn(2**20, requires_grad=True), itertools.count()
+    model, tiny = LongContextLM(16, 8, 2, 1, max_seq_len=4), torch.zeros(1, 4, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    grads = [torch.ones_like(x) for x in (q, wide)]
+    noised, square, copied = torch.zeros(2**18), torch.randn(1024, 1024), torch.ones(2**22)
+
+    def draw() -> None:
+        address: dict[str, Any] = {"key": bytes(32), "step": next(step), "parameter_id": 0}
+        add_noise_([noised], [NoiseStream(std=1.0, grid=2.0**-30, **address)])
+
+    def train() -> None:
+        model(tiny, tiny).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    calls: dict[str, tuple[Step, float]] = {
+        "float32": (lambda: square @ square, 2.0 * len(square) ** 3),
+        "attention": (
+            lambda: attention(q, k, v, causal=True).backward(grads[0]),
+            attention_flops(
+                heads * tokens * (tokens + 1) // 2, width, forward=True, backward=True
+            ),
+        ),
+        "curved": (
+            lambda: functional.gelu(wide, approximate="tanh").backward(grads[1]),
+            2 * wide.numel(),
+        ),
+        "noise": (draw, noised.numel()),
+        "copy": (lambda: copied.clone(), 2.0 * copied.nbytes),
+        "train": (train, _KERNELS),
+    }
+    steps = {name: call for name, (call, _) in calls.items()}
+    found = time_steps(steps, effort=Effort(warm_ups=1, trials=7), stopwatch=stopwatch)
+    rates = {name: amount / statistics.median(found[name]) for name, (_, amount) in calls.items()}
+    bandwidth, launch = rates.pop("copy"), 1 / rates.pop("train")
+    return Ceilings(rates, bandwidth, "cpu", f"CPU {cpu_model()}", "measured", launch)
 
 
 def place_under_roofs(

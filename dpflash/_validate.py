@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 from collections.abc import Callable, Collection
 from numbers import Integral, Real
 
@@ -109,6 +110,27 @@ def words(**values: object) -> None:
                 f"{name}={value!r}: expected a word, or several in one line; pass text that "
                 "prints, without spaces around it"
             )
+
+
+def bytes_of(**values: object) -> int:
+    """The bytes of one value: a number, or text with a unit such as "80GB" or "512 MiB"."""
+    ((name, value),) = values.items()
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9.]+)\s*(?:([kmgt])(i?)b?|b)?\s*", value, re.IGNORECASE)
+        try:
+            number = float(found.group(1)) if found else math.nan
+        except ValueError:
+            number = math.nan
+        if found is None or not number > 0:
+            raise ValueError(
+                f"{name}={value!r}: expected bytes; pass a number, or a number and a unit such as "
+                "'80GB' (80 * 10^9) or '512MiB' (512 * 2^20)"
+            )
+        power = " kmgt".index((found.group(2) or " ").lower())
+        return int(number * (1024 if found.group(3) else 1000) ** power)
+    positive(**values)
+    finite(**values)
+    return int(value)  # type: ignore[call-overload]
 
 
 def one_of(**choices: tuple[object, Collection[object]]) -> None:

@@ -173,7 +173,7 @@ class _Case:
 def recommend(
     tokens: int,
     *,
-    memory: int | None = None,
+    memory: int | str | None = None,
     causal: bool = True,
     heads: int = 8,
     head_dim: int = 64,
@@ -196,9 +196,10 @@ def recommend(
 
     Args:
         tokens: T.
-        memory: limit in bytes for the growth of memory during one call of attention: the output,
-            gradients of q, k and v, and temporaries. q, k, v and the output's gradient do not
-            count, nor does the rest of a model. None for no limit.
+        memory: limit in bytes, or text such as "80GB" or "512MiB", for the growth of memory during
+            one call of attention: the output, gradients of q, k and v, and temporaries. q, k, v
+            and the output's gradient do not count, nor does the rest of a model. None for no
+            limit.
         causal: no query sees a later key.
         heads: H.
         head_dim: D.
@@ -217,12 +218,7 @@ def recommend(
         ValueError: this was not measured, nothing fits, or an argument is invalid.
     """
     _validate.positive_int(tokens=tokens, heads=heads, head_dim=head_dim)
-    if isinstance(memory, str):
-        raise ValueError(
-            f"memory={memory!r}: expected bytes as a number; pass for example 100 * 2**20 for "
-            "100 MiB"
-        )
-    _validate.optional(_validate.positive, memory=memory)
+    limit = None if memory is None else _validate.bytes_of(memory=memory)
     _validate.one_of(
         direction=(direction, DIRECTIONS),
         dtype=(dtype, (None, *DTYPES)),
@@ -241,7 +237,7 @@ def recommend(
     runs = _of_device(_read(results), device)
     is_cpu = str(runs[0]["environment"]["device"]).startswith("CPU ")
     dtype = dtype or ("float32" if is_cpu else "bfloat16")
-    asked = _Question(tokens, memory, causal, heads, head_dim, direction, dtype)
+    asked = _Question(tokens, limit, causal, heads, head_dim, direction, dtype)
     cases = _nearest([case for run in runs for case in _cases(run)], asked, kinds)
     losses = [loss for run in runs for loss in _losses(run)]
     found = list(_candidates(cases, asked, losses))

@@ -20,6 +20,7 @@ _COMMANDS = {
     "evaluate": ("evaluate", "compute the loss of a trained model on documents"),
     "generate": ("generate", "continue a text with a trained model"),
     "export": ("export", "write a trained model and its model card for release"),
+    "estimate": ("estimate", "estimate the memory and the time of a training step"),
     "epsilon": ("epsilon", "compute the epsilon of a run from its noise"),
     "calibrate": ("epsilon", "compute the noise, steps or sample rate for an epsilon"),
     "budget": ("budget", "compute the total epsilon of the runs in a ledger"),

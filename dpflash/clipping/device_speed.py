@@ -20,7 +20,9 @@ class Ceilings:
 
     Attributes:
         flops: FLOP/s of products by dtype ("float32", "bfloat16", ...); "tf32" is float32 with
-            operands rounded to TF32. "float32" is always there.
+            operands rounded to TF32. "float32" is always there. Of attention's kernels
+            "attention"; "noise" and "curved" elements/s that get noise, and of functions with an
+            exponential. Where these were not measured they count as float32.
         bandwidth: bytes/s of memory, reads and writes together.
         device: torch's device type, which decides what kernels run.
         name: of the device.
@@ -63,6 +65,10 @@ _DATA_SHEETS = (
     ("A100 80GB PCIe", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.935e12),
     ("A100", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.555e12),
 )
+# What an H100 reached of its sheet: benchmarks/results/h100/gpu-time.json, "ceilings" (a product
+# of 8192 x 8192, a copy) and "attention" (causal, T = 16,384, D = 128, forward and backward).
+_REACHED = {"flops": 7.886e14 / 9.894e14, "bandwidth": 2.972e12 / 3.35e12}
+_ATTENTION = 3.154e14 / 9.894e14
 # For a GPU that no row fits: the smallest data-centre GPU that has all of these dtypes.
 _CONSERVATIVE = ("A10", (4.88e11, 3.12e13, 6.25e13, 1.25e14), 6.0e11)
 
@@ -96,3 +102,17 @@ def ceilings_for(device: torch.device) -> Ceilings:
         flops["tf32"] = tf32
     source = f"{sheet} data sheet"
     return Ceilings(flops, bandwidth, device.type, name, source, launch=_GPU_LAUNCH)
+
+
+def reached_ceilings(name: str) -> Ceilings:
+    """Speed that steps reach on "h100", as measured, or on "a100", which nobody measured."""
+    sheet = {"h100": "H100", "a100": "A100-SXM4-80GB"}[name]
+    _, (_, single, tf32, half), bandwidth = next(row for row in _DATA_SHEETS if row[0] == sheet)
+    part = _REACHED["flops"]
+    flops = {"float32": part * single, "tf32": part * tf32}
+    flops |= dict.fromkeys(("bfloat16", "float16"), part * half) | {"attention": _ATTENTION * half}
+    source = (
+        "measured" if name == "h100" else "a model: its data sheet, as an H100 reached its own"
+    )
+    speed = _REACHED["bandwidth"] * bandwidth
+    return Ceilings(flops, speed, "cuda", f"NVIDIA {sheet}", source, launch=_GPU_LAUNCH)

@@ -1,0 +1,472 @@
+"""`dpflash estimate`: the memory and the time of a training step, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._parser import add_options
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from dpflash.clipping.device_speed import Ceilings
+    from dpflash.clipping.estimate import StepCost
+
+_OPTIONS = {
+    "--model PATH": "folder of a model or of a dpflash run, or a config.json: of transformers, or "
+    "of a LongContextLM. Weights are not read",
+    "--seq-len N": "tokens of a sample, over all ranks (default: 1024)",
+    "--batch-size N": "samples of a step (default: 1)",
+    "--physical-batch-size N": "maximum number of samples in memory at once (default: all)",
+    "--lora-rank N": "train LoRA adapters of this rank on all linear layers",
+    "--ranks N": "ranks that share each sequence, as --context-parallel of dpflash train "
+    "(default: 1)",
+    "--memory SIZE": "memory of a device, such as 80GB: also print the longest sequence and the "
+    "largest batch that fit",
+    "--json": "print one JSON object instead",
+}
+_MODES = ("instantiate", "book_keeping", "ghost")
+_DEVICE_BYTES = 80 * 10**9  # of a GPU, where --memory is not given
+_WITHIN = 100  # the longest sequence is found to one part in this many
+_MIB = 2**20
+
+
+def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments of `dpflash estimate`."""
+    parser.description = (
+        "Estimate the memory and the time of a training step, private beside plain. Nothing is "
+        "trained or downloaded, and no weights are allocated. Parameters are in float32 and the "
+        "optimizer is AdamW; on a GPU the forward runs under bfloat16 autocast."
+    )
+    add_options(parser, _OPTIONS, required=["--model"])
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "h100", "a100"),
+        help="where to train: this machine's CPU, whose speed is measured in some seconds, or a "
+        "GPU of 80 GB (default: cpu)",
+    )
+    parser.add_argument(
+        "--clipping", choices=("flat", "per_layer"), help="as in make_private (default: flat)"
+    )
+    parser.set_defaults(run=_run_estimate, device="cpu", clipping="flat")
+    parser.set_defaults(seq_len=1024, batch_size=1, ranks=1)
+
+
+def _run_estimate(args: argparse.Namespace) -> int:
+    from dpflash._json import finite
+    from dpflash._validate import bytes_of, optional, positive_int
+
+    for name in ("seq_len", "batch_size", "ranks", "physical_batch_size", "lora_rank"):
+        optional(positive_int, **{name: getattr(args, name)})
+    if args.seq_len < args.ranks:
+        raise ValueError(
+            f"ranks={args.ranks} for seq_len={args.seq_len}: expected a token for each rank; pass "
+            "fewer ranks or a longer seq_len"
+        )
+    memory = None if args.memory is None else bytes_of(memory=args.memory)
+    subject = Subject(args.model, args.lora_rank, is_fake=True)
+    report = _report(args, subject, ceilings_of(args.device), memory)
+    print(json.dumps(finite(report), indent=2) if args.json else _text(report))
+    return 0
+
+
+def ceilings_of(device: str) -> Ceilings:
+    """Speed of a device: "h100", "a100", or "cpu" for this machine, which is measured."""
+    from dpflash.clipping.device_speed import reached_ceilings
+
+    if device != "cpu":
+        return reached_ceilings(device)
+    from dpflash.bench.work import measured_ceilings
+
+    return measured_ceilings()
+
+
+class Subject:
+    """The model that a path describes, with random weights.
+
+    Args:
+        path: a folder or a config.json.
+        lora_rank: of adapters on all linear layers; None to train all parameters.
+        is_fake: whether its tensors have no memory.
+        checkpoints: whether blocks recompute their activations.
+
+    Attributes:
+        model: the model.
+        most_tokens: the longest sequence that it takes; None for no limit.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        lora_rank: int | None = None,
+        *,
+        is_fake: bool = False,
+        checkpoints: bool = False,
+    ):
+        import torch
+
+        self._checkpoints = checkpoints
+        self.most_tokens: int | None = None
+        config, file = _read_config(path)
+        with torch.device("meta" if is_fake else "cpu"):
+            if "model_type" in config:
+                self.model = self._of_transformers(file, is_fake)
+            else:
+                self.model = self._of_dpflash(path, config.get("architecture", config))
+            if lora_rank is not None:
+                self.model = _adapted(self.model, path, lora_rank)
+        if is_fake:
+            # Libraries know models on the device "meta", and not those of fake tensors.
+            with fake_tensors():
+                _replace_meta(self.model)
+        self.model.train()
+
+    def _of_dpflash(self, path: str, architecture: dict[str, Any]) -> nn.Module:
+        from dpflash.nn import LongContextLM
+        from dpflash.patterns import from_key
+
+        given = {**architecture, "activation_checkpointing": self._checkpoints}
+        if (key := given.get("pattern")) is not None:
+            given["pattern"] = from_key(key)
+        if given.get("positions") != "learned" and "max_seq_len" in given:
+            given["max_seq_len"] = 1 << 62  # nothing depends on it
+        try:
+            model = LongContextLM(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"model={path!r}: neither a config.json of transformers, which has a model_type, "
+                f"nor the arguments of a LongContextLM ({error}); pass one of these"
+            ) from None
+        if model.position_embedding is not None:
+            self.most_tokens = model.max_seq_len
+        return model
+
+    def _of_transformers(self, file: Path, is_fake: bool) -> nn.Module:
+        from dpflash.integrations.transformers import NAME, register
+        from dpflash.train.pretrained import quiet_peft, require_transformers
+
+        transformers = require_transformers(file)
+        register()
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+        config.use_cache = False
+        self.most_tokens = getattr(config, "max_position_embeddings", None)
+        kind = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+        kind = kind or transformers.AutoModelForCausalLM
+        make = getattr(kind, "_from_config", None) or kind.from_config
+        name = _register_without_values(transformers, NAME) if is_fake else NAME
+        dropouts = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+        drops = any(getattr(config, dropout, 0) for dropout in dropouts)
+        try:
+            model: nn.Module = make(config, attn_implementation="eager" if drops else name)
+        except ValueError:  # its code has attention of its own
+            model = make(config, attn_implementation="eager")
+        if self._checkpoints:
+            enable: Any = model.gradient_checkpointing_enable
+            with quiet_peft():
+                enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The layer that makes the logits, where it is known."""
+        find = getattr(self.model, "get_output_embeddings", lambda: None)
+        found: nn.Module | None = getattr(self.model, "lm_head", None) or find()
+        return found
+
+    def losses(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """The losses [B] of tokens [B, T]; which targets they have does not matter."""
+        from dpflash.losses import cross_entropy
+
+        if hasattr(model, "architecture"):
+            sample_losses: Tensor = model(inputs, inputs)
+            return sample_losses
+        output: Any = model(input_ids=inputs)
+        logits: Tensor = output.logits if hasattr(output, "logits") else output[0]
+        return cross_entropy(logits, inputs.new_zeros(logits.shape[:-1]))
+
+
+def _read_config(path: str) -> tuple[dict[str, Any], Path]:
+    """The contents of config.json, and its folder."""
+    from dpflash.release.load import pretrained_folder
+
+    file = Path(path)
+    if file.is_dir():
+        file = pretrained_folder(file) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"model={path!r}: there is no {file}; pass the folder of a model, of a dpflash run, "
+            "or a config.json. LoRA adapters alone have none: pass their base model with "
+            "--lora-rank"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model={path!r}: not readable as JSON ({error}); restore it") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"model={path!r}: expected an object of settings; pass a config.json")
+    return config, file
+
+
+def _register_without_values(transformers: Any, name: str) -> str:
+    """The same attention for tensors without values: of one document, without padding."""
+    attend = transformers.AttentionInterface()[name]
+
+    def of_shapes(*given: Any, position_ids: Any = None, **options: Any) -> Any:
+        return attend(*given[:4], None, **options)
+
+    name = f"{name}_of_shapes"
+    transformers.AttentionInterface.register(name, of_shapes)
+    transformers.AttentionMaskInterface.register(name, lambda **_: None)
+    return name
+
+
+def _adapted(model: nn.Module, path: str, rank: int) -> nn.Module:
+    from dpflash.train.pretrained import quiet_peft, require_peft
+
+    peft = require_peft(f"lora_rank={rank}")
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"lora_rank={rank} with model={path!r}: adapters are for models of transformers; "
+            "leave it out"
+        )
+    with quiet_peft():
+        adapted: nn.Module = peft.get_peft_model(
+            model, peft.LoraConfig(r=rank, target_modules="all-linear")
+        )
+    return adapted
+
+
+def _replace_meta(model: nn.Module) -> None:
+    """Put tensors of the context in place of the model's, which are on the device "meta"."""
+    import torch
+
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for held in tables:
+            for name, x in held.items():
+                if x is None:
+                    continue
+                if x not in made:
+                    made[x] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+                    if isinstance(x, torch.nn.Parameter):
+                        made[x] = torch.nn.Parameter(made[x], requires_grad=x.requires_grad)
+                held[name] = made[x]
+
+
+@functools.cache
+def fake_tensors() -> FakeTensorMode:
+    """The mode in which tensors have shapes and no memory: one, since its tensors do not mix."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def cost_of(
+    subject: Subject,
+    ceilings: Ceilings,
+    *,
+    batch: int,
+    tokens: int,
+    mode: str | None = "auto",
+    clipping: str = "flat",
+    microbatch: int | None = None,
+    ranks: int = 1,
+    memory: int | None = None,
+) -> StepCost:
+    """The cost of a step of a subject on fake tensors; without a mode of one without privacy.
+
+    Args:
+        subject: with is_fake.
+        ceilings: of the device.
+        batch: samples of a step.
+        tokens: of a sample, over all ranks.
+        mode: grad_sample_mode.
+        clipping: "flat" or "per_layer".
+        microbatch: most samples at a time; None for all.
+        ranks: that share each sequence.
+        memory: of the device; None for that of this machine, or of a GPU of 80 GB.
+    """
+    import torch
+
+    from dpflash.clipping.device_speed import CPU_RULE
+    from dpflash.clipping.estimate import Workload, estimate_step
+    from dpflash.clipping.planner import Planner, default_memory_budget
+    from dpflash.clipping.tape import Tape
+
+    is_gpu = ceilings.device != "cpu"
+    rows = min(batch, microbatch or batch)
+    budget = (memory or _DEVICE_BYTES) // 4
+    if not is_gpu and memory is None:
+        budget = default_memory_budget(torch.device("cpu"))
+    planner = None
+    if mode is not None:
+        planner = Planner(
+            mode,
+            budget,
+            rows,
+            ghost_allowed=clipping == "flat",
+            book_keeping_allowed=ranks == 1,
+            ceilings=ceilings if is_gpu else CPU_RULE,
+        )
+    workload = Workload(
+        subject.model,
+        subject.losses,
+        batch,
+        -(-tokens // ranks),
+        microbatch=microbatch,
+        head=subject.head,
+        optimizer=functools.partial(torch.optim.AdamW, foreach=is_gpu),
+    )
+    with fake_tensors(), torch.autocast("cpu", torch.bfloat16, enabled=is_gpu):
+        return estimate_step(workload, Tape(ceilings, ranks), planner, clipping=clipping)
+
+
+def _report(
+    args: argparse.Namespace, subject: Subject, ceilings: Ceilings, memory: int | None
+) -> dict[str, Any]:
+    """What `--json` prints."""
+
+    def cost(of: Subject = subject, **changes: Any) -> StepCost:
+        given: dict[str, Any] = {"batch": args.batch_size, "tokens": args.seq_len}
+        given.update(clipping=args.clipping, microbatch=args.physical_batch_size)
+        given.update(ranks=args.ranks, memory=memory)
+        return cost_of(of, ceilings, **{**given, **changes})
+
+    if subject.most_tokens is not None and args.seq_len > subject.most_tokens:
+        raise ValueError(
+            f"seq_len={args.seq_len}: the model takes at most {subject.most_tokens} tokens; pass "
+            "fewer, or raise that number in its config.json"
+        )
+    parameters = list(subject.model.parameters())
+    private, plain = cost(), cost(mode=None)
+    by_mode = {"per_layer": cost(clipping="per_layer")}
+    for mode in _MODES if args.ranks == 1 else ("instantiate", "ghost"):
+        by_mode[mode] = cost(clipping="flat", mode=mode)
+    kinds = {"private": "auto", "plain": None}
+    again = Subject(args.model, args.lora_rank, is_fake=True, checkpoints=True)
+    recomputed = {name: cost(again, mode=mode) for name, mode in kinds.items()}
+    report = {
+        **_figures(private),
+        "modes": dict(private.modes),
+        "plain": _figures(plain),
+        "by_mode": {name: _figures(one) for name, one in by_mode.items()},
+        "with_checkpointing": {name: _figures(one) for name, one in recomputed.items()},
+        "parameters": sum(p.numel() for p in parameters),
+        "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "ceilings": str(ceilings),
+    }
+    for name in ("model", "device", "seq_len", "batch_size", "physical_batch_size", "lora_rank"):
+        report[name] = getattr(args, name)
+    report["ranks"] = args.ranks
+    if memory is not None:
+        most = subject.most_tokens
+        report["fits"] = {
+            "memory_bytes": memory,
+            "longest_seq_len": {
+                name: largest(
+                    lambda n, mode=mode: cost(tokens=n, mode=mode).memory_bytes,  # type: ignore[misc]
+                    memory,
+                    first=args.seq_len,
+                    least=args.ranks,
+                    most=most,
+                )
+                for name, mode in kinds.items()
+            },
+            "largest_batch_size": {
+                name: largest(
+                    lambda n, mode=mode: (
+                        cost(  # type: ignore[misc]
+                            batch=n, mode=mode, microbatch=None
+                        ).memory_bytes
+                    ),
+                    memory,
+                    first=args.batch_size,
+                )
+                for name, mode in kinds.items()
+            },
+        }
+    return report
+
+
+def _figures(one: StepCost) -> dict[str, Any]:
+    return {
+        "memory_bytes": one.memory_bytes,
+        "step_seconds": one.seconds,
+        "parts": dict(one.parts),
+    }
+
+
+def largest(
+    size_of: Callable[[int], int],
+    limit: int,
+    *,
+    first: int,
+    least: int = 1,
+    most: int | None = None,
+) -> int | None:
+    """The largest number whose size is within the limit, to one part in 100; None if none is.
+
+    Sizes grow with the number, almost in proportion, so that each guess is on the line through
+    the two sizes before it.
+    """
+    low, high = least - 1, (1 << 40) if most is None else most + 1
+    guess, known = first, list[tuple[int, int]]()
+    while high - low > max(1, low // _WITHIN):
+        guess = min(max(guess, low + 1), high - 1)
+        size = size_of(guess)
+        known = [*known[-1:], (guess, size)]
+        low, high = (guess, high) if size <= limit else (low, guess)
+        (a, of_a), (b, of_b) = known[0], known[-1]
+        on_line = 2 * b if of_a == of_b else b + (limit - of_b) * (b - a) / (of_b - of_a)
+        # A little to the other side, so that both ends close in.
+        guess = round(on_line * (1 - 0.4 / _WITHIN if size > limit else 1 + 0.4 / _WITHIN))
+        if size > limit and guess <= low or guess >= high:
+            guess = (low + high) // 2
+    return low if low >= least else None
+
+
+def _text(report: dict[str, Any]) -> str:
+    from ._tables import table
+
+    columns = {"plain": report["plain"], "private": report}
+    for name, found in report["with_checkpointing"].items():
+        columns[f"{name}, checkpoints"] = found
+    rows = [
+        (part, *(f"{one['parts'][part] / _MIB:,.1f}" for one in columns.values()))
+        for part in report["parts"]
+    ]
+    rows.append(("together", *(f"{c['memory_bytes'] / _MIB:,.1f}" for c in columns.values())))
+    rows.append(("seconds", *(f"{c['step_seconds']:,.3g}" for c in columns.values())))
+    modes = [
+        (name, f"{one['memory_bytes'] / _MIB:,.1f}", f"{one['step_seconds']:,.3g}")
+        for name, one in report["by_mode"].items()
+    ]
+    chosen = ", ".join(f"{mode} {count}" for mode, count in report["modes"].items())
+    lines = [
+        f"{report['parameters']:,} parameters, {report['trained_parameters']:,} of them trained; "
+        f"T={report['seq_len']:,}, B={report['batch_size']:,}, {report['ranks']} rank(s)",
+        "",
+        table(rows, ["MiB of a rank at its peak", *columns]),
+        "",
+        table(modes, ["private step by mode", "MiB", "seconds"]),
+        "",
+        f"modes that the planner chooses: {chosen}",
+        f"speed: {report['ceilings']}",
+    ]
+    if "fits" in report:
+        fits = report["fits"]
+        lines.append(f"within {fits['memory_bytes']:,} bytes on each rank:")
+        for key, text in (
+            ("longest_seq_len", "longest sequence"),
+            ("largest_batch_size", "largest batch"),
+        ):
+            found = {k: "none" if v is None else f"{v:,}" for k, v in fits[key].items()}
+            lines.append(f"  {text}: {found['private']} private, {found['plain']} plain")
+    return "\n".join(lines)

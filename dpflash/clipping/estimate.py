@@ -1,0 +1,348 @@
+"""Estimates the memory and the time of a training step, private or not, before anything runs.
+
+The step runs on fake tensors, which have shapes and no memory, under a `Tape`. In place of gates
+there are nodes that keep what gates keep, and add the time that the planner predicts for them.
+
+Letters: B samples, T tokens, I inputs, O outputs, P ranks of a context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..distributed.collectives import BUNDLE_BYTES
+from .planner import EmbeddingShape, HeadShape, LinearShape, Planner, Work, cost
+from .tape import Tape
+
+PARTS = (
+    *("weights", "optimizer state", "activations", "logits and loss", "gradients"),
+    *("per-sample gradients", "clipped sums", "workspace"),
+)
+# Layers whose modes are planned, beside linear layers and tables of torch, by class name.
+_PLANNED = ("Conv1D", "LinearCrossEntropy")
+_NOISE_BYTES = 2 * 8
+# What the gates' Python takes for each parameter, in launches of kernels: two models on a CPU.
+_LAUNCHES = 25
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The predicted cost of a step.
+
+    Attributes:
+        memory_bytes: the most at one time, on one rank.
+        seconds: of a step.
+        parts: the bytes at that time by part, which add up to memory_bytes.
+        modes: how many parameters each grad_sample_mode computes; empty without privacy.
+    """
+
+    memory_bytes: int
+    seconds: float
+    parts: Mapping[str, int]
+    modes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training step.
+
+    Attributes:
+        model: on fake tensors.
+        losses: returns the losses [B] of the model on tokens [B, T].
+        batch, tokens: B and T, of this rank.
+        microbatch: most samples at a time; None for all.
+        head: the layer that makes the logits; None where it is not known.
+        optimizer: makes the optimizer of trained parameters.
+    """
+
+    model: nn.Module
+    losses: Callable[[nn.Module, Tensor], Tensor]
+    batch: int
+    tokens: int
+    microbatch: int | None = None
+    head: nn.Module | None = None
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
+
+
+class _Use(torch.autograd.Function):
+    """The identity on a layer's output; saves the layer's input, and shows both to the gates."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, stand_in: Tensor, take: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.take = take
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.take(*ctx.saved_tensors, dy)
+        return dy, None, None, None
+
+
+@dataclass
+class _Gates:
+    """Keeps what the gates of a private step keep, under a tape."""
+
+    tape: Tape
+    model: nn.Module
+    planner: Planner
+    clipping: str
+    ranks: int
+    microbatches: int
+    batch: int
+    shapes: dict[nn.Parameter, list[LinearShape]] = field(default_factory=dict)
+    modes: dict[nn.Parameter, str] = field(default_factory=dict)
+    kept: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.trained = trained_parameters(self.model)
+        self.stand_in = torch.zeros((), requires_grad=True)
+        self.is_forward = True
+        self.takes_norms = False
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """In the block, layers save their inputs for the gates; autograd makes no sums."""
+        with ExitStack() as stack:
+            trained = set(self.trained)
+            for module in self.model.modules():
+                is_planned = isinstance(module, nn.Linear | nn.Embedding)
+                is_planned |= type(module).__name__ in _PLANNED
+                if is_planned and module._parameters.get("weight") in trained:
+                    stack.callback(module.register_forward_hook(self._watch).remove)
+                if type(module).__name__ == "MultiheadAttention" and self.ranks == 1:
+                    self._as_one_node(module, stack)
+            for parameter in self.trained:
+                parameter.requires_grad_(False)
+                stack.callback(parameter.requires_grad_, True)
+            yield
+
+    def _watch(self, module: nn.Module, given: tuple[Any, ...], y: Tensor) -> Tensor:
+        weight, x = module._parameters["weight"], given[0]
+        assert weight is not None
+        rows, columns = weight.shape
+        tokens = max(1, x.numel() // self.batch)
+        shape: LinearShape
+        if isinstance(module, nn.Embedding):
+            tokens = max(tokens, x.numel() if x.shape[0] != self.batch else 0)
+            shape = EmbeddingShape(self.batch, tokens, columns, rows, weight.dtype)
+        else:
+            if type(module).__name__ == "Conv1D":
+                rows, columns = columns, rows
+            kind = HeadShape if len(given) > 1 and given[1] is not None else LinearShape
+            shape = kind(self.batch, max(1, tokens // columns), columns, rows, y.dtype)
+            x = x.to(y.dtype)
+        if self.is_forward:
+            self.shapes.setdefault(weight, []).append(shape)
+        result: Tensor = _Use.apply(
+            y, x, self.stand_in, lambda x, dy: self._take(weight, shape, x, dy)
+        )
+        return result
+
+    def _as_one_node(self, module: nn.Module, stack: ExitStack) -> None:
+        """Of `dpflash.nn.MultiheadAttention` x, qkv, o and lse alone are saved."""
+        hooks: list[saved_tensors_hooks] = []
+
+        def enter(module: Any, *_: Any) -> None:
+            hooks.append(
+                saved_tensors_hooks(
+                    lambda x: (x.shape, x.stride(), x.dtype),
+                    lambda form: torch.empty_strided(*form[:2], dtype=form[2]),
+                )
+            )
+            hooks[-1].__enter__()
+
+        def leave(module: Any, given: Any, kept: Any, out: Any) -> Any:
+            hooks.pop().__exit__(None, None, None)
+            x = given[0]
+            count, tokens, width = x.shape
+            of_tokens = 2 * width + 2 * module.num_kv_heads * module.head_dim
+            y: Tensor = _Use.apply(out[0], x, self.stand_in, lambda *_: None)
+            for columns, dtype in ((of_tokens, y.dtype), (module.num_heads, torch.float32)):
+                saved = torch.empty(count, tokens, columns, dtype=dtype)
+                y = _Use.apply(y, saved, self.stand_in, lambda *_: None)
+            return y, *out[1:]
+
+        stack.callback(module.register_forward_pre_hook(enter).remove)
+        stack.callback(
+            module.register_forward_hook(
+                lambda m, args, kwargs, out: leave(m, args, kwargs, out), with_kwargs=True
+            ).remove
+        )
+
+    def plan(self) -> None:
+        """Choose modes, once all shapes are known."""
+        self.is_forward = False
+        groups = [list(self.shapes)]
+        if self.clipping == "per_layer":
+            groups = [[parameter] for parameter in self.shapes]
+        for group in groups:
+            found = self.planner.plan({i: self.shapes[p] for i, p in enumerate(group)})
+            self.modes.update(zip(group, found.modes, strict=True))
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether there are two backwards."""
+        return "ghost" in self.modes.values()
+
+    def _take(self, weight: nn.Parameter, shape: LinearShape, x: Tensor, dy: Tensor) -> None:
+        mode, size = self.modes[weight], shape.stored_bytes
+        if self.clipping == "per_layer":
+            if mode == "instantiate":
+                self.tape.allocate(size, "per-sample gradients")
+            self._sum(weight)
+        elif mode == "book_keeping":
+            self.pairs.append((x, dy))
+        elif mode == "ghost":
+            if not self.takes_norms:
+                self._sum(weight)
+        else:
+            grad = self.tape.allocate(size, "per-sample gradients")
+            if self.ranks > 1:
+                # A bundle fills before it is sent; this rank keeps its slice.
+                self.tape.allocate(min(size, BUNDLE_BYTES), "workspace")
+                grad = self.tape.allocate(-(-size // self.ranks), "per-sample gradients")
+            self.kept.setdefault(weight, grad)
+
+    def _sum(self, parameter: nn.Parameter) -> None:
+        """The clipped sum of a parameter: float64 where it is exact and has no noise yet."""
+        is_last = self.microbatches == 1 and self.ranks == 1
+        is_exact = self.modes.get(parameter, "instantiate") == "instantiate"
+        size = (8 if is_exact and not is_last else 4) * parameter.numel()
+        if parameter not in self.sums:
+            share = -(-size // self.ranks)
+            self.sums[parameter] = self.tape.allocate(share, "clipped sums")
+
+    def finish(self) -> None:
+        """The end of a backward: norms of what is kept, and the clipped sums."""
+        ceilings = self.tape.ceilings
+        for parameter, shapes in self.shapes.items():
+            mode = self.modes[parameter]
+            # The second backward of ghost clipping ran by itself.
+            known = cost(shapes, "book_keeping" if mode == "ghost" else mode, ceilings)
+            self.tape.seconds += known.seconds
+        self.tape.add(Work(launches=_LAUNCHES * len(self.trained)))
+        rest = [p for p in self.trained if p not in self.shapes]
+        dense = {
+            p: self.tape.allocate(4 * self.batch * p.numel() // self.ranks, "per-sample gradients")
+            for p in rest
+        }
+        self.tape.add(Work(moved=3 * 4 * self.batch * sum(p.numel() for p in rest)))
+        for _, dy in self.pairs:
+            if ceilings.device == "cpu":
+                self.tape.allocate(4 * dy.numel(), "workspace")
+        for parameter in self.trained:
+            self._sum(parameter)
+        del dense
+        self.kept.clear()
+        self.pairs.clear()
+
+    def release(self) -> None:
+        """Noise, and the gradients that the optimizer gets."""
+        count = sum(p.numel() for p in self.trained)
+        own = -(-count // self.ranks)
+        self.tape.add(Work(own, _NOISE_BYTES * own, "noise"))
+        self.tape.add(Work(moved=8 * count))
+        for parameter in self.trained:
+            with self.tape.counting("gradients"):
+                parameter.grad = torch.empty_like(parameter)
+        self.sums.clear()
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that ask for gradients."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def estimate_step(
+    workload: Workload,
+    tape: Tape,
+    planner: Planner | None = None,
+    *,
+    clipping: str = "flat",
+) -> StepCost:
+    """The cost of one step after the first; without a planner, of a step without privacy.
+
+    Runs under a `FakeTensorMode`, in which the model was built.
+
+    Args:
+        workload: the step.
+        tape: an unused one, with the device's speed and P.
+        planner: chooses the modes.
+        clipping: "flat" or "per_layer".
+    """
+    model, batch = workload.model, workload.batch
+    trained = trained_parameters(model)
+    optimizer = workload.optimizer(trained)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tape.hold(tensor, "weights")
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            if isinstance(tensor, Tensor):
+                tape.hold(tensor, "optimizer state")
+    microbatch = min(batch, workload.microbatch or batch)
+    rounds = math.ceil(batch / microbatch)
+    gates = None
+    if planner is not None:
+        gates = _Gates(tape, model, planner, clipping, tape.ranks, rounds, microbatch)
+    with tape, ExitStack() as stack:
+        if workload.head is not None:
+            hook = workload.head.register_forward_pre_hook(tape.begin_loss)
+            stack.callback(hook.remove)
+        if gates is not None:
+            stack.enter_context(gates.attached())
+        # From the second one on microbatches are alike.
+        for number in range(min(rounds, 2)):
+            before = tape.seconds
+            _forward_and_backward(workload, microbatch, tape, gates)
+            if number:
+                tape.seconds += (rounds - 2) * (tape.seconds - before)
+        if gates is not None:
+            gates.release()
+        stack.close()
+        with tape.counting("workspace"):
+            optimizer.step()
+            optimizer.zero_grad()
+    parts = {name: tape.peak[name] for name in PARTS}
+    modes: dict[str, int] = {}
+    for mode in gates.modes.values() if gates is not None else ():
+        modes[mode] = modes.get(mode, 0) + 1
+    return StepCost(tape.peak.total(), tape.seconds, parts, modes)
+
+
+def _forward_and_backward(
+    workload: Workload, batch: int, tape: Tape, gates: _Gates | None
+) -> None:
+    with tape.counting("activations"):
+        if gates is not None:
+            gates.is_forward, gates.shapes = True, {}
+        inputs = torch.zeros(batch, workload.tokens, dtype=torch.int64)
+        losses = workload.losses(workload.model, inputs).sum()
+    with tape.counting("workspace"):
+        if gates is None:
+            losses.backward()
+        else:
+            gates.plan()
+            if gates.is_ghost:
+                gates.takes_norms = True
+                losses.backward(retain_graph=True)
+                gates.takes_norms = False
+            losses.backward()
+            gates.finish()
+    for parameter in trained_parameters(workload.model) if gates is None else ():
+        if parameter.grad is not None:
+            tape.hold(parameter.grad, "gradients")

@@ -1,0 +1,189 @@
+"""Tape: the memory and the time of operations that run without memory, on fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+import dpflash.attn.ops  # noqa: F401  registers the operators that are counted
+from dpflash.kernels.tile_graph import real_cpu_tensors
+
+from ..distributed.exchange_plan import ShardedPattern
+from ..distributed.layout import Layout
+from ..distributed.traffic import ModeCall, mode_costs
+from ..patterns import Adaptive, from_key
+from .device_speed import Ceilings
+from .planner import Work
+
+# Shards of keys and values that a ring holds beside those of its rank, by P = 2 and more.
+_SHARDS_FORWARD, _SHARDS_BACKWARD = 4, (7, 13)
+_FORWARD, _BACKWARD = 4, 10  # FLOPs of a pair (query, key) and a component of its head
+_OPS = torch.ops.dpflash
+# Operations that take longer on a CPU than their bytes: an exponential or more of each element.
+_CURVED = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("gelu", "gelu_backward", "silu", "silu_backward", "tanh", "exp", "sigmoid", "erf"),
+        *("_softmax", "_log_softmax", "_log_softmax_backward_data"),
+    )
+)
+_NOTHING_MOVES = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.aten.empty_like)
+
+
+def attention_flops(pairs: int, head_dim: int, *, forward: bool, backward: bool) -> float:
+    """FLOPs of attention over this number of pairs (query, key), of all heads and samples."""
+    return float(head_dim * pairs * (_FORWARD * forward + _BACKWARD * backward))
+
+
+def attention_formulas() -> dict[Any, Callable[..., int]]:
+    """FLOPs of attention's operators, over the pairs that their patterns have.
+
+    They are 4 D for each pair forward and 10 D backward, or with values of another head dim E
+    2 (D + E) and 6 D + 4 E.
+    """
+
+    def pairs(q: Any, k: Any, key: str) -> int:
+        pattern = from_key(key)
+        batch, heads, rows, _ = q
+        if isinstance(pattern, Adaptive):
+            block = pattern.block_size
+            return batch * heads * rows * min(pattern.keep * block, k[2])
+        return batch * pattern.edges(rows, heads)
+
+    # Arguments after q, k and v are six optional tensors, then the pattern's key.
+    def forward(q: Any, k: Any, v: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+        return _FORWARD * (q[3] + v[3]) * pairs(q, k, rest[6]) // 2
+
+    def backward(
+        do: Any, dlse: Any, o: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any
+    ) -> int:
+        # Products of width D: q k, dq and dk; of width E: dv and do v.
+        return _BACKWARD * (3 * q[3] + 2 * v[3]) * pairs(q, k, rest[6]) // 5
+
+    return {_OPS.attention: forward, _OPS.attention_backward: backward}
+
+
+class Tape(TorchDispatchMode):
+    """Follows the operations in its block: which tensors are alive, and what each operation takes.
+
+    Memory is that of storages, from the operation that makes one to the end of its last tensor.
+    An operation is one kernel that reads its inputs once and writes its outputs once, and takes
+    the time of a roofline; inside of an operation no memory is seen.
+
+    Args:
+        ceilings: of the device.
+        ranks: P, ranks over which the tokens of attention's calls are split.
+
+    Attributes:
+        part: the name under which new storages count.
+        seconds: predicted time of the operations.
+        peak: the most bytes at one time, by part.
+    """
+
+    def __init__(self, ceilings: Ceilings, ranks: int = 1) -> None:
+        super().__init__()
+        self.ceilings = ceilings
+        self.ranks = ranks
+        self.part = "activations"
+        self.seconds = 0.0
+        self.alive: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._held: dict[int, tuple[str, int]] = {}
+        own = {op: shape_wrapper(formula) for op, formula in attention_formulas().items()}
+        self._formulas = {**flop_registry, **own}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+        own = {x.untyped_storage()._cdata for x in given}
+        is_view = own.issuperset(x.untyped_storage()._cdata for x in outs)
+        for x in outs:
+            self.hold(x)
+        packet = func._overloadpacket
+        if (is_view and not func._schema.is_mutable) or packet in _NOTHING_MOVES:
+            return made
+        if self.ranks > 1 and packet in (_OPS.attention, _OPS.attention_backward):
+            self._attend_across(packet, args)
+            return made
+        is_attention = packet in (_OPS.attention, _OPS.attention_backward)
+        formula = self._formulas.get(packet)
+        flops = 0 if formula is None else formula(*args, **kwargs, out_val=made)
+        dtype = next((x.dtype for x in (*given, *outs) if x.is_floating_point()), torch.float32)
+        name = "attention" if is_attention else str(dtype).removeprefix("torch.")
+        moved = sum(x.numel() * x.element_size() for x in (*given, *outs))
+        if packet in _CURVED:
+            flops, name = outs[0].numel(), "curved"
+        self.add(Work(int(flops), moved, name))
+        return made
+
+    def add(self, *works: Work) -> None:
+        """Add the time of kernels."""
+        self.seconds += sum(work.seconds(self.ceilings) for work in works)
+
+    def _attend_across(self, packet: Any, args: Any) -> None:
+        """A call of attention with keys of other ranks: their shards, and the mode's time."""
+        is_forward = packet is _OPS.attention
+        at = 0 if is_forward else 4
+        q, k, pattern = args[at], args[at + 1], args[at + 9]
+        shards = _SHARDS_FORWARD if is_forward else _SHARDS_BACKWARD[self.ranks > 2]
+        self.hold(torch.empty(shards * k.nbytes, dtype=torch.uint8), "workspace")
+        if is_forward:
+            layout = Layout(self.ranks * q.shape[2], self.ranks, "zigzag")
+            heads = q.shape[1], k.shape[1]
+            sharded = ShardedPattern(from_key(pattern), layout.num_tokens, *heads, layout)
+            device = self.ceilings.device
+            call = ModeCall(sharded, q.shape[3], q.dtype, q.shape[0], device)
+            with real_cpu_tensors():
+                # Forward and backward together.
+                self.seconds += min(one.seconds for one in mode_costs(call))
+
+    @contextmanager
+    def counting(self, part: str) -> Iterator[None]:
+        """In the block, new storages count as this part."""
+        before, self.part = self.part, part
+        try:
+            yield
+        finally:
+            self.part = before
+
+    def begin_loss(self, *_: Any) -> None:
+        """What the forward makes from here on are logits and the loss."""
+        if self.part == "activations":
+            self.part = "logits and loss"
+
+    def allocate(self, size: int, part: str) -> Tensor:
+        """A tensor of so many bytes that counts as this part."""
+        with self.counting(part):
+            return torch.empty(size, dtype=torch.uint8)
+
+    def hold(self, x: Tensor, part: str | None = None) -> None:
+        """Count a tensor's storage while it is alive; of a known one change the part."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        held = self._held.get(key)
+        if held is not None:
+            if part is not None:
+                self._held[key] = (part, held[1])
+                self.alive[held[0]] -= held[1]
+                self.alive[part] += held[1]
+            return
+        self._held[key] = (part or self.part, storage.nbytes())
+        weakref.finalize(storage, self._drop, key)
+        self.alive[self._held[key][0]] += storage.nbytes()
+        if self.alive.total() > self.peak.total():
+            self.peak = self.alive.copy()
+
+    def _drop(self, key: int) -> None:
+        part, size = self._held.pop(key)
+        self.alive[part] -= size
