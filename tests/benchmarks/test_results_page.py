@@ -97,7 +97,7 @@ def test_a_wrong_row_is_marked_and_counted(results):
     _write(results, "heads", [wrong])
     page = _page(results, TWO_HEADS)
     assert "WRONG (error 5.0e-01)" in _line(page, "H 2")
-    assert "1, 1 WRONG" in page and "| NO |" in _line(page, "H 2")
+    assert "1, 1 wrong or failed" in page and "| NO |" in _line(page, "H 2")
 
 
 def test_a_quick_look_answers_nothing(results):
