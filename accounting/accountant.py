@@ -110,7 +110,7 @@ class Accountant(ABC):
         An engine calls this. If it `has_ledger`, only `counting` adds releases: the ledger would
         not have those of others. Copies of the accountant are free.
         """
-        self._is_held, self._has_ledger = True, has_ledger
+        self._is_held, self._has_ledger = True, self._has_ledger or has_ledger
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -125,9 +125,9 @@ class Accountant(ABC):
         if self._has_ledger:
             raise ValueError(
                 "the accountant of a PrivacyEngine with a ledger counts what the ledger has, and "
-                "the next engine on that ledger would not know of this release: before you make "
-                "the engine, append it by dpflash.privacy.ledger.Ledger(FILE).append(run=..., "
-                "event=..., accountant=...)"
+                "the next engine on that ledger would not know of this release. The engine counts "
+                "its own steps; a release of other code append before you make the engine, by "
+                "dpflash.privacy.ledger.Ledger(FILE).append(run=..., event=..., accountant=...)"
             )
 
     def for_trial(self) -> Self:
@@ -406,6 +406,7 @@ class Accountant(ABC):
                 malformed, or lacks releases of the engine whose accountant this is. The current
                 history is unchanged then.
         """
+        self._require_no_ledger()
         if not state_dict:
             raise ValueError(
                 f"state_dict={state_dict!r}: expected the keys 'history' and 'mechanism'; "

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..distributed.collectives import BUNDLE_BYTES
+from ..verification.second_order import differentiable_once
 from .planner import EmbeddingShape, HeadShape, LinearShape, Planner, Work, cost
 from .tape import Tape
 
@@ -82,6 +83,7 @@ class _Use(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.take(*ctx.saved_tensors, dy)
         return dy, None, None, None

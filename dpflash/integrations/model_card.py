@@ -11,7 +11,7 @@ from ..clipping.planner import clipping_for
 from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
 from ..optimizer import PrivateOptimizer
-from ..privacy.card import TITLE, privacy_section, versions
+from ..privacy.card import TITLE, privacy_section, versions, weights_digest
 from ..privacy.ledger import Ledger
 from ..sampling.loader import PrivateDataLoader
 
@@ -20,6 +20,7 @@ REPORT = "report.json"
 
 def write_card_and_report(folder: Path, report: dict[str, Any]) -> None:
     """Write report.json, and the section of README.md, or replace it."""
+    report = {**report, "weights": weights_digest(folder)}
     text = json.dumps(report, indent=2, allow_nan=False)
     (folder / REPORT).write_text(text + "\n", encoding="utf-8")
     card = folder / "README.md"
@@ -49,6 +50,8 @@ def report_of(
     """
     assert privacy.target_delta is not None
     plan, steps = loader.plan, optimizer.releases
+    public = engine.public.as_dict()
+    del public["lengths"]  # unless it is declared, it says whether drawn samples differ
     releases = steps if engine.ledger is None else Ledger(engine.ledger).releases
     report = {
         "epsilon": engine.get_epsilon(privacy.target_delta),
@@ -66,7 +69,7 @@ def report_of(
         ),
         "sample_rate": plan.sample_rate,
         "expected_batch_size": plan.expected_batch_size,
-        "public": engine.public.as_dict(),
+        "public": public,
         "steps": steps,
         "lost_steps": releases - steps,
         "ledger_head": engine.ledger_head,

@@ -493,6 +493,12 @@ class DPTrainer(Trainer):
                 f"batches no accountant knows: {_OWN_BATCHES}"
             )
         self._refuse_hooks()
+        if self.args.max_grad_norm or self._checkpoint is not None:
+            raise ValueError(
+                "args.max_grad_norm was set after the trainer was made, or its callback that "
+                "loads checkpoints was removed: pass PrivacyConfig(max_grad_norm=...), and make a "
+                "new trainer"
+            )
         model.train()
         set_mode = getattr(self.optimizer, "train", None)  # of optimizers without a schedule
         if callable(set_mode):
@@ -666,6 +672,7 @@ class DPTrainer(Trainer):
             raise ValueError(self._refusal)
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
+        self._checkpoint = None
 
     # Evaluations
 

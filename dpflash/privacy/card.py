@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,6 +57,17 @@ def privacy_section(
         *(f"- {text.format(unit=unit)}" for text in _NOT_COVERED),
         "",
     ]
+
+
+def weights_digest(folder: Path) -> str | None:
+    """SHA-256 of a model's files of weights, by which a report knows them; None without any."""
+    found = None
+    for path in sorted((*folder.glob("*model*.safetensors"), *folder.glob("*model*.bin"))):
+        found = found or hashlib.sha256()
+        with open(path, "rb") as file:
+            while part := file.read(1 << 24):
+                found.update(part)
+    return None if found is None else found.hexdigest()
 
 
 def versions() -> dict[str, str]:

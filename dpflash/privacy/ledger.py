@@ -190,6 +190,8 @@ class Ledger:
             0, run=last.run, **nothing, accountant=last.accountant, unit=unit,
             note=_RENAMED, was=was, about=about,
         )  # fmt: skip
+        self.lines = self._read(self.content())
+        self.names = _names_after(self.names, self.lines[-1])
         return was, unit
 
     def _write(self, count: int, **values: Any) -> None:

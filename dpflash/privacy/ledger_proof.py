@@ -57,6 +57,7 @@ class Proof:
     head: str
     kept: int | None  # number of the first lines whose head was kept; None without one
     signatures: list[Signature]  # all that are beside the ledger, and hold for its first lines
+    is_alone: bool  # without the file `.head`, which shows that lines were cut from the end
 
 
 def heads(content: bytes) -> list[str]:
@@ -86,10 +87,10 @@ def verify(
     is_alone = not file.head_path.exists() and (head, key) != (None, None)
     ledger = LedgerCopy(path, file.read()[0]) if is_alone else Ledger(path)
     own = heads(ledger.content())
-    if head is not None and head not in own:
+    if head is not None and head not in own[1:]:
         raise ValueError(
-            f"ledger {path}: none of its first 0 to {len(own) - 1} lines have the head {head}, so "
-            "lines of the ledger that had it were changed, or cut from its end"
+            f"ledger {path}: it never had the head {head}: lines that the head covers were "
+            "changed, or cut from the end"
         )
     signatures = read_signatures(path)
     for number, one in enumerate(signatures, start=1):
@@ -98,7 +99,7 @@ def verify(
                 f"ledger {path}: signature {number} in {signatures_path(path)} is not one of its "
                 "key: the signature, the key, the day, the head or the number of lines was changed"
             )
-        if not 0 <= one.lines < len(own) or own[one.lines] != one.head:
+        if not 1 <= one.lines < len(own) or own[one.lines] != one.head:
             raise ValueError(
                 f"ledger {path}: signature {number} is of {one.lines} lines with the head "
                 f"{one.head}, which the ledger does not have: lines were changed, or cut from its "
@@ -108,12 +109,15 @@ def verify(
         raise ValueError(
             f"ledger {path}: {signatures_path(path)} has no signature of the key {key}"
         )
-    return Proof(ledger, own[-1], None if head is None else own.index(head), signatures)
+    kept = None if head is None else own.index(head)
+    return Proof(ledger, own[-1], kept, signatures, is_alone)
 
 
 def sign(path: str | os.PathLike[str], private_key: Ed25519PrivateKey) -> Signature:
     """Verify a ledger, and add a signature of all its lines to the file beside it."""
     proof = verify(path)
+    if not proof.ledger.lines:
+        raise ValueError(f"ledger {path} has no line yet: sign it after the first step")
     public = private_key.public_key().public_bytes_raw().hex()
     one = Signature(len(proof.ledger.lines), proof.head, today(), public, "")
     values = {**asdict(one), "signature": private_key.sign(one.statement).hex()}

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from ..audit.report import AUDIT
 from ..nn import LongContextLM
+from ..privacy.card import weights_digest
 from ..privacy.ledger import Ledger
 from ..train.language_models import write_architecture
 from ..train.pretrained import (
@@ -125,6 +126,11 @@ def _report(run: Path) -> dict[str, Any]:
             f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
             f"has {ledger.releases}; continue it with {resume}, or by "
             "DPTrainer.train(resume_from_checkpoint=True)"
+        )
+    if "weights" in report and report["weights"] != weights_digest(pretrained_folder(run)):
+        raise ValueError(
+            f"run={str(run)!r}: its weights are not those that its {REPORT} describes, and no "
+            "epsilon is known for them; write both by DPTrainer.save_model"
         )
     # Corrected since the report was written.
     for was, unit in ({} if ledger is None else ledger.names).items():

@@ -87,7 +87,9 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClass" in card
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    texts = tokenizer(["note fever", "note none today"], padding=True, return_tensors="pt")
+    texts = tokenizer(
+        ["note fever", "note none today today today"], padding=True, return_tensors="pt"
+    )
     found = model(**texts).logits
     assert [model.config.id2label[int(n)] for n in found.argmax(-1)] == ["ill", "true"]
     assert torch.allclose(dpflash.load(run)(**texts).logits, found, atol=1e-5)
