@@ -20,7 +20,7 @@ def refuse_tracing(layer: str) -> None:
             refuse_recording(layer, "torch.export or torch.onnx.export")
     elif torch.jit.is_tracing():
         refuse_recording(layer, "torch.jit.trace or torch.onnx.export(dynamo=False)")
-    elif torch.fx._symbolic_trace.is_fx_tracing():
+    elif torch.fx._symbolic_trace.is_fx_symbolic_tracing():
         refuse_recording(layer, "torch.fx")
 
 

@@ -14,6 +14,7 @@ import pytest
 from dpflash.accounting import PoissonGaussian, RDPAccountant, ShuffledGaussian
 from dpflash.cli import main
 from dpflash.privacy.ledger import Ledger
+from dpflash.privacy.ledger_proof import Signature, private_key, signatures_path
 from dpflash.privacy.spending import Spending
 
 EVENT = PoissonGaussian(noise_multiplier=1.25, sample_rate=0.01)
@@ -105,7 +106,7 @@ def test_a_ledger_that_was_written_anew_is_found_by_a_kept_head_or_a_signature(
     assert "whoever can write the file" in capsys.readouterr().out
     assert verify(path, "--head", head) == verify(path, "--public-key", public) == 1
     shown = capsys.readouterr().out
-    assert f"lines have the head {head}" in shown and "has no signature of the key" in shown
+    assert f"it never had the head {head}" in shown and "has no signature of the key" in shown
 
 
 def test_a_sound_ledger_has_the_head_that_sha256sum_prints_and_may_grow(path, capsys):
@@ -358,3 +359,32 @@ def test_the_page_has_what_an_auditor_asks_for_and_nothing_from_elsewhere(
     assert main([*words, str(path)]) == 2
     assert "expected a name such as report.html" in capsys.readouterr().err
     assert verify(path) == 0
+
+
+def test_a_signature_and_a_head_of_no_line_prove_nothing(path, key, tmp_path, capsys):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert main(["ledger", "sign", str(empty), "--key", str(key)]) == 2
+    assert "has no line yet" in capsys.readouterr().err
+    assert verify(path, "--head", hashlib.sha256(b"").hexdigest()) == 1
+    one = Signature(0, hashlib.sha256(b"").hexdigest(), "2026-11-30", "", "")
+    signer = private_key(key)
+    signed = {**vars(one), "key": signer.public_key().public_bytes_raw().hex()}
+    signed["signature"] = signer.sign(Signature(**signed).statement).hex()
+    signatures_path(path).write_text(json.dumps(signed) + "\n")
+    assert verify(path) == 1 and "is of 0 lines" in capsys.readouterr().out
+
+
+def test_a_name_can_be_corrected_again_by_the_same_object(path):
+    ledger = Ledger(path)
+    old, first = ledger.rename("first")
+    assert ledger.unit == first
+    assert ledger.rename("second") == (first, ledger.unit)
+    assert Ledger(path).names[old] == Ledger(path).names[first] == ledger.unit
+
+
+def test_a_ledger_without_its_head_file_says_what_is_not_shown(path, capsys):
+    head = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.with_name(f"{path.name}.head").unlink()
+    assert verify(path) == 1 and verify(path, "--head", head) == 0
+    assert "FILE.head is missing" in capsys.readouterr().out

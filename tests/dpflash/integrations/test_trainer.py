@@ -20,6 +20,7 @@ datasets = pytest.importorskip("datasets")
 
 from dpflash.integrations import trainer as trainer_module  # noqa: E402
 from dpflash.integrations.transformers import DPTrainer  # noqa: E402
+from dpflash.release.export import export  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -585,6 +586,29 @@ def test_users_are_those_of_a_plain_loop_and_named_in_the_card(tmp_path):
     card = (tmp_path / "saved" / "README.md").read_text()
     assert "| user: patient (unit_of), of which each draw uses at most 2" in card
     assert trained.engine.privacy_unit == "user: patient"
+    # Whether drawn samples differ in length is not covered by epsilon.
+    assert "lengths" not in json.loads((tmp_path / "saved" / "report.json").read_text())["public"]
+
+
+def test_a_card_is_not_made_for_weights_that_its_report_does_not_describe(tmp_path):
+    trained = trainer(tmp_path, args=arguments(tmp_path, max_steps=1))
+    trained.train()
+    saved = tmp_path / "saved"
+    trained.save_model(str(saved))
+    trained.model.save_pretrained(saved)
+    export(saved, tmp_path / "same")
+    with torch.no_grad():
+        next(trained.model.parameters()).add_(1)
+    trained.model.save_pretrained(saved)
+    with pytest.raises(ValueError, match="its weights are not those that its report.json"):
+        export(saved, tmp_path / "other")
+
+
+def test_a_bound_of_trainer_that_is_set_late_is_refused(tmp_path):
+    late = trainer(tmp_path)
+    late.args.max_grad_norm = 1.0
+    with pytest.raises(ValueError, match="args.max_grad_norm was set after the trainer was made"):
+        late.train()
 
 
 def test_a_function_names_users_by_a_column_that_the_model_does_not_take(tmp_path):

@@ -628,11 +628,14 @@ def test_kill_9_at_any_point_of_a_release_loses_no_step(point, made_of, tmp_path
 def test_a_release_that_the_ledger_would_lack_is_not_counted(tmp_path):
     engine = PrivacyEngine(ledger=tmp_path / "ledger.jsonl")
     accountant, phase = engine.accountant, (1.0, 0.25, 3)
+    other = PrivacyEngine(accountant=accountant).accountant.for_trial()
+    other.step(noise_multiplier=1.0, sample_rate=0.25)
     for count in (
         lambda: accountant.step(noise_multiplier=1.0, sample_rate=0.25),
         lambda: accountant.compose(Gaussian(noise_multiplier=1.0)),
         lambda: setattr(accountant, "history", [*accountant.history, phase]),
         lambda: setattr(accountant, "events", [(Gaussian(noise_multiplier=1.0), 1)]),
+        lambda: accountant.load_state_dict(other.state_dict()),
     ):
         with pytest.raises(ValueError, match="would not know of this release"):
             count()
