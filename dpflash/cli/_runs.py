@@ -80,7 +80,8 @@ _OPTIONS = {
     "--num-samples M": "number of samples of the data set",
     "--max-batch-size K": "maximum number of samples per batch of truncated_poisson",
     "--examples-per-unit K": "maximum number of samples of one user, or of another unit, all of "
-    "which epsilon then protects together; each sample is drawn and clipped on its own; only with "
+    "which epsilon then protects together; each sample is drawn and clipped on its own (not as in "
+    "`dpflash train --unit folder`, where the unit is, whose option this is not); only with "
     "--sampler poisson (default: each sample is a unit)",
     "--bands N": "number of steps that banded noise is correlated over, and of parts of the data "
     "set, with cyclic_poisson",

@@ -59,7 +59,7 @@ _OPTIONS = {
     "else start it; the same command then starts and restarts a job, as torchrun --max-restarts "
     "does. Options of the job must be those it began with",
     "--seq-len N": "maximum number of tokens per window; a sampled document trains on one window, "
-    "or with --pack on all of its windows (default: {seq_len})",
+    "or with --pack on all of them, up to those of all rows (default: {seq_len})",
     "--batch-size N": "expected number of units per step, over all ranks (default: {batch_size})",
     "--physical-batch-size N": "maximum number of documents in memory at once, per rank; with "
     "--pack the number of rows (default: {physical_batch_size})",

@@ -126,6 +126,7 @@ def test_a_sound_ledger_has_the_head_that_sha256sum_prints_and_may_grow(path, ca
         "lines_of_kept_head": None,
         "signatures": [],
         "lines_without_record": [],
+        "without_head_file": False,
     }
     ledger = Ledger(path)
     assert ledger.head == head
