@@ -23,12 +23,11 @@ _RELATIONS = {
 }
 _NOT_COVERED = (
     "Training losses, speeds and the other files of the run (report, metrics, checkpoint).",
-    "The choice of this run among several, or of a checkpoint: tuning on the same data spends "
-    "more than the epsilon above, and other models from the same data add to it.",
+    "Other runs on the same data, as of a search, whose epsilon adds to the one above (dpflash "
+    "budget prints the sum), and the choice of this run or checkpoint among several.",
     "Data that the model was evaluated on; it did not train the model.",
     "Whatever a pretrained base model was trained on before.",
-    "Units that belong together: if one person is in several {unit}s, the guarantee for the "
-    "person is weaker than for one {unit}.",
+    "People behind several {unit}s: the guarantee is for one {unit}, and weaker for them.",
 )
 
 
