@@ -119,8 +119,12 @@ def test_an_export_has_a_card_with_what_the_report_says(run, exported):
     for word in (
         *("zero_out", "one document (a file)", "poisson", "rdp", "flat, max_grad_norm 1"),
         *(f"| noise multiplier | {report['noise_multiplier']:.6g} |", "| delta | 0.001 |"),
-        *(f"dpflash {dpflash.__version__}", "treated as public", "the choice of this run or checkpoint"),
-        *("Training losses", "Data that the model was evaluated on"),
+        *(f"dpflash {dpflash.__version__}", "treated as public"),
+        *(
+            "the choice of this run or checkpoint",
+            "Training losses",
+            "Data that the model was evaluated on",
+        ),
     ):
         assert word in card, word
     # Nothing of the data, the machine or the losses.
