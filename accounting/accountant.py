@@ -126,7 +126,7 @@ class Accountant(ABC):
             raise ValueError(
                 "the accountant of a PrivacyEngine with a ledger counts what the ledger has, and "
                 "the next engine on that ledger would not know of this release. The engine counts "
-                "its own steps; a release of other code append before you make the engine, by "
+                "its own steps. Before you make it, append a release of other code by "
                 "dpflash.privacy.ledger.Ledger(FILE).append(run=..., event=..., accountant=...)"
             )
 

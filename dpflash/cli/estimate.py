@@ -367,31 +367,27 @@ def _report(
         report[name] = getattr(args, name)
     report["ranks"] = args.ranks
     if memory is not None:
-        most = subject.most_tokens
+
+        def tokens(mode: str | None) -> int | None:
+            return largest(
+                lambda n: cost(mode=mode, tokens=n).memory_bytes,
+                memory,
+                first=args.seq_len,
+                least=args.ranks,
+                most=subject.most_tokens,
+            )
+
+        def batch(mode: str | None) -> int | None:
+            return largest(
+                lambda n: cost(mode=mode, batch=n, microbatch=None).memory_bytes,
+                memory,
+                first=args.batch_size,
+            )
+
         report["fits"] = {
             "memory_bytes": memory,
-            "longest_seq_len": {
-                name: largest(
-                    lambda n, mode=mode: cost(tokens=n, mode=mode).memory_bytes,  # type: ignore[misc]
-                    memory,
-                    first=args.seq_len,
-                    least=args.ranks,
-                    most=most,
-                )
-                for name, mode in kinds.items()
-            },
-            "largest_batch_size": {
-                name: largest(
-                    lambda n, mode=mode: (
-                        cost(  # type: ignore[misc]
-                            batch=n, mode=mode, microbatch=None
-                        ).memory_bytes
-                    ),
-                    memory,
-                    first=args.batch_size,
-                )
-                for name, mode in kinds.items()
-            },
+            "longest_seq_len": {name: tokens(mode) for name, mode in kinds.items()},
+            "largest_batch_size": {name: batch(mode) for name, mode in kinds.items()},
         }
     return report
 

@@ -162,7 +162,7 @@ def _as_text(report: dict[str, Any]) -> str:
         for s in report["signatures"]
     ]
     if report["without_head_file"]:
-        rows.append(("not shown", "cuts behind these lines: FILE.head is missing"))
+        rows.append(("not shown", "whether later lines were cut, since FILE.head is missing"))
     if without:
         text = f"lines {', '.join(without)}: an earlier version kept no day, code, data or bound"
         rows.append(("not described", text))

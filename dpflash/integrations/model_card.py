@@ -26,7 +26,7 @@ def write_card_and_report(folder: Path, report: dict[str, Any]) -> None:
     card = folder / "README.md"
     before = card.read_text(encoding="utf-8") if card.exists() else "# Model card\n"
     before, is_there, old = before.partition(f"{TITLE}\n")
-    # The first section, behind what introduces the model.
+    # The first section, after the introduction of the model.
     parts = (f"\n{old}" if is_there else before).partition("\n## ")
     before = before if is_there else parts[0]
     section = "\n".join(privacy_section(report, report["config"]["unit"]))

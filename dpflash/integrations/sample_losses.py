@@ -91,14 +91,14 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
         if make is not None:
             inputs["decoder_input_ids"] = make(labels=labels)
         elif base.can_generate():  # Whisper
-            inputs["decoder_input_ids"] = _behind_start(labels, base.config)
+            inputs["decoder_input_ids"] = _shifted_right(labels, base.config)
     outputs = model(**inputs)
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     return loss(logits, _with_virtual_tokens(labels, logits, model)), outputs
 
 
-def _behind_start(labels: Tensor, config: Any) -> Tensor:
-    """What a decoder gets to predict labels `[B, T]`: its start token, then all but the last."""
+def _shifted_right(labels: Tensor, config: Any) -> Tensor:
+    """The decoder's inputs for labels `[B, T]`: its start token, then all labels but the last."""
     first = torch.full_like(labels[:, :1], config.decoder_start_token_id)
     tokens = torch.cat([first, labels[:, :-1]], dim=1)
     return tokens.masked_fill(tokens == -100, config.pad_token_id)

@@ -493,11 +493,15 @@ class DPTrainer(Trainer):
                 f"batches no accountant knows: {_OWN_BATCHES}"
             )
         self._refuse_hooks()
-        if self.args.max_grad_norm or self._checkpoint is not None:
+        if self.args.max_grad_norm:
             raise ValueError(
-                "args.max_grad_norm was set after the trainer was made, or its callback that "
-                "loads checkpoints was removed: pass PrivacyConfig(max_grad_norm=...), and make a "
-                "new trainer"
+                "args.max_grad_norm was set after the trainer was made, and would clip gradients "
+                "with noise: pass PrivacyConfig(max_grad_norm=...) to a new trainer"
+            )
+        if self._checkpoint is not None:
+            raise ValueError(
+                "the checkpoint was not loaded, since the callback that does so was removed from "
+                "the trainer: make a new trainer, and keep its callbacks"
             )
         model.train()
         set_mode = getattr(self.optimizer, "train", None)  # of optimizers without a schedule
@@ -611,7 +615,7 @@ class DPTrainer(Trainer):
 
         Raises:
             ValueError: for a checkpoint without spent privacy, or more steps than
-                `target_epsilon` allows behind it.
+                `target_epsilon` allows after it.
         """
         checkpoint: Any = resume_from_checkpoint
         if checkpoint is True:

@@ -388,4 +388,4 @@ def test_a_ledger_without_its_head_file_says_what_is_not_shown(path, capsys):
     head = hashlib.sha256(path.read_bytes()).hexdigest()
     path.with_name(f"{path.name}.head").unlink()
     assert verify(path) == 1 and verify(path, "--head", head) == 0
-    assert "FILE.head is missing" in capsys.readouterr().out
+    assert "since FILE.head is missing" in capsys.readouterr().out

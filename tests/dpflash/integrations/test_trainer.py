@@ -604,6 +604,15 @@ def test_a_card_is_not_made_for_weights_that_its_report_does_not_describe(tmp_pa
         export(saved, tmp_path / "other")
 
 
+def test_a_checkpoint_that_no_callback_loads_is_refused(tmp_path):
+    args = arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
+    trainer(tmp_path, args=args).train()
+    again = trainer(tmp_path, args=arguments(tmp_path, max_steps=2))
+    again.remove_callback(trainer_module._Checkpoints)
+    with pytest.raises(ValueError, match="the checkpoint was not loaded"):
+        again.train(resume_from_checkpoint=True)
+
+
 def test_a_bound_of_trainer_that_is_set_late_is_refused(tmp_path):
     late = trainer(tmp_path)
     late.args.max_grad_norm = 1.0
