@@ -49,7 +49,8 @@ soak: $(STAMP) $(FRAMEWORKS) ## long campaigns, whose results are committed: how
 	$(TEST_ENV) DPFLASH_KILLS=50 $(BIN)/pytest -q tests/distributed/test_train_ranks.py -k killed_at_any_moment
 	$(BIN)/python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
 	$(BIN)/python benchmarks/scripts/isolation_figures.py --out benchmarks/results/isolation.json
-	$(BIN)/python benchmarks/scripts/fp8_quality.py --json benchmarks/results/fp8-quality.json
+	$(BIN)/python benchmarks/scripts/private_quality.py arithmetic --json benchmarks/results/fp8-quality.json
+	$(BIN)/python benchmarks/scripts/private_quality.py patterns --steps 500 --json benchmarks/results/pattern-quality.json
 	$(BIN)/python benchmarks/scripts/opacus_tests.py --out benchmarks/results/opacus-tests.json
 
 lint: $(STAMP) ## ruff and mypy

@@ -230,11 +230,11 @@ def measure_training(
         figures = _checked(place, error)
         if not figures["correct"]:
             return [figures]
-        private = _Training(place, case).step
+        private = PrivateTraining(place, case).step
         private()
         place.barrier()
         figures["peak_memory_mb"] = peak_growth(private, place.device)
-        steps = {"": private, "plain_": _plain_step(place, case)}
+        steps = {"": private, "plain_": plain_step(place, case)}
         for name, step in steps.items():
             # In its second step DDP agrees on its buckets.
             for _ in range(2):
@@ -244,7 +244,7 @@ def measure_training(
             figures.update({f"{name}collectives": sent.calls, f"{name}sent_bytes": sent.bytes})
 
         def by_itself() -> Step:
-            return _Training(Place(0, 1, place.device), alone).step
+            return PrivateTraining(Place(0, 1, place.device), alone).step
 
         times = _timed(place, steps, by_itself, effort)
     for name in steps:
@@ -274,8 +274,8 @@ def _sharded_model(
     return model, mesh
 
 
-def _plain_step(place: Place, case: TrainingCase, optimize: Optimize = _sgd) -> Step:
-    """A step without privacy, on the mean of the losses, as `_Training` makes one."""
+def plain_step(place: Place, case: TrainingCase, optimize: Optimize = _sgd) -> Step:
+    """A step without privacy, on the mean of the losses, as `PrivateTraining` makes one."""
     task = _task(case, place.device)
     model, _ = _sharded_model(place, case, task)
     parallel: Any = getattr(model, "context_parallel", None)
@@ -299,7 +299,7 @@ def _plain_step(place: Place, case: TrainingCase, optimize: Optimize = _sgd) -> 
     return step
 
 
-class _Training:
+class PrivateTraining:
     def __init__(
         self,
         place: Place,
@@ -353,7 +353,7 @@ def _small(place: Place, case: TrainingCase) -> TrainingCase:
 def _training_error(place: Place, case: TrainingCase) -> float:
     """Largest error of a small noiseless step against a loop over samples, relative."""
     small, given = _small(place, case), list[Tensor]()
-    _Training(place, small, 0.0, functools.partial(GradientKeeper, given=given)).step()
+    PrivateTraining(place, small, 0.0, functools.partial(GradientKeeper, given=given)).step()
     sums = clipped_sums(_task(small, place.device), "flat")
     return _gradient_error(given, [total / small.batch for total in sums])
 
@@ -361,7 +361,7 @@ def _training_error(place: Place, case: TrainingCase) -> float:
 def _plain_error(place: Place, case: TrainingCase) -> float:
     """Largest error of the gradients of a small plain step against one process', relative."""
     small, given = _small(place, case), list[Tensor]()
-    _plain_step(place, small, functools.partial(GradientKeeper, given=given))()
+    plain_step(place, small, functools.partial(GradientKeeper, given=given))()
     task = _task(small, place.device)
     model = task.build()
     loss = task.losses(model, task.x, task.y).mean()

@@ -1,44 +1,59 @@
-"""Memory and time of training steps on up to 1,048,576 tokens, plain and private, on one core.
+r"""Memory and time of training steps on very long sequences, plain and private.
 
-A LongContextLM with LongNet's attention, one sample a step, activation checkpointing and a loss in
-chunks. Each row is a fresh process; seconds are processor time of the second of two steps.
+A LongContextLM, one sample a step, activation checkpointing and a loss in chunks; a rank is a
+fresh process with one core. By default LongNet's attention on up to 1,048,576 tokens and one rank;
+seconds are processor time of the second of two steps. With --search the longest sequence whose two
+steps grow by at most 256 MiB a rank, with a sliding window, on one rank and over a context of two.
 
     python benchmarks/scripts/longest.py --json benchmarks/results/cpu-epyc/longest.json
+    python benchmarks/scripts/longest.py --search \
+        --json benchmarks/results/cpu-xeon/longest-ranks.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.bench.environment import environment
-from dpflash.bench.isolated import run_isolated
+from dpflash.bench.isolated import OutOfMemory, Place, run_ranks
 from dpflash.bench.memory import peak_growth
 from dpflash.bench.output import write_text
 from dpflash.bench.private import endless
-from dpflash.patterns import Dilated
+from dpflash.distributed import context_parallel
+from dpflash.patterns import Dilated, Pattern, SlidingWindow
 
 LENGTHS = (2**17, 2**18, 2**19, 2**20)
 WIDTH, LAYERS, HEADS, VOCABULARY, KEYS = 32, 2, 2, 64, 256
+LIMIT, RANKS, GRAIN = 256 * 2**20, (1, 2), 512  # bytes a rank; T is a multiple of GRAIN
+SECONDS = 600.0  # of a call
 
 
-def two_steps(tokens: int, is_private: bool) -> dict[str, float | None]:
-    """Peak memory of two steps in MiB, and processor seconds of the second."""
-    torch.manual_seed(0)
-    # Each query has at most KEYS keys in each branch, so that work is linear in T.
-    pattern = Dilated(
+def longnet(tokens: int) -> Pattern:
+    """Each query has at most KEYS keys in each branch, so that work is linear in T."""
+    return Dilated(
         segment_lengths=(KEYS, 16 * KEYS, tokens),
         dilation_rates=(1, 16, tokens // KEYS),
         causal=True,
     )
-    model = dpflash.nn.LongContextLM(
+
+
+def step_of(place: Place, tokens: int, is_private: bool, pattern: Pattern) -> Callable[[], None]:
+    """One training step on one sample of all ranks."""
+    torch.manual_seed(0)
+    model: Any = dpflash.nn.LongContextLM(
         VOCABULARY,
         WIDTH,
         LAYERS,
@@ -48,12 +63,16 @@ def two_steps(tokens: int, is_private: bool) -> dict[str, float | None]:
         activation_checkpointing=True,
         chunked_loss=True,
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-3)
     text = torch.randint(0, VOCABULARY, (1, tokens + 1))
-    loader = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=1)
-    backward = torch.Tensor.backward
+    loader: Any = DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=1)
+    backward: Any = torch.Tensor.backward
+    mesh, parallel = None, None
+    if place.world_size > 1:
+        mesh = init_device_mesh("cpu", (place.world_size,), mesh_dim_names=("context",))
+        parallel = context_parallel(model, mesh)
     if is_private:
-        engine = dpflash.PrivacyEngine()
+        engine = dpflash.PrivacyEngine(mesh=mesh)
         model, optimizer, loader = engine.make_private(
             module=model,
             optimizer=optimizer,
@@ -64,36 +83,91 @@ def two_steps(tokens: int, is_private: bool) -> dict[str, float | None]:
             verify_first_batch=False,
         )
         backward = engine.backward
-    batches, seconds = endless(loader), 0.0
+    elif parallel is not None:
+        model = DistributedDataParallel(model)
+    batches = endless(loader)
 
     def step() -> None:
+        x, y = next(batches)
+        if parallel is not None:
+            x, y = parallel.shard(x), parallel.shard(y)
+        loss = model(x, y)
+        backward(loss if is_private else loss.sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def two_steps(place: Place, tokens: int, is_private: bool) -> dict[str, float | None]:
+    """Peak memory of two steps in MiB, and processor seconds of the second."""
+    step, seconds = step_of(place, tokens, is_private, longnet(tokens)), 0.0
+
+    def twice() -> None:
         nonlocal seconds
         for _ in range(2):
-            x, y = next(batches)
             begin = time.process_time()
-            backward(model(x, y))
-            optimizer.step()
-            optimizer.zero_grad()
+            step()
             seconds = time.process_time() - begin
 
-    peak = peak_growth(step, torch.device("cpu"))
-    return {"peak_memory_mb": peak, "seconds": seconds}
+    return {"peak_memory_mb": peak_growth(twice, place.device), "seconds": seconds}
+
+
+def limited_steps(place: Place, tokens: int, is_private: bool) -> None:
+    """Two steps, in which the private memory of this process may grow by LIMIT."""
+    step = step_of(place, tokens, is_private, SlidingWindow(window=KEYS, causal=True))
+    status = Path("/proc/self/status").read_text()
+    held = int(re.search(r"VmData:\s+(\d+) kB", status).group(1)) * 2**10  # type: ignore[union-attr]
+    resource.setrlimit(resource.RLIMIT_DATA, (held + LIMIT, resource.RLIM_INFINITY))
+    step()
+    step()
+
+
+def longest(ranks: int, is_private: bool) -> int:
+    """The largest T whose steps stay below the limit, to one multiple of GRAIN."""
+
+    def fits(grains: int) -> bool:
+        given = {"tokens": grains * GRAIN, "is_private": is_private}
+        try:
+            run_ranks(limited_steps, ranks, device="cpu", timeout=SECONDS, **given)
+        except OutOfMemory:
+            return False
+        return True
+
+    good, bad = 0, 64
+    while fits(bad):
+        good, bad = bad, 2 * bad
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good * GRAIN
+
+
+def rows_of(search: bool) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for size in RANKS if search else LENGTHS:
+        for is_private in (False, True):
+            if search:
+                found: dict[str, Any] = {"ranks": size, "max_tokens": longest(size, is_private)}
+            else:
+                given = {"tokens": size, "is_private": is_private}
+                (own,) = run_ranks(two_steps, 1, device="cpu", timeout=SECONDS, **given)
+                found = {"tokens": size, **own}
+            rows.append({**found, "is_private": is_private})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--search", action="store_true", help="the longest T on 1 and 2 ranks")
     parser.add_argument("--json", type=Path, required=True, help="file of the results")
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "vocabulary": VOCABULARY}
-    rows: list[dict[str, Any]] = []
-    for tokens in LENGTHS:
-        for is_private in (False, True):
-            given = {"tokens": tokens, "is_private": is_private}
-            rows.append({**given, **run_isolated(two_steps, **given)})
-            print(json.dumps(rows[-1]), flush=True)
-    found = {"environment": environment("cpu", 1), "config": {**config, "keys": KEYS}}
-    write_text(args.json, json.dumps({**found, "rows": rows}, indent=1) + "\n")
+    config |= {"keys": KEYS} | ({"limit_bytes": LIMIT} if args.search else {})
+    found = {"environment": environment("cpu", 1), "config": config, "rows": rows_of(args.search)}
+    write_text(args.json, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

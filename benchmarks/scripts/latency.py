@@ -1,0 +1,202 @@
+"""Time of training steps of two ranks whose messages travel 5 ms, over that of the same without.
+
+Two network namespaces stand for two hosts, each with one rank. A process carries the packets
+between their TUN devices and holds each back, where a rank asks for it. Needs Linux and root.
+
+    sudo python benchmarks/scripts/latency.py --json benchmarks/results/cpu-epyc/latency.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import fcntl
+import json
+import mmap
+import multiprocessing
+import os
+import select
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dpflash.bench.environment import environment
+from dpflash.bench.isolated import Place
+from dpflash.bench.output import write_text
+from dpflash.bench.scaling_tasks import PrivateTraining, TrainingCase, plain_step
+
+HOSTS, LINK = ("dpflash-a", "dpflash-b"), "tun0"
+ADDRESSES, PORT = ("10.79.0.1", "10.79.0.2"), "29517"
+PACKET = 9000  # bytes, as of the networks of clusters
+SECONDS = 5e-3
+ROUNDS = 15
+CASES = {
+    "replicated": TrainingCase("replicated", batch=16, tokens=512),
+    "fsdp2": TrainingCase("fsdp2", batch=16, tokens=512),
+    "context": TrainingCase("context", batch=1, tokens=8192),
+}
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+
+
+class Delay:
+    """Seconds by which packets are held back, which all processes share through a file."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._bytes = mmap.mmap(file.fileno(), 8)
+
+    @property
+    def seconds(self) -> float:
+        return struct.unpack("d", self._bytes[:8])[0]
+
+    @seconds.setter
+    def seconds(self, value: float) -> None:
+        self._bytes[:8] = struct.pack("d", value)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[list[int]]:
+    """Namespaces with a TUN device each; the files are the devices' other ends."""
+    ends: list[int] = []
+    try:
+        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+            ip("netns", "add", host)
+            end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            ends.append(end)
+            fcntl.ioctl(
+                end, _TUNSETIFF, struct.pack("16sH22x", host.encode(), _IFF_TUN | _IFF_NO_PI)
+            )
+            ip("link", "set", host, "netns", host, "name", LINK, "mtu", str(PACKET))
+            ip("-n", host, "link", "set", LINK, "txqueuelen", "10000")
+            ip("-n", host, "addr", "add", f"{address}/24", "dev", LINK)
+            for link in ("lo", LINK):
+                ip("-n", host, "link", "set", link, "up")
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], check=False)
+
+
+def carry(ends: list[int], path: str) -> None:
+    """Carries packets both ways, each as late as the delay says when it came."""
+    delay = Delay(path)
+    late: dict[int, collections.deque[tuple[float, bytes]]] = {}
+    late = {end: collections.deque() for end in ends}
+    other = dict(zip(ends, reversed(ends), strict=True))
+    while True:
+        due = [packets[0][0] for packets in late.values() if packets]
+        wait = max(0.0, min(due) - time.monotonic()) if due else 1.0
+        for end in select.select(ends, [], [], wait)[0]:
+            at = time.monotonic() + delay.seconds
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    late[other[end]].append((at, os.read(end, PACKET)))
+        now = time.monotonic()
+        for end, packets in late.items():
+            while packets and packets[0][0] <= now:
+                os.write(end, packets.popleft()[1])
+
+
+def run_rank(rank: int, path: str) -> None:
+    """Rank 0 prints the seconds of each round by case, step and delay as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    place, delay = Place(rank, 2, torch.device("cpu")), Delay(path)
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        steps = {"private": PrivateTraining(place, case).step, "plain": plain_step(place, case)}
+        for step in steps.values():
+            for _ in range(3):
+                step()
+        turns = [(kind, seconds) for kind in steps for seconds in (0.0, SECONDS)]
+        times: dict[str, list[float]] = {f"{kind} {1e3 * s:g} ms": [] for kind, s in turns}
+        for _ in range(ROUNDS):
+            for kind, seconds in turns:
+                delay.seconds = seconds
+                place.barrier()
+                begin = time.perf_counter()
+                steps[kind]()
+                times[f"{kind} {1e3 * seconds:g} ms"].append(time.perf_counter() - begin)
+                place.barrier()
+        found[name] = times
+        if rank == 0:
+            print(
+                name, {key: statistics.median(own) for key, own in times.items()}, file=sys.stderr
+            )
+    delay.seconds = 0.0
+    dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(found))
+
+
+def measure() -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(prefix="dpflash-delay-") as file, two_hosts() as ends:
+        file.write(struct.pack("d", 0.0))
+        file.flush()
+        carrier = multiprocessing.Process(target=carry, args=(ends, file.name), daemon=True)
+        carrier.start()
+        given = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": LINK}
+        ranks = []
+        for rank, host in enumerate(HOSTS):
+            words = ["ip", "netns", "exec", host, sys.executable, __file__, "--delay", file.name]
+            ranks.append(
+                subprocess.Popen(
+                    [*words, "--rank", str(rank)],
+                    env={**os.environ, **given},
+                    stdout=subprocess.PIPE,
+                )
+            )
+        shown = [rank.communicate()[0] for rank in ranks]
+        carrier.kill()
+        if any(rank.returncode for rank in ranks):
+            raise SystemExit("a rank failed")
+        return json.loads(shown[0])
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, float]:
+    """The median of the rounds' ratios of late to prompt steps, by kind of step."""
+    found = {}
+    for kind in ("private", "plain"):
+        prompt, late = times[f"{kind} 0 ms"], times[f"{kind} {1e3 * SECONDS:g} ms"]
+        found[kind] = statistics.median(b / a for a, b in zip(prompt, late, strict=True))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file of the results")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--delay", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        return run_rank(args.rank, args.delay)
+    found = measure()
+    rows = [
+        {"scheme": name, "ratio": ratios(times), "seconds": times} for name, times in found.items()
+    ]
+    for row in rows:
+        print(row["scheme"], row["ratio"])
+    if args.json is not None:
+        config = {"one_way_ms": 1e3 * SECONDS, "rounds": ROUNDS, "packet_bytes": PACKET}
+        given = {"environment": environment("cpu", 1), "config": config, "rows": rows}
+        write_text(args.json, json.dumps(given, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
