@@ -300,6 +300,8 @@ def plain_step(place: Place, case: TrainingCase, optimize: Optimize = _sgd) -> S
 
 
 class PrivateTraining:
+    """Private training of a case on all ranks; `step` takes one step of the whole batch."""
+
     def __init__(
         self,
         place: Place,

@@ -85,6 +85,9 @@ def two_hosts() -> Iterator[list[int]]:
             ip("-n", host, "addr", "add", f"{address}/24", "dev", LINK)
             for link in ("lo", LINK):
                 ip("-n", host, "link", "set", link, "up")
+            # As hosts far apart are set: a connection that waited sends as fast as before.
+            for setting in ("tcp_slow_start_after_idle=0", "tcp_congestion_control=cubic"):
+                ip("netns", "exec", host, "sysctl", "-qw", f"net.ipv4.{setting}")
         yield ends
     finally:
         for end in ends:

@@ -89,6 +89,29 @@ def graph_of(sharded: ShardedPattern, device: torch.device) -> TileGraph:
     return _of_heads(graph_of(sharded.whole, device), sharded)
 
 
+class Share(NamedTuple):
+    """What one rank computes, and the key rows that it attends to."""
+
+    edges: int  # (query, key) pairs over all heads
+    rows: tuple[int, ...]  # number of key rows (key head, token) of each rank
+
+
+@functools.lru_cache(maxsize=64)
+def shares(sharded: ShardedPattern) -> tuple[Share, ...]:
+    """The share of each rank."""
+    ranks, found = range(sharded.layout.world_size), []
+    for rank in ranks:
+        with real_cpu_tensors():
+            per_token = _seen_keys(sharded, rank).sum(0)
+            before = [0, *per_token.cumsum(0).tolist()]  # of each token
+        rows = tuple(
+            sum(before[x.start + x.length] - before[x.start] for x in sharded.chunks(owner))
+            for owner in ranks
+        )
+        found.append(Share(_graph_of_queries(sharded, rank).edges(), rows))
+    return tuple(found)
+
+
 def needed_rows(
     sharded: ShardedPattern, receiver: int, owner: int, device: torch.device
 ) -> NeededRows:
@@ -159,19 +182,40 @@ def add_packed_(whole: Tensor, packed: Tensor, needed: NeededRows) -> None:
     rows.index_copy_(1, needed.index, rows.index_select(1, needed.index) + packed)
 
 
+@functools.lru_cache(maxsize=4)
+def _graph_of_queries(sharded: ShardedPattern, rank: int) -> TileGraph:
+    """The whole graph's part with the queries of a rank, on the CPU."""
+    with real_cpu_tensors():
+        return restrict(
+            graph_of(sharded, torch.device("cpu")),
+            sharded.chunks(rank),
+            sharded.tokens(rank),
+            (Chunk(0, sharded.length, 0),),
+            sharded.length,
+        )
+
+
+@functools.lru_cache(maxsize=4)
+def _seen_keys(sharded: ShardedPattern, rank: int) -> Tensor:
+    """`[G, T]`, bool: the key rows of the sequence that queries of a rank attend to."""
+    with real_cpu_tensors():
+        heads = live_keys(_graph_of_queries(sharded, rank))  # [H, T]
+        return heads.unflatten(0, (sharded.num_kv_heads, -1)).any(1)
+
+
+def _of_shard(seen: Tensor, sharded: ShardedPattern, rank: int) -> Tensor:
+    """`[G, S]`: columns of the sequence in the places of a shard; False in its padding."""
+    with real_cpu_tensors():
+        shard = seen.new_zeros((len(seen), sharded.tokens(rank)))
+        for start, length, local in sharded.chunks(rank):
+            shard[:, local : local + length] = seen[:, start : start + length]
+        return shard
+
+
 @functools.lru_cache(maxsize=8192)
 def _needed_rows(sharded: ShardedPattern, receiver: int, owner: int) -> NeededRows:
-    tokens = sharded.tokens(owner)
     with real_cpu_tensors():
-        graph = restrict(
-            graph_of(sharded, torch.device("cpu")),
-            sharded.chunks(receiver),
-            sharded.tokens(receiver),
-            sharded.chunks(owner),
-            tokens,
-        )
-        heads = live_keys(graph)  # [H, S]
-        live = heads.unflatten(0, (sharded.num_kv_heads, -1)).any(1)
+        live = _of_shard(_seen_keys(sharded, receiver), sharded, owner)
         count = int(live.sum())
         if count == 0:
             return NeededRows(0, slice(0, 0), None)

@@ -27,6 +27,7 @@ from .exchange_plan import (
     pack,
     packed_like,
     pieces,
+    shares,
     unpack,
 )
 
@@ -75,9 +76,8 @@ class Ring(ShardedCall):
     @property
     def most_rows(self) -> int:
         """See `ShardedCall.most_rows`; neighbours exchange the most."""
-        cpu, size = torch.device("cpu"), self.size
-        pairs = ((rank, (rank + step) % size) for rank in range(size) for step in (1, -1))
-        return max(needed_rows(self.sharded, *pair, cpu).count for pair in pairs)
+        size, of_all = self.size, shares(self.sharded)
+        return max(of_all[r].rows[(r + step) % size] for r in range(size) for step in (1, -1))
 
     @property
     def size(self) -> int:

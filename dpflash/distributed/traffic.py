@@ -14,13 +14,11 @@ import torch
 
 from dpflash import _validate
 from dpflash.attn.functional import require_pattern
-from dpflash.kernels.tile_graph import real_cpu_tensors
-from dpflash.kernels.tile_shard import Chunk, restrict
 from dpflash.patterns import Adaptive, Pattern
 
 from .agreement import MODES
 from .exchange import all_reduced_bytes
-from .exchange_plan import ShardedPattern, graph_of, needed_rows
+from .exchange_plan import ShardedPattern, graph_of, shares
 from .layout import Layout
 
 
@@ -141,15 +139,7 @@ def edges_per_rank(
 
 
 def _edges_per_rank(sharded: ShardedPattern) -> list[int]:
-    everything = (Chunk(0, sharded.length, 0),)
-    with real_cpu_tensors():
-        graph = graph_of(sharded, torch.device("cpu"))
-        return [
-            restrict(
-                graph, sharded.chunks(r), sharded.tokens(r), everything, sharded.length
-            ).edges()
-            for r in range(sharded.layout.world_size)
-        ]
+    return [share.edges for share in shares(sharded)]
 
 
 def cheapest_mode(call: ModeCall) -> str:
@@ -201,10 +191,9 @@ def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
 
 def _most_steps(sharded: ShardedPattern) -> int:
     """The most other ranks whose keys one rank attends to."""
-    ranks, cpu = range(sharded.layout.world_size), torch.device("cpu")
     return max(
-        sum(bool(needed_rows(sharded, rank, other, cpu).count) for other in ranks if other != rank)
-        for rank in ranks
+        sum(map(bool, rows[:rank] + rows[rank + 1 :]))
+        for rank, (_, rows) in enumerate(shares(sharded))
     )
 
 
@@ -283,10 +272,10 @@ def _sent(call: ModeCall, mode: str, rank: int) -> Traffic:
 
 
 def _ring(sharded: ShardedPattern, rank: int, row: int, wide_row: int) -> Traffic:
-    device = torch.device("cpu")
-    others = [other for other in range(sharded.layout.world_size) if other != rank]
-    sent = sum(needed_rows(sharded, other, rank, device).count for other in others)
-    received = sum(needed_rows(sharded, rank, other, device).count for other in others)
+    of_all = shares(sharded)
+    own = of_all[rank].rows[rank]
+    sent = sum(share.rows[rank] for share in of_all) - own
+    received = sum(of_all[rank].rows) - own
     keys_values, gradients = 2 * row * sent, 2 * wide_row * received
     return Traffic(keys_values, keys_values + gradients)
 
