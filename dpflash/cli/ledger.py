@@ -18,9 +18,9 @@ from dpflash.privacy.ledger_proof import (
     signatures_path,
     verify,
 )
+from dpflash.privacy.ledger_runs import corrections_of, without_record
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
-from ._ledger_runs import corrections_of, without_record
 from ._parser import Names, add_options
 from ._runs import DELTA, accounting
 from ._tables import as_json, table
