@@ -18,6 +18,14 @@ from .pairs import Pair, Pairs, canonical
 Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 _T = TypeVar("_T")
 
+_APPEND = (
+    "Append releases of other code to the ledger before you make them, by "
+    "dpflash.privacy.ledger.Ledger(FILE).append(run=..., event=..., accountant=...)"
+)
+_BY_NAME = (
+    "Pass the name of an accountant: an engine counts all releases of its ledger, and engines "
+    f"whose releases add up have the same ledger. {_APPEND}"
+)
 _ROUNDS = 64
 _FIRST_SLACK = 1e-9
 
@@ -76,7 +84,8 @@ class Accountant(ABC):
     def __init__(self, *, neighboring_relation: str = ADD_REMOVE) -> None:
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
         self.neighboring_relation = neighboring_relation
-        self._is_held = self._has_ledger = False
+        self._is_held = False
+        self._ledger: str | None = None  # that has all that is counted
         self._history: list[Phase] = []
         self._events: list[tuple[Event, int]] = []
 
@@ -104,30 +113,44 @@ class Accountant(ABC):
             self._require_all("events", self._history, events)
         self._events = events
 
-    def hold(self, *, has_ledger: bool = False) -> None:
+    def hold(self, *, ledger: str | None = None) -> None:
         """Refuse to lose releases from now on, by an earlier state or by another history.
 
-        An engine calls this. If it `has_ledger`, only `counting` adds releases: the ledger would
-        not have those of others. Copies of the accountant are free.
+        An engine calls this. With a ledger only `counting` adds releases, and no other engine has
+        the accountant: the ledger would not have those of others. Copies are free.
+
+        Raises:
+            ValueError: the ledger, or that of an earlier engine, would lack releases.
         """
-        self._is_held, self._has_ledger = True, self._has_ledger or has_ledger
+        name = self.mechanism()
+        if self._is_held and (ledger, self._ledger) != (None, None):
+            raise ValueError(
+                f"accountant={name!r} is the object of an engine with ledger={self._ledger!r}, "
+                f"and this engine has ledger={ledger!r}: beside a ledger, an accountant counts "
+                f"for one engine, and what that ledger holds. {_BY_NAME}"
+            )
+        if ledger is not None and (self._history or self._events):
+            raise ValueError(
+                f"accountant={name!r} has counted releases before, and ledger={ledger!r} may lack "
+                f"them: another engine on it would report too small an epsilon. {_BY_NAME}"
+            )
+        self._is_held, self._ledger = True, ledger
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Add releases that the ledger has."""
-        before, self._has_ledger = self._has_ledger, False
+        before, self._ledger = self._ledger, None
         try:
             yield
         finally:
-            self._has_ledger = before
+            self._ledger = before
 
     def _require_no_ledger(self) -> None:
-        if self._has_ledger:
+        if self._ledger is not None:
             raise ValueError(
                 "the accountant of a PrivacyEngine with a ledger counts what the ledger has, and "
                 "the next engine on that ledger would not know of this release. The engine counts "
-                "its own steps. Before you make it, append a release of other code by "
-                "dpflash.privacy.ledger.Ledger(FILE).append(run=..., event=..., accountant=...)"
+                f"its own steps. {_APPEND}"
             )
 
     def for_trial(self) -> Self:
@@ -138,7 +161,7 @@ class Accountant(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickled accountants are free.
-        return {**vars(self), "_is_held": False, "_has_ledger": False}
+        return {**vars(self), "_is_held": False, "_ledger": None}
 
     def _require_all(
         self,

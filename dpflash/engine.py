@@ -98,7 +98,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     Args:
         accountant: name of the accountant ("contour"), or an object with its interface, of
-            `dpflash.accounting` or of Opacus; what it has counted already stays counted.
+            `dpflash.accounting` or of Opacus; what it has counted already stays counted. Beside a
+            ledger a name, or an object of dpflash that has counted nothing yet, for this engine
+            alone.
         seed: derives all private randomness from this number, for reproducible research. Whoever
             knows the seed can subtract the noise, so results are not for release. By default
             keys come from the operating system.
@@ -145,14 +147,15 @@ class PrivacyEngine(Uncopied, OnlySettable):
         self._has_mesh = mesh is not None
         self._is_warned = False
         self._warn_without_mesh()
-        self._spending = Spending(
-            accountant, relation=neighboring_relation, ledger=open_ledger(ledger, self._ranks)
+        own = open_ledger(ledger, self._ranks)
+        self._spending = self._ranks.run_on_all(
+            "PrivacyEngine",
+            lambda: Spending(accountant, relation=neighboring_relation, ledger=own),
         )
         self._ranks.agree(
             "PrivacyEngine",
             {"seed": seed, "accountant": self._spending.state_dict(), "ledger": ledger is None},
         )
-        own = self._spending.ledger
         self._keys = RunKeys(seed, self._ranks, ledger_releases=own.releases if own else 0)
         self._run: PrivateRun | None = None
         self._sampler = "none"

@@ -7,14 +7,23 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from dpflash._validate import counted
-from dpflash.accounting import create_accountant
 from dpflash.privacy.ledger import LOST, REFUSED, LedgerLine, today
 from dpflash.privacy.ledger_proof import Proof
+from dpflash.privacy.ledger_runs import (
+    alone,
+    by_run,
+    cell,
+    corrections_of,
+    kept_of,
+    label,
+    runs_of,
+    together,
+    without_record,
+)
 from dpflash.privacy.privacy_unit import kind_of
 from dpflash.privacy.source import library_version, source_digest
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
-from ._ledger_runs import cell, corrections_of, kept_of, label, runs_of, together, without_record
 from ._tables import rounded_up
 
 _RELATIONS = {
@@ -88,7 +97,7 @@ def page(proofs: Mapping[str, Proof], *, delta: float, key: str | None) -> str:
         _heading("Epsilon by run"),
         _by_run_table(lines, spending, delta),
         _heading("The runs"),
-        *(_run(run, spending, delta) for run in _by_run(lines)),
+        *(_run(run, spending, delta) for run in by_run(lines)),
         _heading("Is it unchanged?"),
         *(_proof(name, proof, key) for name, proof in proofs.items()),
         _PROOF,
@@ -126,23 +135,6 @@ def _total(spending: Spending, delta: float) -> str:
     )
 
 
-def _by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
-    runs: dict[str, list[LedgerLine]] = {}
-    for line in lines:
-        if line.note is None:
-            runs.setdefault(line.run, []).append(line)
-    return list(runs.values())
-
-
-def _alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
-    """The spending of one run's lines, for the relation of all runs together."""
-    own = Spending(create_accountant(DEFAULT_ACCOUNTANT), relation=spending.relation)
-    for line in lines:
-        if line.event is not None:
-            own.add(line.event, line.steps)
-    return own
-
-
 def _epsilon(spending: Spending, delta: float) -> str:
     epsilon = spending.epsilon(delta).upper
     return f"at most {rounded_up(epsilon)}" if math.isfinite(epsilon) else "none: no privacy"
@@ -160,7 +152,7 @@ def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
         return ", ".join(dict.fromkeys(found))
 
     facts = (
-        ("epsilon of this run alone", _epsilon(_alone(lines, spending), delta)),
+        ("epsilon of this run alone", _epsilon(alone(lines, spending), delta)),
         ("began", days[:1]),
         ("went on", days[1:]),
         ("data", kept_of(lines, "data")),
@@ -183,8 +175,8 @@ def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
 
 def _by_run_table(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
     rows = [
-        (label(runs_of(own)[0]), str(sum(line.steps for line in own)), _alone(own, spending))
-        for own in _by_run(lines)
+        (label(runs_of(own)[0]), str(sum(line.steps for line in own)), alone(own, spending))
+        for own in by_run(lines)
     ]
     rows.append(("all runs", str(sum(line.steps for line in lines)), spending))
     head = f"<tr><th>run<th class=number>steps<th class=number>epsilon at delta {delta:g}</tr>"

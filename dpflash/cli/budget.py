@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 from dpflash._validate import probability
 from dpflash.accounting import Accountant, create_accountant
 from dpflash.privacy.budget import PrivacyBudget
-from dpflash.privacy.ledger import LOST, REFUSED, Ledger, LedgerLine
+from dpflash.privacy.ledger import LOST, REFUSED, LedgerLine
+from dpflash.privacy.ledger_runs import cell, label, opened, runs_of, together
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
 from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
-from ._ledger_runs import cell, label, runs_of, together
 from ._parser import add_options
 from ._runs import DELTA, accounting
 from ._tables import (
@@ -65,11 +64,7 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_budget(args: argparse.Namespace) -> int:
-    ledgers = []
-    for path in args.ledgers:
-        ledgers.append(Ledger(path))
-        if not Path(path).exists():
-            raise FileNotFoundError(f"ledger={path!r}: no such file; pass the path of a ledger")
+    ledgers = opened(args.ledgers)
     probability(delta=args.delta)
     budget = None if args.epsilon is None else PrivacyBudget(args.epsilon, args.delta)
     create_accountant(args.accountant)

@@ -10,6 +10,8 @@ _OPTIONS = {
     "--out DIR": "new folder",
     "--keep-adapters": "write LoRA adapters as they are, instead of adding them to the model's "
     "weights",
+    "--ledgers FILE...": "ledgers of other runs that the weights come from, such as that of the "
+    "base model: the card states epsilon of each, and of all together",
 }
 
 
@@ -24,14 +26,14 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "folder", metavar="RUN", help="folder of a dpflash train run, or of a DPTrainer"
     )
     add_options(parser, _OPTIONS, required=["--out"])
-    parser.set_defaults(run=_run_export)
+    parser.set_defaults(run=_run_export, ledgers=[])
 
 
 def _run_export(args: argparse.Namespace) -> int:
     from dpflash.privacy.card import TITLE
     from dpflash.release.export import CARD, export
 
-    out = export(args.folder, args.out, keep_adapters=args.keep_adapters)
+    out = export(args.folder, args.out, keep_adapters=args.keep_adapters, ledgers=args.ledgers)
     card = (out / CARD).read_text(encoding="utf-8")
     statement = card.partition(f"{TITLE}\n\n")[2].partition("\n")[0]
     for path in sorted(out.iterdir()):

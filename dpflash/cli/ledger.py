@@ -18,9 +18,9 @@ from dpflash.privacy.ledger_proof import (
     signatures_path,
     verify,
 )
+from dpflash.privacy.ledger_runs import corrections_of, without_record
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
-from ._ledger_runs import corrections_of, without_record
 from ._parser import Names, add_options
 from ._runs import DELTA, accounting
 from ._tables import as_json, table
@@ -122,7 +122,7 @@ def _run_verify(args: argparse.Namespace) -> int:
         "lines_of_kept_head": proof.kept,
         "signatures": [vars(one) for one in proof.signatures],
         "lines_without_record": without_record(lines),
-        "without_head_file": proof.is_alone,
+        "without_guard": proof.is_alone,
     }
     print(as_json(report) if args.json else _as_text(report))
     if head is None and key is None and not args.json:
@@ -161,8 +161,8 @@ def _as_text(report: dict[str, Any]) -> str:
         ("signed", f"the first {counted(s['lines'], 'line')}, {s['day']}, key {s['key']}")
         for s in report["signatures"]
     ]
-    if report["without_head_file"]:
-        rows.append(("not shown", "whether later lines were cut, since FILE.head is missing"))
+    if report["without_guard"]:
+        rows.append(("not shown", "whether later lines were cut, since FILE.guard is missing"))
     if without:
         text = f"lines {', '.join(without)}: an earlier version kept no day, code, data or bound"
         rows.append(("not described", text))

@@ -11,8 +11,9 @@ from ..clipping.planner import clipping_for
 from ..config import PerformanceConfig, PrivacyConfig
 from ..engine import PrivacyEngine
 from ..optimizer import PrivateOptimizer
-from ..privacy.card import TITLE, privacy_section, versions, weights_digest
+from ..privacy.card import TITLE, follow_umask, privacy_section, versions, weights_digest
 from ..privacy.ledger import Ledger
+from ..privacy.ledger_runs import epsilon_by_run
 from ..sampling.loader import PrivateDataLoader
 
 REPORT = "report.json"
@@ -20,6 +21,7 @@ REPORT = "report.json"
 
 def write_card_and_report(folder: Path, report: dict[str, Any]) -> None:
     """Write report.json, and the section of README.md, or replace it."""
+    follow_umask(folder)
     report = {**report, "weights": weights_digest(folder)}
     text = json.dumps(report, indent=2, allow_nan=False)
     (folder / REPORT).write_text(text + "\n", encoding="utf-8")
@@ -52,7 +54,8 @@ def report_of(
     plan, steps = loader.plan, optimizer.releases
     public = engine.public.as_dict()
     del public["lengths"]  # unless it is declared, it says whether drawn samples differ
-    releases = steps if engine.ledger is None else Ledger(engine.ledger).releases
+    ledgers = [] if engine.ledger is None else [Ledger(engine.ledger)]
+    releases = ledgers[0].releases if ledgers else steps
     report = {
         "epsilon": engine.get_epsilon(privacy.target_delta),
         "delta": privacy.target_delta,
@@ -73,6 +76,7 @@ def report_of(
         "steps": steps,
         "lost_steps": releases - steps,
         "ledger_head": engine.ledger_head,
+        "by_run": epsilon_by_run(ledgers, privacy.target_delta, engine.accountant.mechanism()),
         "seeded": engine.seed is not None,
         "versions": versions(),
         "config": {"unit": plan.unit.split(": ")[-1], "model": Path(base).name or None},

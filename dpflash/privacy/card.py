@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,10 @@ _NOT_COVERED = (
     "Other runs on the same data, as of a search, whose epsilon adds to the one above (dpflash "
     "budget prints the sum), and the choice of this run or checkpoint among several.",
     "Data that the model was evaluated on; it did not train the model.",
-    "Whatever a pretrained base model was trained on before.",
+    "Whatever a pretrained base model was trained on before, but for the runs above.",
     "People behind several {unit}s: the guarantee is for one {unit}, and weaker for them.",
 )
+_OF_OWN_LEDGER = "For the runs of its own ledger alone, the weights"
 
 
 def privacy_section(
@@ -37,19 +40,24 @@ def privacy_section(
     """The lines of the section, which begins with `TITLE` and has parts of the third level.
 
     Args:
-        report: of a run. Only values that epsilon covers or that count as public are used.
+        report: of a run. Only values that epsilon covers or that count as public are used. Its
+            "by_run" is what `ledger_runs.epsilon_by_run` found.
         unit: what a privacy unit is called, such as "patient".
         audit: what `dpflash audit --run` found with the run's settings; None without one.
     """
+    by_run = report.get("by_run")
+    total = by_run["total"] if by_run else {}
+    report = {**report, **(total or {})}
     return [
         TITLE,
         "",
-        _statement(report, unit),
+        _statement(report, unit, "The weights" if total is not None else _OF_OWN_LEDGER),
         "",
         "| | |",
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in _rows(report).items()),
         "",
+        *(_by_run_part(by_run, report["delta"]) if by_run else []),
         *([] if audit is None else _audit_part(audit)),
         "### Not covered by epsilon",
         "",
@@ -58,10 +66,24 @@ def privacy_section(
     ]
 
 
+def _weights(folder: Path) -> list[Path]:
+    return sorted((*folder.glob("*model*.safetensors"), *folder.glob("*model*.bin")))
+
+
+def follow_umask(folder: Path) -> None:
+    """Give a model's weights the mode of new files; safetensors writes for their owner alone."""
+    new = folder / f".{os.getpid()}.tmp"
+    new.touch()
+    mode = stat.S_IMODE(new.stat().st_mode)
+    new.unlink()
+    for path in _weights(folder):
+        path.chmod(mode)
+
+
 def weights_digest(folder: Path) -> str | None:
     """SHA-256 of a model's files of weights, by which a report knows them; None without any."""
     found = None
-    for path in sorted((*folder.glob("*model*.safetensors"), *folder.glob("*model*.bin"))):
+    for path in _weights(folder):
         found = found or hashlib.sha256()
         with open(path, "rb") as file:
             while part := file.read(1 << 24):
@@ -78,13 +100,13 @@ def versions() -> dict[str, str]:
     }
 
 
-def _statement(report: Mapping[str, Any], unit: str) -> str:
+def _statement(report: Mapping[str, Any], unit: str, weights: str) -> str:
     if report["epsilon"] is None:
         return "**This model is not private:** it was trained without noise."
     relation = _RELATIONS[report["neighboring_relation"]].format(unit=unit)
     epsilon, delta = rounded_up(report["epsilon"]), report["delta"]
     text = (
-        f"The weights are ({epsilon}, {delta:g})-differentially private: for two data sets "
+        f"{weights} are ({epsilon}, {delta:g})-differentially private: for two data sets "
         f"{relation}, no set of weights is more than e^epsilon times as likely under one as under "
         "the other, but for a probability of delta."
     )
@@ -102,9 +124,8 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
     size = "declared" if public["dataset_size_declared"] else size
     lost = ", and {} more in its ledger, lost in a crash or of earlier runs"
     lost = lost.format(report["lost_steps"]) if report["lost_steps"] else ""
-    epsilon = "none" if report["epsilon"] is None else rounded_up(report["epsilon"])
     return {
-        "epsilon": epsilon,
+        "epsilon": _shown(report["epsilon"]),
         "delta": f"{report['delta']:g}",
         "neighboring relation": report["neighboring_relation"],
         "privacy unit": report["privacy_unit"],
@@ -119,6 +140,36 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
         "head of the ledger": report.get("ledger_head") or "not recorded",
     }
+
+
+def _by_run_part(by_run: Mapping[str, Any], delta: float) -> list[str]:
+    if by_run["total"] is None:
+        text = (
+            "There is no epsilon of all together, since their privacy units differ. Each row is "
+            "for someone who has one unit in the data there, and none elsewhere."
+        )
+    else:
+        text = (
+            "The last row, which the first sentence states, is for someone who has one unit in "
+            "the data of each run. The others are for someone who has one there alone."
+        )
+    return [
+        "### Epsilon by run",
+        "",
+        f"| | steps | privacy unit | relation | epsilon at delta {delta:g} |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {' | '.join(map(str, texts))} | {_shown(epsilon)} |"
+            for *texts, epsilon in by_run["rows"]
+        ),
+        "",
+        text,
+        "",
+    ]
+
+
+def _shown(epsilon: float | None) -> str:
+    return "none" if epsilon is None else rounded_up(epsilon)
 
 
 def _audit_part(audit: Mapping[str, Any]) -> list[str]:

@@ -84,14 +84,14 @@ class LedgerLine:
 class Ledger:
     """An append-only file of JSON lines, read when it is opened.
 
-    Each line holds a digest of everything before it, and the file's head a copy of the last line
+    Each line holds a digest of everything before it, and the file's guard a copy of the last line
     (see `LedgerFile`). `lines` are those of the file when it was opened, and `names` has the last
     name of each unit that was renamed.
 
     Guarantees:
         A line is flushed to the disk before `append` returns, so a crash after it can only
         over-count. A file is refused (ValueError) if its lines cannot be read, or if it does not
-        end with the line of its head because it was changed, truncated or emptied. Only an
+        end with the line of its guard because it was changed, truncated or emptied. Only an
         unfinished last line, whose release was not made, is ever removed.
     """
 
@@ -99,7 +99,7 @@ class Ledger:
         self._file = LedgerFile(path)
         content, self._tail = self._file.read()
         self._begin(path, content)
-        self._check_head(content)
+        self._check_guard(content)
 
     def _begin(self, path: str | os.PathLike[str], content: bytes) -> None:
         self.path = Path(path)
@@ -256,41 +256,41 @@ class Ledger:
             running.update(raw + b"\n")
         return lines
 
-    def _check_head(self, content: bytes) -> None:
-        head, where = self._tail.head, self._file.head_path
+    def _check_guard(self, content: bytes) -> None:
+        guard, where = self._tail.guard, self._file.guard_path
         command = f"tail -n 1 {quote(str(self.path))} > {quote(str(where))}"
-        repair = f"Only if you know that the ledger is complete, make a new head: {command}"
-        if head is None:
+        repair = f"Only if you know that the ledger is complete, make a new guard: {command}"
+        if guard is None:
             if self.lines or self._tail.unfinished:
                 raise ValueError(
-                    f"ledger {self.path}: its head {where} is missing, so it is unknown whether "
+                    f"ledger {self.path}: its guard {where} is missing, so it is unknown whether "
                     f"lines were removed. Restore it from a copy. {repair}"
                 )
             return
-        if not head and len(self.lines) > 1:
-            # Only the first line is written while the head is empty.
+        if not guard and len(self.lines) > 1:
+            # Only the first line is written while the guard is empty.
             raise ValueError(
-                f"ledger {self.path} has {len(self.lines)} lines, and its head {where} is empty, "
+                f"ledger {self.path} has {len(self.lines)} lines, and its guard {where} is empty, "
                 f"so it is unknown whether lines were removed. Restore it from a copy. {repair}"
             )
-        # After a crash the head may hold an older line: a new head may reach the disk late.
-        if not head or head in content.splitlines(keepends=True):
+        # After a crash the guard may hold an older line: a new guard may reach the disk late.
+        if not guard or guard in content.splitlines(keepends=True):
             return
         try:
-            step = _parse(head.removesuffix(b"\n")).last
+            step = _parse(guard.removesuffix(b"\n")).last
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise ValueError(
-                f"ledger {self.path}: its head {where} is damaged ({error}). Restore it from a "
+                f"ledger {self.path}: its guard {where} is damaged ({error}). Restore it from a "
                 f"copy. {repair}"
             ) from error
         if step > self.releases:
             raise ValueError(
-                f"ledger {self.path} ends with step {self.releases}, and its head {where} with "
+                f"ledger {self.path} ends with step {self.releases}, and its guard {where} with "
                 f"step {step}: the ledger was removed, emptied or truncated, and the privacy "
                 "spent so far is unknown. Restore it from a copy; for other data use another path"
             )
         raise ValueError(
-            f"ledger {self.path} and its head {where} differ in step {step}: one of them was "
+            f"ledger {self.path} and its guard {where} differ in step {step}: one of them was "
             "changed or belongs to another ledger, and the privacy spent so far is unknown. "
             "Restore both from a copy"
         )

@@ -1,4 +1,4 @@
-"""An append-only file that several processes share, and a head that detects truncation.
+"""An append-only file that several processes share, and a guard that detects truncation.
 
 It handles bytes only; `ledger.py` interprets the lines.
 """
@@ -27,19 +27,19 @@ class Tail:
     size: int  # bytes of its complete lines
     last: bytes  # the last complete line; b"" if there is none
     unfinished: bytes  # bytes after that
-    head: bytes | None  # content of the head; None if there is none
+    guard: bytes | None  # content of the guard; None if there is none
 
 
 class LedgerFile:
-    """A file that only grows, line by line, and its head.
+    """A file that only grows, line by line, and its guard.
 
-    The head is a second file, `<file>.head`, with a copy of the last line. It is made before the
+    The guard is a second file, `<file>.guard`, with a copy of the last line. It is made before the
     first line is appended and replaced after each. Every append holds an exclusive `flock` of the
     file and makes two fsyncs, the first append two more.
 
     Guarantees:
-        A line whose `append` returned is in the file, and the head is that line or a later one,
-        whenever any process dies. So a file without its head's line was truncated or changed, and
+        A line whose `append` returned is in the file, and the guard is that line or a later one,
+        whenever any process dies. So a file without its guard's line was truncated or changed, and
         an unfinished last line belongs to an `append` that did not return.
         A failed `append` removes only bytes that it wrote.
 
@@ -49,9 +49,9 @@ class LedgerFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        # The working directory may change, and all names of one file must have one head.
+        # The working directory may change, and all names of one file must have one guard.
         self._file = Path(os.path.realpath(path))
-        self.head_path = Path(f"{self._file}.head")
+        self.guard_path = Path(f"{self._file}.guard")
         if fcntl is None:
             raise ValueError(
                 f"ledger={str(path)!r}: this platform has no fcntl.flock, without which another "
@@ -61,11 +61,11 @@ class LedgerFile:
     def read(self) -> tuple[bytes, Tail]:
         """All complete lines and the end of the file; a missing file counts as empty."""
         try:
-            # The head is read first: where it exists and the file does not, the file was lost.
-            head = self._read_head()
+            # The guard is read first: where it exists and the file does not, the file was lost.
+            guard = self._read_guard()
             try:
                 with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as handle:
-                    content, head = _read_all(handle), self._read_head()
+                    content, guard = _read_all(handle), self._read_guard()
             except FileNotFoundError:
                 content = b""
         except OSError as error:
@@ -76,13 +76,13 @@ class LedgerFile:
         size = content.rfind(b"\n") + 1
         whole, unfinished = content[:size], content[size:]
         last = whole[whole.rfind(b"\n", 0, size - 1) + 1 :] if whole else b""
-        return whole, Tail(size, last, unfinished, head)
+        return whole, Tail(size, last, unfinished, guard)
 
     def append(self, line: bytes, tail: Tail) -> Tail:
-        """Write one line, with its newline, and return when it and the head are on the disk.
+        """Write one line, with its newline, and return when it and the guard are on the disk.
 
         `tail` is the end of the file when this process last read or wrote it; the new one is
-        returned. Raises a RuntimeError if the file or its head was changed since, and an OSError
+        returned. Raises a RuntimeError if the file or its guard was changed since, and an OSError
         if they could not be written; the file is unchanged then.
         """
         # Only an empty ledger may be created: a missing one had lines.
@@ -101,7 +101,7 @@ class LedgerFile:
     def refuse_changed(self) -> NoReturn:
         """Raise the RuntimeError for a file that was changed by another process."""
         raise RuntimeError(
-            f"ledger {self.path} or its head {self.head_path} was changed or removed by another "
+            f"ledger {self.path} or its guard {self.guard_path} was changed or removed by another "
             "process or engine, so this engine's record of the privacy spent is incomplete. "
             "Nothing was released. Start again from the ledger as it is now"
         )
@@ -127,9 +127,9 @@ class LedgerFile:
     def _require_unchanged(self, handle: int, tail: Tail) -> None:
         length = len(tail.last) + len(tail.unfinished)
         found = os.pread(handle, length + 1, tail.size - len(tail.last))
-        # A failed `append` has removed the unfinished line and written the head.
+        # A failed `append` has removed the unfinished line and written the guard.
         same = found in (tail.last + tail.unfinished, tail.last)
-        if same and self._read_head() in (tail.head, tail.last):
+        if same and self._read_guard() in (tail.guard, tail.last):
             return
         if found.startswith(tail.last) and len(found) > len(tail.last):
             raise RuntimeError(
@@ -143,10 +143,10 @@ class LedgerFile:
     def _write(self, handle: int, line: bytes, tail: Tail) -> None:
         if tail.unfinished:
             os.ftruncate(handle, tail.size)
-        # If a process died before it wrote the head, write it now: no head lags by two lines.
-        if tail.head != tail.last or tail.size == 0:
-            self._write_head(tail.last, handle)
-            flush_folder(self.head_path.parent)
+        # If a process died before it wrote the guard, write it now: no guard lags by two lines.
+        if tail.guard != tail.last or tail.size == 0:
+            self._write_guard(tail.last, handle)
+            flush_folder(self.guard_path.parent)
         written = b""
         try:
             written = line[: os.write(handle, line)]
@@ -158,16 +158,16 @@ class LedgerFile:
             # A process that takes no lock may have written too.
             if os.fstat(handle).st_size != tail.size + len(line):
                 self.refuse_changed()
-            self._write_head(line, handle)
+            self._write_guard(line, handle)
         except BaseException:
-            # The release is not made. If the head has the line, it stays, and counts as spent.
-            if self._read_head() != line:
+            # The release is not made. If the guard has the line, it stays, and counts as spent.
+            if self._read_guard() != line:
                 _undo_write(handle, written)
             raise
 
-    def _read_head(self) -> bytes | None:
+    def _read_guard(self) -> bytes | None:
         try:
-            handle = _open_regular(self.head_path, os.O_RDONLY)
+            handle = _open_regular(self.guard_path, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
@@ -175,21 +175,21 @@ class LedgerFile:
         finally:
             os.close(handle)
 
-    def _write_head(self, line: bytes, like: int) -> None:
-        """Replace the head atomically. The folder is not flushed: the old head is valid too."""
-        temporary = Path(f"{self.head_path}.tmp")
+    def _write_guard(self, line: bytes, like: int) -> None:
+        """Replace the guard atomically. The folder is not flushed: the old guard is valid too."""
+        temporary = Path(f"{self.guard_path}.tmp")
         temporary.unlink(missing_ok=True)  # of a process that died
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.fchmod(handle, stat.S_IMODE(os.fstat(like).st_mode))
             if os.write(handle, line) != len(line):
                 raise OSError(
-                    errno.ENOSPC, f"{temporary}: the head was written in part; disk full?"
+                    errno.ENOSPC, f"{temporary}: the guard was written in part; disk full?"
                 )
             os.fsync(handle)
         finally:
             os.close(handle)
-        os.replace(temporary, self.head_path)
+        os.replace(temporary, self.guard_path)
 
 
 def _open_regular(path: Path, flags: int) -> int:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from getpass import getpass
 from pathlib import Path
 
@@ -57,7 +58,7 @@ class Proof:
     head: str
     kept: int | None  # number of the first lines whose head was kept; None without one
     signatures: list[Signature]  # all that are beside the ledger, and hold for its first lines
-    is_alone: bool  # without the file `.head`, which shows that lines were cut from the end
+    is_alone: bool  # without the file `.guard`, which shows that lines were cut from the end
 
 
 def heads(content: bytes) -> list[str]:
@@ -76,7 +77,7 @@ def verify(
     """Check a ledger against its own digests, and against a kept head and signatures.
 
     Args:
-        path: of the ledger. Beside a kept head or a key the file `<path>.head` may be missing.
+        path: of the ledger. Beside a kept head or a key the file `<path>.guard` may be missing.
         head: one that was kept.
         key: the public key of a signature that must be there, see `public_key`.
 
@@ -84,7 +85,7 @@ def verify(
         ValueError: the ledger was changed or cut, or lacks a signature; the text says where.
     """
     file = LedgerFile(path)
-    is_alone = not file.head_path.exists() and (head, key) != (None, None)
+    is_alone = not file.guard_path.exists() and (head, key) != (None, None)
     ledger = LedgerCopy(path, file.read()[0]) if is_alone else Ledger(path)
     own = heads(ledger.content())
     if head is not None and head not in own[1:]:
@@ -156,18 +157,13 @@ def make_key(path: str | os.PathLike[str]) -> Path:
     """Write a new private key, for its owner alone to read, and the public key beside it."""
     key, beside = Ed25519PrivateKey.generate(), Path(path).with_suffix(".public.pem")
     plain = serialization.NoEncryption()
-    files = {
-        beside: key.public_key().public_bytes(_PEM, _Format.SubjectPublicKeyInfo),
-        Path(path): key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, plain),
-    }
-    for where in files:
+    for where in (beside, Path(path)):
         if where.exists():
             raise FileExistsError(f"{where} exists, and a key is never overwritten; pass another")
-    for where, content in files.items():
-        handle = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(handle, "wb") as file:
-            file.write(content)
-    beside.chmod(0o644)
+    with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
+        file.write(key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, plain))
+    with open(beside, "xb") as file:
+        file.write(key.public_key().public_bytes(_PEM, _Format.SubjectPublicKeyInfo))
     return beside
 
 

@@ -7,6 +7,7 @@ mechanism, and have no neighboring relations.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -64,8 +65,17 @@ class Spending:
         one_of(neighboring_relation=(relation, (None, *RELATIONS)))
         self.accountant: Accountant = as_accountant(accountant)
         self.is_ours = isinstance(self.accountant, Accountant)
+        where = None if ledger is None else str(ledger.path)
+        if ledger is not None:
+            _check_epsilon(ledger)
         if self.is_ours:
-            self.accountant.hold(has_ledger=ledger is not None)
+            self.accountant.hold(ledger=where)
+        elif ledger is not None:
+            raise ValueError(
+                f"accountant={class_name(self.accountant)} with ledger={where!r}: other code can "
+                "add releases to its history, which the ledger would lack; pass the name of one "
+                "of dpflash's accountants, such as accountant='rdp'"
+            )
         if self.is_ours and relation is None:
             own = self.accountant.neighboring_relation
             relation = None if own == ADD_REMOVE else own
@@ -89,9 +99,8 @@ class Spending:
         if relation is not None:
             self._convert(relation)
         self.ledger = ledger
-        if self.ledger is not None:
-            self._check_epsilon(self.ledger)
-            self.include(self.ledger.lines, self.ledger.names)
+        if ledger is not None:
+            self.include(ledger.lines, ledger.names)
 
     # Spent so far
 
@@ -192,7 +201,7 @@ class Spending:
                 event=event,
                 epsilon=self._epsilon_with(event),
                 delta=self.delta,
-                accountant=self._mechanism(),
+                accountant=self.accountant.mechanism(),
                 unit=self.unit or SAMPLE,
                 about=self._about and {**self._about, "max_grad_norm": finite(bound)},
             )
@@ -210,7 +219,7 @@ class Spending:
         if self.ledger is not None:
             unit = self.unit or SAMPLE
             note = LOST if may_be else REFUSED
-            self.ledger.note(note, run=run, accountant=self._mechanism(), unit=unit)
+            self.ledger.note(note, run=run, accountant=self.accountant.mechanism(), unit=unit)
 
     # Remaining budget
 
@@ -387,47 +396,6 @@ class Spending:
                 "small. Put it back; resume a run in a new engine, before its first release"
             )
 
-    def _mechanism(self) -> str:
-        """The accountant's name in ledger lines; of one that is not ours, its class name."""
-        return self.accountant.mechanism() if self.is_ours else class_name(self.accountant)
-
-    def _check_epsilon(self, ledger: Ledger) -> None:
-        """Refuse a ledger whose events give a smaller epsilon than its last line with one."""
-        lines = list(ledger.lines)
-        while lines and not (lines[-1].epsilon and lines[-1].accountant in _RECOMPUTED):
-            lines.pop()
-        if not lines:
-            return
-        last = lines[-1]
-        counts: dict[Event, int] = {}
-        for line in lines:
-            if line.event is not None:
-                counts[line.event] = counts.get(line.event, 0) + line.steps
-                relation = line.event.relation
-        if any(map(_is_noiseless, counts)):
-            return
-        # The line's epsilon may include the accountant's own history, which has no line.
-        trial = create_accountant(last.accountant)
-        trial.history = list(self.accountant.history)
-        if self.is_ours:
-            trial.events = list(self.accountant.events)
-            trial.neighboring_relation = self.accountant.neighboring_relation
-        assert last.epsilon is not None and last.delta is not None
-        try:
-            _convert_all(trial, relation)
-            for event, count in counts.items():
-                trial.compose(convert_event(event, relation), count)
-            found = float(trial.get_epsilon(last.delta))
-        except (ValueError, ArithmeticError):
-            return
-        if found < last.epsilon * (1 - 1e-6):
-            raise ValueError(
-                f"ledger {ledger.path}: the events up to line {len(lines)} give epsilon "
-                f"{found!r}, but the line has {last.epsilon!r}: the file was changed, or the "
-                "engine's accountant had a history that is not in it. Restore it from a copy, "
-                "or pass the accountant with that history"
-            )
-
     def _relation_with(self, event: Event) -> str:
         if self.asked is not None:
             return self.asked
@@ -503,6 +471,34 @@ class Spending:
             f"{spent:.6g} is spent and one more {name} would reach {after:.6g}. "
             "Nothing was released. Stop here (PrivacyBudget(when_spent='stop') does it for you), "
             "raise noise_multiplier, or pass a greater budget=PrivacyBudget(...)"
+        )
+
+
+def _check_epsilon(ledger: Ledger) -> None:
+    """Refuse a ledger whose events give a smaller epsilon than its last line with one."""
+    lines = list(ledger.lines)
+    while lines and not (lines[-1].epsilon and lines[-1].accountant in _RECOMPUTED):
+        lines.pop()
+    counts: Counter[Event] = Counter()
+    for line in lines:
+        if line.event is not None:
+            counts[line.event] += line.steps
+            relation = line.event.relation
+    if not lines or any(map(_is_noiseless, counts)):
+        return
+    last = lines[-1]
+    assert last.epsilon is not None and last.delta is not None
+    trial = create_accountant(last.accountant, neighboring_relation=relation)
+    try:
+        for event, count in counts.items():
+            trial.compose(convert_event(event, relation), count)
+        found = float(trial.get_epsilon(last.delta))
+    except (ValueError, ArithmeticError):
+        return
+    if found < last.epsilon * (1 - 1e-6):
+        raise ValueError(
+            f"ledger {ledger.path}: the events up to line {len(lines)} give epsilon {found!r}, "
+            f"but the line has {last.epsilon!r}: the file was changed. Restore it from a copy"
         )
 
 

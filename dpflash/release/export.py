@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 
 from ..audit.report import AUDIT
 from ..nn import LongContextLM
-from ..privacy.card import weights_digest
+from ..privacy.card import follow_umask, weights_digest
 from ..privacy.ledger import Ledger
+from ..privacy.ledger_proof import heads
+from ..privacy.ledger_runs import epsilon_by_run, opened
 from ..train.language_models import write_architecture
 from ..train.pretrained import (
     ADAPTER,
@@ -52,7 +54,11 @@ _LOAD_ADAPTERS = (
 
 
 def export(
-    run: str | os.PathLike[str], out: str | os.PathLike[str], *, keep_adapters: bool = False
+    run: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    keep_adapters: bool = False,
+    ledgers: Sequence[str | os.PathLike[str]] = (),
 ) -> Path:
     """Write the model of a run for release.
 
@@ -63,6 +69,8 @@ def export(
             model of transformers its tokenizer.
         keep_adapters: write LoRA adapters as they are; they then load with peft beside the base
             model. Otherwise they are added to its weights.
+        ledgers: of other runs that the weights come from, such as that of the base model. The card
+            states epsilon of each, and of all together where their privacy units are the same.
 
     Returns:
         The folder.
@@ -76,7 +84,7 @@ def export(
         that the report declares or treats as public.
     """
     run, out = Path(run), Path(out)
-    report = _report(run)
+    report = _report(run, ledgers)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r}: exists already; choose a new folder")
     is_adapter = (pretrained_folder(run) / ADAPTER).is_file()
@@ -86,14 +94,15 @@ def export(
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     # Written beside its place, so that a folder of that name is always complete.
-    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+    work = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
+    work.mkdir()
     try:
         if is_pretrained(run):
             _write_pretrained(pretrained_folder(run), work, keep_adapters)
         else:
             _write_own(run, work)
         (work / CARD).write_text(_card(run, report, keep_adapters), encoding="utf-8")
-        work.chmod(0o755)  # not only for its owner, as temporary folders are
+        follow_umask(work)
         if out.exists():
             out.rmdir()
         os.replace(work, out)
@@ -102,8 +111,8 @@ def export(
     return out
 
 
-def _report(run: Path) -> dict[str, Any]:
-    """The report of a run, which must be about all steps in its ledger."""
+def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+    """The report of a run, which must be about all steps in its ledger, and of other ledgers."""
     if not run.is_dir():
         raise FileNotFoundError(f"run={str(run)!r}: no such folder; pass that of a run")
     resume = f"dpflash train --resume {run}"
@@ -121,6 +130,14 @@ def _report(run: Path) -> dict[str, Any]:
     written = report["steps"] + report["lost_steps"]
     # What `save_model` wrote elsewhere has no ledger beside it.
     ledger = Ledger(run / LEDGER) if (run / LEDGER).is_file() else None
+    ledgers = [*([] if ledger is None else [ledger]), *opened(others)]
+    if others and not any(report.get("ledger_head") in heads(one.content()) for one in ledgers):
+        raise ValueError(
+            f"ledgers={list(map(str, others))}: none is that of the run in {str(run)!r}, which "
+            "counts too; pass it beside the others"
+        )
+    if ledgers:
+        report["by_run"] = epsilon_by_run(ledgers, report["delta"], report["accountant"])
     if ledger is not None and ledger.releases != written:
         raise ValueError(
             f"run={str(run)!r}: its model was written after {written} releases, and its ledger "

@@ -20,6 +20,7 @@ from ..distributed import ContextParallel, loss_weights
 from ..nn import LongContextLM
 from ..packing import PackedBatch, Units
 from ..patterns import from_key
+from ..privacy.card import follow_umask
 from ..refusal import PrivateRefusal
 from .config import TrainingConfig
 from .data import (
@@ -197,6 +198,7 @@ class PretrainedModel:
             save: Any = model.save_pretrained
             options = {} if self._config.lora_rank is None else {"save_embedding_layers": False}
             save(target, **options)
+        follow_umask(target)
         self._tokenizer.save_pretrained(target)
 
 

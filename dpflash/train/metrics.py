@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from functools import partial
 from pathlib import Path
 
 from .._json import finite
@@ -33,5 +35,6 @@ def append_metrics(
     public = {"step": step, "epsilon": finite(epsilon), "delta": delta}
     private = {"loss": finite(loss), "tokens_per_second": finite(tokens_per_second)}
     line = json.dumps({**public, "private": private}, allow_nan=False)
-    with (folder / METRICS).open("a", encoding="utf-8") as file:
+    only_its_owner = partial(os.open, mode=0o600)
+    with open(folder / METRICS, "a", encoding="utf-8", opener=only_its_owner) as file:
         file.write(line + "\n")

@@ -13,6 +13,7 @@ import torch
 
 from .._json import finite
 from .._validate import counted
+from ..checkpoint.state import replaced
 from ..privacy.card import versions
 from .config import TrainingConfig
 from .data import has_several_documents, noun_of
@@ -169,9 +170,9 @@ def _notes(job: TrainingRun) -> list[str]:
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Write report.json, and the plot if matplotlib is installed."""
-    text = json.dumps(report, indent=2, allow_nan=False)
-    (folder / REPORT).write_text(text + "\n", encoding="utf-8")
+    """Write report.json, and the plot if matplotlib is installed; they hold private losses."""
+    with replaced(folder / REPORT) as file:
+        file.write(f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode())
     try:
         import matplotlib
     except ImportError:
@@ -181,7 +182,8 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False}):
         figure = Figure(figsize=(8, 6.5), layout="constrained")
         _draw(figure, report)
-        figure.savefig(folder / PLOT, dpi=150)
+        with replaced(folder / PLOT) as file:
+            figure.savefig(file, dpi=150, format="png")
 
 
 def _draw(figure: Any, report: dict[str, Any]) -> None:

@@ -466,6 +466,7 @@ def refusals(group: object = None) -> dict[str, str]:
         "no mesh": lambda: new(mesh="data"),
         "seed": lambda: new(mesh=data, seed=rank),
         "accountant": lambda: new(mesh=data, accountant="rdp" if rank else "contour"),
+        "one rank's accountant": lambda: new(mesh=data, accountant="rdp" if rank else "abacus"),
         "shuffled": lambda: private(engine, build(), sampling="shuffled", shuffle=True),
         "noise": lambda: private(engine, build(), noise_multiplier=1.0 + rank),
         "clipping": lambda: private(new(mesh=data), build(), clipping=("flat", "per_layer")[rank]),

@@ -580,6 +580,7 @@ REFUSED = {
     "no mesh": "mesh=str",
     "seed": "seed differs between ranks (rank 0 has 0, rank 1 has 1)",
     "accountant": "accountant differs between ranks",
+    "one rank's accountant": "accountant='abacus'",
     "shuffled": "sampling='shuffled'",
     "noise": "noise_multiplier differs between ranks (rank 0 has 1.0, rank 1 has 2.0)",
     "clipping": "clipping differs between ranks",

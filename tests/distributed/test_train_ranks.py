@@ -112,7 +112,7 @@ def assert_same_run(out, whole, *, baseline=True):
 
 
 # Beside the checkpoint.
-WRITTEN = ("config.json", "ledger.jsonl", "ledger.jsonl.head", "metrics.jsonl", "model.pt")
+WRITTEN = ("config.json", "ledger.jsonl", "ledger.jsonl.guard", "metrics.jsonl", "model.pt")
 WRITTEN += ("report.json", "training.png")
 
 

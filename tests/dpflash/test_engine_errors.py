@@ -1000,29 +1000,29 @@ def test_a_checkpoint_is_refused_where_groups_have_other_shares(
 
 
 @pytest.mark.parametrize("left", [2, 0])
-def test_a_checkpoint_ahead_of_its_ledger_and_head_is_refused(left, private, tmp_path):
-    path, ledger, head = tmp_path / "c", tmp_path / "ledger", tmp_path / "ledger.head"
+def test_a_checkpoint_ahead_of_its_ledger_and_guard_is_refused(left, private, tmp_path):
+    path, ledger, guard = tmp_path / "c", tmp_path / "ledger", tmp_path / "ledger.guard"
     first = run(private, ledger=ledger)
     train(*first)
     first[0].save_checkpoint(path)
     lines = ledger.read_text().splitlines(keepends=True)[:left]
     if lines:
         ledger.write_text("".join(lines))
-        head.write_text(lines[-1])
+        guard.write_text(lines[-1])
     else:
         ledger.unlink()
-        head.unlink()
+        guard.unlink()
     second = run(private, ledger=ledger)
     with pytest.raises(ValueError, match=f"ledger .*has {left} releases, the checkpoint 4"):
         second[0].load_checkpoint(path)
     assert second[0].accountant.history == [(1.0, 0.25, left)][: len(lines)]
 
 
-def test_a_checkpoint_refuses_a_ledger_that_was_written_anew_with_its_head(private, tmp_path):
+def test_a_checkpoint_refuses_a_ledger_that_was_written_anew_with_its_guard(private, tmp_path):
     first = run(private, ledger=tmp_path / "ledger")
     train(*first)
     first[0].save_checkpoint(tmp_path / "c")
-    for name in ("ledger", "ledger.head"):
+    for name in ("ledger", "ledger.guard"):
         (tmp_path / name).unlink()
     anew = Ledger(tmp_path / "ledger")
     cheaper = PoissonGaussian(noise_multiplier=9.0, sample_rate=0.25)

@@ -105,6 +105,8 @@ def test_lora_is_trained_killed_resumed_exported_loaded_and_generates(
     assert main([*words, "--sample-rate", repr(report["sample_rate"])]) == 0
     assert json.loads(capsys.readouterr().out)["epsilon"] == report["epsilon"]
     assert report["loss_per"] == "token" and report["bits_per_token_after"] is not None
+    modes = {path.stat().st_mode for path in (run / "model").glob("adapter_*")}
+    assert modes == {(run / "ledger.jsonl").stat().st_mode}
     assert main(["export", str(run), "--out", str(out)]) == 0
     assert "differentially private" in capsys.readouterr().out
     assert "one record (a line of a JSONL file)" in (out / "README.md").read_text()

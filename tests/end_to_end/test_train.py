@@ -88,7 +88,7 @@ def test_a_run_leaves_what_its_summary_names(data, tmp_path, capsys):
     assert "; left out: 1 duplicate" in shown
     names = {"checkpoint.pt", "ledger.jsonl", "metrics.jsonl", "model.pt", "report.json"}
     names.add("training.png")
-    own = {"config.json", "ledger.jsonl.head"}  # read by dpflash.load and by the ledger
+    own = {"config.json", "ledger.jsonl.guard"}  # read by dpflash.load and by the ledger
     assert {path.name for path in out.iterdir()} == names | own
     assert all(str(out / name) in shown for name in names)
     report = report_of(out)

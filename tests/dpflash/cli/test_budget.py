@@ -165,7 +165,7 @@ def test_the_plot_shows_epsilon_after_each_step_and_is_written(ledger, tmp_path,
     assert {path.name for path in tmp_path.iterdir()} <= {
         "p.png",
         ledger.name,
-        f"{ledger.name}.head",
+        f"{ledger.name}.guard",
     }
     left, _ = figures[0].axes
     assert list(lines_of(left)) == ["rdp", "target"]
@@ -233,7 +233,7 @@ def test_a_damaged_or_missing_ledger_is_exit_code_2_with_the_line_named(ledger, 
     assert not ledger.with_name(ledger.name + ".none").exists()
     ledger.unlink()
     assert main(["budget", str(ledger), *RDP]) == 2
-    assert f"{ledger}.head with step 320: the ledger was removed" in capsys.readouterr().err
+    assert f"{ledger}.guard with step 320: the ledger was removed" in capsys.readouterr().err
     assert main(["budget", str(ledger.parent), *RDP]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
@@ -266,7 +266,7 @@ def test_what_ledgers_have_in_common_counts_once(tmp_path, capsys):
             ledger.append(run="r", event=event, accountant="rdp", **line)
 
     def copy(source, target):
-        for suffix in ("", ".head"):
+        for suffix in ("", ".guard"):
             shutil.copy(f"{source}{suffix}", f"{target}{suffix}")
 
     go_on(paths[0], 20)

@@ -29,8 +29,8 @@ ABOUT = {
 UNIT = "user: patient_id"
 
 
-def head_of(path):
-    return path.with_name(f"{path.name}.head")
+def guard_of(path):
+    return path.with_name(f"{path.name}.guard")
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def verify(path, *words):
 
 
 def rewritten(path, change):
-    """As someone who may write the folder can: with digests and a head that fit."""
+    """As someone who may write the folder can: with digests and a guard that fit."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
     records, done, step = change(records), b"", 0
     for record in records:
@@ -65,9 +65,9 @@ def rewritten(path, change):
         digest = hashlib.blake2b(done + text, digest_size=16).hexdigest()
         line = text[:-1] + f', "digest": "{digest}"}}\n'.encode()
         done, step = done + line, step + 1 + length
-        head_of(path).write_bytes(line)
+        guard_of(path).write_bytes(line)
     if not records:
-        head_of(path).write_bytes(b"")
+        guard_of(path).write_bytes(b"")
     path.write_bytes(done)
 
 
@@ -126,7 +126,7 @@ def test_a_sound_ledger_has_the_head_that_sha256sum_prints_and_may_grow(path, ca
         "lines_of_kept_head": None,
         "signatures": [],
         "lines_without_record": [],
-        "without_head_file": False,
+        "without_guard": False,
     }
     ledger = Ledger(path)
     assert ledger.head == head
@@ -138,10 +138,10 @@ def test_a_sound_ledger_has_the_head_that_sha256sum_prints_and_may_grow(path, ca
     assert "not described  lines 7: an earlier version" in shown
 
 
-def test_a_copy_without_its_head_file_is_proven_by_a_kept_head_alone(path, capsys):
+def test_a_copy_without_its_guard_is_proven_by_a_kept_head_alone(path, capsys):
     head = Ledger(path).head
-    head_of(path).unlink()
-    assert verify(path) == 1 and "head is missing" in capsys.readouterr().out
+    guard_of(path).unlink()
+    assert verify(path) == 1 and "guard is missing" in capsys.readouterr().out
     assert verify(path, "--head", head.upper()) == 0
     path.write_bytes(path.read_bytes().replace(b'"notes"', b'"other"', 1))
     assert verify(path, "--head", head) == 1
@@ -284,7 +284,7 @@ def test_users_without_a_name_get_one(tmp_path):
 
 def test_the_commands_of_the_documentation_work_one_after_another(path, monkeypatch):
     monkeypatch.chdir(path.parent)
-    for suffix in ("", ".head"):
+    for suffix in ("", ".guard"):
         shutil.copy(f"{path}{suffix}", f"old.jsonl{suffix}")
     text = (Path(__file__).parents[3] / "docs" / "ledger.md").read_text()
     lines = "".join(re.findall(r"```sh\n(.*?)```", text, re.S)).splitlines()
@@ -384,8 +384,8 @@ def test_a_name_can_be_corrected_again_by_the_same_object(path):
     assert Ledger(path).names[old] == Ledger(path).names[first] == ledger.unit
 
 
-def test_a_ledger_without_its_head_file_says_what_is_not_shown(path, capsys):
+def test_a_ledger_without_its_guard_says_what_is_not_shown(path, capsys):
     head = hashlib.sha256(path.read_bytes()).hexdigest()
-    path.with_name(f"{path.name}.head").unlink()
+    path.with_name(f"{path.name}.guard").unlink()
     assert verify(path) == 1 and verify(path, "--head", head) == 0
-    assert "since FILE.head is missing" in capsys.readouterr().out
+    assert "since FILE.guard is missing" in capsys.readouterr().out

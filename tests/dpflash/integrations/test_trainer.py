@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import dpflash
+from dpflash.accounting import PoissonGaussian
+from dpflash.privacy.ledger import Ledger
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -739,6 +741,8 @@ def test_private_metrics_are_logged_on_request(tmp_path):
 
 
 def test_the_saved_model_is_a_plain_one(tmp_path):
+    step = PoissonGaussian(relation="zero_out", noise_multiplier=2.0, sample_rate=0.5)
+    Ledger(tmp_path / "ledger").append(run="before", event=step, accountant="rdp")
     trained = trainer(tmp_path, args=arguments(tmp_path, max_steps=1))
     trained.train()
     trained.save_model()
@@ -746,6 +750,9 @@ def test_the_saved_model_is_a_plain_one(tmp_path):
     assert "model.safetensors" in files
     path = tmp_path / "out/README.md"
     card = path.read_text()
+    assert "| run before | 1 | sample | zero_out |" in card and "| all together | 2 |" in card
+    weights = tmp_path / "out/model.safetensors"
+    assert weights.stat().st_mode == path.stat().st_mode
     assert card.startswith("# Model card\n\n## Differential privacy\n\nThe weights are (")
     path.write_text(f"---\n# spec\n---\n{card}\n## Usage\n\nmine\n")
     trained.save_model()

@@ -1,5 +1,6 @@
 """The ledger: what damages it is found, what is in it is counted, and kill -9 loses no step."""
 
+import copy
 import hashlib
 import json
 import math
@@ -57,7 +58,7 @@ def line(first=1, last=None, event=STEP, **changes):
 
 
 def write(path, text):
-    """A ledger of these lines, whose empty digests are filled in, and its head."""
+    """A ledger of these lines, whose empty digests are filled in, and its guard."""
     done, empty = b"", b', "digest": ""}\n'
     for raw in text.encode(errors="surrogateescape").splitlines(keepends=True):
         if raw.endswith(empty):
@@ -65,7 +66,7 @@ def write(path, text):
             digest = hashlib.blake2b(covered, digest_size=16).hexdigest()
             raw = raw.removesuffix(b'"}\n') + digest.encode() + b'"}\n'
         done += raw
-        path.with_name(f"{path.name}.head").write_bytes(raw)
+        path.with_name(f"{path.name}.guard").write_bytes(raw)
     path.write_bytes(done)
 
 
@@ -385,8 +386,8 @@ def test_the_line_is_flushed_before_append_returns_and_the_folder_with_a_new_fil
     ledger = Ledger(tmp_path / "l")
     ledger.append(run="a", event=PASS, accountant="rdp")
     ledger.append(run="a", event=None, accountant="rdp", count=5)
-    head = str(tmp_path / "l.head.tmp")
-    assert seen == [head, str(tmp_path), str(tmp_path / "l"), head, str(tmp_path / "l"), head]
+    guard = str(tmp_path / "l.guard.tmp")
+    assert seen == [guard, str(tmp_path), str(tmp_path / "l"), guard, str(tmp_path / "l"), guard]
     assert Ledger(tmp_path / "l").releases == ledger.releases == 6
 
 
@@ -462,33 +463,34 @@ def test_a_digit_that_makes_the_events_cheaper_is_found(
         PrivacyEngine(accountant="rdp", ledger=path)
 
 
-def test_a_history_that_is_not_in_the_ledger_is_asked_for(made_of, tmp_path):
-    def accountant():
-        found = create_accountant("rdp")
-        found.step(noise_multiplier=1.0, sample_rate=0.5)
-        return found
-
-    made = made_of(
-        accountant=accountant(),
-        ledger=tmp_path / "l",
-        budget=dpflash.PrivacyBudget(500.0, DELTA),
-    )
+def test_a_ledger_lacks_no_release_that_its_engines_accountant_counts(made_of, tmp_path):
+    """Refused before there is an engine, and so before the first draw."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    stepped, composed, shared = (create_accountant("rdp") for _ in range(3))
+    stepped.step(noise_multiplier=1.0, sample_rate=0.25)
+    composed.compose(Gaussian(noise_multiplier=1.0))
+    made = made_of(accountant=shared, ledger=one)
+    alone = PrivacyEngine(accountant="rdp").accountant
+    for accountant, ledger, message in (
+        (stepped, two, "counted releases before, and ledger='.*two'"),
+        (composed, two, "counted releases before, and ledger='.*two'"),
+        (copy.copy(stepped), one, "counted releases before, and ledger='.*one'"),
+        (shared, two, "ledger='.*one', and this engine has ledger='.*two'"),
+        (shared, one, "ledger='.*one', and this engine has ledger='.*one'"),
+        (shared, None, "ledger='.*one', and this engine has ledger=None"),
+        (alone, two, "ledger=None, and this engine has ledger='.*two'"),
+    ):
+        before = accountant.state_dict()
+        with pytest.raises(ValueError, match=f"accountant='rdp' .*{message}.*Pass the name"):
+            PrivacyEngine(accountant=accountant, ledger=ledger)
+        assert accountant.state_dict() == before
     train(*made, 2)
-    with pytest.raises(ValueError, match="pass the accountant with that history"):
-        PrivacyEngine(ledger=tmp_path / "l")
-    again = PrivacyEngine(accountant=accountant(), ledger=tmp_path / "l")
-    assert again.get_epsilon(DELTA) == made[0].get_epsilon(DELTA)
-
-
-def test_a_ledger_of_an_accountant_of_opacus_is_not_taken_for_one_of_ours(made_of, tmp_path):
-    accountants = pytest.importorskip("opacus.accountants")
-    made = made_of(
-        accountant=accountants.RDPAccountant(),
-        ledger=tmp_path / "l",
-    )
-    train(*made, 2)
-    assert "opacus" in Ledger(tmp_path / "l").lines[-1].accountant
-    assert PrivacyEngine(accountant="rdp", ledger=tmp_path / "l").get_epsilon(DELTA) > 0
+    assert Ledger(one).releases == 2 and not two.exists()
+    assert PrivacyEngine(ledger=one).accountant.history == shared.history == [(1.0, 0.25, 2)]
+    # Without a ledger releases add up in one object, also of a copy.
+    free = copy.deepcopy(shared)
+    assert PrivacyEngine(accountant=free).get_epsilon(DELTA) == made[0].get_epsilon(DELTA)
+    assert PrivacyEngine(accountant=free).accountant is free
 
 
 def test_a_checkpoint_goes_on_with_a_ledger_or_without_as_it_was_written(made_of, tmp_path):
@@ -540,7 +542,7 @@ def arm():
         os.write = half
     elif point == "before_the_flush":
         os.fsync = die
-    elif point == "before_the_head":
+    elif point == "before_the_guard":
         os.replace = die
     elif point == "after_the_line":
         step.NoiseStream = die
@@ -581,7 +583,7 @@ POINTS = {
     "before_the_line": 3,
     "within_the_line": 3,
     "before_the_flush": 4,
-    "before_the_head": 4,
+    "before_the_guard": 4,
     "after_the_line": 4,
     "after_the_noise": 4,
     "after_the_step": 4,
@@ -628,7 +630,7 @@ def test_kill_9_at_any_point_of_a_release_loses_no_step(point, made_of, tmp_path
 def test_a_release_that_the_ledger_would_lack_is_not_counted(tmp_path):
     engine = PrivacyEngine(ledger=tmp_path / "ledger.jsonl")
     accountant, phase = engine.accountant, (1.0, 0.25, 3)
-    other = PrivacyEngine(accountant=accountant).accountant.for_trial()
+    other = accountant.for_trial()
     other.step(noise_multiplier=1.0, sample_rate=0.25)
     for count in (
         lambda: accountant.step(noise_multiplier=1.0, sample_rate=0.25),

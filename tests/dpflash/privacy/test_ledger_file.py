@@ -25,8 +25,8 @@ from dpflash.privacy.ledger import Ledger, LedgerCopy
 STEP = PoissonGaussian(noise_multiplier=1.0, sample_rate=0.25)
 
 
-def head_of(path):
-    return path.with_name(f"{path.name}.head")
+def guard_of(path):
+    return path.with_name(f"{path.name}.guard")
 
 
 def add(ledger, run="a", **options):
@@ -92,11 +92,11 @@ def swap_lines(path):
 
 
 TAMPERING = {
-    "emptied": (lambda p: p.write_text(""), "ends with step 0, and its head .*head with step 4"),
-    "removed": (lambda p: p.unlink(), "ends with step 0, and its head .*head with step 4"),
-    "last_line_cut": (lambda p: cut(p, len(last_line(p))), "step 3, and its head .* step 4"),
-    "half_of_the_last_line_cut": (lambda p: cut(p, 30), "step 3, and its head .* step 4"),
-    "last_newline_cut": (lambda p: cut(p, 1), "step 3, and its head .* step 4"),
+    "emptied": (lambda p: p.write_text(""), "ends with step 0, and its guard .*guard with step 4"),
+    "removed": (lambda p: p.unlink(), "ends with step 0, and its guard .*guard with step 4"),
+    "last_line_cut": (lambda p: cut(p, len(last_line(p))), "step 3, and its guard .* step 4"),
+    "half_of_the_last_line_cut": (lambda p: cut(p, 30), "step 3, and its guard .* step 4"),
+    "last_newline_cut": (lambda p: cut(p, 1), "step 3, and its guard .* step 4"),
     "first_line_cut": (
         lambda p: p.write_text("".join(p.read_text().splitlines(keepends=True)[1:])),
         "line 1 .*step 2, expected 1",
@@ -116,7 +116,7 @@ TAMPERING = {
     ),
     "noise_epsilon_and_digests_of_all_lines": (
         lambda p: cheaper(p, slice(None), sealed=True),
-        "and its head .* differ in step 4",
+        "and its guard .* differ in step 4",
     ),
     "a_digest": (
         lambda p: p.write_text(p.read_text().replace('"digest": "', '"digest": "0', 1)),
@@ -131,19 +131,19 @@ TAMPERING = {
         "damaged at line 1 .*digest is wrong",
     ),
     "no_digests": (without_digests, "damaged at line 1 .*keys"),
-    "no_digests_and_no_head": (
-        lambda p: (without_digests(p), head_of(p).unlink()),
+    "no_digests_and_no_guard": (
+        lambda p: (without_digests(p), guard_of(p).unlink()),
         "damaged at line 1 .*keys",
     ),
-    "no_head_and_half_of_the_first_line": (
-        lambda p: (head_of(p).unlink(), os.truncate(p, 30)),
-        "its head .*head is missing",
+    "no_guard_and_half_of_the_first_line": (
+        lambda p: (guard_of(p).unlink(), os.truncate(p, 30)),
+        "its guard .*guard is missing",
     ),
-    "head_removed": (lambda p: head_of(p).unlink(), "its head .*head is missing.*tail -n 1"),
-    "head_cut": (lambda p: cut(head_of(p), 9), "its head .*head is damaged.*tail -n 1"),
-    "head_s_newline_cut": (lambda p: cut(head_of(p), 1), "differ in step 4"),
-    "head_of_another_ledger": (
-        lambda p: head_of(p).write_text(head_of(p).read_text().replace('"a"', '"b"')),
+    "guard_removed": (lambda p: guard_of(p).unlink(), "its guard .*guard is missing.*tail -n 1"),
+    "guard_cut": (lambda p: cut(guard_of(p), 9), "its guard .*guard is damaged.*tail -n 1"),
+    "guard_s_newline_cut": (lambda p: cut(guard_of(p), 1), "differ in step 4"),
+    "guard_of_another_ledger": (
+        lambda p: guard_of(p).write_text(guard_of(p).read_text().replace('"a"', '"b"')),
         "differ in step 4",
     ),
 }
@@ -153,65 +153,65 @@ TAMPERING = {
 def test_a_ledger_that_was_cut_or_changed_is_refused_and_left_as_it_is(kind, path, capsys):
     tamper, message = TAMPERING[kind]
     tamper(path)
-    before = [p.read_bytes() if p.exists() else None for p in (path, head_of(path))]
+    before = [p.read_bytes() if p.exists() else None for p in (path, guard_of(path))]
     with pytest.raises(ValueError, match=rf"(?s)ledger {path}.*{message}"):
         PrivacyEngine(ledger=path)
     assert main(["budget", str(path), "--delta", "1e-5"]) == 2
     assert str(path) in capsys.readouterr().err
     assert main(["ledger", "verify", str(path)]) == 1
     assert re.search(f"(?s)^broken: ledger {path}.*{message}", capsys.readouterr().out)
-    assert [p.read_bytes() if p.exists() else None for p in (path, head_of(path))] == before
+    assert [p.read_bytes() if p.exists() else None for p in (path, guard_of(path))] == before
 
 
-def test_a_head_made_anew_as_the_message_says_lets_a_whole_ledger_be_opened(path):
-    head_of(path).unlink()
+def test_a_guard_made_anew_as_the_message_says_lets_a_whole_ledger_be_opened(path):
+    guard_of(path).unlink()
     with pytest.raises(ValueError) as refused:
         Ledger(path)
-    command = str(refused.value).split("make a new head: ")[1]
+    command = str(refused.value).split("make a new guard: ")[1]
     subprocess.run(command, shell=True, check=True)
     add(Ledger(path))
     assert Ledger(path).releases == 5
 
 
-def test_a_head_that_lags_behind_the_ledger_is_none_that_tells_a_cut(path):
+def test_a_guard_that_lags_behind_the_ledger_is_none_that_tells_a_cut(path):
     lines = path.read_bytes().splitlines(keepends=True)
-    for head in lines:
-        head_of(path).write_bytes(head)
+    for guard in lines:
+        guard_of(path).write_bytes(guard)
         assert Ledger(path).releases == 4
-    head_of(path).write_bytes(lines[1])
+    guard_of(path).write_bytes(lines[1])
     add(Ledger(path))
-    assert head_of(path).read_bytes() == last_line(path)
+    assert guard_of(path).read_bytes() == last_line(path)
 
 
-def test_an_empty_head_is_that_of_one_line_at_most(path):
+def test_an_empty_guard_is_that_of_one_line_at_most(path):
     first = path.read_bytes().splitlines(keepends=True)[0]
-    head_of(path).write_bytes(b"")
+    guard_of(path).write_bytes(b"")
     cut(path, 2)
-    with pytest.raises(ValueError, match="its head .* is empty, so it is unknown"):
+    with pytest.raises(ValueError, match="its guard .* is empty, so it is unknown"):
         Ledger(path)
     # A process that died behind the first line has left it.
     path.write_bytes(first)
     ledger = Ledger(path)
-    replace, heads = os.replace, []
+    replace, guards = os.replace, []
 
     def dies_later(source, target):
-        heads.append(Path(source).read_bytes())
+        guards.append(Path(source).read_bytes())
         replace(source, target)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger_file.os, "replace", dies_later)
         add(ledger)
-    assert heads == [first, last_line(path)]
+    assert guards == [first, last_line(path)]
     assert Ledger(path).releases == 2
 
 
-def test_the_head_has_the_permissions_of_the_ledger_and_lies_beside_the_real_file(path, tmp_path):
+def test_the_guard_has_the_permissions_of_the_ledger_and_lies_beside_the_real_file(path, tmp_path):
     os.chmod(path, 0o640)
     link = tmp_path / "folder" / "link"
     link.parent.mkdir()
     link.symlink_to(path)
     add(Ledger(link))
-    assert head_of(path).stat().st_mode & 0o777 == 0o640
+    assert guard_of(path).stat().st_mode & 0o777 == 0o640
     assert [p.name for p in link.parent.iterdir()] == ["link"]
     assert Ledger(path).releases == 5
 
@@ -251,7 +251,7 @@ def test_what_is_no_regular_file_is_refused_by_name_before_it_is_read(kind, tmp_
     with pytest.raises(ValueError, match=message):
         PrivacyEngine(ledger=special)
     if kind != "folder":
-        head_of(tmp_path / "l").symlink_to(special)
+        guard_of(tmp_path / "l").symlink_to(special)
         with pytest.raises(ValueError, match="ledger='.*/l': cannot be read .*not a regular"):
             PrivacyEngine(ledger=tmp_path / "l")
     ledger = Ledger(tmp_path / "m")
@@ -453,7 +453,7 @@ def test_a_ledger_that_another_process_begins_while_it_is_opened_is_not_taken_fo
 
 
 @pytest.mark.parametrize(
-    "edit", ["last_line", "replaced", "emptied", "removed", "head", "head_removed"]
+    "edit", ["last_line", "replaced", "emptied", "removed", "guard", "guard_removed"]
 )
 def test_a_line_is_not_added_to_a_file_that_was_changed_meanwhile(edit, path, monkeypatch):
     ledger = Ledger(path)
@@ -463,10 +463,10 @@ def test_a_line_is_not_added_to_a_file_that_was_changed_meanwhile(edit, path, mo
         path.write_bytes(whole[:-20] + b"0" * 17 + whole[-3:])
     elif edit == "emptied":
         path.write_bytes(b"")
-    elif edit == "head":
-        head_of(path).write_bytes(whole.splitlines(keepends=True)[0])
-    elif edit == "head_removed":
-        head_of(path).unlink()
+    elif edit == "guard":
+        guard_of(path).write_bytes(whole.splitlines(keepends=True)[0])
+    elif edit == "guard_removed":
+        guard_of(path).unlink()
     elif edit == "removed":
         path.unlink()
     else:
@@ -523,10 +523,10 @@ def begin(kind, path):
     if kind == "new":
         return 0
     add(Ledger(path))
-    if kind == "ahead_of_its_head":
-        behind = head_of(path).read_bytes()
+    if kind == "aguard_of_its_guard":
+        behind = guard_of(path).read_bytes()
         add(Ledger(path))
-        head_of(path).write_bytes(behind)
+        guard_of(path).write_bytes(behind)
         return 2
     if kind == "unfinished":
         with path.open("ab") as file:
@@ -534,7 +534,7 @@ def begin(kind, path):
     return 1
 
 
-KINDS = ("new", "one_line", "unfinished", "ahead_of_its_head")
+KINDS = ("new", "one_line", "unfinished", "aguard_of_its_guard")
 
 
 class Died(BaseException):
@@ -589,7 +589,7 @@ def test_a_process_that_dies_at_any_call_loses_no_release(kind, written, tmp_pat
         add(again, "next")
         opened = Ledger(path)
         assert opened.releases == again.releases == len(opened.lines)
-        assert head_of(path).read_bytes() == last_line(path)
+        assert guard_of(path).read_bytes() == last_line(path)
         if returned:
             break
     assert point > 8
@@ -630,7 +630,7 @@ def test_a_line_of_which_the_disk_takes_half_is_taken_back(path, monkeypatch):
     assert Ledger(path).releases == 5
 
 
-def test_a_line_that_the_head_has_stays_though_the_call_is_interrupted(path, monkeypatch):
+def test_a_line_that_the_guard_has_stays_though_the_call_is_interrupted(path, monkeypatch):
     ledger, replace = Ledger(path), os.replace
 
     def interrupted(*arguments):
@@ -643,7 +643,7 @@ def test_a_line_that_the_head_has_stays_though_the_call_is_interrupted(path, mon
     assert Ledger(path).releases == 5
 
 
-def test_an_unfinished_line_beside_a_head_is_no_release_and_replaced_by_the_next(path):
+def test_an_unfinished_line_beside_a_guard_is_no_release_and_replaced_by_the_next(path):
     whole = path.read_bytes()
     for rest in (b'{"steps": [5, 5], "ru', b"\0" * 40):
         path.write_bytes(whole + rest)
@@ -653,7 +653,7 @@ def test_an_unfinished_line_beside_a_head_is_no_release_and_replaced_by_the_next
         assert Ledger(path).releases == 5
         assert runs(path) == ["a"] * 5
         path.write_bytes(whole)
-        head_of(path).write_bytes(last_line(path))
+        guard_of(path).write_bytes(last_line(path))
 
 
 # kill -9

@@ -532,16 +532,13 @@ def test_an_accountant_of_opacus_accounts_calibrates_and_is_resumed(name, tmp_pa
 
 
 @needs_opacus
-def test_an_accountant_of_opacus_takes_shuffled_and_foreign_batches_as_full_steps(
-    private, tmp_path
-):
+def test_an_accountant_of_opacus_takes_shuffled_and_foreign_batches_as_full_steps(private):
     made = private(
         nn.Linear(3, 2),
         DATA,
         noise_multiplier=2.0,
         accountant=opacus.accountants.RDPAccountant(),
         poisson_sampling=False,
-        ledger=tmp_path / "l",
     )
     train(*made, passes=2)
     engine, model, optimizer, _ = made
@@ -551,9 +548,6 @@ def test_an_accountant_of_opacus_takes_shuffled_and_foreign_batches_as_full_step
     engine.backward(model(DATA[:4]).square().mean(1))
     optimizer.step()
     assert engine.accountant.history == [(2.0, 1.0, 3)]
-    again = PrivacyEngine(accountant=opacus.accountants.RDPAccountant(), ledger=tmp_path / "l")
-    assert again.accountant.history == [(2.0, 1.0, 3)]
-    assert again.neighboring_relation == "zero_out"
 
 
 @needs_opacus
@@ -567,8 +561,7 @@ def test_what_an_accountant_of_opacus_does_not_know_is_refused_by_name(options, 
             accountant=opacus.accountants.RDPAccountant(),
             **options,
         )
-    train(*private(nn.Linear(3, 2), DATA, noise_multiplier=2.0, ledger=tmp_path / "l", **options))
-    with pytest.raises(ValueError, match="accountant=opacus"):
+    with pytest.raises(ValueError, match="accountant=opacus.*with ledger='.*l'"):
         PrivacyEngine(accountant=opacus.accountants.RDPAccountant(), ledger=tmp_path / "l")
     with pytest.raises(ValueError, match="neighboring_relation='replace_one'.*opacus"):
         PrivacyEngine(
@@ -578,21 +571,20 @@ def test_what_an_accountant_of_opacus_does_not_know_is_refused_by_name(options, 
 
 @needs_opacus
 @opacus_warnings
-def test_a_step_that_an_accountant_of_opacus_refuses_is_not_written(private, tmp_path):
+def test_a_step_that_an_accountant_of_opacus_refuses_is_not_counted(private):
     """Its GaussianAccountant takes one noise only, and forgets its history when it says so."""
     made = private(
         nn.Linear(3, 2),
         DATA,
         noise_multiplier=2.0,
         accountant=opacus.accountants.GaussianAccountant(),
-        ledger=tmp_path / "l",
     )
     train(*made)
     made[2].noise_multiplier = 3.0
     with pytest.raises(ValueError, match="constant"):
         train(*made)
     assert made[0].accountant.history == [(2.0, RATE, 8)]
-    assert (tmp_path / "l").read_text().count("\n") == 8
+    assert made[3].releases == 8
 
 
 @needs_opacus

@@ -1,6 +1,8 @@
 """dpflash.load on folders of byte-level runs and their exports."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -8,9 +10,12 @@ import pytest
 import torch
 
 import dpflash
+from dpflash.accounting import PoissonGaussian, create_accountant
 from dpflash.cli import main
 from dpflash.nn import LongContextLM
 from dpflash.patterns import SlidingWindow
+from dpflash.privacy.ledger import Ledger
+from dpflash.privacy.spending import rounded_up
 from dpflash.release.export import export
 from dpflash.release.text_model import TextModel
 from dpflash.train.config import TrainingConfig
@@ -130,6 +135,61 @@ def test_an_export_has_a_card_with_what_the_report_says(run, exported):
     # Nothing of the data, the machine or the losses.
     for word in (str(run), report["config"]["data"], f"{report['bits_per_byte_after']:.3f}"):
         assert word not in card
+
+
+def test_a_card_states_epsilon_of_each_run_and_ledger_and_of_all_together(copied, tmp_path):
+    run = copied["run"]
+    own, base = Ledger(run / "ledger.jsonl"), Ledger(tmp_path / "base")
+    event = PoissonGaussian(noise_multiplier=2.0, sample_rate=0.1)
+    for name in ("first", "second"):
+        base.append(run=name, event=event, count=20, accountant="rdp")
+    users = Ledger(tmp_path / "users")
+    users.append(run="third", event=event, count=30, accountant="rdp", unit="user: patient")
+
+    def spent(*ledgers):
+        accountant = create_accountant("rdp", neighboring_relation="zero_out")
+        for line in (line for ledger in ledgers for line in Ledger(ledger.path).lines):
+            accountant.compose(line.event.convert("zero_out"), line.steps)
+        return rounded_up(accountant.get_epsilon(1e-3))
+
+    words = ["export", str(run), "--out", str(tmp_path / "together"), "--ledgers"]
+    assert main([*words, str(base.path)]) == 0
+    card = (tmp_path / "together" / "README.md").read_text()
+    rows = re.findall(r"^\| (.+) \| (\d+) \| (\S+) \| (\S+) \| ([\d.]+) \|$", card, re.M)
+    both = spent(own, base)
+    assert [(name.split()[0], *others) for name, *others in rows] == [
+        ("ledger", "3", "sample", "zero_out", spent(own)),
+        ("run", "20", "sample", "add_remove", rows[1][-1]),
+        ("run", "20", "sample", "add_remove", rows[1][-1]),
+        ("ledger", "40", "sample", "add_remove", spent(base)),
+        ("all", "43", "sample", "zero_out", both),
+    ]
+    assert f"The weights are ({both}, 0.001)-diff" in card and f"| epsilon | {both} |" in card
+    assert float(rows[1][-1]) < float(spent(base)) < float(both)
+
+    export(run, tmp_path / "apart", ledgers=[users.path])
+    card = (tmp_path / "apart" / "README.md").read_text()
+    assert "| user: patient |" in card and "There is no epsilon of all together" in card
+    assert f"of its own ledger alone, the weights are ({spent(own)}, 0.001)" in card
+    with pytest.raises(ValueError, match="one is given twice"):
+        export(run, tmp_path / "twice", ledgers=[run / "ledger.jsonl"])
+    (run / "ledger.jsonl").unlink()
+    with pytest.raises(ValueError, match="none is that of the run"):
+        export(run, tmp_path / "lost", ledgers=[base.path])
+
+
+def test_what_is_released_follows_the_umask_and_what_is_private_is_for_its_owner(run, tmp_path):
+    private = {"report.json", "metrics.jsonl", "checkpoint.pt", "training.png"}
+    modes = {path.name: path.stat().st_mode & 0o777 for path in run.iterdir() if path.is_file()}
+    umask = os.umask(0o027)
+    try:
+        export(run, tmp_path / "out")
+    finally:
+        os.umask(umask)
+    assert {name for name, mode in modes.items() if mode == 0o600} == private & modes.keys()
+    assert modes["model.pt"] == modes["config.json"] == modes["ledger.jsonl"] == 0o666 & ~umask
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
 
 
 @pytest.mark.cases(0)

@@ -1,16 +1,32 @@
-"""The runs of a ledger: what each did, and what the ledger keeps of it."""
+"""The runs of a ledger: what each did and spent, and what the ledger keeps of it."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from dpflash.accounting import Event, FixedSizeGaussian
-from dpflash.privacy.ledger import Ledger, LedgerLine
-from dpflash.privacy.spending import Spending
+
+from .._json import finite
+from .ledger import Ledger, LedgerLine
+from .spending import Spending
 
 _SHOWN = 12  # digits of a run's random name
+
+
+def opened(paths: Iterable[str | os.PathLike[str]]) -> list[Ledger]:
+    """The ledgers at these paths, of which each must be there."""
+    ledgers = []
+    for path in paths:
+        ledgers.append(Ledger(path))
+        if not Path(path).exists():
+            raise FileNotFoundError(
+                f"ledger={str(path)!r}: no such file; pass the path of a ledger"
+            )
+    return ledgers
 
 
 def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list[LedgerLine]]:
@@ -27,6 +43,54 @@ def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list
         spending.include(own, ledger.names)
         lines += own
     return spending, lines
+
+
+def by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
+    """The lines of each run, without notes."""
+    runs: dict[str, list[LedgerLine]] = {}
+    for line in lines:
+        if line.note is None:
+            runs.setdefault(line.run, []).append(line)
+    return list(runs.values())
+
+
+def alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
+    """The spending of one run's lines, for the relation of all runs together."""
+    own = Spending(spending.accountant.mechanism(), relation=spending.relation)
+    for line in lines:
+        if line.event is not None:
+            own.add(line.event, line.steps)
+    return own
+
+
+def epsilon_by_run(
+    ledgers: Sequence[Ledger], delta: float, accountant: str
+) -> dict[str, Any] | None:
+    """What each run and each ledger spent, and all together, as plain values for a model card.
+
+    Returns:
+        "rows" of name, steps, privacy unit, relation and epsilon, and "total": the values of a
+        report for all of them, None where privacy units differ. None for one run alone.
+    """
+    rows: list[tuple[Any, ...]] = []
+
+    def add(name: str, lines: Iterable[LedgerLine], spent: Spending, unit: str | None) -> None:
+        steps = sum(line.steps for line in lines)
+        rows.append((name, steps, unit, spent.relation, finite(spent.epsilon(delta).upper)))
+
+    for ledger in ledgers:
+        own, runs = Spending(accountant, ledger=ledger), by_run(ledger.lines)
+        for lines in runs if len(runs) > 1 else []:
+            name = label(runs_of(lines)[0]).replace("|", "/")  # which parts cells of a table
+            add(f"run {name}", lines, alone(lines, own), own.unit)
+        if len(ledgers) > 1:
+            add(f"ledger {ledger.head[:_SHOWN]}", ledger.lines, own, own.unit)
+    total: dict[str, Any] | None = None
+    if rows and len({ledger.unit for ledger in ledgers if ledger.lines}) == 1:
+        spending, all_lines = together(ledgers, accountant)
+        add("all together", all_lines, spending, spending.unit)
+        total = {"epsilon": rows[-1][-1], "neighboring_relation": spending.relation}
+    return {"rows": rows, "total": total} if rows else None
 
 
 def runs_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
