@@ -12,6 +12,7 @@ FORKED = multiprocessing.get_context("forkserver")
 # processes are copies of the same server, whichever test starts it.
 FORKED.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "scipy.stats"]
+    + ["scipy.signal", "matplotlib.figure", "matplotlib.backends.backend_agg"]
     + ["dpflash.train.run", "dpflash.bench.scaling_tasks"]
 )
 

@@ -26,9 +26,9 @@ from dpflash.privacy.ledger import Ledger
 from dpflash.train.config import Corpus, TrainingConfig
 from dpflash.train.run import Interrupted, TrainingRun, checkpoint_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "empty_picture")
 CASES = str(Path(__file__).with_name("train_cases.py"))
-STEPS = 6
+STEPS = 4
 TINY: dict[str, Any] = {
     "seq_len": 32,
     "batch_size": 6,
@@ -40,7 +40,7 @@ TINY: dict[str, Any] = {
     "layers": 2,
     "heads": 2,
     "eval_windows": 5,
-    "checkpoint_every": 4,
+    "checkpoint_every": 3,
     "seed": 7,
 }
 # Of four ranks.
@@ -70,7 +70,7 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
+def whole(data, tmp_path_factory, empty_picture):
     """The run of one process."""
     out = tmp_path_factory.mktemp("whole") / "out"
     TrainingRun.start(TrainingConfig(**config(data)), out).run()
@@ -162,7 +162,7 @@ def test_a_run_goes_on_with_other_ranks(first, then, world, data, whole, tmp_pat
     if first is None:
         job = TrainingRun.start(TrainingConfig(**config(data)), out)
         with pytest.raises(Interrupted):
-            job.run(should_stop=lambda: job.step == 3)
+            job.run(should_stop=lambda: job.step == 2)
     else:
         done = world.run(
             CASES,
@@ -171,10 +171,10 @@ def test_a_run_goes_on_with_other_ranks(first, then, world, data, whole, tmp_pat
             out=str(out),
             parallel=WAYS[first],
             config=config(data),
-            stop_at=3,
+            stop_at=2,
             stopped_rank=2,
         )
-        assert [(one["step"], one["report"]) for one in done] == [(3, None)] * 4
+        assert [(one["step"], one["report"]) for one in done] == [(2, None)] * 4
     checkpoint = "checkpoint.pt" if first is None else "checkpoint"
     assert {p.name for p in out.iterdir()} == {*WRITTEN, checkpoint}
     if then is None:
@@ -208,13 +208,13 @@ def test_a_checkpoint_that_was_to_be_removed_does_not_come_back(world, data, who
     out = tmp_path / "out"
     job = TrainingRun.start(TrainingConfig(**config(data)), out)
     with pytest.raises(Interrupted):
-        job.run(should_stop=lambda: job.step == 2)
+        job.run(should_stop=lambda: job.step == 1)
     shutil.copy(out / "checkpoint.pt", tmp_path / "older")
-    world.run(CASES, "train", 4, out=str(out), parallel={}, stop_at=4)
+    world.run(CASES, "train", 4, out=str(out), parallel={}, stop_at=3)
     shutil.copy(tmp_path / "older", out / "checkpoint.pt")
     (out / "checkpoint.pt.replaced").write_bytes(b"half")
     resumed = TrainingRun.resume(out)
-    assert resumed.step == 4 and resumed.lost_steps == 0
+    assert resumed.step == 3 and resumed.lost_steps == 0
     resumed.run()
     assert_same_run(out, whole)
     assert [path.name for path in out.glob("checkpoint*")] == ["checkpoint.pt"]
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_was_to_be_removed_does_not_come_back(world, data, who
 def test_max_epsilon_ends_all_ranks_at_one_step(world, data, tmp_path):
     plain = TrainingConfig(**config(data))
     accountant = RDPAccountant()
-    accountant.history = [(2.0, 6 / len(Corpus.read(plain).train), 4)]
+    accountant.history = [(2.0, 6 / len(Corpus.read(plain).train), 2)]
     limit = accountant.get_epsilon(1e-3)
     changes = {"target_epsilon": None, "noise_multiplier": 2.0, "baseline": False}
     done = world.run(
@@ -234,8 +234,8 @@ def test_max_epsilon_ends_all_ranks_at_one_step(world, data, tmp_path):
         parallel=WAYS["2x2 ring"],
         config=config(data, **changes, max_epsilon=limit),
     )
-    assert [one["step"] for one in done] == [4] * 4
-    assert all("stopped after step 4" in one["report"]["stopped"] for one in done)
+    assert [one["step"] for one in done] == [2] * 4
+    assert all("stopped after step 2" in one["report"]["stopped"] for one in done)
     assert done[0]["epsilon"] == pytest.approx(limit, rel=1e-12)
 
 
@@ -249,7 +249,7 @@ def test_without_a_seed_ranks_share_keys_that_no_other_run_has(world, data, tmp_
                 4,
                 out=str(tmp_path / name),
                 parallel=WAYS["2x2 ring"],
-                config=config(data, seed=None, steps=2, baseline=False),
+                config=config(data, seed=None, steps=1, layers=1, eval_fraction=0, baseline=False),
             )
         )
         for other in runs[-1][1:]:
@@ -565,7 +565,8 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_and_its_step_counts_once(
     assert job.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-12)
 
 
-KILLS = int(os.environ.get("DPFLASH_KILLS", "5"))
+FULL = os.environ.get("DPFLASH_FULL") == "1"
+KILLS = int(os.environ.get("DPFLASH_KILLS", "5" if FULL else "2"))
 
 
 def ranks_of_a_run(number, words, log):

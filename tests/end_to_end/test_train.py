@@ -21,7 +21,7 @@ from dpflash.train.config import Corpus, Parallelism, TrainingConfig
 from dpflash.train.language_models import ByteModel
 from dpflash.train.run import Interrupted, TrainingRun
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "empty_picture")
 FULL = os.environ.get("DPFLASH_FULL") == "1"
 STEPS = 6
 TINY: dict[str, Any] = {
@@ -80,7 +80,8 @@ def report_of(folder):
     return json.loads((folder / "report.json").read_text())
 
 
-def test_a_run_leaves_what_its_summary_names(data, tmp_path, capsys):
+def test_a_run_leaves_what_its_summary_names(data, tmp_path, capsys, monkeypatch, empty_picture):
+    monkeypatch.setattr("dpflash.train.report._draw", empty_picture)
     out = tmp_path / "out"
     (data / "twin.txt").write_bytes((data / "poem-7.txt").read_bytes())
     assert main([*options(data, clipping="per_layer", learning_rate=0.02), "--out", str(out)]) == 0
@@ -175,10 +176,10 @@ def test_a_run_with_bands_is_audited(data, tmp_path, capsys):
 
 
 def test_a_resumed_run_with_bands_has_the_noise_of_one_that_was_not_stopped(data, tmp_path):
-    made = config(data, bands=3, steps=8, baseline=False)
+    made = config(data, bands=3, steps=5, baseline=False)
     whole = TrainingRun.start(made, tmp_path / "whole").run()
     with pytest.raises(Interrupted):
-        TrainingRun.start(made, tmp_path / "out").run(should_stop=stop_after(6))
+        TrainingRun.start(made, tmp_path / "out").run(should_stop=stop_after(4))
     resumed = TrainingRun.resume(tmp_path / "out").run()
     assert resumed["epsilon"] == whole["epsilon"] and resumed["bands"] == 3
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "out"))
@@ -195,7 +196,7 @@ def test_a_declared_size_gives_the_rate_and_is_for_add_remove(data, tmp_path):
 
 
 def test_each_step_sees_windows_of_its_own_draw(data, tmp_path):
-    job = TrainingRun.start(config(data, physical_batch_size=2, steps=8), tmp_path / "out")
+    job = TrainingRun.start(config(data, physical_batch_size=2, steps=3), tmp_path / "out")
     seen: list[int] = []
     windows = job._windows
     plain = type(windows).window
@@ -206,9 +207,9 @@ def test_each_step_sees_windows_of_its_own_draw(data, tmp_path):
 
     windows.window = recording  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
-        job.run(should_stop=lambda: job.step == 8)
+        job.run(should_stop=lambda: job.step == 3)
     # Padding rows repeat a window of their own draw.
-    assert seen == sorted(seen) and set(range(8)) <= set(seen)
+    assert seen == sorted(seen) and set(range(3)) <= set(seen)
 
 
 def test_a_stopped_and_resumed_run_equals_one_that_was_not_stopped(data, tmp_path):
@@ -274,7 +275,7 @@ def test_packing_that_cannot_be_is_refused_by_name(data, tmp_path):
 def test_the_seed_repeats_a_run_and_only_the_seed_does(data, tmp_path):
     runs = {}
     for name, seed in (("a", 7), ("b", 7), ("c", 8), ("d", None), ("e", None)):
-        job = TrainingRun.start(config(data, seed=seed, steps=2, baseline=False), tmp_path / name)
+        job = TrainingRun.start(config(data, seed=seed, steps=1, baseline=False), tmp_path / name)
         assert job.run()["seeded"] is (seed is not None)
         runs[name] = weights(tmp_path / name)
     assert same(runs["a"], runs["b"])
@@ -306,8 +307,8 @@ def test_the_loss_falls_and_without_noise_there_is_no_epsilon(data, tmp_path):
             data,
             target_epsilon=None,
             noise_multiplier=0,
-            steps=30,
-            learning_rate=0.03,
+            steps=12,
+            learning_rate=0.1,
             baseline=False,
         ),
         tmp_path / "out",
@@ -453,21 +454,21 @@ def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
     data, tmp_path, capsys, killed_after
 ):
     out = tmp_path / "out"
-    words = options(data, steps=30, checkpoint_every=1000, seed=7)
-    killed_after(4, [*words, "--no-baseline", "--out", str(out)], out / "ledger.jsonl")
+    words = options(data, steps=12, checkpoint_every=1000, seed=7)
+    killed_after(2, [*words, "--no-baseline", "--out", str(out)], out / "ledger.jsonl")
     lost = len((out / "ledger.jsonl").read_text().splitlines())
-    assert 4 <= lost < 30
+    assert 2 <= lost < 12
     assert main(["train", "--resume", str(out)]) == 0
     shown = capsys.readouterr()
     assert f"{lost} step(s)" in shown.err and f"note: {lost} step(s)" in shown.out
     report = report_of(out)
-    assert report["lost_steps"] == lost and report["steps"] == 30
+    assert report["lost_steps"] == lost and report["steps"] == 12
     accountant = RDPAccountant()
-    accountant.history = [(report["noise_multiplier"], report["sample_rate"], 30 + lost)]
+    accountant.history = [(report["noise_multiplier"], report["sample_rate"], 12 + lost)]
     assert report["epsilon"] == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-12)
     assert report["epsilon"] > report["target_epsilon"]
     TrainingRun.start(
-        config(data, steps=30, checkpoint_every=1000, baseline=False), tmp_path / "whole"
+        config(data, steps=12, checkpoint_every=1000, baseline=False), tmp_path / "whole"
     ).run()
     assert not same(weights(out), weights(tmp_path / "whole"))
 
