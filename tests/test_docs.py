@@ -96,6 +96,7 @@ def called(line):
     return f"assert dpflash.cli.main({arguments!r}) == 0\n"
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_runs_from_top_to_bottom(page, tmp_path):
     """With two steps of training; and every picture that it shows is one that it draws."""

@@ -101,6 +101,7 @@ def by_name(found):
     return {entry["name"]: entry for entry in found[0]["rows"]}
 
 
+@pytest.mark.cases(0)
 def test_the_three_files_hold_the_rows(found):
     held, folder, _ = found
     written = json.loads((folder / "toy.json").read_text())

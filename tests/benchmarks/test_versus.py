@@ -99,6 +99,7 @@ def test_a_checkout_that_does_not_import_ends_with_what_it_said(tmp_path):
         run_versus(ROOT, broken, out=tmp_path / "out", names=QUICK_ONES[:1], **FEW)
 
 
+@pytest.mark.cases(0)
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path}' has no 'dpflash/__init__.py'; pass a che"):
         run_versus(tmp_path, ROOT, out=tmp_path / "out", **FEW)
@@ -157,6 +158,7 @@ def test_checkouts_take_turns_on_one_cpu_and_swap_who_begins(monkeypatch, tmp_pa
     assert cpus == [2, 2, 7, 7, 2, 2]
 
 
+@pytest.mark.cases(0)
 def test_a_launch_runs_on_the_cpu_that_it_is_told(tmp_path):
     tree = versus._copy_sources(ROOT, tmp_path / "tree")
     harness = versus._copy_harness(tmp_path / "harness")

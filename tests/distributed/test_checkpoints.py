@@ -88,12 +88,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(size, saved, of_size, expect
             check_equal(found, expected(name.split()[0].split("-")[1]), f"{name} of {size}")
 
 
+@pytest.mark.cases(0)
 def test_one_process_without_a_mesh_goes_on(saved, cases, expected):
     options = {"folder": str(saved), "names": WRITERS, "wrappers": ["alone"], "steps": STEPS}
     for name, found in cases.resume(None, **options).items():
         check_equal(found, expected(name.split()[0].split("-")[1]), name)
 
 
+@pytest.mark.cases(0)
 def test_a_run_without_a_step_goes_on(saved, cases, of_size, expected):
     options = {
         "folder": str(saved / "unstepped"),

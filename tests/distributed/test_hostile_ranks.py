@@ -210,6 +210,7 @@ def test_a_declared_mean_over_padding_is_refused_on_all_ranks(
     assert honest == ["did it: 3 True"] * 2
 
 
+@pytest.mark.cases(0)
 def test_ranks_choose_the_same_bands(pair: Any) -> None:
     one, other = pair.run(CASES, "chosen_bands", 2)
     assert one == other and one[0] > 1

@@ -179,6 +179,7 @@ def test_every_kind_of_model_trains_over_its_context(started, model, context):
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.cases(0)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("sharded", [True, False], ids=["fsdp", "plain"])
 @pytest.mark.parametrize("clipping", CLIPPINGS)
@@ -202,6 +203,7 @@ def test_dora_trains_as_in_one_process(started, sharded):
         np.testing.assert_allclose(one, alone, rtol=0, atol=5e-7)
 
 
+@pytest.mark.cases(0)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started):
     alone = layer_cases.train()
@@ -210,6 +212,7 @@ def test_layers_compute_in_the_dtype_of_a_mixed_precision_policy(started):
         assert 0 < np.abs(one - alone).max() <= 0.02 * 2**-8
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize(
     ("wrapper", "clipping", "ways"),
     [(kind, "per_layer", {}) for kind in ("plain", "ddp", "fsdp")]
@@ -243,6 +246,7 @@ def test_batches_of_fixed_size_are_dealt_out_too(started):
     assert_as_alone(together, alone)
 
 
+@pytest.mark.cases(0)
 def test_random_allocation_is_dealt_out_too(started):
     options = {"sampling": "random_allocation", "steps": 5}  # an epoch
     together = started.run(2, "train", context=1, **options)

@@ -137,6 +137,7 @@ def test_bytes_of_adaptive_patterns_and_bfloat16_are_those_foretold(world, mode)
             assert counted == predicted
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("mode", ["ring", "all_gather"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_calls_in_parts_of_the_heads_have_the_bits_and_bytes_of_one_call(world, mode, dtype):

@@ -116,6 +116,7 @@ WRITTEN = ("config.json", "ledger.jsonl", "ledger.jsonl.guard", "metrics.jsonl",
 WRITTEN += ("report.json", "training.png")
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("sharing", WAYS)
 def test_ranks_train_what_one_process_trains(sharing, world, data, whole, tmp_path):
     out, parallel = tmp_path / "out", WAYS[sharing]
@@ -239,6 +240,7 @@ def test_max_epsilon_ends_all_ranks_at_one_step(world, data, tmp_path):
     assert done[0]["epsilon"] == pytest.approx(limit, rel=1e-12)
 
 
+@pytest.mark.cases(0)
 def test_without_a_seed_ranks_share_keys_that_no_other_run_has(world, data, tmp_path):
     runs = []
     for name in ("a", "b"):

@@ -148,6 +148,7 @@ def test_a_release_that_a_failed_backward_left_open_is_not_used_by_the_next_draw
         next(batches)
 
 
+@pytest.mark.cases(0)
 def test_a_step_whose_noise_could_not_be_settled_can_be_tried_again(
     untried, kernels_of_a_gpu, monkeypatch
 ):

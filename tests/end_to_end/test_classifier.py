@@ -95,6 +95,7 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     assert torch.allclose(dpflash.load(run)(**texts).logits, found, atol=1e-5)
 
 
+@pytest.mark.cases(0)
 def test_a_resumed_classifier_is_the_uninterrupted_one(bert, notes, tmp_path):
     config = TrainingConfig(**given(bert, notes, checkpoint_every=1))
     whole = TrainingRun.start(config, tmp_path / "whole")

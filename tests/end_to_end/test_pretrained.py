@@ -52,6 +52,7 @@ def llama(tmp_path_factory):
     return folder
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("lora_rank", [2, None])
 def test_a_pretrained_model_trains_on_packed_documents_and_goes_on(
     llama, notes, tmp_path, lora_rank

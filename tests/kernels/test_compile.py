@@ -314,6 +314,7 @@ def test_16_bit_backward_with_squares_fits_its_architecture(arch, compiled):
     assert not misfits(arch, lines)
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("arch", COMPILED)
 def test_gradients_fit_their_architecture(arch, compiled):
     entries = GRADS if FULL else [name for name in GRADS if name.endswith("/16")]
@@ -333,6 +334,7 @@ def test_reductions_fit_their_architecture(arch, compiled):
     assert not misfits(arch, compiled("grads", arch, REDUCTIONS))
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("arch", COMPILED)
 def test_exact_sums_and_their_noise_fit_their_architecture(arch, compiled):
     names = (*EXACT, *NOISY) if FULL else (EXACT[0], *NOISY[:2])
@@ -357,6 +359,7 @@ def test_noise_fits_its_architecture(arch, compiled):
     assert not misfits(arch, lines, shared=SHARED_OF_NOISE)
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_the_rotary_kernel_fits_its_architecture(arch, compiled):
     lines = compiled("rotary", arch, ["128/bf16", "80/fp32"])

@@ -505,6 +505,7 @@ def test_shards_merge_to_the_whole_in_the_kernels(name, ranks):
     assert_close(found, whole(graph, tensors), 3e-6)
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("name", ["causal", "window-globals"])
 def test_shards_merge_with_slopes_pair_by_pair_in_the_kernels(name):
     graph = PATTERNS[name](45).graph(45, 2, DEVICE)
@@ -514,6 +515,7 @@ def test_shards_merge_with_slopes_pair_by_pair_in_the_kernels(name):
     assert_close(found, whole(graph, tensors, **options), 5e-6)
 
 
+@pytest.mark.cases(0)
 def test_shards_of_chosen_blocks_merge_in_the_kernels():
     q, k, v, graph = chosen_blocks(27, causal=True, samples=1, dtype=torch.float32)
     tensors = [q, k, v, *make_inputs(27, 2, 1, 1, dtype=torch.float32)[3:]]
@@ -521,6 +523,7 @@ def test_shards_of_chosen_blocks_merge_in_the_kernels():
     assert_close(found, whole(graph, tensors, run_grads=True), 3e-6)
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)],

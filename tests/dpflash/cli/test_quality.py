@@ -58,6 +58,7 @@ def test_bands_are_calibrated_for_noise_and_for_steps(capsys):
 # --for quality
 
 
+@pytest.mark.cases(0)
 def test_quality_compares_half_the_batch_the_same_and_double(capsys):
     report = report_of(capsys, *QUALITY, "--batch-size", "50", "--epochs", "2")
     runs = report["runs"]

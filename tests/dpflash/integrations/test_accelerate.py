@@ -147,6 +147,7 @@ def language_model(name, accelerator, checkpoint=None, epochs=2):
     return list(model.parameters()), optimizer.releases, engine.get_epsilon(DELTA)
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("name", MODELS)
 def test_language_models_are_those_of_a_plain_loop_also_resumed(name, tmp_path):
     parameters, *public = language_model(name, None)

@@ -422,6 +422,7 @@ def test_copies_and_pickles_are_of_the_plain_model(mode, root, private):
 # Aggressive
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("region", [False, True], ids=["level", "own-region"])
 def test_the_compiled_model_releases_what_the_eager_one_does(
     region, private, sums, distance, tiny_lm, next_token_loss, quick
@@ -492,6 +493,7 @@ def test_under_aggressive_one_sample_moves_the_sum_by_at_most_the_bound(
     assert 0.3 <= worst <= 0.7 * (1 + SLACK)
 
 
+@pytest.mark.cases(0)
 def test_ten_batch_sizes_compile_twice(private, sums, distance, tiny_lm, next_token_loss, quick):
     torch.manual_seed(0)
     plain = tiny_lm()

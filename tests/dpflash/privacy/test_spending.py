@@ -503,6 +503,7 @@ opacus_warnings = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.cases(0)
 @needs_opacus
 @opacus_warnings
 @pytest.mark.parametrize("name", OPACUS)
