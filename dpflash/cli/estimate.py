@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from ._parser import add_options
 
 if TYPE_CHECKING:
@@ -72,7 +74,8 @@ def _run_estimate(args: argparse.Namespace) -> int:
         )
     memory = None if args.memory is None else bytes_of(memory=args.memory)
     subject = Subject(args.model, args.lora_rank, is_fake=True)
-    report = _report(args, subject, ceilings_of(args.device), memory)
+    with tqdm(desc="estimate", unit="step", leave=False) as bar:
+        report = _report(args, subject, ceilings_of(args.device), memory, bar)
     print(json.dumps(finite(report), indent=2) if args.json else _text(report))
     return 0
 
@@ -330,15 +333,23 @@ def cost_of(
 
 
 def _report(
-    args: argparse.Namespace, subject: Subject, ceilings: Ceilings, memory: int | None
+    args: argparse.Namespace, subject: Subject, ceilings: Ceilings, memory: int | None, bar: Any
 ) -> dict[str, Any]:
-    """What `--json` prints."""
+    """What `--json` prints; `bar` shows the steps that are followed."""
+
+    # Each step is followed once; the searches begin with those that the tables have.
+    @functools.cache
+    def followed(of: Subject, **given: Any) -> StepCost:
+        bar.set_postfix({name: given[name] for name in ("mode", "batch", "tokens")})
+        found = cost_of(of, ceilings, **given)
+        bar.update()
+        return found
 
     def cost(of: Subject = subject, **changes: Any) -> StepCost:
-        given: dict[str, Any] = {"batch": args.batch_size, "tokens": args.seq_len}
+        given: dict[str, Any] = {"batch": args.batch_size, "tokens": args.seq_len, "mode": "auto"}
         given.update(clipping=args.clipping, microbatch=args.physical_batch_size)
         given.update(ranks=args.ranks, memory=memory)
-        return cost_of(of, ceilings, **{**given, **changes})
+        return followed(of, **{**given, **changes})
 
     if subject.most_tokens is not None and args.seq_len > subject.most_tokens:
         raise ValueError(

@@ -511,9 +511,9 @@ def test_a_run_is_never_overwritten_nor_resumed_with_other_numbers(data, tmp_pat
 
     assert f"--resume {out}" in refused([*options(data), "--out", str(out)])
     resume = ["train", "--resume", str(out)]
-    assert "steps=7" in refused([*resume, "--steps", "7"])
-    assert "noise_multiplier=2" in refused([*resume, "--noise-multiplier", "2"])
-    assert "baseline=False" in refused([*resume, "--no-baseline"])
+    assert "--steps 7" in refused([*resume, "--steps", "7"])
+    assert "--noise-multiplier 2" in refused([*resume, "--noise-multiplier", "2"])
+    assert "--no-baseline" in refused([*resume, "--no-baseline"])
     assert "drop --out" in refused([*resume, "--out", str(tmp_path / "other")])
     missing = ["train", "--resume", str(tmp_path / "none")]
     assert "the folder has no checkpoint.pt" in refused(missing)
@@ -543,7 +543,7 @@ def test_a_large_delta_is_refused_with_one_to_use_unless_allowed(data, tmp_path,
     words = [*options(data, steps=1, delta=0.5), "--no-baseline", "--out", str(tmp_path / "out")]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert "delta=0.5: not below 1 / 46 files" in error and "such as 0.01," in error
+    assert "--delta 0.5: not below 1 / 46 files" in error and "such as 0.01," in error
     assert not (tmp_path / "out").exists()
     assert main([*words, "--allow-large-delta"]) == 0
     # A declared size counts instead.
@@ -645,7 +645,7 @@ def test_a_single_file_needs_records_as_units(data, tmp_path, capsys):
     notes.write_text("".join(json.dumps({"text": f"note {i}"}) + "\n" for i in range(30)))
     words = [*options(notes, steps=1), "--no-baseline", "--out", str(tmp_path / "out")]
     assert main(words) == 2
-    assert "unit='file' with data=" in capsys.readouterr().err
+    assert "--unit 'file' with --data " in capsys.readouterr().err
     assert main([*words, "--unit", "record"]) == 0
     shown = capsys.readouterr().out
     assert "one record is one unit" in shown and "one record (a line of a JSONL file)" in shown
@@ -659,7 +659,7 @@ def test_a_folder_has_one_name_in_ledger_report_and_output(data, tmp_path, capsy
     out = tmp_path / "out"
     words = [*options(data, steps=1), "--no-baseline", "--eval-fraction", "0", "--out", str(out)]
     assert main([*words, "--unit-name", "author"]) == 2
-    assert "unit_name='author' with unit='file'" in capsys.readouterr().err
+    assert "--unit-name 'author' with --unit 'file'" in capsys.readouterr().err
     assert main([*words, "--unit", "folder", "--unit-name", "author"]) == 0
     shown = capsys.readouterr().out
     assert "one author (at most 4 files of it in a step) is one unit" in shown

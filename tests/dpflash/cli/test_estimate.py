@@ -127,11 +127,14 @@ def test_bytes_are_understood_with_their_unit(value, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "missing"], "model='missing': there is no missing; pass the folder"),
-        (["--seq-len", "0"], "seq_len=0: expected an integer"),
-        (["--seq-len", "2", "--ranks", "4"], "ranks=4 for seq_len=2: .*pass fewer ranks"),
-        (["--memory", "80 apples"], "memory='80 apples': expected bytes; .*'80GB'"),
-        (["--lora-rank", "4"], "lora_rank=4 with model=.*: adapters are for models of transform"),
+        (["--model", "missing"], "--model 'missing': there is no missing; pass the folder"),
+        (["--seq-len", "0"], "--seq-len 0: expected an integer"),
+        (["--seq-len", "2", "--ranks", "4"], "--ranks 4 for --seq-len 2: .*pass fewer ranks"),
+        (["--memory", "80 apples"], "--memory '80 apples': expected bytes; .*'80GB'"),
+        (
+            ["--lora-rank", "4"],
+            "--lora-rank 4 with --model .*: adapters are for models of transform",
+        ),
     ],
 )
 def test_a_refusal_names_the_argument_its_value_and_the_way_out(config, capsys, options, message):
