@@ -1,5 +1,6 @@
 """`dpflash train`, from the command line to the files that it leaves."""
 
+import functools
 import json
 import os
 import random
@@ -549,7 +550,7 @@ def test_a_large_delta_is_refused_with_one_to_use_unless_allowed(data, tmp_path,
     # A declared size counts instead.
     other = options(data, steps=1, delta=0.0025, dataset_size=400)
     assert main([*other, "--no-baseline", "--out", str(tmp_path / "other")]) == 2
-    assert "delta=0.0025: not below 1 / 400 files" in capsys.readouterr().err
+    assert "--delta 0.0025: not below 1 / 400 files" in capsys.readouterr().err
 
 
 def test_windows_are_no_longer_than_the_longest_document(data, tmp_path, capsys):
@@ -638,6 +639,20 @@ def test_a_pattern_is_that_of_the_model_and_of_its_file(data, tmp_path):
     assert dpflash.load(tmp_path / "out").blocks[0].attention.pattern == expected
     with pytest.raises(ValueError, match="pattern='sliding_window"):
         TrainingRun.resume(tmp_path / "out", {"pattern": "sliding_window(window=4)"})
+
+
+def test_the_attention_backend_reaches_the_engine(data, tmp_path, monkeypatch):
+    asked, make = {}, dpflash.PrivacyEngine.make_private
+
+    @functools.wraps(make)
+    def noting(self, **given):
+        asked.update(given)
+        return make(self, **given)
+
+    monkeypatch.setattr(dpflash.PrivacyEngine, "make_private", noting)
+    words = [*options(data, steps=1, attention_backend="own"), "--no-baseline"]
+    assert main([*words, "--eval-fraction", "0", "--out", str(tmp_path / "out")]) == 0
+    assert asked["attention_backend"] == "own"
 
 
 def test_a_single_file_needs_records_as_units(data, tmp_path, capsys):

@@ -373,7 +373,8 @@ COMMAND = ["audit", "--noise-multiplier", "1", "--steps", "6", "--canaries", "10
 
 def test_command_prints_json_and_a_plot(capsys, tmp_path):
     plot = tmp_path / "audit.png"
-    assert main([*COMMAND, "--sample-rate", "0.25", "--json", "--plot", str(plot)]) == 0
+    sizes = ["--batch-size", "25", "--num-samples", "100"]  # a rate of 0.25
+    assert main([*COMMAND, *sizes, "--json", "--plot", str(plot)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["mode"] == "white_box" and found["confidence"] == 0.95
     assert found["canaries"] == 100 and found["steps"] == 6
@@ -451,7 +452,8 @@ def test_audit_of_a_run_uses_its_settings_and_exits_with_1_where_they_are_refute
     (tmp_path / "report.json").write_text(json.dumps(report))
     seeded_bugs.BUGS["noise / 5"](monkeypatch.setattr)
     assert main(["audit", "--run", str(tmp_path), "--canaries", "500", "--no-ranks"]) == 1
-    printed = capsys.readouterr().out
+    printed, shown = capsys.readouterr()
+    assert "audit, named checks: " in shown  # the bar, also where stderr is no terminal
     assert "4 releases, noise multiplier 1.3" in printed
     assert "user: patient" in printed
     assert "REFUTED: at the cut" in printed and "failed: noise scale" in printed
