@@ -231,7 +231,9 @@ def test_prv_tells_no_advantage_and_refuses_the_other_relations(capsys):
     assert "use --accountant 'contour'" in refusal_of(
         capsys, *words, "--neighboring-relation", "replace_one"
     )
-    assert refusal_of(capsys, *words, "--plot", "p.png").startswith("plot='p.png': accountant=")
+    assert refusal_of(capsys, *words, "--plot", "p.png").startswith(
+        "--plot 'p.png': --accountant "
+    )
 
 
 def test_without_opacus_prv_is_refused_with_the_way_out(monkeypatch, capsys):
