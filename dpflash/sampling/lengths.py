@@ -45,9 +45,10 @@ class PadTo:
 
     def unknown(self, sample: Any) -> list[Any]:
         """The keys of `padding_value` that a sample does not have."""
-        given = self.padding_value if isinstance(self.padding_value, Mapping) else ()
-        names = sample if isinstance(sample, Mapping) else ()
-        names = range(len(sample)) if isinstance(sample, tuple) else names
+        given = self.padding_value if isinstance(self.padding_value, Mapping) else {}
+        names = set(sample) if isinstance(sample, Mapping) else set()
+        if isinstance(sample, tuple):
+            names = set(range(len(sample)))
         return [name for name in given if name not in names]
 
     def _sample(self, sample: Any) -> Any:
