@@ -384,8 +384,7 @@ class FittingCollate:
 
     def _looked_up(self) -> _Form | None:
         if not self._is_looked_up:
-            self._is_looked_up = True
-            self._form = form = self._common_form()
+            form = self._common_form()
             # By the form alone: an entry that differs from it is padding, and decides nothing.
             unknown = form and isinstance(self.collate, PadTo) and self.collate.unknown(form.entry)
             if unknown:
@@ -394,6 +393,7 @@ class FittingCollate:
                     "field, so what it is for would be padded with 0; pass the name of a field, "
                     "or its position where entries are tuples"
                 ) from None
+            self._form, self._is_looked_up = form, True
         return self._form
 
     def _current(self, form: _Form) -> _Form:
