@@ -3,7 +3,8 @@
 python docs/messages.py
 
 Listed is what each `raise`, each `warn(...)` and each function that returns a refusal says: first
-words, cause and remedy. "…" stands for what differs from case to case. Left out are errors that
+words, cause and remedy; then the texts in tables and variables that read like messages, since an
+error may show them. "…" stands for what differs from case to case. Left out are errors that
 dpflash catches itself, and those with no words of their own.
 """
 
@@ -35,8 +36,13 @@ DOING = {
     "Audits": "audit",
     "Kernels, devices and compilers": "kernels",
 }
+# Sources whose further texts are reports, tables or helps.
+REPORTS = ("audit", "cli", "kernels", "noise", "optimize", "patterns", "recommender")
+REPORTS += ("privacy/card", "privacy/public_facts", "train/report")
 INTERNAL = {"AttributeError", "AssertionError", "Interrupted", "KeyError", "NotCaptured"}
 GAP = "…"
+# A cause, a remedy or a second sentence follows.
+_MESSAGE = re.compile(r"[\w)'\]]: [a-z]|; [a-z]|[a-z)]\. [A-Z]")
 T = TypeVar("T")
 Nodes = Mapping[str, Sequence[ast.AST]]
 
@@ -51,6 +57,7 @@ class Sources:
     def __init__(self, nodes: Nodes) -> None:
         kinds = (ast.Assign, ast.Call, ast.Expr, ast.FunctionDef, ast.Raise)
         self.nodes = {p: [n for n in found if isinstance(n, kinds)] for p, found in nodes.items()}
+        self.literals = {p: list(_literals(n)) for p, n in nodes.items() if not _is_report(p)}
         self.functions: dict[str, dict[str, ast.FunctionDef]] = defaultdict(dict)  # name, file
         self.constants: dict[str, dict[str, ast.expr]] = defaultdict(dict)
         made = set()
@@ -124,6 +131,30 @@ class Sources:
                     found = [t for v in values for t in self.texts(v, path) if parts_of(t)[2]]
                 yield from ((path, text) for text in found)
 
+    def further(self, listed: str) -> Iterator[tuple[str, str]]:
+        """(file, text) of each text that reads like a message and is in none of those listed."""
+        for path, literals in self.literals.items():
+            for text in (text for node in literals for text in self.texts(node, path)):
+                text = " ".join(re.sub("%s|{[^}]*}", GAP, text).split()).lstrip(";., ")
+                pieces = [piece.strip() for piece in text.split(GAP) if piece.count(" ") > 2]
+                if _MESSAGE.search(text) and not all(piece in listed for piece in pieces):
+                    yield path, text
+
+
+def _literals(nodes: Sequence[ast.AST]) -> Iterator[ast.expr]:
+    """The texts of a file, each as a whole, without docstrings."""
+    inside = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:  # outer nodes come first
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and id(node) not in inside:
+            parts = list(ast.walk(node))
+            inside |= set(map(id, parts))
+            if any(isinstance(getattr(part, "value", None), str) for part in parts):
+                yield node
+
+
+def _is_report(path: str) -> bool:
+    return path.removeprefix("dpflash/").startswith(REPORTS)
+
 
 def _nearest(found: Mapping[str, T], path: str) -> T:
     """What a file has of a name, else any other's."""
@@ -179,7 +210,10 @@ def written(nodes: Nodes) -> str:
     prefixes = {prefix: name for name, all_of in DOING.items() for prefix in all_of.split()}
     prefixes[""] = "Elsewhere"
     found: dict[str, set[tuple[str, str, str]]] = {name: set() for name in prefixes.values()}
-    for path, message in Sources(nodes).messages():
+    sources = Sources(nodes)
+    messages = list(sources.messages())
+    listed = "\n".join(" ".join(message.split()) for _, message in messages)
+    for path, message in [*messages, *sources.further(listed)]:
         if len(re.findall("[a-z]", message)) > 13:
             inside = path.removeprefix("dpflash/")
             of = max((prefix for prefix in prefixes if inside.startswith(prefix)), key=len)

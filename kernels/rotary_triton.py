@@ -27,7 +27,8 @@ def _turn(
     """``(a cos - b sin, b cos + a sin)`` of the pairs (a, b) of heads from the first one on."""
     for i in tl.static_range(HEADS):
         head = (first_head + i).to(tl.int64)
-        x, new, mask = x_ptr + head * stride_xh, new_ptr + head * stride_nh, there & (head < heads)
+        x, new = x_ptr + head * stride_xh, new_ptr + head * stride_nh
+        mask = tl.where(head < heads, there, False)  # Triton 3.9 interprets no & here
         a = tl.load(x, mask=mask, other=0.0).to(cos.dtype)
         b = tl.load(x + PAIRS, mask=mask, other=0.0).to(cos.dtype)
         tl.store(new, (a * cos - b * sin).to(new_ptr.dtype.element_ty), mask=mask)

@@ -480,3 +480,6 @@ def test_troubleshooting_lists_every_error_and_warning():
     found = messages.written({_name(path): _nodes(path) for path in files})
     page = messages.PAGE.read_text().partition(messages.BEGIN)[2]
     assert not set(found.splitlines()) ^ set(page.splitlines())
+    # Of a table, of an attribute, and of a variable.
+    for words in ("is never wrapped", "padded less, so nothing was released", "allows no step"):
+        assert words in found

@@ -131,6 +131,14 @@ def test_pages_stay_short():
     assert max(lengths.values()) < 250, lengths
 
 
+def test_the_words_that_people_type_into_the_search_lead_to_a_page():
+    words = {"memory": "OOM, CUDA out of memory", "class-imbalance": "imbalanced, minority class"}
+    words |= {"privacy-officer": "HIPAA, GDPR, de-identified", "gpus": "multi-GPU"}
+    for page, typed in words.items():
+        text = (ROOT / "docs" / f"{page}.md").read_text().lower()
+        assert not [word for word in typed.lower().split(", ") if word not in text], page
+
+
 def test_each_page_has_a_title_of_its_own():
     titles = [page.read_text().partition("\n")[0] for page in PAGES]
     assert all(title.startswith("# ") for title in titles)

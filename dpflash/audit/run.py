@@ -133,6 +133,7 @@ def run_audit(
             canaries=canaries, delta=delta, confidence=confidence, rng=rng, device=device,
             progress=bar.update,
         )  # fmt: skip
+        bar.set_description("audit, named checks")
         prober = Prober(audited.new_engine, privacy, performance, device)
         probes, bands = prober.read(), mechanism_of(privacy).bands
         checks = [check_charges(scored.charged, scored.due), *named_checks(probes, rng, bands)]

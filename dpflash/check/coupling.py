@@ -21,7 +21,9 @@ from .trace import coupling_problem, locate
 _OVER_SAMPLES = (
     "compute each sample's loss from that sample alone and reduce over samples last: "
     "dpflash.losses.cross_entropy(logits, targets).{reduction}(). A mean over the batch's valid "
-    "tokens, the default of Hugging Face models, is not a reduction over samples"
+    "tokens, the default of Hugging Face models, is not a reduction over samples, nor is one over "
+    "its class weights, as of nn.CrossEntropyLoss(weight=...): dpflash.losses.of_criterion has "
+    "neither divisor"
 )
 _BOUNDARY = (
     "a boundary in the model clips gradients that this mean has divided by the batch size: "

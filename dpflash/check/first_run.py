@@ -110,7 +110,7 @@ def widened(subject: Subject, model: nn.Module, findings: Findings) -> Subject |
         wide.result(batch)
         return wide
     except Exception as error:
-        why = f"the model does not support it ({error_text(error)})"
+        why = f"the model or the loss does not support it ({error_text(error)})"
         findings.not_checked.append(f"float64: {why}")
     try:
         subject.result(subject.batch)

@@ -9,8 +9,9 @@ ITSELF = "(the model itself)"
 LOSS_FN = "loss_fn"
 LOSS_REMEDY = (
     "return one loss per sample that depends on that sample alone: dpflash.losses.cross_entropy "
-    "(mse, binary_cross_entropy_with_logits), or reduction='none' and a mean over each sample's "
-    "own elements, in the order of the batch"
+    "(mse, binary_cross_entropy_with_logits; of_criterion for a criterion of torch, with class "
+    "weights too), or reduction='none' and a mean over each sample's own elements, in the order "
+    "of the batch"
 )
 
 _SHOWN = 3

@@ -35,6 +35,10 @@ _DATA = (
     "statistics or weights over the batch, no padding to the longest sample that the model does "
     "not mask)"
 )
+_BEFORE = (
+    "what was computed of the data before, such as class weights of a loss, scalers and "
+    "vocabularies: it must be public, since counts of private labels are not"
+)
 
 
 def run_check(
@@ -64,10 +68,11 @@ def run_check(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={type(model).__name__}: expected a torch.nn.Module; pass one")
     one_of(loss_reduction=(loss_reduction, (None, "mean", "sum")))
-    if not callable(loss_fn):
+    if not callable(loss_fn) or isinstance(loss_fn, nn.modules.loss._Loss):
         raise ValueError(
             f"loss_fn={type(loss_fn).__name__}: expected a function loss_fn(model, batch) -> "
-            f"{'a scalar' if loss_reduction else 'losses [B]'}; pass one"
+            f"{'a scalar' if loss_reduction else 'losses [B]'}; pass one, such as lambda model, "
+            "batch: dpflash.losses.of_criterion(criterion, model(batch[0]), batch[1])"
         )
     if any(leaves_of(batch, kinds=(PackedBatch,))):
         raise ValueError(
@@ -77,7 +82,7 @@ def run_check(
             "make_private(verify_first_batch=...)"
         )
     size = batch_size(batch)
-    findings = Findings(not_checked=[_DATA])
+    findings = Findings(not_checked=[_DATA, _BEFORE])
     plain = getattr(model, "_orig_mod", model)
     with randomness_restored(batch), torch.enable_grad(), without_noise() as boundaries:
         _check(plain, batch, loss_fn, size, loss_reduction, boundaries, findings)

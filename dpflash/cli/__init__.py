@@ -8,7 +8,7 @@ from importlib import import_module
 from dpflash import __version__
 
 from ..refusal import PrivateRefusal
-from ._parser import Names, Parser
+from ._parser import Names, Parser, as_typed
 
 __all__ = ["main"]
 
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended, else the subcommand's.
     """
     argv = sys.argv[1:] if argv is None else argv
-    args = _build_parser(argv[0] if argv else None).parse_args(argv)
+    parser = _build_parser(argv[0] if argv else None)
+    args = parser.parse_args(argv)
     try:
         status: int = args.run(args)
         sys.stdout.flush()
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except (ValueError, OSError, PrivateRefusal) as error:
-        print(f"dpflash: error: {' '.join(str(error).split())}", file=sys.stderr)
+        text = as_typed(" ".join(str(error).split()), parser)
+        print(f"dpflash: error: {text}", file=sys.stderr)
         if isinstance(error, PrivateRefusal) and error.details:
             print(f"dpflash: private, do not publish: {error.details}", file=sys.stderr)
         return 2

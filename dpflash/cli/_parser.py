@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,36 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message: "; did you mean ...?", or "" if no name is similar."""
     close = difflib.get_close_matches(name, list(known), n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
+    """A message about arguments, with the options that set them: `--steps 0` for `steps=0`."""
+    options = _options_of(parser)
+
+    def typed(found: re.Match[str]) -> str:
+        name, equals, value = found[1], found[2], found[3]
+        option = options.get(name)
+        if option is None or not (equals or "_" in name):
+            return found[0]
+        if value == "None":
+            return f"no {option}"
+        if value == "False":
+            return options.get(f"no_{name}", f"no {option}")
+        return option if value == "True" or not equals else f"{option} "
+
+    # Not what belongs to Python (`make_private(steps=)`, `optimizer.steps`), a path or a text.
+    return re.sub(r"(?<![\w.(/'\"-])([a-z_]+)\b(?!\()(=(?:(True|False|None)\b)?)?", typed, message)
+
+
+def _options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Option by the name of its argument, of subcommands too."""
+    found = {}
+    for action in parser._actions:
+        for option in action.option_strings:
+            found[option.lstrip("-").replace("-", "_")] = option
+        for subparser in action._name_parser_map.values() if isinstance(action, Names) else ():
+            found |= _options_of(subparser)
+    return found
 
 
 class Parser(argparse.ArgumentParser):

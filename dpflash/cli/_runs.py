@@ -199,7 +199,7 @@ def run_of(args: argparse.Namespace) -> Run:
         sampler=args.sampler,
         neighboring_relation=args.neighboring_relation or _EVENTS[args.sampler].relation,
         count=args.epochs if "epochs" in _USES[args.sampler] else args.steps,
-        sample_rate=_sample_rate(args),
+        sample_rate=sample_rate_of(args),
         **{name: getattr(args, name) for name in OF_RUN},
     )
     if run.lacks_rate and run.sampler != POISSON:
@@ -226,7 +226,7 @@ def _refuse_unused(args: argparse.Namespace) -> None:
             continue
         instead = _INSTEAD.get(name, "drop it")
         if name == "epochs":
-            rate = _sample_rate(args)
+            rate = sample_rate_of(args)
             instead = "pass --steps"
             if rate:
                 batches = epochs_to_steps(epochs=1, sample_rate=rate)
@@ -239,7 +239,7 @@ def _refuse_unused(args: argparse.Namespace) -> None:
         )
 
 
-def _sample_rate(args: argparse.Namespace) -> float | None:
+def sample_rate_of(args: argparse.Namespace) -> float | None:
     """The sample rate, given directly or as two numbers of samples; None if neither is given."""
     rate, batch_size, num_samples = args.sample_rate, args.batch_size, args.num_samples
     if rate is not None:

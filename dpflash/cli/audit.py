@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpflash._validate import finite, positive, positive_int, probability
+from dpflash._validate import finite, optional, positive, positive_int, probability
 
 from ..noise import Banded
 from ._figures import check_plot, save
 from ._parser import add_options
+from ._runs import POISSON, sample_rate_of
 from ._tables import as_json
 
 if TYPE_CHECKING:
     from ..audit.report import AuditReport
 
 _STEPS, _CANARIES, _DELTA = 100, 1000, 1e-5
+_SIZES = ("batch_size", "num_samples")
 _OPTIONS = {
     "--noise-multiplier S": "standard deviation of the noise over the clipping bound, e.g. 1.1",
     "--sample-rate Q": "probability of a sample in a batch, in (0, 1]; default 1, no subsampling",
+    "--batch-size B": "with --num-samples, in place of --sample-rate: expected samples per batch",
+    "--num-samples M": "with --batch-size: samples of the data set. The audit's own data are its "
+    "canaries, so only their ratio counts",
     "--steps N": f"releases; default {_STEPS}",
     "--canaries N": f"number of canaries (default {_CANARIES}); more give tighter bounds",
     "--delta D": "of the claim; default 1e-5",
@@ -79,6 +83,7 @@ def add_audit_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out the checks of two ranks, which need processes of their own",
     )
     parser.set_defaults(run=_run, canaries=_CANARIES, confidence=0.95, device="cpu")
+    parser.set_defaults(sampler=POISSON)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -107,10 +112,10 @@ def _from_options(args: argparse.Namespace) -> _Audit:
         )
     positive(noise_multiplier=args.noise_multiplier)
     finite(noise_multiplier=args.noise_multiplier)
-    rate = 1.0 if args.sample_rate is None else args.sample_rate
-    positive(sample_rate=rate)
-    if rate > 1:
-        raise ValueError(f"sample_rate={rate!r}: expected a number in (0, 1]")
+    optional(positive_int, **{name: getattr(args, name) for name in _SIZES})
+    optional(positive, sample_rate=args.sample_rate)
+    rate = sample_rate_of(args)
+    rate = 1.0 if rate is None else rate
     steps = _STEPS if args.steps is None else args.steps
     positive_int(steps=steps)
     delta = _DELTA if args.delta is None else args.delta
@@ -134,7 +139,7 @@ def _from_run(args: argparse.Namespace) -> _Audit:
     from ..release.load import report_of
 
     fixed = ("noise_multiplier", "sample_rate", "steps", "delta", "clipping", "accountant")
-    for name in (*fixed, "bands"):
+    for name in (*fixed, *_SIZES, "bands"):
         if getattr(args, name) is not None:
             raise ValueError(
                 f"{name}={getattr(args, name)!r} with --run, whose report has it; drop one of them"
@@ -178,10 +183,13 @@ def _audit(args: argparse.Namespace, asked: _Audit) -> AuditReport:
     )
     arguments = {"accountant": asked.accountant, "seed": args.seed}
     audited = Audited(PrivacyEngine, arguments, privacy, performance)
-    progress = sys.stderr.isatty()
     if args.black_box:
         scores, included, accountant = train_on_documents(
-            audited, canaries=args.canaries, seed=args.seed, device=args.device, progress=progress
+            audited,
+            canaries=args.canaries,
+            seed=args.seed,
+            device=args.device,
+            progress=not args.json,
         )
         return audit_losses(
             scores, included, accountant,
@@ -191,7 +199,7 @@ def _audit(args: argparse.Namespace, asked: _Audit) -> AuditReport:
     try:
         return run_audit(
             audited, canaries=args.canaries, delta=asked.delta, confidence=args.confidence,
-            seed=args.seed, ranks=args.ranks, device=args.device, progress=progress,
+            seed=args.seed, ranks=args.ranks, device=args.device, progress=not args.json,
             privacy_unit=asked.privacy_unit,
         )  # fmt: skip
     except RankFailure as error:

@@ -27,6 +27,12 @@ _OPTIONS = {
     "--seed N": "of inputs and weights (default 0)",
     "--traces": "write a torch.profiler trace and table of each row to DIR/traces",
 }
+_SCALING = (
+    "strong scaling: all of the work is fixed, and P ranks divide it; weak scaling: the work of "
+    "each rank is fixed. The ranks of a training step divide its samples, with a copy of the "
+    "parameters on each (replicated) or with shards of them (fsdp2), or the tokens of each sample "
+    "(context)."
+)
 _OUT = {"--out DIR": "folder of the results, made if missing"}
 
 
@@ -58,7 +64,7 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
     )
     add_options(parser, _OPTIONS)
     if suites == ["scaling"]:
-        group = parser.add_argument_group("scaling")
+        group = parser.add_argument_group("scaling", _SCALING)
         sections = "attention, memory, reported and training by default; some alone are written "
         options = {
             "--ranks P,P,...": "numbers of ranks (default 1,2,4)",

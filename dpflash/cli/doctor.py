@@ -17,6 +17,8 @@ from dpflash import __version__
 from dpflash.clipping.device_speed import cpu_model, usable_cores
 
 _OLDEST_TORCH = (2, 9)
+# The newest releases that the tests have run with.
+_NEWEST_TESTED = {"torch": (2, 14), "triton": (3, 9), "transformers": (5, 23)}
 _OPTIONAL_PACKAGES = ("matplotlib", "opacus", "transformers")
 _GIB = 1024**3
 
@@ -124,9 +126,7 @@ def _triton() -> dict[str, str | None]:
     try:
         triton = import_module("triton")
     except ModuleNotFoundError:
-        why = (
-            "not installed; GPU builds of PyTorch include it, dpflash[gpu] adds it to a CPU build"
-        )
+        why = "not installed; the GPU builds of PyTorch bring it, and a CPU needs none"
         return {"version": None, "why_not": why}
     except ImportError as error:
         return {"version": None, "why_not": f"cannot be imported: {error}"}
@@ -190,6 +190,7 @@ def _warnings(report: dict[str, Any]) -> list[str]:
     if (major, minor) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         found.append(f"torch {torch_version} is too old: dpflash needs {oldest} or newer")
+    found += _untested(report)
     found += [f"gpu {d['index']}: {d['problem']}" for d in report["devices"] if d["problem"]]
     if report["torch"]["built_for"] != "CPU" and not report["devices"]:
         found.append(
@@ -204,6 +205,18 @@ def _warnings(report: dict[str, Any]) -> list[str]:
     if not report["cryptography"]["chacha20"]:
         found.append("no secure noise: OpenSSL does not support ChaCha20 here (FIPS mode?)")
     return found
+
+
+def _untested(report: dict[str, Any]) -> list[str]:
+    """A line about releases that are newer than those of the tests; none if there are none."""
+    versions = {name: report[name]["version"] for name in ("torch", "triton")}
+    versions["transformers"] = report["optional"]["transformers"]
+    newer = [
+        f"{name} {versions[name]} (tested up to {newest[0]}.{newest[1]})"
+        for name, newest in _NEWEST_TESTED.items()
+        if versions[name] and tuple(map(int, versions[name].split(".")[:2])) > newest
+    ]
+    return [f"not tested with dpflash {__version__}: {', '.join(newer)}"] if newer else []
 
 
 def _gib(size: int | None) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from ._parser import add_options
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ _OPTIONS = {
 _MODES = ("instantiate", "book_keeping", "ghost")
 _DEVICE_BYTES = 80 * 10**9  # of a GPU, where --memory is not given
 _WITHIN = 100  # the longest sequence is found to one part in this many
+_FAR = 16  # the second guess is so many times the first one, where other parts of a step peak
 _MIB = 2**20
 
 
@@ -72,7 +75,8 @@ def _run_estimate(args: argparse.Namespace) -> int:
         )
     memory = None if args.memory is None else bytes_of(memory=args.memory)
     subject = Subject(args.model, args.lora_rank, is_fake=True)
-    report = _report(args, subject, ceilings_of(args.device), memory)
+    with tqdm(desc="estimate", unit="step", leave=False) as bar:
+        report = _report(args, subject, ceilings_of(args.device), memory, bar)
     print(json.dumps(finite(report), indent=2) if args.json else _text(report))
     return 0
 
@@ -330,15 +334,23 @@ def cost_of(
 
 
 def _report(
-    args: argparse.Namespace, subject: Subject, ceilings: Ceilings, memory: int | None
+    args: argparse.Namespace, subject: Subject, ceilings: Ceilings, memory: int | None, bar: Any
 ) -> dict[str, Any]:
-    """What `--json` prints."""
+    """What `--json` prints; `bar` shows the steps that are followed."""
+
+    # Each step is followed once; the searches begin with those that the tables have.
+    @functools.cache
+    def followed(of: Subject, **given: Any) -> StepCost:
+        bar.set_postfix({name: given[name] for name in ("mode", "batch", "tokens")})
+        found = cost_of(of, ceilings, **given)
+        bar.update()
+        return found
 
     def cost(of: Subject = subject, **changes: Any) -> StepCost:
-        given: dict[str, Any] = {"batch": args.batch_size, "tokens": args.seq_len}
+        given: dict[str, Any] = {"batch": args.batch_size, "tokens": args.seq_len, "mode": "auto"}
         given.update(clipping=args.clipping, microbatch=args.physical_batch_size)
         given.update(ranks=args.ranks, memory=memory)
-        return cost_of(of, ceilings, **{**given, **changes})
+        return followed(of, **{**given, **changes})
 
     if subject.most_tokens is not None and args.seq_len > subject.most_tokens:
         raise ValueError(
@@ -410,22 +422,28 @@ def largest(
 ) -> int | None:
     """The largest number whose size is within the limit, to one part in 100; None if none is.
 
-    Sizes grow with the number, almost in proportion, so that each guess is on the line through
-    the two sizes before it.
+    Sizes grow with the number, from some number on almost in proportion, so guesses are on the
+    line through the sizes at both ends, or the last two below.
     """
     low, high = least - 1, (1 << 40) if most is None else most + 1
-    guess, known = first, list[tuple[int, int]]()
+    known: dict[int, int] = {}
+    guess, widths = first, [0, 0]
     while high - low > max(1, low // _WITHIN):
         guess = min(max(guess, low + 1), high - 1)
-        size = size_of(guess)
-        known = [*known[-1:], (guess, size)]
-        low, high = (guess, high) if size <= limit else (low, guess)
-        (a, of_a), (b, of_b) = known[0], known[-1]
-        on_line = 2 * b if of_a == of_b else b + (limit - of_b) * (b - a) / (of_b - of_a)
-        # A little to the other side, so that both ends close in.
-        guess = round(on_line * (1 - 0.4 / _WITHIN if size > limit else 1 + 0.4 / _WITHIN))
-        if size > limit and guess <= low or guess >= high:
-            guess = (low + high) // 2
+        widths.append(high - low)
+        known[guess] = size = size_of(guess)
+        is_within = size <= limit
+        low, high = (guess, high) if is_within else (low, guess)
+        other = high if high in known else max((n for n in known if n < low), default=0)
+        if low not in known or other not in known:
+            guess = guess * _FAR if is_within else guess // _FAR
+        elif high in known and 2 * (high - low) > widths[-2] > 0:
+            guess = (low + high) // 2  # two guesses did not halve the rest
+        else:
+            slope = (known[other] - known[low]) / (other - low)
+            on_line = low + (limit - known[low]) / slope if slope else low * _FAR
+            # A little to the other side, so that both ends close in.
+            guess = round(on_line * (1 + (0.4 if is_within else -0.4) / _WITHIN))
     return low if low >= least else None
 
 

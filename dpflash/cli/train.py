@@ -78,6 +78,9 @@ _OPTIONS = {
     "{max_grad_norm})",
     "--optimize LEVEL": "none, conservative, balanced (bfloat16) or aggressive (compiled) "
     "(default: {optimize})",
+    "--attention-backend NAME": "whose attention kernels run on a GPU: auto, own (dpflash's) or "
+    "fast (cuDNN's and FlashAttention's also where gradients do not repeat bit for bit) (default: "
+    "{attention_backend})",
     "--cuda-graph": "replay forward and clipped backward as CUDA graphs; what is left out, and "
     "why, is printed",
     "--fp8": "multiply in float8 in linear layers but the last: with --optimize balanced on GPUs "

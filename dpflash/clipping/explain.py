@@ -14,8 +14,11 @@ from .device_speed import Ceilings
 from .groups import Group
 from .planner import LinearShape, cost
 
-_COLUMNS = 110
-_SHORTEST_NAME = 20
+_LEGEND = """\
+mode: grad_sample_mode; sum: exact, or rounded in float32; +MFLOP, +MiB: computed, and read and
+  written, beyond a non-private backward; kept: until the gradients are clipped; time: part of the
+  predicted {milliseconds:.3g} ms; why: the time of the other mode over this one's, and what norms
+  are of: T x T products (gram), per-sample gradients (tile) or rows that tokens use (rows)"""
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,10 @@ class ClippingPlan:
         return len(self.uses)
 
     def __str__(self) -> str:
-        rows = [("mode", "sum", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
+        rows = [("parameter", "mode", "sum", "+MFLOP", "+MiB", "kept MiB", "time", "why")]
         rows += [
             (
+                u.parameter,
                 u.grad_sample_mode,
                 "exact" if u.exact else "rounded",
                 f"{u.flops / 1e6:.1f}",
@@ -128,13 +132,9 @@ class ClippingPlan:
             )
             for u in self.uses
         ]
-        figures = _table(rows).splitlines()
-        room = max(_SHORTEST_NAME, _COLUMNS - 2 - max(map(len, figures)))
-        names = ["parameter", *(_cut(use.parameter, room) for use in self.uses)]
-        predicted = 1e3 * sum(use.seconds for use in self.uses)
         lines = (
-            _table(list(zip(names, figures, strict=True))),
-            f"+ beyond a non-private backward; time: part of the predicted {predicted:.3g} ms",
+            _table(rows),
+            _LEGEND.format(milliseconds=1e3 * sum(use.seconds for use in self.uses)),
             f"ceilings: {self.ceilings}",
             self.attention,
             *([self.context] if self.context else ()),
@@ -200,14 +200,6 @@ def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:
         return f"memory budget; {other} is {1 / ratio:.1f}x as fast"
     forms = {shape.norm_form(ceilings.device != "cpu"): None for shape in shapes}
     return f"{other} takes {ratio:.2f}x; norm: {'+'.join(forms)}"
-
-
-def _cut(name: str, width: int) -> str:
-    """Shorten a name in its first half: names differ at their end."""
-    if len(name) <= width:
-        return name
-    head = width // 4
-    return f"{name[:head]}...{name[head + 3 - width :]}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -20,6 +20,7 @@ from ..random_state import RandomState, random_state_kept
 from ..refusal import PrivateRefusal
 from ..verification.digests import as_words
 from ..verification.nested import map_leaves, parts_of, parts_within
+from .lengths import PadTo
 from .row_order import SORTING, CollatedOrder
 
 Collate = Callable[[list[Any]], Any]
@@ -195,7 +196,8 @@ class FittingCollate:
 
     Raises:
         PrivateRefusal: the function fails on entries each of which fits, or on the first ones, or
-            the rows of a batch are in another order than its entries.
+            the rows of a batch are in another order than its entries, or it is a `PadTo` with a
+            padding for a field that the first entry does not have.
     """
 
     def __init__(
@@ -382,8 +384,16 @@ class FittingCollate:
 
     def _looked_up(self) -> _Form | None:
         if not self._is_looked_up:
-            self._is_looked_up = True
-            self._form = self._common_form()
+            form = self._common_form()
+            # By the form alone: an entry that differs from it is padding, and decides nothing.
+            unknown = form and isinstance(self.collate, PadTo) and self.collate.unknown(form.entry)
+            if unknown:
+                raise PrivateRefusal(
+                    f"collate_fn=PadTo(..., {{{unknown[0]!r}: ...}}): the entries have no such "
+                    "field, so what it is for would be padded with 0; pass the name of a field, "
+                    "or its position where entries are tuples"
+                ) from None
+            self._form, self._is_looked_up = form, True
         return self._form
 
     def _current(self, form: _Form) -> _Form:

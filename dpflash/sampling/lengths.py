@@ -27,7 +27,8 @@ class PadTo:
         length: T, dimension 0 of each tensor or list of a sample.
         padding_value: the value to append. For samples that are mappings or tuples it may be a
             mapping from keys or positions to values, with 0 for all others. Give targets the index
-            that the loss ignores: ``PadTo(512, {"labels": -100})``.
+            that the loss ignores: ``PadTo(512, {"labels": -100})``. `make_private` refuses a key
+            that entries do not have.
 
     A sample is a tensor, a list of numbers, or a mapping or tuple of such; its scalars and strings
     are collated as they are.
@@ -41,6 +42,14 @@ class PadTo:
     def __call__(self, samples: list[Any]) -> Any:
         """`[B, length, ...]` of each tensor of the samples."""
         return default_collate([self._sample(sample) for sample in samples])
+
+    def unknown(self, sample: Any) -> list[Any]:
+        """The keys of `padding_value` that a sample does not have."""
+        given = self.padding_value if isinstance(self.padding_value, Mapping) else {}
+        names = set(sample) if isinstance(sample, Mapping) else set()
+        if isinstance(sample, tuple):
+            names = set(range(len(sample)))
+        return [name for name in given if name not in names]
 
     def _sample(self, sample: Any) -> Any:
         if isinstance(sample, Mapping):

@@ -12,6 +12,7 @@ from typing import Any
 from dpflash.accounting import epochs_to_steps
 
 from .. import _validate
+from ..attn.backend import AUTO, BACKENDS
 from ..clipping.planner import DEFAULT_LEVEL, LEVELS, clipping_for
 from ..noise import Banded, compare_bands
 from ..patterns import from_text
@@ -75,6 +76,7 @@ class TrainingConfig:
     grad_sample_mode: str = "auto"
     max_grad_norm: float = 1.0
     optimize: str = DEFAULT_LEVEL
+    attention_backend: str = AUTO
     cuda_graph: bool = False
     fp8: bool = False
     learning_rate: float | None = None
@@ -146,7 +148,11 @@ class TrainingConfig:
                 f"max_epsilon={self.max_epsilon!r} with noise_multiplier=0: a run without noise "
                 "has no epsilon; pass one of them"
             )
-        _validate.one_of(device=(self.device, ("cpu", "cuda")), optimize=(self.optimize, LEVELS))
+        _validate.one_of(
+            device=(self.device, ("cpu", "cuda")),
+            optimize=(self.optimize, LEVELS),
+            attention_backend=(self.attention_backend, BACKENDS),
+        )
         clipping = clipping_for(self.optimize, self.clipping, self.grad_sample_mode)
         self._set(clipping=clipping)
         if self.seed is not None and not 0 <= self.seed < 2**63:
@@ -206,7 +212,8 @@ class TrainingConfig:
         if (self.label_field is None) != (self.labels is None):
             raise ValueError(
                 f"label_field={self.label_field!r} with labels={self.labels!r}: a classifier "
-                "needs the field of the label, and the names of all labels, which are public"
+                "needs the field of the label, and the names of all labels, which are public; "
+                "pass both"
             )
         if self.labels is None:
             return

@@ -194,10 +194,10 @@ class ByteDocuments(Sequence[bytes]):
         if not train or (held_out and not kept):
             noun = noun_of(self.unit)
             raise PrivateRefusal(
-                f"eval_fraction={held_out:g}: no {noun} is left to train on, or none is held out, "
-                "since each is held out with that probability, by its name or text. Pass a larger "
-                "eval_fraction (such as 0.3 for a few), eval_data with other documents, or "
-                "eval_fraction=0 to train without an evaluation",
+                f"eval_fraction={held_out:g}: it held out no {noun} to evaluate on, or left none "
+                "to train on, as happens where there are few: each is held out with this "
+                "probability, by its name or text. Pass eval_fraction=0 to train without an "
+                "evaluation, eval_data with other documents, or another eval_fraction",
                 training=train.num_units,
                 held_out=kept.num_units,
             ) from None

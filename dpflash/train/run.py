@@ -142,6 +142,7 @@ class TrainingRun:
             clipping=None if config.clipping == default_clipping else config.clipping,
             grad_sample_mode=config.grad_sample_mode,
             optimize=config.optimize,
+            attention_backend=config.attention_backend,
             cuda_graph=config.cuda_graph,
             fp8=config.fp8,
             physical_batch_size=config.units_in_memory,

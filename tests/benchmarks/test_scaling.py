@@ -315,12 +315,12 @@ def test_a_rank_that_fails_is_named_and_nobody_stays_behind(tasks, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ranks", "0"], "ranks=0: expected an integer >= 1"),
-        (["--ranks", "1,-2"], "ranks=-2"),
-        (["--ranks", "1,100000"], "ranks=100000: this machine has"),
-        (["--ranks", "two"], "ranks='two': expected numbers between commas"),
-        (["--sections", "train"], "sections='train'"),
-        (["--device", "tpu"], "device='tpu'"),
+        (["--ranks", "0"], "--ranks 0: expected an integer >= 1"),
+        (["--ranks", "1,-2"], "--ranks -2"),
+        (["--ranks", "1,100000"], "--ranks 100000: this machine has"),
+        (["--ranks", "two"], "--ranks 'two': expected numbers between commas"),
+        (["--sections", "train"], "--sections 'train'"),
+        (["--device", "tpu"], "--device 'tpu'"),
     ],
 )
 def test_the_command_refuses_by_name_and_writes_nothing(tmp_path, capsys, arguments, message):

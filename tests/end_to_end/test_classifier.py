@@ -81,7 +81,7 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     assert main(["evaluate", str(run), "--data", str(notes), "--label-field", "label"]) == 0
     assert "accuracy       1.0000" in capsys.readouterr().out
     assert main(["evaluate", str(run), "--data", str(notes), "--unit", "record"]) == 2
-    assert "a classifier of texts is evaluated with label_field" in capsys.readouterr().err
+    assert "a classifier of texts is evaluated with --label-field" in capsys.readouterr().err
     assert main(["export", str(run), "--out", str(out)]) == 0
     card = (out / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClass" in card

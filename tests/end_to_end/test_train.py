@@ -1,5 +1,6 @@
 """`dpflash train`, from the command line to the files that it leaves."""
 
+import functools
 import json
 import os
 import random
@@ -476,17 +477,17 @@ def test_a_killed_run_counts_its_lost_steps_and_never_repeats_noise(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise_multiplier": 0, "target_epsilon": 8}, "noise_multiplier=0"),
-        ({"delta": 0}, "delta=0"),
-        ({"batch_size": 51}, "batch_size=51"),
-        ({"clipping": "sideways"}, "clipping='sideways'"),
-        ({"accountant": "none"}, "accountant='none'"),
+        ({"noise_multiplier": 0, "target_epsilon": 8}, "--noise-multiplier 0"),
+        ({"delta": 0}, "--delta 0"),
+        ({"batch_size": 51}, "--batch-size 51"),
+        ({"clipping": "sideways"}, "--clipping 'sideways'"),
+        ({"accountant": "none"}, "--accountant 'none'"),
         ({"heads": 3}, "num_heads=3"),
-        ({"bands": "some"}, "bands='some'"),
-        ({"bands": "auto", "noise_multiplier": 1}, "bands='auto' with noise_multiplier=1"),
-        ({"bands": 7}, "bands=7"),
-        ({"seed": -1}, "seed=-1"),
-        ({"max_epsilon": 3, "noise_multiplier": 0}, "max_epsilon=3"),
+        ({"bands": "some"}, "--bands 'some'"),
+        ({"bands": "auto", "noise_multiplier": 1}, "--bands 'auto' with --noise-multiplier 1"),
+        ({"bands": 7}, "--bands 7"),
+        ({"seed": -1}, "--seed -1"),
+        ({"max_epsilon": 3, "noise_multiplier": 0}, "--max-epsilon 3"),
         ({"data": "nowhere"}, "nowhere: no such file or folder"),
         ({"suffixes": ".nothing"}, "no usable file"),
     ],
@@ -512,9 +513,9 @@ def test_a_run_is_never_overwritten_nor_resumed_with_other_numbers(data, tmp_pat
 
     assert f"--resume {out}" in refused([*options(data), "--out", str(out)])
     resume = ["train", "--resume", str(out)]
-    assert "steps=7" in refused([*resume, "--steps", "7"])
-    assert "noise_multiplier=2" in refused([*resume, "--noise-multiplier", "2"])
-    assert "baseline=False" in refused([*resume, "--no-baseline"])
+    assert "--steps 7" in refused([*resume, "--steps", "7"])
+    assert "--noise-multiplier 2" in refused([*resume, "--noise-multiplier", "2"])
+    assert "--no-baseline" in refused([*resume, "--no-baseline"])
     assert "drop --out" in refused([*resume, "--out", str(tmp_path / "other")])
     missing = ["train", "--resume", str(tmp_path / "none")]
     assert "the folder has no checkpoint.pt" in refused(missing)
@@ -544,13 +545,13 @@ def test_a_large_delta_is_refused_with_one_to_use_unless_allowed(data, tmp_path,
     words = [*options(data, steps=1, delta=0.5), "--no-baseline", "--out", str(tmp_path / "out")]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert "delta=0.5: not below 1 / 46 files" in error and "such as 0.01," in error
+    assert "--delta 0.5: not below 1 / 46 files" in error and "such as 0.01," in error
     assert not (tmp_path / "out").exists()
     assert main([*words, "--allow-large-delta"]) == 0
     # A declared size counts instead.
     other = options(data, steps=1, delta=0.0025, dataset_size=400)
     assert main([*other, "--no-baseline", "--out", str(tmp_path / "other")]) == 2
-    assert "delta=0.0025: not below 1 / 400 files" in capsys.readouterr().err
+    assert "--delta 0.0025: not below 1 / 400 files" in capsys.readouterr().err
 
 
 def test_windows_are_no_longer_than_the_longest_document(data, tmp_path, capsys):
@@ -641,12 +642,26 @@ def test_a_pattern_is_that_of_the_model_and_of_its_file(data, tmp_path):
         TrainingRun.resume(tmp_path / "out", {"pattern": "sliding_window(window=4)"})
 
 
+def test_the_attention_backend_reaches_the_engine(data, tmp_path, monkeypatch):
+    asked, make = {}, dpflash.PrivacyEngine.make_private
+
+    @functools.wraps(make)
+    def noting(self, **given):
+        asked.update(given)
+        return make(self, **given)
+
+    monkeypatch.setattr(dpflash.PrivacyEngine, "make_private", noting)
+    words = [*options(data, steps=1, attention_backend="own"), "--no-baseline"]
+    assert main([*words, "--eval-fraction", "0", "--out", str(tmp_path / "out")]) == 0
+    assert asked["attention_backend"] == "own"
+
+
 def test_a_single_file_needs_records_as_units(data, tmp_path, capsys):
     notes = tmp_path / "notes.jsonl"
     notes.write_text("".join(json.dumps({"text": f"note {i}"}) + "\n" for i in range(30)))
     words = [*options(notes, steps=1), "--no-baseline", "--out", str(tmp_path / "out")]
     assert main(words) == 2
-    assert "unit='file' with data=" in capsys.readouterr().err
+    assert "--unit 'file' with --data " in capsys.readouterr().err
     assert main([*words, "--unit", "record"]) == 0
     shown = capsys.readouterr().out
     assert "one record is one unit" in shown and "one record (a line of a JSONL file)" in shown
@@ -660,7 +675,7 @@ def test_a_folder_has_one_name_in_ledger_report_and_output(data, tmp_path, capsy
     out = tmp_path / "out"
     words = [*options(data, steps=1), "--no-baseline", "--eval-fraction", "0", "--out", str(out)]
     assert main([*words, "--unit-name", "author"]) == 2
-    assert "unit_name='author' with unit='file'" in capsys.readouterr().err
+    assert "--unit-name 'author' with --unit 'file'" in capsys.readouterr().err
     assert main([*words, "--unit", "folder", "--unit-name", "author"]) == 0
     shown = capsys.readouterr().out
     assert "one author (at most 4 files of it in a step) is one unit" in shown

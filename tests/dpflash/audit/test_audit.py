@@ -374,7 +374,8 @@ COMMAND = ["audit", "--noise-multiplier", "1", "--steps", "6", "--canaries", "10
 def test_command_prints_json_and_a_plot(honest, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(Prober, "read", lambda prober: honest)
     plot = tmp_path / "audit.png"
-    assert main([*COMMAND, "--sample-rate", "0.25", "--json", "--plot", str(plot)]) == 0
+    sizes = ["--batch-size", "25", "--num-samples", "100"]  # a rate of 0.25
+    assert main([*COMMAND, *sizes, "--json", "--plot", str(plot)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and found["mode"] == "white_box" and found["confidence"] == 0.95
     assert found["canaries"] == 100 and found["steps"] == 6
@@ -411,20 +412,21 @@ def test_black_box_command_scores_losses_of_documents(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "noise_multiplier=None"),
-        (["--noise-multiplier", "0"], "noise_multiplier=0.0"),
-        (["--noise-multiplier", "1", "--sample-rate", "1.5"], "sample_rate=1.5"),
-        (["--noise-multiplier", "1", "--steps", "0"], "steps=0"),
-        (["--noise-multiplier", "1", "--canaries", "0"], "canaries=0"),
-        (["--noise-multiplier", "1", "--canaries", "239", "--black-box"], "canaries=239"),
-        (["--noise-multiplier", "1", "--confidence", "2"], "confidence=2.0"),
-        (["--noise-multiplier", "1", "--clipping", "soft"], "clipping='soft'"),
+        ([], "no --noise-multiplier"),
+        (["--noise-multiplier", "0"], "--noise-multiplier 0.0"),
+        (["--noise-multiplier", "1", "--sample-rate", "1.5"], "--sample-rate 1.5"),
+        (["--noise-multiplier", "1", "--steps", "0"], "--steps 0"),
+        (["--noise-multiplier", "1", "--canaries", "0"], "--canaries 0"),
+        (["--noise-multiplier", "1", "--canaries", "239", "--black-box"], "--canaries 239"),
+        (["--noise-multiplier", "1", "--confidence", "2"], "--confidence 2.0"),
+        (["--noise-multiplier", "1", "--clipping", "soft"], "--clipping 'soft'"),
         (["--noise-multiplier", "1", "--plot", "audit.pdf"], "expected a PNG file"),
-        (["--noise-multiplier", "1", "--accountant", "prv"], "accountant='prv'"),
+        (["--noise-multiplier", "1", "--accountant", "prv"], "--accountant 'prv'"),
         (["--run", "/nowhere"], "has no report.json"),
-        (["--run", "/nowhere", "--steps", "3"], "steps=3 with --run"),
-        (["--run", "/nowhere", "--bands", "3"], "bands=3 with --run"),
-        (["--noise-multiplier", "1", "--bands", "0"], "bands=0"),
+        (["--run", "/nowhere", "--steps", "3"], "--steps 3 with --run"),
+        (["--noise-multiplier", "1", "--batch-size", "8"], "no --num-samples"),
+        (["--run", "/nowhere", "--bands", "3"], "--bands 3 with --run"),
+        (["--noise-multiplier", "1", "--bands", "0"], "--bands 0"),
         (["--noise-multiplier", "1", "--bands", "3"], "bands"),
     ],
 )  # fmt: skip
@@ -455,7 +457,8 @@ def test_audit_of_a_run_uses_its_settings_and_exits_with_1_where_they_are_refute
     (tmp_path / "report.json").write_text(json.dumps(report))
     seeded_bugs.BUGS["noise / 5"](monkeypatch.setattr)
     assert main(["audit", "--run", str(tmp_path), "--canaries", "500", "--no-ranks"]) == 1
-    printed = capsys.readouterr().out
+    printed, shown = capsys.readouterr()
+    assert "audit, named checks: " in shown  # the bar, also where stderr is no terminal
     assert "4 releases, noise multiplier 1.3" in printed
     assert "user: patient" in printed
     assert "REFUTED: at the cut" in printed and "failed: noise scale" in printed

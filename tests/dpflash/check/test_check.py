@@ -1031,6 +1031,18 @@ def test_what_is_no_model_or_no_function_is_refused(arguments):
         check(model, vectors(), loss)
 
 
+def test_a_mean_over_class_weights_is_refused_with_of_criterion_which_passes():
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 2.0]))
+    model = around(nn.ReLU())
+    report = check(model, vectors(), lambda m, b: criterion(m(b[0]), b[1]), loss_reduction="mean")
+    assert found(report, "reduction") and "class weights" in str(report)
+    each = dpflash.losses.of_criterion
+    report = check(model, vectors(), lambda m, b: each(criterion, m(b[0]), b[1]))
+    assert report.ok and "such as class weights" in " ".join(report.not_checked)
+    with pytest.raises(ValueError, match="loss_fn=CrossEntropyLoss: .*of_criterion"):
+        check(model, vectors(), criterion)
+
+
 def test_a_report_says_that_the_data_set_and_its_collate_fn_were_not_tried():
     report = check(around(nn.ReLU()), vectors(2))
     left = str(report).partition("not checked")[2]

@@ -206,14 +206,14 @@ def test_a_release_without_noise_is_drawn_as_no_privacy(tmp_path, figures):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--delta", "0"], "delta=0.0"),
-        (["--delta", "nan"], "delta=nan"),
-        (["--epsilon", "0"], "epsilon=0.0"),
-        (["--epsilon", "inf"], "epsilon=inf"),
-        (["--accountant", "none"], "accountant='none'"),
-        (["--plot", "p.pdf"], "plot='p.pdf': expected a PNG file"),
-        (["--plot", "no/such/p.png"], "plot='no/such/p.png': there is no directory"),
-        (["--plot", "p.png", "--accountant", "prv"], "plot='p.png': accountant='prv'"),
+        (["--delta", "0"], "--delta 0.0"),
+        (["--delta", "nan"], "--delta nan"),
+        (["--epsilon", "0"], "--epsilon 0.0"),
+        (["--epsilon", "inf"], "--epsilon inf"),
+        (["--accountant", "none"], "--accountant 'none'"),
+        (["--plot", "p.pdf"], "--plot 'p.pdf': expected a PNG file"),
+        (["--plot", "no/such/p.png"], "--plot 'no/such/p.png': there is no directory"),
+        (["--plot", "p.png", "--accountant", "prv"], "--plot 'p.png': --accountant 'prv'"),
     ],
 )
 def test_a_bad_value_is_one_line_on_stderr_and_exit_code_2(words, message, ledger, capsys):

@@ -111,7 +111,7 @@ def test_doctor_says_why_triton_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     found = doctor._triton()
     assert found["version"] is None
-    assert "dpflash[gpu]" in str(found["why_not"])
+    assert "GPU builds of PyTorch bring it" in str(found["why_not"])
 
 
 def test_healthy_machine_has_no_warnings(report):
@@ -129,8 +129,12 @@ def test_healthy_machine_has_no_warnings(report):
         ("torch", {"built_for": "CUDA 13.0"}, "finds no device"),
         ("torch", {"threads": 9}, "9 threads on 4 usable cores: set OMP_NUM_THREADS=4"),
         ("cryptography", {"chacha20": False}, "no secure noise"),
+        ("torch", {"version": "2.99.0a1+cpu"}, ": torch 2.99.0a1+cpu (tested up to 2."),
+        ("triton", {"version": "3.99.1"}, ": triton 3.99.1 (tested up to 3."),
+        ("optional", {"transformers": "6.0.0"}, ": transformers 6.0.0 (tested up to 5."),
     ],
-    ids=["old-torch", "ancient-torch", "gpu-build-without-gpu", "too-many-threads", "no-chacha20"],
+    ids=["old-torch", "ancient-torch", "gpu-build-without-gpu", "too-many-threads", "no-chacha20"]
+    + ["new-torch", "new-triton", "new-transformers"],
 )
 def test_doctor_warns(report, part, changed, expected):
     sick = {**report, "devices": [], "cryptography": {"version": "1", "chacha20": True}}
@@ -145,6 +149,21 @@ def test_doctor_asks_for_the_torch_that_the_project_requires():
     required = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text("utf-8"))
     assert required is not None
     assert required[1] == ".".join(map(str, doctor._OLDEST_TORCH))
+
+
+@pytest.mark.parametrize("name", doctor._NEWEST_TESTED)
+def test_doctor_knows_the_release_that_the_tests_run_with(name):
+    pinned = re.search(rf"^{name}==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(), re.M)
+    assert tuple(map(int, pinned.groups())) <= doctor._NEWEST_TESTED[name]
+
+
+def test_an_error_names_the_options_that_were_typed(capsys):
+    assert main(["train", "--label-field", "label"]) == 2
+    assert "error: --label-field 'label' with no --labels: a" in capsys.readouterr().err
+    assert (
+        main(["epsilon", "--noise-multiplier", "1", "--delta", "1e-5", "--batch-size", "9"]) == 2
+    )
+    assert "error: no --num-samples: the poisson sampler needs it" in capsys.readouterr().err
 
 
 def test_value_error_becomes_one_line_and_exit_status_2(monkeypatch, capsys):

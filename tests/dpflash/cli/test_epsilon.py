@@ -169,7 +169,7 @@ def test_a_relation_is_answered_for_or_refused_by_name(case, relation, capsys):
         relation == "replace_one" and case in ("poisson-of-units", "random_allocation")
     ):
         message = refusal_of(capsys, *words)
-        assert message.startswith(f"neighboring_relation={relation!r}: the {sampler} sampler")
+        assert message.startswith(f"--neighboring-relation {relation!r}: the {sampler} sampler")
         assert "pass one of" in message
         return
     report = report_of(capsys, *words)
@@ -228,10 +228,12 @@ def test_prv_tells_no_advantage_and_refuses_the_other_relations(capsys):
     report = report_of(capsys, *words)
     assert report["advantage"] is None
     assert abs(report["epsilon"] - poisson(1.1).get_epsilon(1e-5)) < 0.02
-    assert "accountant='contour'" in refusal_of(
+    assert "use --accountant 'contour'" in refusal_of(
         capsys, *words, "--neighboring-relation", "replace_one"
     )
-    assert refusal_of(capsys, *words, "--plot", "p.png").startswith("plot='p.png': accountant=")
+    assert refusal_of(capsys, *words, "--plot", "p.png").startswith(
+        "--plot 'p.png': --accountant "
+    )
 
 
 def test_without_opacus_prv_is_refused_with_the_way_out(monkeypatch, capsys):
@@ -332,49 +334,49 @@ def test_one_more_epoch_is_a_whole_number_of_steps_rounded_up(capsys):
 WORDS = {"NOISY": NOISY, "RUN": RUN, "PART": [*NOISY, "--delta", "1e-5"], "TARGET": TARGET}
 WORDS |= {"FIXED": FIXED, "SHUFFLED": SHUFFLED, "CAPPED": TRUNCATED[:4], "ALLOCATION": ALLOCATION}
 REFUSED = {
-    "epsilon --noise-multiplier -1 RUN": "noise_multiplier=-1.0: expected",
-    "NOISY RUN --delta 0": "delta=0.0: expected",
-    "NOISY RUN --steps -5": "steps=-5: expected",
-    "NOISY RUN --sample-rate 7": "sample_rate=7.0: expected",
-    "NOISY RUN --accountant none": "accountant='none': expected",
-    "NOISY RUN --sampler none": "sampler='none': expected",
-    "NOISY RUN --neighboring-relation x": "neighboring_relation='x': expected",
-    "PART --steps 5": "sample_rate=None: the poisson sampler",
-    "PART --sample-rate 0.1": "steps=None: the poisson sampler",
-    "PART SHUFFLED": "epochs=None: the shuffled sampler",
-    "NOISY RUN --epochs 2": "epochs=2: the poisson sampler does not use it; pass --steps 200",
-    "NOISY RUN SHUFFLED": "sample_rate=0.01: the shuffled sampler does not use it",
-    "PART --steps 3 SHUFFLED": "steps=3: the shuffled sampler does not use it; pass the number",
-    "NOISY RUN FIXED": "sample_rate=0.01: the fixed_size sampler does not use it",
-    "PART ALLOCATION --epochs 3": "num_samples=None: the random_allocation sampler needs it",
-    "PART ALLOCATION --num-samples 99": "epochs=None: the random_allocation sampler needs it",
-    "NOISY RUN ALLOCATION": "sample_rate=0.01: the random_allocation sampler does not use it",
-    "NOISY RUN --max-batch-size 9": "max_batch_size=9: the poisson sampler does",
-    "PART SHUFFLED --epochs 2 --examples-per-unit 9": "examples_per_unit=9: the shuffled sampler",
-    "NOISY RUN --examples-per-unit 0": "examples_per_unit=0: expected",
-    "NOISY RUN --examples-per-unit 1001": "examples_per_unit=1001: expected at m",
-    "NOISY RUN --examples-per-unit 2 --accountant gdp": "examples_per_unit=2: accountant='gdp'",
-    "NOISY RUN --batch-size 9": "sample_rate=0.01, batch_size=9: expected one",
-    "NOISY RUN --num-samples 9": "sample_rate=0.01, num_samples=9: the sample rate suffices",
-    "PART --steps 5 --batch-size 9": "num_samples=None: the poisson sampler needs it with",
-    "PART --steps 5 --num-samples 9": "num_samples=9: --num-samples needs --batch-size",
-    "PART --steps 5 --batch-size 9 --num-samples 8": "batch_size=9: expected at most num_sam",
-    "PART --steps 5 FIXED --batch-size 2000": "batch_size=2000: expected at most num_samples=1000",
-    "PART --steps 5 --sampler fixed_size --batch-size 10": "num_samples=None: the fixed",
-    "PART --steps 5 --sampler fixed_size --num-samples 9": "batch_size=None: the fixed_size",
-    "PART --steps 5 CAPPED --max-batch-size 200": "batch_size=None: the truncated_poisson",
-    "NOISY RUN CAPPED": "max_batch_size=None: the truncated_poisson sampler",
-    "NOISY RUN --sampler truncated_poisson --max-batch-size 200": "num_samples=None: the",
-    "calibrate --target-epsilon 0 RUN": "target_epsilon=0.0: expected",
-    "TARGET RUN --steps 0": "steps=0: expected",
-    "TARGET RUN --sample-rate 0": "sample_rate=0.0: expected",
-    "TARGET --sample-rate 0.1 --noise-multiplier 0": "noise_multiplier=0.0: expected",
-    "TARGET RUN --noise-multiplier 1": "noise_multiplier=1.0, steps=1000, sample_rate=0.01: exp",
-    "TARGET --steps 10": "noise_multiplier=None, steps=10, sample_rate=None: expected all but",
-    "TARGET SHUFFLED": "noise_multiplier=None, epochs=None: expected all but one of them",
-    "TARGET SHUFFLED --epochs 2 --noise-multiplier 3": "noise_multiplier=3.0, epochs=2: exp",
-    "TARGET --sample-rate 1 --noise-multiplier 0.1": "target_epsilon=3.0: not even one step",
-    "TARGET SHUFFLED --noise-multiplier 0.1": "target_epsilon=3.0: not even one epoch",
+    "epsilon --noise-multiplier -1 RUN": "--noise-multiplier -1.0: expected",
+    "NOISY RUN --delta 0": "--delta 0.0: expected",
+    "NOISY RUN --steps -5": "--steps -5: expected",
+    "NOISY RUN --sample-rate 7": "--sample-rate 7.0: expected",
+    "NOISY RUN --accountant none": "--accountant 'none': expected",
+    "NOISY RUN --sampler none": "--sampler 'none': expected",
+    "NOISY RUN --neighboring-relation x": "--neighboring-relation 'x': expected",
+    "PART --steps 5": "no --sample-rate: the poisson sampler",
+    "PART --sample-rate 0.1": "no --steps: the poisson sampler",
+    "PART SHUFFLED": "no --epochs: the shuffled sampler",
+    "NOISY RUN --epochs 2": "--epochs 2: the poisson sampler does not use it; pass --steps 200",
+    "NOISY RUN SHUFFLED": "--sample-rate 0.01: the shuffled sampler does not use it",
+    "PART --steps 3 SHUFFLED": "--steps 3: the shuffled sampler does not use it; pass the number",
+    "NOISY RUN FIXED": "--sample-rate 0.01: the fixed_size sampler does not use it",
+    "PART ALLOCATION --epochs 3": "no --num-samples: the random_allocation sampler needs it",
+    "PART ALLOCATION --num-samples 99": "no --epochs: the random_allocation sampler needs it",
+    "NOISY RUN ALLOCATION": "--sample-rate 0.01: the random_allocation sampler does not use it",
+    "NOISY RUN --max-batch-size 9": "--max-batch-size 9: the poisson sampler does",
+    "PART SHUFFLED --epochs 2 --examples-per-unit 9": "--examples-per-unit 9: the shuffled",
+    "NOISY RUN --examples-per-unit 0": "--examples-per-unit 0: expected",
+    "NOISY RUN --examples-per-unit 1001": "--examples-per-unit 1001: expected at m",
+    "NOISY RUN --examples-per-unit 2 --accountant gdp": "--examples-per-unit 2: --accountant '",
+    "NOISY RUN --batch-size 9": "--sample-rate 0.01, --batch-size 9: expected one",
+    "NOISY RUN --num-samples 9": "--sample-rate 0.01, --num-samples 9: the sample rate suffices",
+    "PART --steps 5 --batch-size 9": "no --num-samples: the poisson sampler needs it with",
+    "PART --steps 5 --num-samples 9": "--num-samples 9: --num-samples needs --batch-size",
+    "PART --steps 5 --batch-size 9 --num-samples 8": "--batch-size 9: expected at most --num",
+    "PART --steps 5 FIXED --batch-size 2000": "--batch-size 2000: expected at most --num-",
+    "PART --steps 5 --sampler fixed_size --batch-size 10": "no --num-samples: the fixed",
+    "PART --steps 5 --sampler fixed_size --num-samples 9": "no --batch-size: the fixed_size",
+    "PART --steps 5 CAPPED --max-batch-size 200": "no --batch-size: the truncated_poisson",
+    "NOISY RUN CAPPED": "no --max-batch-size: the truncated_poisson sampler",
+    "NOISY RUN --sampler truncated_poisson --max-batch-size 200": "no --num-samples: the",
+    "calibrate --target-epsilon 0 RUN": "--target-epsilon 0.0: expected",
+    "TARGET RUN --steps 0": "--steps 0: expected",
+    "TARGET RUN --sample-rate 0": "--sample-rate 0.0: expected",
+    "TARGET --sample-rate 0.1 --noise-multiplier 0": "--noise-multiplier 0.0: expected",
+    "TARGET RUN --noise-multiplier 1": "--noise-multiplier 1.0, --steps 1000, --sample-",
+    "TARGET --steps 10": "no --noise-multiplier, --steps 10, no --sample-rate: expected all but",
+    "TARGET SHUFFLED": "no --noise-multiplier, no --epochs: expected all but one of them",
+    "TARGET SHUFFLED --epochs 2 --noise-multiplier 3": "--noise-multiplier 3.0, --epochs 2: exp",
+    "TARGET --sample-rate 1 --noise-multiplier 0.1": "--target-epsilon 3.0: not even one step",
+    "TARGET SHUFFLED --noise-multiplier 0.1": "--target-epsilon 3.0: not even one epoch",
 }
 
 
@@ -478,7 +480,7 @@ def test_a_picture_that_cannot_be_written_is_refused_at_once(
     (tmp_path / "folder.png").mkdir()
     path = str(tmp_path / name)
     found = refusal_of(capsys, *words, "--plot", path)
-    assert found.startswith(f"plot={path!r}: {message}")
+    assert found.startswith(f"--plot {path!r}: {message}")
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 
@@ -501,7 +503,7 @@ def test_a_failed_write_leaves_the_old_picture_and_nothing_half_written(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
         found = refusal_of(capsys, *NOISY, *RUN, "--plot", str(picture))
-    assert found.startswith(f"plot={str(picture)!r}: it could not be written (no space")
+    assert found.startswith(f"--plot {str(picture)!r}: it could not be written (no space")
     assert picture.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [picture]
     assert main([*NOISY, *RUN, "--plot", str(picture)]) == 0

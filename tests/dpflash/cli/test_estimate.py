@@ -6,7 +6,7 @@ import re
 import pytest
 
 from dpflash import _validate
-from dpflash.cli import main
+from dpflash.cli import estimate, main
 from dpflash.cli.estimate import Subject, ceilings_of, cost_of, largest
 from dpflash.clipping.estimate import PARTS
 
@@ -111,9 +111,34 @@ def test_the_largest_number_that_fits_is_found():
         return 1000 + 7 * n + n * n // 10**6
 
     found = largest(size_of, 10**6, first=1)
-    assert size_of(found) <= 10**6 < size_of(round(1.02 * found)) and len(sizes) < 20
+    assert size_of(found) <= 10**6 < size_of(round(1.02 * found)) and len(sizes) < 12
     assert largest(size_of, 10**6, first=8, most=100) == 100
     assert largest(size_of, 10, first=8) is None
+
+
+def test_the_largest_step_is_found_where_another_part_peaks_in_small_ones():
+    sizes = []
+
+    def size_of(n):
+        sizes.append(n)
+        return max(14_400, 8_000 + 2 * n)
+
+    found = largest(size_of, 80_000, first=1024)
+    assert size_of(found) <= 80_000 < size_of(round(1.01 * found)) and len(sizes) <= 7
+
+
+def test_each_step_is_followed_once_and_shown_on_stderr(config, capsys, monkeypatch):
+    followed = []
+
+    def note(of, ceilings, **given):
+        followed.append((id(of), *given.items()))
+        return cost_of(of, ceilings, **given)
+
+    monkeypatch.setattr(estimate, "cost_of", note)
+    assert main(["estimate", "--model", config, "--device", "h100", "--memory", "1MB"]) == 0
+    assert len(followed) == len(set(followed)) > 8
+    printed, shown = capsys.readouterr()
+    assert "longest sequence" in printed and "estimate: 1step" in shown
 
 
 @pytest.mark.parametrize(
@@ -127,11 +152,14 @@ def test_bytes_are_understood_with_their_unit(value, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--model", "missing"], "model='missing': there is no missing; pass the folder"),
-        (["--seq-len", "0"], "seq_len=0: expected an integer"),
-        (["--seq-len", "2", "--ranks", "4"], "ranks=4 for seq_len=2: .*pass fewer ranks"),
-        (["--memory", "80 apples"], "memory='80 apples': expected bytes; .*'80GB'"),
-        (["--lora-rank", "4"], "lora_rank=4 with model=.*: adapters are for models of transform"),
+        (["--model", "missing"], "--model 'missing': there is no missing; pass the folder"),
+        (["--seq-len", "0"], "--seq-len 0: expected an integer"),
+        (["--seq-len", "2", "--ranks", "4"], "--ranks 4 for --seq-len 2: .*pass fewer ranks"),
+        (["--memory", "80 apples"], "--memory '80 apples': expected bytes; .*'80GB'"),
+        (
+            ["--lora-rank", "4"],
+            "--lora-rank 4 with --model .*: adapters are for models of transform",
+        ),
     ],
 )
 def test_a_refusal_names_the_argument_its_value_and_the_way_out(config, capsys, options, message):

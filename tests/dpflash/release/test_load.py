@@ -269,7 +269,7 @@ def test_evaluate_gives_the_loss_of_every_byte(exported, data, tmp_path, capsys)
     shown = capsys.readouterr().out
     assert "nats per byte" in shown and "perplexity per byte" in shown
     assert main(["evaluate", str(exported), "--data", str(data), "--seq-len", "99"]) == 2
-    assert "seq_len=99: the model takes 24 tokens" in capsys.readouterr().err
+    assert "--seq-len 99: the model takes 24 tokens" in capsys.readouterr().err
 
 
 def test_generate_repeats_by_seed_and_takes_the_likeliest_at_temperature_0(exported, capsys):

@@ -45,14 +45,14 @@ class Model(nn.Module):
         return self.head(self.embedding(tokens)).square().mean(2)
 
 
-def made(collate, **options):
+def made(collate, data=None, **options):
     torch.manual_seed(0)
     model = Model()
     engine = PrivacyEngine(accountant="rdp", seed=0)
     return engine, *engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(Documents(), batch_size=5, collate_fn=collate),
+        data_loader=DataLoader(data or Documents(), batch_size=5, collate_fn=collate),
         noise_multiplier=0.0,
         max_grad_norm=1.0,
         grad_sample_mode="instantiate",
@@ -144,3 +144,30 @@ def test_samples_are_padded_and_cut_to_one_length():
     assert PadTo(3, -1)([torch.ones(1), torch.ones(2)]).tolist() == [[1, -1, -1], [1, 1, -1]]
     with pytest.raises(ValueError, match="length=0"):
         PadTo(0)
+
+
+class Unlabelled(Documents):
+    """Documents of which the first `without` have no labels."""
+
+    def __init__(self, without):
+        super().__init__()
+        self.without = without
+
+    def __getitem__(self, index):
+        entry = super().__getitem__(index)
+        return {k: x for k, x in entry.items() if k != "labels" or index >= self.without}
+
+
+@pytest.mark.parametrize("data", [Documents(), Unlabelled(40)], ids=["misspelled", "missing"])
+def test_a_padding_for_a_field_that_entries_lack_is_refused_before_the_first_draw(data):
+    names = {"labels": -100} if isinstance(data, Unlabelled) else {"labels": -100, "label": 0}
+    with pytest.raises(
+        PrivateRefusal, match="PadTo.*'labels?': .*: the entries have no such field"
+    ):
+        made(PadTo(9, names), data)
+
+
+def test_an_entry_that_lacks_the_named_field_adds_nothing_and_raises_nothing():
+    engine, *rest = made(PadTo(9, {"labels": -100}), Unlabelled(1))
+    found = norms_of(engine, *rest)
+    assert len(found) > 30 and tuple(Documents()[0]["tokens"].tolist()) not in found
