@@ -3,7 +3,7 @@ r"""Memory and time of training steps on very long sequences, plain and private.
 A LongContextLM, one sample a step, activation checkpointing and a loss in chunks; a rank is a
 fresh process with one core. By default LongNet's attention on up to 1,048,576 tokens and one rank;
 seconds are processor time of the second of two steps. With --search the longest sequence whose two
-steps grow by at most 512 MiB a rank, with a sliding window, on one rank and over a context of two.
+steps grow by at most 256 MiB a rank, with a sliding window, on one rank and over a context of two.
 
     python benchmarks/scripts/longest.py --json benchmarks/results/cpu-epyc/longest.json
     python benchmarks/scripts/longest.py --search \
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.bench.environment import environment
-from dpflash.bench.isolated import OutOfMemory, Place, run_ranks
+from dpflash.bench.isolated import Place, run_ranks
 from dpflash.bench.memory import peak_growth
 from dpflash.bench.output import write_text
 from dpflash.bench.private import endless
@@ -37,7 +35,7 @@ from dpflash.patterns import Dilated, Pattern, SlidingWindow
 
 LENGTHS = (2**17, 2**18, 2**19, 2**20)
 WIDTH, LAYERS, HEADS, VOCABULARY, KEYS = 32, 2, 2, 64, 256
-LIMIT, RANKS, GRAIN = 512 * 2**20, (1, 2), 256  # bytes a rank; T is a multiple of GRAIN
+LIMIT, RANKS, GRAIN = 256, (1, 2), 512  # MiB a rank; T is a multiple of GRAIN
 SECONDS = 600.0  # of a call
 
 
@@ -79,7 +77,7 @@ def step_of(place: Place, tokens: int, is_private: bool, pattern: Pattern) -> Ca
             data_loader=loader,
             noise_multiplier=1.0,
             max_grad_norm=1.0,
-            poisson_sampling=False,
+            sampling="fixed_size",
             verify_first_batch=False,
         )
         backward = engine.backward
@@ -113,28 +111,22 @@ def two_steps(place: Place, tokens: int, is_private: bool) -> dict[str, float | 
     return {"peak_memory_mb": peak_growth(twice, place.device), "seconds": seconds}
 
 
-def limited_steps(place: Place, tokens: int, is_private: bool) -> None:
-    """Two steps, in which the private memory of this process may grow by LIMIT."""
+def growth(place: Place, tokens: int, is_private: bool) -> float:
+    """MiB by which the resident memory of this rank grows at most in two steps."""
     step = step_of(place, tokens, is_private, SlidingWindow(window=KEYS, causal=True))
-    status = Path("/proc/self/status").read_text()
-    held = int(re.search(r"VmData:\s+(\d+) kB", status).group(1)) * 2**10  # type: ignore[union-attr]
-    resource.setrlimit(resource.RLIMIT_DATA, (held + LIMIT, resource.RLIM_INFINITY))
-    step()
-    step()
+    found = peak_growth(lambda: [step(), step()], place.device)
+    assert found is not None
+    return found
 
 
 def longest(ranks: int, is_private: bool) -> int:
-    """The largest T whose steps stay below the limit, to one multiple of GRAIN."""
+    """The largest T in whose steps no rank grows beyond the limit, to one multiple of GRAIN."""
 
     def fits(grains: int) -> bool:
         given = {"tokens": grains * GRAIN, "is_private": is_private}
-        try:
-            run_ranks(limited_steps, ranks, device="cpu", timeout=SECONDS, **given)
-        except OutOfMemory:
-            return False
-        return True
+        return max(run_ranks(growth, ranks, device="cpu", timeout=SECONDS, **given)) <= LIMIT
 
-    good, bad = 0, 128
+    good, bad = 0, 64
     while fits(bad):
         good, bad = bad, 2 * bad
     while bad - good > 1:
@@ -165,7 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "vocabulary": VOCABULARY}
-    config |= {"keys": KEYS} | ({"limit_bytes": LIMIT} if args.search else {})
+    config |= {"keys": KEYS} | ({"limit_mb": LIMIT} if args.search else {})
     found = {"environment": environment("cpu", 1), "config": config, "rows": rows_of(args.search)}
     write_text(args.json, json.dumps(found, indent=1) + "\n")
 
