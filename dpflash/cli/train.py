@@ -308,7 +308,9 @@ def _announcement(job: Any) -> list[str]:
         adapters = f", LoRA of rank {config.lora_rank}" if config.lora_rank else ""
         lines.append(f"model     {config.model}{adapters}")
     lines.append(f"steps     {_schedule(job)}")
-    if config.optimize != TrainingConfig.optimize or config.cuda_graph or config.fp8:
+    asked = (config.optimize, config.attention_backend, config.cuda_graph, config.fp8)
+    default = TrainingConfig
+    if asked != (default.optimize, default.attention_backend, False, False):
         first, *changes = str(job.optimization).splitlines()
         lines += [f"level     {first}", *(f"        {change}" for change in changes)]
     if ranks["data"] * ranks["context"] > 1:

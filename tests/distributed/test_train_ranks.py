@@ -292,11 +292,7 @@ ENVIRONMENT = {
         (4, ["--context-parallel", "3"], "--context-parallel 3 with 4 rank(s)"),
         (1, ["--context-parallel", "2"], "--nproc-per-node 2"),
         (None, ["--context-parallel", "2"], "--context-parallel 2 with 1 rank(s)"),
-        (
-            4,
-            ["--context-parallel", "4", "--seq-len", "3"],
-            "--context-parallel 4 with --seq-len 3",
-        ),
+        (4, ["--context-parallel", "4", "--seq-len", "3"], "parallel 4 with --seq-len 3"),
         (2, ["--context-parallel", "0"], "--context-parallel 0"),
         (2, ["--context-mode", "pigeon"], "--context-mode 'pigeon'"),
         (2, ["--sharding", "sideways"], "--sharding 'sideways'"),

@@ -644,12 +644,9 @@ def test_a_pattern_is_that_of_the_model_and_of_its_file(data, tmp_path):
 
 def test_the_attention_backend_reaches_the_engine(data, tmp_path, monkeypatch):
     asked, make = {}, dpflash.PrivacyEngine.make_private
-
-    @functools.wraps(make)
-    def noting(self, **given):
-        asked.update(given)
-        return make(self, **given)
-
+    noting = functools.wraps(make)(
+        lambda self, **given: asked.update(given) or make(self, **given)
+    )
     monkeypatch.setattr(dpflash.PrivacyEngine, "make_private", noting)
     words = [*options(data, steps=1, attention_backend="own"), "--no-baseline"]
     assert main([*words, "--eval-fraction", "0", "--out", str(tmp_path / "out")]) == 0

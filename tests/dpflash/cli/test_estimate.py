@@ -103,28 +103,20 @@ def test_models_of_transformers_are_estimated_with_and_without_adapters(tmp_path
     assert second.memory_bytes < first.memory_bytes
 
 
-def test_the_largest_number_that_fits_is_found():
-    sizes = []
-
-    def size_of(n):
-        sizes.append(n)
-        return 1000 + 7 * n + n * n // 10**6
-
-    found = largest(size_of, 10**6, first=1)
-    assert size_of(found) <= 10**6 < size_of(round(1.02 * found)) and len(sizes) < 12
-    assert largest(size_of, 10**6, first=8, most=100) == 100
-    assert largest(size_of, 10, first=8) is None
-
-
-def test_the_largest_step_is_found_where_another_part_peaks_in_small_ones():
-    sizes = []
-
-    def size_of(n):
-        sizes.append(n)
-        return max(14_400, 8_000 + 2 * n)
-
-    found = largest(size_of, 80_000, first=1024)
-    assert size_of(found) <= 80_000 < size_of(round(1.01 * found)) and len(sizes) <= 7
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("size", "limit", "first", "most"),
+    [
+        (lambda n: 1000 + 7 * n + n * n // 10**6, 10**6, 1, 12),
+        (lambda n: max(14_400, 8_000 + 2 * n), 80_000, 1024, 5),  # other parts peak in small ones
+    ],
+)
+def test_the_largest_number_that_fits_is_found_in_few_guesses(size, limit, first, most):
+    guesses = []
+    found = largest(lambda n: guesses.append(n) or size(n), limit, first=first)
+    assert size(found) <= limit < size(round(1.02 * found)) and len(guesses) <= most
+    assert largest(size, limit, first=8, most=100) == 100
+    assert largest(size, 10, first=8) is None
 
 
 def test_each_step_is_followed_once_and_shown_on_stderr(config, capsys, monkeypatch):

@@ -119,10 +119,7 @@ def test_quality_plots_the_errors(tmp_path, capsys):
         (["--for", "quality"], "no --num-samples: --for quality needs it"),
         (["--for", "quality", *RUN[4:], "--epochs", "1"], "no --batch-size: --for quality needs"),
         (["--for", "quality", *RUN[4:], "--batch-size", "5"], "no --epochs: --for quality needs"),
-        (
-            ["--for", "quality", "--steps", "4"],
-            "--steps 4: --for quality does not use it; drop it",
-        ),
+        (["--for", "quality", "--steps", "4"], "--steps 4: --for quality does not use it; drop"),
         (["--for", "quality", "--sampler", "shuffled"], "--sampler 'shuffled': --for quality"),
         (["--batch-size", "5", "6"], "--batch-size [5, 6]: pass one, or --for quality"),
         (["--max-memory", "5"], "--max-memory 5: drop it, or pass --for quality"),

@@ -15,10 +15,11 @@ from dpflash.sampling.lengths import Lengths
 
 
 class Documents(Dataset):
-    """Texts of lengths 1 to 9 in steps of `step`, and their targets."""
+    """Texts of lengths 1 to 9 in steps of `step`, and their targets but for the first ones."""
 
-    def __init__(self, step=1):
+    def __init__(self, step=1, unlabelled=0):
         self.lengths = [1 + i * step % 9 for i in range(40)]
+        self.unlabelled = unlabelled
 
     def __len__(self):
         return len(self.lengths)
@@ -26,7 +27,8 @@ class Documents(Dataset):
     def __getitem__(self, index):
         length = self.lengths[index]
         tokens = 1 + torch.arange(index, index + length) % 7
-        return {"tokens": tokens, "labels": tokens.flip(0), "index": index}
+        labels = {"labels": tokens.flip(0)} if index >= self.unlabelled else {}
+        return {"tokens": tokens, **labels, "index": index}
 
 
 def longest(samples):
@@ -146,28 +148,17 @@ def test_samples_are_padded_and_cut_to_one_length():
         PadTo(0)
 
 
-class Unlabelled(Documents):
-    """Documents of which the first `without` have no labels."""
-
-    def __init__(self, without):
-        super().__init__()
-        self.without = without
-
-    def __getitem__(self, index):
-        entry = super().__getitem__(index)
-        return {k: x for k, x in entry.items() if k != "labels" or index >= self.without}
-
-
-@pytest.mark.parametrize("data", [Documents(), Unlabelled(40)], ids=["misspelled", "missing"])
-def test_a_padding_for_a_field_that_entries_lack_is_refused_before_the_first_draw(data):
-    names = {"labels": -100} if isinstance(data, Unlabelled) else {"labels": -100, "label": 0}
+@pytest.mark.parametrize(("unlabelled", "name"), [(0, "label"), (40, "labels")])
+def test_a_padding_for_a_field_that_entries_lack_is_refused_before_the_first_draw(
+    unlabelled, name
+):
     with pytest.raises(
-        PrivateRefusal, match="PadTo.*'labels?': .*: the entries have no such field"
+        PrivateRefusal, match=f"PadTo.*'{name}': .*: the entries have no such field"
     ):
-        made(PadTo(9, names), data)
+        made(PadTo(9, {"tokens": 0, name: -100}), Documents(unlabelled=unlabelled))
 
 
 def test_an_entry_that_lacks_the_named_field_adds_nothing_and_raises_nothing():
-    engine, *rest = made(PadTo(9, {"labels": -100}), Unlabelled(1))
-    found = norms_of(engine, *rest)
+    run = made(PadTo(9, {"labels": -100}), Documents(unlabelled=1))
+    found = norms_of(*run)
     assert len(found) > 30 and tuple(Documents()[0]["tokens"].tolist()) not in found
