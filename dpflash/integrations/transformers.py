@@ -99,7 +99,7 @@ def register() -> str:
     the hidden states differ from those of ``"sdpa"``; they are finite, and no other token sees
     them.
 
-    Models whose code never asks transformers' attention interface (GPT-J, Falcon, BigBird,
+    Models whose code never asks transformers' attention interface (Falcon, BigBird,
     Longformer, DeBERTa, ...) raise ValueError when they are made with this name: they train with
     their own attention, ``attn_implementation="eager"``.
 
