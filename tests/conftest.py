@@ -140,14 +140,14 @@ def loops_without_pytest() -> Iterator[None]:
     from dpflash.isolation import loop_state
 
     shows_variables = loop_state._shows_variables
-    own = tuple(str(Path(module.__file__).parent) for module in (pytest, pluggy))
-    own += (str(Path(inspect.getfile(pytest.Item)).parent),)
+    own = tuple(str(Path(inspect.getfile(x)).parent) for x in (pytest, pluggy, pytest.Item))
 
     def has_none(code: CodeType) -> bool:
         return code.co_filename.startswith(own) or shows_variables(code)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop_state, "_shows_variables", has_none)
+        patch.setattr(loop_state, "_LIBRARIES", loop_state._LIBRARIES + own)
         yield
 
 
