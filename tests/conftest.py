@@ -1,14 +1,20 @@
 """Settings of all tests: GPU tests, the number of cases that run, deadlines, the user's cache."""
 
+import dataclasses
 import gc
+import inspect
 import itertools
 import json
 import os
 import random
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import hypothesis
+import pluggy
 import pytest
 import torch
 
@@ -100,6 +106,49 @@ def choose_cases(
         chosen.add(best)
         covered |= {*cases[best], *itertools.combinations(cases[best], 2)}
     return chosen
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter without what changes nothing, in half the time.
+
+    It looks for overflow and then reports none, and patches `tl` anew in each call of a function.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        yield
+        return
+    tl, patch_lang = interpreter.tl, interpreter._patch_lang
+
+    def patch_once(function: Callable[..., None]) -> Any:
+        own = [x for x in function.__globals__.values() if x is tl or x is tl.core]
+        if own and not any(tl.core.is_builtin(lang.load) for lang in own):
+            return interpreter._LangPatchScope()
+        return patch_lang(function)
+
+    builder = interpreter.interpreter_builder
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(builder, "options", options)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loops_without_pytest() -> Iterator[None]:
+    """A trial searches its callers' variables for generators; pytest's have none, and many parts."""
+    from dpflash.isolation import loop_state
+
+    shows_variables = loop_state._shows_variables
+    own = tuple(str(Path(inspect.getfile(x)).parent) for x in (pytest, pluggy, pytest.Item))
+
+    def has_none(code: CodeType) -> bool:
+        return code.co_filename.startswith(own) or shows_variables(code)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop_state, "_shows_variables", has_none)
+        patch.setattr(loop_state, "_LIBRARIES", loop_state._LIBRARIES + own)
+        yield
 
 
 @pytest.fixture

@@ -41,6 +41,12 @@ def _data():
     return x, (x[:, 0] > 0.7).long() + (x[:, 1] > 1).long()
 
 
+
+def _few(batch_size=6):
+    """Arguments of `_made` for 60 samples."""
+    return {"dataset": TensorDataset(*(t[:60] for t in _data())), "batch_size": batch_size}
+
+
 def _of_pairs(entries):
     x, y = (torch.stack(column) for column in zip(*entries, strict=True))
     return {"x": torch.cat([x, x.flip(1)]), "y": y}
@@ -420,7 +426,7 @@ def test_a_loop_that_skips_trials_is_refused(leaves_out):
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_loop_may_change_its_batches_in_place(rows):
-    engine, model, optimizer, loader = _made(physical_batch_size=rows)
+    engine, model, optimizer, loader = _made(physical_batch_size=rows, **_few())
     for batch in loader:
         y, x = batch.pop(), batch.pop()
         engine.backward(_entropies(model, x.add_(1), y))
@@ -738,7 +744,7 @@ def test_samples_one_at_a_time_are_apart_by_construction(options):
     """A function that would normalize a batch gets one row of it; sums and draws are the same."""
 
     def trained(function):
-        engine, model, optimizer, loader = _made(noise_multiplier=0.5, **options)
+        engine, model, optimizer, loader = _made(noise_multiplier=0.5, **options, **_few(batch_size=12))
         for batch in loader:
             if function:
                 engine.backward(_loss_of_sample, batch)
@@ -746,7 +752,7 @@ def test_samples_one_at_a_time_are_apart_by_construction(options):
                 engine.backward(_entropies(model, *batch))
             optimizer.step()
             optimizer.zero_grad()
-        assert loader.releases == len(loader) == 10
+        assert loader.releases == len(loader) == 5
         return [p.detach() for p in model.parameters()], engine
 
     alone, engine = trained(True)
@@ -896,7 +902,7 @@ def test_a_batch_is_taken_apart_once(rows):
 
 def test_a_batch_that_failed_half_way_is_taken_apart_anew():
     def trained(fails):
-        engine, model, optimizer, loader = _made(batch_size=6, sampling="fixed_size")
+        engine, model, optimizer, loader = _made(**_few(), sampling="fixed_size")
         calls = []
 
         def loss(model, sample):
@@ -918,7 +924,7 @@ def test_a_batch_that_failed_half_way_is_taken_apart_anew():
 
 def test_public_gradients_stay_as_a_batch_is_taken_apart():
     def trained(by_function):
-        engine, model, optimizer, loader = _made(noise_multiplier=1e-6)
+        engine, model, optimizer, loader = _made(noise_multiplier=1e-6, **_few())
         for x, y in loader:
             with engine.public_data():
                 model(torch.ones(4, WIDTH))[1].square().mean().backward()
@@ -942,7 +948,7 @@ def test_losses_after_a_function_are_refused():
 
 
 def test_what_a_model_keeps_of_a_sample_never_reaches_the_next_one():
-    engine, model, optimizer, loader = _made(Memory, lambda h: h.mean(0))
+    engine, model, optimizer, loader = _made(Memory, lambda h: h.mean(0), **_few())
     seen = []
 
     def loss(model, sample):
@@ -952,7 +958,7 @@ def test_what_a_model_keeps_of_a_sample_never_reaches_the_next_one():
     for batch in loader:
         engine.backward(loss, batch)
         optimizer.step()
-    assert len(seen) > 200 and all(memory is None for memory in seen)
+    assert len(seen) > 50 and all(memory is None for memory in seen)
 
 
 def test_a_function_needs_rows_of_the_loader():
