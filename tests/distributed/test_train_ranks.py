@@ -567,8 +567,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_and_its_step_counts_once(
     assert job.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-12)
 
 
-FULL = os.environ.get("DPFLASH_FULL") == "1"
-KILLS = int(os.environ.get("DPFLASH_KILLS", "5" if FULL else "2"))
+KILLS = int(os.environ.get("DPFLASH_KILLS", "5"))
 
 
 def ranks_of_a_run(number, words, log):
