@@ -19,8 +19,9 @@ Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 _T = TypeVar("_T")
 
 _APPEND = (
-    "Append releases of other code to the ledger before you make them, by "
-    "dpflash.privacy.ledger.Ledger(FILE).append(run=..., event=..., accountant=...)"
+    "Append releases of other code to the ledger before you make them, by dpflash.privacy.ledger."
+    "Ledger(FILE).append(run='a name', event=..., accountant='contour', unit='sample'), with the "
+    "unit of its other lines, such as 'user: patient'"
 )
 _BY_NAME = (
     "Pass the name of an accountant: an engine counts all releases of its ledger, and engines "
@@ -86,6 +87,7 @@ class Accountant(ABC):
         self.neighboring_relation = neighboring_relation
         self._is_held = False
         self._ledger: str | None = None  # that has all that is counted
+        self.unit: str | None = None  # the privacy unit of the engines that count here
         self._history: list[Phase] = []
         self._events: list[tuple[Event, int]] = []
 

@@ -172,7 +172,7 @@ def build(
     event = plan.event(settings.noise_multiplier)
     about = None
     if spending.ledger is not None:
-        about = about_run(privacy.run_name, privacy.data_name, ranks)
+        about = about_run(privacy.run_name, privacy.data_name, keys.seed is not None, ranks)
     spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping, about=about)
     if privacy.budget is None and delta is not None:
         spending.set_delta(delta)

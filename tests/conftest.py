@@ -136,7 +136,7 @@ def quick_interpreter() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def loops_without_pytest() -> Iterator[None]:
-    """A trial searches its callers' variables for generators; pytest's have none, and many parts."""
+    """A trial searches its callers' variables for generators: pytest's have none."""
     from dpflash.isolation import loop_state
 
     shows_variables = loop_state._shows_variables

@@ -161,6 +161,7 @@ def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
         ("sample rate", values("sample_rate")),
         ("noise multiplier", values("noise_multiplier")),
         ("clipping bound", kept_of(lines, "max_grad_norm")),
+        ("seeded", kept_of(lines, "seeded")),
         ("relation of its sampler", values("neighboring_relation")),
         ("dpflash", code),
         ("run", kinds[0]["run"]),
@@ -247,8 +248,8 @@ def _others(lines: list[LedgerLine]) -> list[str]:
     without = without_record(lines)
     if without:
         found.append(
-            f"Lines {', '.join(without)}: an earlier version wrote them, which kept no name, day, "
-            "code, data or clipping bound of a run."
+            f"Lines {', '.join(without)}: other code or an earlier version wrote them, and kept "
+            "no name, day, code, data or clipping bound of a run."
         )
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from typing import Any
 
 from dpflash._validate import probability
@@ -50,7 +51,7 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         "data, from the samplers that they used and under a neighboring relation that holds for "
         "all of them. Lines with which several ledgers begin, since one is a copy of another that "
         "went on by itself, count once. Ledgers whose units have other names are refused: correct "
-        "the names with dpflash ledger rename."
+        "the names with dpflash ledger rename. Exit status: 0; 1 where --epsilon is exceeded."
     )
     parser.add_argument(
         "ledgers",
@@ -76,7 +77,10 @@ def _run_budget(args: argparse.Namespace) -> int:
         if args.plot is not None:
             save(_figure(spending, lines, args), args.plot)
     print(as_json(report) if args.json else _tables(report, spending.accountant))
-    return 0
+    is_exceeded = args.epsilon is not None and report["epsilon"] > args.epsilon
+    if is_exceeded:
+        print(f"dpflash: the budget of epsilon {args.epsilon:g} is exceeded", file=sys.stderr)
+    return int(is_exceeded)
 
 
 def _report(

@@ -164,7 +164,7 @@ def _as_text(report: dict[str, Any]) -> str:
     if report["without_guard"]:
         rows.append(("not shown", "whether later lines were cut, since FILE.guard is missing"))
     if without:
-        text = f"lines {', '.join(without)}: an earlier version kept no day, code, data or bound"
+        text = f"lines {', '.join(without)}: they have no day, code, data or bound of a run"
         rows.append(("not described", text))
     counts = ((report["lines"], "line"), (report["steps"], "step"), (report["runs"], "run"))
     return f"sound: {', '.join(counted(*c) for c in counts)}\n{table(rows)}"

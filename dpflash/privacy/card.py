@@ -110,6 +110,11 @@ def _statement(report: Mapping[str, Any], unit: str, weights: str) -> str:
         f"{relation}, no set of weights is more than e^epsilon times as likely under one as under "
         "the other, but for a probability of delta."
     )
+    if report.get("private_base"):
+        text += (
+            " **The base model was trained privately too:** what its own card states adds to this "
+            "for whoever is in both data sets (`dpflash export --ledgers` computes the sum)."
+        )
     if report["seeded"]:
         text += (
             " **The run was seeded: to whoever knows the seed the model is not private, since its "
@@ -138,7 +143,8 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         + (f", banded noise of {report['bands']} bands" if report.get("bands", 1) > 1 else ""),
         "expected batch size": f"{report['expected_batch_size']}",
         "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
-        "head of the ledger": report.get("ledger_head") or "not recorded",
+        "head of the ledger": (report.get("ledger_head") or "not recorded")
+        + ("" if report.get("ledger_is_there", True) else " (the ledger was not compared)"),
     }
 
 

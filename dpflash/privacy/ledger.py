@@ -133,6 +133,12 @@ class Ledger:
         """SHA-256 of the lines, as `sha256sum FILE` prints it: who keeps it can prove them."""
         return hashlib.sha256(self.content()).hexdigest()
 
+    @property
+    def has_grown(self) -> bool:
+        """Whether the file has more than what was read or written here."""
+        known = self._tail.size + len(self._tail.unfinished)
+        return self.path.exists() and self.path.stat().st_size > known
+
     def append(
         self,
         *,
@@ -264,7 +270,8 @@ class Ledger:
             if self.lines or self._tail.unfinished:
                 raise ValueError(
                     f"ledger {self.path}: its guard {where} is missing, so it is unknown whether "
-                    f"lines were removed. Restore it from a copy. {repair}"
+                    "lines were removed. Restore it from a copy; a copy of the ledger alone is "
+                    f"verified by dpflash ledger verify --head or --public-key. {repair}"
                 )
             return
         if not guard and len(self.lines) > 1:
@@ -303,6 +310,10 @@ class LedgerCopy(Ledger):
         self._held = content
         self._tail = Tail(len(content), b"", b"", None)
         self._begin(path, content)
+
+    @property
+    def has_grown(self) -> bool:
+        return False
 
     def content(self) -> bytes:
         return self._held

@@ -48,12 +48,13 @@ def library_version() -> str:
         return "not installed"
 
 
-def about_run(name: str | None, data: str | None, ranks: Ranks) -> dict[str, Any]:
+def about_run(name: str | None, data: str | None, is_seeded: bool, ranks: Ranks) -> dict[str, Any]:
     """What a ledger keeps of a run that begins today; on all ranks what the first one passes.
 
     Args:
         name: of the run.
         data: name of the dataset.
+        is_seeded: whether a seed gives its noise, which whoever knows the seed can subtract.
         ranks: of the run.
     """
     own = {
@@ -62,6 +63,7 @@ def about_run(name: str | None, data: str | None, ranks: Ranks) -> dict[str, Any
         "version": library_version(),
         "source": source_digest(),
         "data": data,
+        "seeded": "yes" if is_seeded else "no",
     }
     of_first = ranks.broadcast_from_first(json.dumps(own).encode(), "the ledger's run")
     about: dict[str, Any] = json.loads(of_first)

@@ -29,6 +29,7 @@ from dpflash.accounting.registry import as_accountant, as_phase, copied
 
 from .._json import finite
 from .._validate import one_of
+from ..refusal import warn
 from .budget import BudgetSpent, PrivacyBudget
 from .ledger import LOST, REFUSED, Ledger, LedgerLine
 from .privacy_unit import SAMPLE, is_unnamed
@@ -118,6 +119,11 @@ class Spending:
     def epsilon(self, delta: float) -> Interval:
         """Both ends of epsilon at delta; inf after a release without noise."""
         self._require_counted()
+        if self.ledger is not None and self.ledger.has_grown:
+            warn(
+                f"ledger={str(self.ledger.path)!r} has later lines of another engine or process, "
+                "which this epsilon does not count: ask the newest engine, or dpflash budget"
+            )
         if self.noiseless:
             return Interval(math.inf, math.inf)
         if self.is_empty:
@@ -270,10 +276,12 @@ class Spending:
 
     def _check_unit(self, unit: str) -> None:
         """Refuse a privacy unit that the releases so far do not have: no epsilon covers both."""
-        if self.unit not in (None, unit):
+        # Another engine may have counted on the same accountant.
+        before = self.unit or (self.accountant.unit if self.is_ours else None)
+        if before not in (None, unit):
             raise ValueError(
-                f"the privacy unit is a {unit!r} here, and a {self.unit!r} in the releases so far "
-                "(of the ledger, or of this engine): one epsilon cannot be for both. Use another "
+                f"the privacy unit is a {unit!r} here, and a {before!r} in the releases so far "
+                "(of the ledger or the accountant): one epsilon cannot be for both. Use another "
                 "ledger and engine, and report both epsilons; where both names mean the same "
                 "units, pass the unit_name= of those releases, or correct the ledger: dpflash "
                 "ledger rename FILE --unit-name NAME"
@@ -333,6 +341,8 @@ class Spending:
             raise
         self.delta = None if budget is None else budget.delta
         self.unit, self._grouping, self._about = unit, grouping, about
+        if self.is_ours:
+            self.accountant.unit = unit
         self.adopt(event)
 
     def noise_for(

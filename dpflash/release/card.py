@@ -30,12 +30,13 @@ def model_card(
         how: Python that loads the model.
         audit: what `dpflash audit --run` found with the run's settings; None without one.
     """
+    private = "" if report["epsilon"] is None else "differential-privacy, "
     trained = "trained" if base is None else f"fine-tuned from {base}"
     lines = [
         "---",
         f"library_name: {library}",
         *([] if task is None else [f"pipeline_tag: {task}"]),
-        "tags: [differential-privacy, dpflash]",
+        f"tags: [{private}dpflash]",
         "---",
         "# Model card",
         "",

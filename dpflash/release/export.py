@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -14,10 +15,11 @@ from safetensors.torch import save_file
 
 from ..audit.report import AUDIT
 from ..nn import LongContextLM
-from ..privacy.card import follow_umask, weights_digest
+from ..privacy.card import TITLE, follow_umask, weights_digest
 from ..privacy.ledger import Ledger
 from ..privacy.ledger_proof import heads
 from ..privacy.ledger_runs import epsilon_by_run, opened
+from ..privacy.spending import Spending
 from ..train.language_models import write_architecture
 from ..train.pretrained import (
     ADAPTER,
@@ -130,6 +132,8 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     written = report["steps"] + report["lost_steps"]
     # What `save_model` wrote elsewhere has no ledger beside it.
     ledger = Ledger(run / LEDGER) if (run / LEDGER).is_file() else None
+    own = (run / LEDGER).resolve()
+    others = [path for path in others if ledger is None or Path(path).resolve() != own]
     ledgers = [*([] if ledger is None else [ledger]), *opened(others)]
     if others and not any(report.get("ledger_head") in heads(one.content()) for one in ledgers):
         raise ValueError(
@@ -138,12 +142,10 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
         )
     if ledgers:
         report["by_run"] = epsilon_by_run(ledgers, report["delta"], report["accountant"])
-    if ledger is not None and ledger.releases != written:
-        raise ValueError(
-            f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
-            f"has {ledger.releases}; continue it with {resume}, or by "
-            "DPTrainer.train(resume_from_checkpoint=True)"
-        )
+    if ledger is not None:
+        _require_same(run, report, ledger, written)
+    report["ledger_is_there"] = bool(ledgers)
+    report["private_base"] = not others and _has_card(report["config"].get("model"))
     if "weights" in report and report["weights"] != weights_digest(pretrained_folder(run)):
         raise ValueError(
             f"run={str(run)!r}: its weights are not those that its {REPORT} describes, and no "
@@ -154,6 +156,37 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
         report["privacy_unit"] = report["privacy_unit"].replace(f"{was} (", f"{unit} (", 1)
         report["unit_name"] = unit.partition(": ")[2]
     return report
+
+
+def _require_same(run: Path, report: dict[str, Any], ledger: Ledger, written: int) -> None:
+    """Refuse a report that is not of the run's ledger."""
+    if ledger.releases < written:
+        raise ValueError(
+            f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
+            f"has {ledger.releases}, so lines were lost; restore it and its guard from a copy"
+        )
+    if ledger.releases > written:
+        raise ValueError(
+            f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
+            f"has {ledger.releases}; continue it with dpflash train --resume {run}, or by "
+            "DPTrainer.train(resume_from_checkpoint=True)"
+        )
+    spent = Spending(report["accountant"], ledger=ledger).epsilon(report["delta"]).upper
+    stated = math.inf if report["epsilon"] is None else report["epsilon"]
+    is_of_it = report.get("ledger_head") in (None, *heads(ledger.content()))
+    if not is_of_it or stated < spent * (1 - 1e-6):
+        raise ValueError(
+            f"run={str(run)!r}: its {REPORT} has epsilon {stated:g} and the ledger's head "
+            f"{report.get('ledger_head')}, and its ledger epsilon {spent:g} and head "
+            f"{ledger.head}: one of them was changed; restore both from a copy"
+        )
+    report["seeded"] |= any((x.about or {}).get("seeded") == "yes" for x in ledger.lines)
+
+
+def _has_card(base: str | None) -> bool:
+    """Whether a base model is here, and its card has the section on privacy."""
+    card = None if base is None else Path(base) / CARD
+    return card is not None and card.is_file() and TITLE in card.read_text(encoding="utf-8")
 
 
 def _write_own(run: Path, out: Path) -> None:

@@ -41,8 +41,8 @@ def ledger(tmp_path):
     return written.path
 
 
-def report_of(capsys, *words):
-    assert main(["budget", *map(str, words), *RDP, "--json"]) == 0
+def report_of(capsys, *words, status=0):
+    assert main(["budget", *map(str, words), *RDP, "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
@@ -115,7 +115,7 @@ def test_with_a_budget_it_tells_how_many_events_of_the_last_kind_remain(ledger, 
     limit = epsilon_of(*history, (SHUFFLED, 7), relation="zero_out")
     assert report_of(capsys, ledger, "--epsilon", repr(limit))["remaining_steps"] == 7
     spent = epsilon_of(*history, relation="zero_out")
-    assert report_of(capsys, ledger, "--epsilon", repr(spent / 2))["remaining_steps"] == 0
+    assert report_of(capsys, ledger, "--epsilon", repr(spent / 2), status=1)["remaining_steps"] == 0
     assert main(["budget", str(ledger), *RDP, "--epsilon", repr(limit)]) == 0
     shown = capsys.readouterr().out.splitlines()[-1].split()
     assert shown == ["remaining", "epochs", "7"]
@@ -139,7 +139,7 @@ def test_a_run_without_noise_has_no_epsilon_and_nothing_remains(ledger, capsys):
         event=PoissonGaussian(noise_multiplier=0.0, sample_rate=0.01),
         accountant="rdp",
     )
-    report = report_of(capsys, ledger, "--epsilon", "50")
+    report = report_of(capsys, ledger, "--epsilon", "50", status=1)
     assert report["epsilon"] is None and report["remaining_steps"] == 0
     assert main(["budget", str(ledger), *RDP]) == 0
     assert "Infinity" in capsys.readouterr().out

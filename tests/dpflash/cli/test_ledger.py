@@ -135,7 +135,7 @@ def test_a_sound_ledger_has_the_head_that_sha256sum_prints_and_may_grow(path, ca
     assert verify(path, "--head", head) == 0
     shown = capsys.readouterr().out
     assert "sound: 7 lines, 61 steps, 3 runs" in shown and "the first 6 lines" in shown
-    assert "not described  lines 7: an earlier version" in shown
+    assert "not described  lines 7: they have no day" in shown
 
 
 def test_a_copy_without_its_guard_is_proven_by_a_kept_head_alone(path, capsys):
@@ -351,7 +351,7 @@ def test_the_page_has_what_an_auditor_asks_for_and_nothing_from_elsewhere(
         "noise multiplier1.25",
         "the unit user: patient was called user: patient_id before",
         "run bbbbbbbbbbbb ended by a private refusal",
-        "Lines 9 to 10: an earlier version wrote them",
+        "Lines 9 to 10: other code or an earlier version wrote them",
         "the whole ledger as it was then",
         "(the key that was asked for)",
         Ledger(path).head,

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -334,6 +335,7 @@ def test_a_run_is_recorded_with_the_day_the_code_the_data_and_the_bound(made_of,
         "version": dpflash.__version__,
         "source": source_digest(),
         "data": "ones",
+        "seeded": "yes",
         "max_grad_norm": 1.0,
     }
     again = made_of(ledger=tmp_path / "l")
@@ -491,6 +493,23 @@ def test_a_ledger_lacks_no_release_that_its_engines_accountant_counts(made_of, t
     free = copy.deepcopy(shared)
     assert PrivacyEngine(accountant=free).get_epsilon(DELTA) == made[0].get_epsilon(DELTA)
     assert PrivacyEngine(accountant=free).accountant is free
+
+
+def test_an_accountant_counts_units_of_one_kind_and_an_old_engine_says_what_it_lacks(
+    made_of, tmp_path
+):
+    shared = create_accountant("rdp")
+    train(*made_of(accountant=shared), 1)
+    users = {"unit_of": lambda entry: "one", "unit_name": "patient", "examples_per_unit": 1}
+    with pytest.raises(ValueError, match="'user: patient' here, and a 'sample'"):
+        made_of(accountant=shared, **users)
+    older, newer = (made_of(ledger=tmp_path / "l") for _ in range(2))
+    train(*newer, 1)
+    with pytest.warns(UserWarning, match="later lines of another engine"):
+        older[0].get_epsilon(DELTA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        newer[0].get_epsilon(DELTA)
 
 
 def test_a_checkpoint_goes_on_with_a_ledger_or_without_as_it_was_written(made_of, tmp_path):

@@ -172,10 +172,31 @@ def test_a_card_states_epsilon_of_each_run_and_ledger_and_of_all_together(copied
     assert "| user: patient |" in card and "There is no epsilon of all together" in card
     assert f"of its own ledger alone, the weights are ({spent(own)}, 0.001)" in card
     with pytest.raises(ValueError, match="one is given twice"):
-        export(run, tmp_path / "twice", ledgers=[run / "ledger.jsonl"])
+        export(run, tmp_path / "twice", ledgers=[run / "ledger.jsonl", base.path, base.path])
     (run / "ledger.jsonl").unlink()
     with pytest.raises(ValueError, match="none is that of the run"):
         export(run, tmp_path / "lost", ledgers=[base.path])
+
+
+def test_a_card_states_no_less_than_the_ledger_beside_it(copied, tmp_path):
+    """Epsilon, head and seed are the ledger's; a private base model, or no ledger, is named."""
+    run = copied["run"]
+    path = run / "report.json"
+    report = json.loads(path.read_text())
+
+    def card(name, **changes):
+        path.write_text(json.dumps({**report, **changes}))
+        return (export(run, tmp_path / name) / "README.md").read_text()
+
+    for changes in ({"epsilon": report["epsilon"] / 2}, {"ledger_head": "0" * 64}):
+        with pytest.raises(ValueError, match="one of them was changed"):
+            card("changed", **changes)
+    assert "not compared" not in card("whole")
+    config = {**report["config"], "model": str(tmp_path / "whole")}
+    assert "**The base model was trained privately too" in card("base", config=config)
+    for name in ("ledger.jsonl", "ledger.jsonl.guard"):
+        (run / name).unlink()
+    assert "(the ledger was not compared)" in card("alone")
 
 
 def test_what_is_released_follows_the_umask_and_what_is_private_is_for_its_owner(run, tmp_path):
@@ -220,7 +241,12 @@ def test_a_card_reports_the_audit_of_the_runs_settings_and_of_no_others(copied, 
 )
 def test_a_card_says_what_weakens_the_guarantee(changes, words, data, tmp_path):
     TrainingRun.start(config(data, steps=1, **changes), tmp_path / "run").run()
-    assert words in (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
+    path = tmp_path / "run" / "report.json"
+    report = json.loads(path.read_text())
+    for name, seeded in (("out", report["seeded"]), ("edited", False)):
+        path.write_text(json.dumps({**report, "seeded": seeded}))
+        # The ledger knows of the seed.
+        assert words in (export(tmp_path / "run", tmp_path / name) / "README.md").read_text()
 
 
 def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(data, tmp_path):
