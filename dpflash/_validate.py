@@ -121,7 +121,8 @@ def bytes_of(**values: object) -> int:
             number = float(found.group(1)) if found else math.nan
         except ValueError:
             number = math.nan
-        if found is None or not number > 0:
+        # "80" is not meant as 80 bytes.
+        if found is None or not number > (0 if found.group(2) else 2**10):
             raise ValueError(
                 f"{name}={value!r}: expected bytes; pass a number, or a number and a unit such as "
                 "'80GB' (80 * 10^9) or '512MiB' (512 * 2^20)"

@@ -49,6 +49,7 @@ _REFUSED = {
     "target_epsilon": "make_private_with_epsilon takes it, with target_delta= and epochs=",
     "target_delta": "make_private_with_epsilon takes it, with target_epsilon= and epochs=",
     "accountant": "PrivacyEngine(accountant=...) takes it",
+    "epochs": "make_private_with_epsilon takes it; here the loop that you write ends training",
     "steps": "training ends with your loop; make_private_with_epsilon takes epochs= or steps=",
     "total_steps": "training ends with your loop; make_private_with_epsilon takes steps=",
     "amsgrad": (

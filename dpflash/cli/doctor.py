@@ -18,7 +18,7 @@ from dpflash.clipping.device_speed import cpu_model, usable_cores
 
 _OLDEST_TORCH = (2, 9)
 # The newest releases that the tests have run with.
-_NEWEST_TESTED = {"torch": (2, 14), "triton": (3, 9), "transformers": (5, 23)}
+_NEWEST_TESTED = {"torch": (2, 14), "triton": (3, 9), "transformers": (5, 24)}
 _OPTIONAL_PACKAGES = ("matplotlib", "opacus", "transformers")
 _GIB = 1024**3
 

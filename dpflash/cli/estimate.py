@@ -398,6 +398,7 @@ def _report(
 
         report["fits"] = {
             "memory_bytes": memory,
+            "most_tokens": subject.most_tokens,
             "longest_seq_len": {name: tokens(mode) for name, mode in kinds.items()},
             "largest_batch_size": {name: batch(mode) for name, mode in kinds.items()},
         }
@@ -483,5 +484,8 @@ def _text(report: dict[str, Any]) -> str:
             ("largest_batch_size", "largest batch"),
         ):
             found = {k: "none" if v is None else f"{v:,}" for k, v in fits[key].items()}
-            lines.append(f"  {text}: {found['private']} private, {found['plain']} plain")
+            most = fits["most_tokens"] if key == "longest_seq_len" else None
+            limit = most is not None and most in fits[key].values()
+            limited = " (the model takes no more)" if limit else ""
+            lines.append(f"  {text}: {found['private']} private, {found['plain']} plain{limited}")
     return "\n".join(lines)

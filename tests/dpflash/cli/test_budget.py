@@ -115,7 +115,9 @@ def test_with_a_budget_it_tells_how_many_events_of_the_last_kind_remain(ledger, 
     limit = epsilon_of(*history, (SHUFFLED, 7), relation="zero_out")
     assert report_of(capsys, ledger, "--epsilon", repr(limit))["remaining_steps"] == 7
     spent = epsilon_of(*history, relation="zero_out")
-    assert report_of(capsys, ledger, "--epsilon", repr(spent / 2), status=1)["remaining_steps"] == 0
+    assert (
+        report_of(capsys, ledger, "--epsilon", repr(spent / 2), status=1)["remaining_steps"] == 0
+    )
     assert main(["budget", str(ledger), *RDP, "--epsilon", repr(limit)]) == 0
     shown = capsys.readouterr().out.splitlines()[-1].split()
     assert shown == ["remaining", "epochs", "7"]
