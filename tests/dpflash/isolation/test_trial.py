@@ -41,7 +41,6 @@ def _data():
     return x, (x[:, 0] > 0.7).long() + (x[:, 1] > 1).long()
 
 
-
 def _few(batch_size=6):
     """Arguments of `_made` for 60 samples."""
     return {"dataset": TensorDataset(*(t[:60] for t in _data())), "batch_size": batch_size}
@@ -744,7 +743,9 @@ def test_samples_one_at_a_time_are_apart_by_construction(options):
     """A function that would normalize a batch gets one row of it; sums and draws are the same."""
 
     def trained(function):
-        engine, model, optimizer, loader = _made(noise_multiplier=0.5, **options, **_few(batch_size=12))
+        engine, model, optimizer, loader = _made(
+            noise_multiplier=0.5, **options, **_few(batch_size=12)
+        )
         for batch in loader:
             if function:
                 engine.backward(_loss_of_sample, batch)
