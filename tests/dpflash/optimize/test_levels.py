@@ -492,6 +492,7 @@ def test_under_aggressive_one_sample_moves_the_sum_by_at_most_the_bound(
     assert 0.3 <= worst <= 0.7 * (1 + SLACK)
 
 
+@pytest.mark.cases(0)
 def test_ten_batch_sizes_compile_twice(private, sums, distance, tiny_lm, next_token_loss, quick):
     torch.manual_seed(0)
     plain = tiny_lm()
@@ -630,6 +631,7 @@ def test_a_forked_process_goes_on_without_the_compiler(private, tiny_lm, quick):
     assert engine.optimization.compiled
 
 
+@pytest.mark.cases(0)
 def test_a_compiled_model_has_no_plan_and_says_what_to_do(
     private, tiny_lm, next_token_loss, quick
 ):
