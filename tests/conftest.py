@@ -5,6 +5,7 @@ import gc
 import inspect
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -136,7 +137,7 @@ def quick_interpreter() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def loops_without_pytest() -> Iterator[None]:
-    """A trial searches its callers' variables for generators: pytest's have none."""
+    """A trial searches the variables of its callers for generators; pytest's have none."""
     from dpflash.isolation import loop_state
 
     shows_variables = loop_state._shows_variables
@@ -168,6 +169,35 @@ def empty_picture() -> Iterator[Callable[..., None]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "_draw", lambda figure, report: figure.set_size_inches(1, 1))
         yield draw
+
+
+def _execute(code: str, words: Sequence[str], output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = ["-c", *words]
+    # Behind pytest's capture.
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """forked(code, *words): exit status and output of code in a fork of this process.
+
+    `python -c` would take seconds to import torch.
+    """
+
+    def run(code: str, *words: str) -> tuple[int, str]:
+        output = tmp_path / "output.txt"
+        process = multiprocessing.get_context("fork").Process(
+            target=_execute, args=(code, words, output)
+        )
+        process.start()
+        process.join(120)
+        return process.exitcode, output.read_text()
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

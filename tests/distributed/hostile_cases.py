@@ -176,7 +176,7 @@ def empty_shares(group: object, kind: str) -> dict[str, Any]:
     model = mlp(Scale())
     if kind == "fsdp":
         fully_shard(model, mesh=mesh_of(1)["data"])
-    options = {"data": torch.ones(20, 8), "batch_size": 1, "noise_multiplier": 0.0}
+    options = {"data": torch.ones(10, 8), "batch_size": 1, "noise_multiplier": 0.0}
     engine, optimizer, loader = make(model, **options)
     sizes = []
     for (x,) in loader:
@@ -206,7 +206,7 @@ def sinks_of_an_empty_share(group: object) -> dict[str, Any]:
         engine.backward(model(x, y))
         optimizer.step()
         optimizer.zero_grad()
-        if optimizer.releases == 6:
+        if optimizer.releases == 4:
             break
     return {"sizes": sizes, "steps": optimizer.releases}
 
@@ -275,6 +275,8 @@ def scalar_parameter(group: object, context: int) -> Tensor:
         engine.backward(model(x))
         optimizer.step()
         optimizer.zero_grad()
+        if optimizer.releases == 2:
+            break
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
 
 
@@ -537,5 +539,7 @@ def chosen_bands(group: object) -> tuple[int, float, list[float]]:
         engine.backward(model(x).square().mean(1))
         optimizer.step()
         optimizer.zero_grad()
+        if optimizer.releases == 4:
+            break
     bands = engine._run.settings.privacy.noise_mechanism.bands
     return bands, optimizer.noise_multiplier, model[0].weight.flatten().tolist()

@@ -231,7 +231,7 @@ def trained(
     config = TrainingConfig(
         **{"data": str(notes), "unit": "record", "model": str(model), "seq_len": 24},
         **{"physical_batch_size": 4, "batch_size": 4, "steps": 1, "delta": 1e-3, "seed": 5},
-        **{"accountant": "rdp", "learning_rate": 0.01, **changes},
+        **{"accountant": "rdp", "learning_rate": 0.01, "baseline": False, **changes},
     )
     launch = Connected(Parallelism(**parallel))
     jobs = [

@@ -42,7 +42,7 @@ def _release_and_keep_sums(step: PrivateStep, **options: Any) -> None:
 PrivateStep.release = _release_and_keep_sums  # type: ignore[method-assign]
 
 TOKENS, VOCAB, SAMPLES, BATCH = 23, 40, 30, 6
-STEPS = 5
+STEPS = 3
 
 
 def dataset(samples: int = SAMPLES) -> TensorDataset:

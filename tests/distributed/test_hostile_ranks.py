@@ -82,7 +82,7 @@ def test_a_release_has_one_bound_and_what_was_clipped_to_another_is_dropped(pair
 @pytest.mark.parametrize("kind", ["plain", "fsdp"])
 def test_empty_shares_through_layers_of_the_generic_rule(pair: Any, kind: str) -> None:
     first, second = pair.run(CASES, "empty_shares", 2, kind=kind)
-    assert len(first["sizes"]) == len(second["sizes"]) >= 20
+    assert len(first["sizes"]) == len(second["sizes"]) >= 10
     assert any(a != b for a, b in zip(first["sizes"], second["sizes"], strict=True))
 
 
@@ -184,7 +184,7 @@ def test_wrappers_with_something_of_their_own(pair: Any) -> None:
 def test_sharded_models_over_a_context(new_world: Any) -> None:
     world = new_world(4)
     shares = world.run(CASES, "sinks_of_an_empty_share", 4)
-    assert all(one["steps"] == 6 for one in shares)
+    assert all(one["steps"] == 4 for one in shares)
     assert any(0 in one["sizes"] for one in shares) and any(any(o["sizes"]) for o in shares)
     for over in ("data", "context"):
         assert len(set(world.run(CASES, "rows_of_a_context", 4, over=over))) == 1

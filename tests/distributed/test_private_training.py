@@ -99,7 +99,7 @@ MESHES = [
 @pytest.mark.parametrize(("ranks", "context", "wrapper"), MESHES)
 def test_ranks_get_the_parameters_of_one_process(started, ranks, context, wrapper, clipping):
     one_batch = {"physical_batch_size": cases.SAMPLES, "max_batch_size": cases.SAMPLES}
-    options = {**clipping, **one_batch, "steps": 3}
+    options = {**clipping, **one_batch, "steps": 2}
     together = started.run(ranks, "train", context=context, wrapper=wrapper, **options)
     # A context norms gradients also where one process norms (x, dy) and adds what that rounds.
     if context > 1 and "grad_sample_mode" in clipping:
@@ -173,7 +173,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("model", "context"), MODELS)
 def test_every_kind_of_model_trains_over_its_context(started, model, context):
-    options = {"model": model, "clipping": "flat", "physical_batch_size": 2, "steps": 3}
+    options = {"model": model, "clipping": "flat", "physical_batch_size": 2, "steps": 2}
     alone = cases.train(**options)
     for one in started.run(4, "train", context=2, **context, **options):
         np.testing.assert_allclose(one["parameters"], alone["parameters"], rtol=0, atol=1e-6)
@@ -230,19 +230,19 @@ def test_accumulation_over_unequal_parts_is_one_step(started, wrapper, clipping,
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp"])
 def test_empty_batches_of_a_rank_neither_hang_nor_skew(started, wrapper):
     # Of about one sample a draw, one of three ranks gets it, or none does.
-    options = {"batch_size": 1, "steps": 8}
+    options = {"batch_size": 1, "steps": 5}
     together = started.run(3, "train", context=1, wrapper=wrapper, **options)
     alone = _single(**options)
     assert any(0 in one["sizes"] for one in together)
     assert_as_alone(together, alone)
-    assert all(len(one["sizes"]) == 8 for one in together)
+    assert all(len(one["sizes"]) == 5 for one in together)
 
 
 def test_batches_of_fixed_size_are_dealt_out_too(started):
-    options = {"sampling": "fixed_size", "steps": 3}
+    options = {"sampling": "fixed_size", "steps": 2}
     together = started.run(2, "train", context=1, **options)
     alone = _single(**options)
-    assert [one["sizes"] for one in together] == [[3, 3, 3], [3, 3, 3]]
+    assert [one["sizes"] for one in together] == [[3, 3], [3, 3]]
     assert_as_alone(together, alone)
 
 
@@ -416,8 +416,8 @@ def test_invariant_4_noise_is_added_once_whatever_the_ranks(started, ranks, cont
 
 @pytest.mark.parametrize("wrapper", ["plain", "fsdp"])
 def test_banded_noise_has_the_bits_of_one_process(started, wrapper):
-    alone = cases.noise_of(context=0, bands=3, steps=5)["noise"]
-    for one in started.run(2, "noise_of", context=1, wrapper=wrapper, bands=3, steps=5):
+    alone = cases.noise_of(context=0, bands=3, steps=4)["noise"]
+    for one in started.run(2, "noise_of", context=1, wrapper=wrapper, bands=3, steps=4):
         np.testing.assert_array_equal(one["noise"], alone)
 
 

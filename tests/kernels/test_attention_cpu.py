@@ -6,8 +6,6 @@ import math
 import multiprocessing
 import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -600,7 +598,7 @@ def test_views_that_negate_and_another_default_device():
     assert all(torch.equal(x, expected[name]) for name, x in outputs.items())
 
 
-def test_the_kernels_hold_nothing_that_grows_with_the_square_of_tokens():
+def test_the_kernels_hold_nothing_that_grows_with_the_square_of_tokens(forked):
     """What C++ allocates no mode of torch sees: one score each would be 256 MiB here."""
     code = """
 import torch
@@ -621,16 +619,14 @@ print(peak.cpu_mb)
 """
     if not os.path.exists("/proc/self/status"):
         pytest.skip("only Linux tells the peak of a process")
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    status, output = forked(code)
+    assert status == 0, output
     # Outputs and gradients take 3 to 5.
-    assert float(done.stdout) <= 16
+    assert float(output) <= 16
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system limits no process")
-def test_too_little_memory_is_an_error_of_python(tmp_path):
+def test_too_little_memory_is_an_error_of_python(forked):
     code = """
 import resource, torch
 from dpflash.kernels import attention_cpu
@@ -648,11 +644,9 @@ except (MemoryError, RuntimeError) as error:
 """
     if not os.path.exists("/proc/self/statm"):
         pytest.skip("this system does not tell how much a process uses")
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("MemoryError attention on the CPU, forward: no memory")
+    status, output = forked(code)
+    assert status == 0, output
+    assert output.startswith("MemoryError attention on the CPU, forward: no memory")
 
 
 def slopes_grad(module, dtype, seed, options=(), all_keys=False):

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -216,7 +215,10 @@ def test_a_processor_that_the_compiler_does_not_know_gets_its_general_code(tiny,
 
 
 CALL = """
-import sys, warnings
+import os, sys, warnings
+from dpflash.kernels import native
+native._load_once.cache_clear()
+os.environ["CXX"], os.environ["XDG_CACHE_HOME"] = sys.argv[1:]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import torch, dpflash
@@ -230,17 +232,20 @@ print(*(w.message for w in caught), sep="\\n")
 """
 
 
-def call_in_a_fresh_process(tmp_path, **environment):
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", CALL], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+@pytest.fixture
+def call(forked, tmp_path):
+    """call(compiler): the warnings of attention where nothing is compiled yet."""
+
+    def run(compiler):
+        status, output = forked(CALL, str(compiler), str(tmp_path / "cache"))
+        assert status == 0, output
+        return output.strip()
+
+    return run
 
 
-def test_without_a_compiler_the_reference_runs_and_says_so_once(tmp_path):
-    said = call_in_a_fresh_process(tmp_path, CXX="no-such-compiler")
+def test_without_a_compiler_the_reference_runs_and_says_so_once(call):
+    said = call("no-such-compiler")
     assert said.count("in plain PyTorch") == 1
     assert "CXX='no-such-compiler' is not a command" in said
 
@@ -316,21 +321,21 @@ def test_what_could_not_be_kept_leaves_nothing_behind(tiny, cache, monkeypatch):
 
 
 @pytest.mark.cases(0)
-def test_a_compiler_that_fails_is_quoted(tmp_path):
+def test_a_compiler_that_fails_is_quoted(call, tmp_path):
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'error: out of paper' >&2; exit 1\n")
     compiler.chmod(0o755)
-    said = call_in_a_fresh_process(tmp_path, CXX=str(compiler))
+    said = call(compiler)
     assert said.count("in plain PyTorch") == 1 and "error: out of paper" in said
     assert not list(Path(tmp_path / "cache").glob("**/*.so"))
 
 
 @pytest.mark.cases(0)
-def test_with_a_compiler_nothing_is_said(tmp_path):
+def test_with_a_compiler_nothing_is_said(call, tmp_path):
     quick = tmp_path / "quick"
     quick.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')
     quick.chmod(0o755)
-    assert call_in_a_fresh_process(tmp_path, CXX=str(quick)) == ""
+    assert call(quick) == ""
     kept = (tmp_path / "cache" / "dpflash").iterdir()
     assert sorted(path.suffix for path in kept) == [".lock", ".so"]
 

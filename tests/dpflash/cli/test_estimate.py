@@ -135,7 +135,13 @@ def test_each_step_is_followed_once_and_shown_on_stderr(config, capsys, monkeypa
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("80GB", 80 * 10**9), ("512 MiB", 2**29), ("1.5tb", 1.5 * 10**12), ("7", 7), (1e3, 1000)],
+    [
+        ("80GB", 80 * 10**9),
+        ("512 MiB", 2**29),
+        ("1.5tb", 1.5 * 10**12),
+        ("7000", 7000),
+        (1e3, 1000),
+    ],
 )
 def test_bytes_are_understood_with_their_unit(value, expected):
     assert _validate.bytes_of(memory=value) == expected
@@ -148,6 +154,7 @@ def test_bytes_are_understood_with_their_unit(value, expected):
         (["--seq-len", "0"], "--seq-len 0: expected an integer"),
         (["--seq-len", "2", "--ranks", "4"], "--ranks 4 for --seq-len 2: .*pass fewer ranks"),
         (["--memory", "80 apples"], "--memory '80 apples': expected bytes; .*'80GB'"),
+        (["--memory", "80"], "--memory .80.: expected bytes; .*.80GB."),
         (
             ["--lora-rank", "4"],
             "--lora-rank 4 with --model .*: adapters are for models of transform",

@@ -632,6 +632,7 @@ def test_a_forked_process_goes_on_without_the_compiler(private, tiny_lm, quick):
     assert engine.optimization.compiled
 
 
+@pytest.mark.cases(0)
 def test_a_compiled_model_has_no_plan_and_says_what_to_do(
     private, tiny_lm, next_token_loss, quick
 ):

@@ -7,8 +7,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 import warnings
 
@@ -610,17 +608,11 @@ POINTS = {
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_kill_9_at_any_point_of_a_release_loses_no_step(point, made_of, tmp_path):
+def test_kill_9_at_any_point_of_a_release_loses_no_step(point, made_of, forked, tmp_path):
     budget = epsilon_of((STEP, 6))
     code = textwrap.dedent(CHILD).replace("BUDGET", repr(budget))
-    died = subprocess.run(
-        [sys.executable, "-c", code, point, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    status, output = forked(code, point, str(tmp_path))
+    assert status == -signal.SIGKILL, output
     path = tmp_path / "ledger"
     released = int((tmp_path / "released").read_text())
     expected = POINTS[point]
