@@ -137,6 +137,8 @@ class Accountant(ABC):
                 f"them: another engine on it would report too small an epsilon. {_BY_NAME}"
             )
         self._is_held, self._ledger = True, ledger
+        # The lists that the caller may have kept are changed in place.
+        self._history, self._events = list(self._history), list(self._events)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -156,14 +158,13 @@ class Accountant(ABC):
             )
 
     def for_trial(self) -> Self:
-        """A copy with a history of its own, to spend on trial."""
-        trial = copy.copy(self)
-        trial._history, trial._events = list(self._history), list(self._events)
-        return trial
+        """A copy, to spend on trial."""
+        return copy.copy(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickled accountants are free.
-        return {**vars(self), "_is_held": False, "_ledger": None}
+        # Copies and pickled accountants are free, and have lists of their own.
+        own = {"_history": list(self._history), "_events": list(self._events)}
+        return {**vars(self), **own, "_is_held": False, "_ledger": None}
 
     def _require_all(
         self,

@@ -657,6 +657,8 @@ def test_an_engines_accountant_loses_no_release(sampling, has_ledger, private, t
             change()
     assert made[0].get_epsilon(DELTA) == after and isinstance(held, list)
     # A copy, and an accountant of its own, are free.
+    getattr(copy.copy(accountant), name).clear()
+    assert made[0].get_epsilon(DELTA) == after
     meter = copy.deepcopy(accountant)
     meter.load_state_dict(earlier)
     assert meter.get_epsilon(DELTA) == spent and pickle.loads(pickle.dumps(held)) == held
@@ -666,6 +668,10 @@ def test_an_engines_accountant_loses_no_release(sampling, has_ledger, private, t
         assert made[0].get_epsilon(DELTA) > after
     fresh = PrivacyEngine()
     fresh.accountant.load_state_dict(earlier)
+    assert fresh.get_epsilon(DELTA) == spent
+    own = copy.deepcopy(meter)
+    kept, fresh = getattr(own, name), PrivacyEngine(accountant=own)
+    kept.clear()
     assert fresh.get_epsilon(DELTA) == spent
 
 
