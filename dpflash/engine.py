@@ -424,6 +424,12 @@ class PrivacyEngine(Uncopied, OnlySettable):
             interval: whether the lower end is wanted too, where the accountant knows one.
         """
         probability(delta=delta)
+        ledger = self._spending.ledger
+        if ledger is not None and ledger.has_grown:
+            warn(
+                f"ledger={str(ledger.path)!r} has later lines of another engine or process, which "
+                "this epsilon does not count: ask the newest engine, or dpflash budget"
+            )
         found = self._spending.epsilon(delta)
         return found if interval else found.upper
 

@@ -52,10 +52,6 @@ _REFUSED = {
     "epochs": "make_private_with_epsilon takes it; here the loop that you write ends training",
     "steps": "training ends with your loop; make_private_with_epsilon takes epochs= or steps=",
     "total_steps": "training ends with your loop; make_private_with_epsilon takes steps=",
-    "amsgrad": (
-        "the noise in a maximum of second moments is unknown; leave it out, or use "
-        "torch.optim.AdamW, which subtracts no noise"
-    ),
     "way": "it is grad_sample_mode= now: 'instantiate' (was 'stored'), 'book_keeping', 'ghost'",
 }
 

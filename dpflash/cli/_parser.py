@@ -60,7 +60,10 @@ def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
         return option if value == "True" or not equals else f"{option} "
 
     # Not what belongs to Python (`make_private(steps=)`, `optimizer.steps`), a path or a text.
-    return re.sub(r"(?<![\w.(/'\"-])([a-z_]+)\b(?!\()(=(?:(True|False|None)\b)?)?", typed, message)
+    option = r"(?<![\w.(/'\"-])([a-z_]+)\b(?!\()(=(?:(True|False|None)\b)?)?"
+    parts = re.split(r"((?<!\w)'[^']*'|\([^()]*\))", message)
+    parts[::2] = [re.sub(option, typed, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _options_of(parser: argparse.ArgumentParser) -> dict[str, str]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from .._validate import non_negative, optional, positive
-from ..opacus_calls import refuse_keywords_of
 
 
 class AdamBC(torch.optim.Optimizer):
@@ -40,7 +39,6 @@ class AdamBC(torch.optim.Optimizer):
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: naming an argument of `torch.optim.AdamW` that is not here, such as amsgrad.
     """
 
     def __init__(
@@ -52,9 +50,13 @@ class AdamBC(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         floor: float | None = None,
-        **unknown: Any,
+        amsgrad: bool = False,
     ):
-        refuse_keywords_of(type(self), unknown)
+        if amsgrad:
+            raise ValueError(
+                "amsgrad=True: the noise in a maximum of second moments is unknown; leave it out, "
+                "or use torch.optim.AdamW, which subtracts no noise"
+            )
         non_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         optional(positive, floor=floor)
         if not all(0 <= beta < 1 for beta in betas):

@@ -77,7 +77,8 @@ def follow_umask(folder: Path) -> None:
     mode = stat.S_IMODE(new.stat().st_mode)
     new.unlink()
     for path in _weights(folder):
-        path.chmod(mode)
+        if not path.is_symlink():
+            path.chmod(mode)
 
 
 def weights_digest(folder: Path) -> str | None:
@@ -165,7 +166,7 @@ def _by_run_part(by_run: Mapping[str, Any], delta: float) -> list[str]:
         f"| | steps | privacy unit | relation | epsilon at delta {delta:g} |",
         "|---|---|---|---|---|",
         *(
-            f"| {' | '.join(map(str, texts))} | {_shown(epsilon)} |"
+            f"| {' | '.join(str(x).replace('|', '/') for x in texts)} | {_shown(epsilon)} |"
             for *texts, epsilon in by_run["rows"]
         ),
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +15,8 @@ from .._json import finite
 from .ledger import Ledger, LedgerLine
 from .spending import Spending
 
-_SHOWN = 12  # digits of a run's random name
+_RUN = re.compile("[0-9a-f]{64}")  # the random name of an engine's run
+_SHOWN = 12  # digits of it
 
 
 def opened(paths: Iterable[str | os.PathLike[str]]) -> list[Ledger]:
@@ -30,7 +32,11 @@ def opened(paths: Iterable[str | os.PathLike[str]]) -> list[Ledger]:
 
 
 def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list[LedgerLine]]:
-    """What several ledgers of the same data spent, and their lines; those in common count once."""
+    """What several ledgers of the same data spent, and their lines.
+
+    Lines that an engine wrote and several ledgers have, since one is a copy, count once: each run
+    has a random name. Lines by hand count in each ledger, since equal ones may be of two releases.
+    """
     if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
         names = [str(ledger.path) for ledger in ledgers]
         raise ValueError(f"ledgers={names}: one is given twice; pass each once")
@@ -39,7 +45,7 @@ def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list
     lines = list(ledgers[0].lines)
     for ledger in ledgers[1:]:
         known = {line.digest for line in lines}
-        own = [line for line in ledger.lines if line.digest not in known]
+        own = [x for x in ledger.lines if x.digest not in known or not _RUN.fullmatch(x.run)]
         spending.include(own, ledger.names)
         lines += own
     return spending, lines

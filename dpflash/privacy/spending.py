@@ -29,7 +29,6 @@ from dpflash.accounting.registry import as_accountant, as_phase, copied
 
 from .._json import finite
 from .._validate import one_of
-from ..refusal import warn
 from .budget import BudgetSpent, PrivacyBudget
 from .ledger import LOST, REFUSED, Ledger, LedgerLine
 from .privacy_unit import SAMPLE, is_unnamed
@@ -119,11 +118,6 @@ class Spending:
     def epsilon(self, delta: float) -> Interval:
         """Both ends of epsilon at delta; inf after a release without noise."""
         self._require_counted()
-        if self.ledger is not None and self.ledger.has_grown:
-            warn(
-                f"ledger={str(self.ledger.path)!r} has later lines of another engine or process, "
-                "which this epsilon does not count: ask the newest engine, or dpflash budget"
-            )
         if self.noiseless:
             return Interval(math.inf, math.inf)
         if self.is_empty:
