@@ -506,13 +506,9 @@ opacus_warnings = pytest.mark.filterwarnings(
 @needs_opacus
 @opacus_warnings
 @pytest.mark.parametrize("name", OPACUS)
-def test_an_accountant_of_opacus_accounts_calibrates_and_is_resumed(name, tmp_path):
+def test_an_accountant_of_opacus_accounts_calibrates_and_is_resumed(name, private, tmp_path):
     kind = getattr(opacus.accountants, name)
-
-    def make():
-        return calibrated(PrivacyEngine(accountant=kind(), seed=0), **PUBLIC)
-
-    made = make()
+    made = calibrated(PrivacyEngine(accountant=kind(), seed=0), **PUBLIC)
     engine, _, optimizer, _ = made
     assert engine.get_epsilon(DELTA) == 0
     train(*made, passes=5)
@@ -524,7 +520,8 @@ def test_an_accountant_of_opacus_accounts_calibrates_and_is_resumed(name, tmp_pa
     assert engine.get_epsilon(DELTA) > 2.9
     assert engine.neighboring_relation == "add_remove"
     engine.save_checkpoint(tmp_path / "c")
-    resumed = make()
+    options = {"noise_multiplier": noise, "foreign_batches": False, **PUBLIC}
+    resumed = private(nn.Linear(3, 2), DATA, accountant=kind(), **options)
     resumed[0].load_checkpoint(tmp_path / "c")
     assert resumed[0].accountant.history == engine.accountant.history
     train(*resumed)
