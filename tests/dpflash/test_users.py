@@ -300,7 +300,7 @@ def test_entries_drawn_one_by_one_are_at_most_k_of_each_user_and_accounted_for()
         Net("linear"), tokens, owners, noise_multiplier=1.0, unit_sampling="example"
     )
     seen = set()
-    for _ in range(40):
+    for _ in range(10):
         for batch, index in loader:
             seen |= set(index[loader.is_real].tolist())
             engine.backward(model(batch))
@@ -312,7 +312,7 @@ def test_entries_drawn_one_by_one_are_at_most_k_of_each_user_and_accounted_for()
     event = accounting.UnitPoissonGaussian(
         noise_multiplier=1.0, sample_rate=3 / 13, examples_per_unit=2, relation="zero_out"
     )
-    accountant.compose(event, 40 * loader.steps_per_epoch)
+    accountant.compose(event, 10 * loader.steps_per_epoch)
     assert engine.get_epsilon(1e-5) == accountant.get_epsilon(1e-5)
     assert "each clipped by itself" in engine.public.unit
 

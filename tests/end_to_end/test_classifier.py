@@ -16,7 +16,7 @@ from dpflash.train.data import ByteDocuments, LabelledTexts  # noqa: E402
 from dpflash.train.language_models import TextClassifier  # noqa: E402
 from dpflash.train.run import Interrupted, TrainingRun  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "empty_picture")
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "fever", "none", "today", "note"]
 
 
@@ -69,8 +69,8 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     run, out = tmp_path / "run", tmp_path / "out"
     words = ["train", "--data", str(notes), "--unit", "field:patient_id", "--model", str(bert)]
     words += ["--label-field", "label", "--labels", "true", "ill", "--batch-size", "30"]
-    words += ["--steps", "30", "--noise-multiplier", "0.01", "--delta", "1e-3"]
-    words += ["--accountant", "rdp", "--learning-rate", "0.02", "--out", str(run)]
+    words += ["--steps", "20", "--noise-multiplier", "0.01", "--delta", "1e-3", "--no-baseline"]
+    words += ["--accountant", "rdp", "--learning-rate", "0.03", "--out", str(run)]
     assert main([*words, *(["--lora-rank", "2"] if lora_rank else [])]) == 0
     shown = capsys.readouterr().out
     assert "left out: 1 malformed" in shown and "texts of 12 tokens" in shown
@@ -97,12 +97,12 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
 
 @pytest.mark.cases(0)
 def test_a_resumed_classifier_is_the_uninterrupted_one(bert, notes, tmp_path):
-    config = TrainingConfig(**given(bert, notes, checkpoint_every=1))
+    config = TrainingConfig(**given(bert, notes, steps=2, checkpoint_every=1))
     whole = TrainingRun.start(config, tmp_path / "whole")
     report = whole.run()
     calls = iter(range(9))
     with pytest.raises(Interrupted):
-        TrainingRun.start(config, tmp_path / "cut").run(should_stop=lambda: next(calls) == 2)
+        TrainingRun.start(config, tmp_path / "cut").run(should_stop=lambda: next(calls) == 1)
     resumed = TrainingRun.resume(tmp_path / "cut")
     again = resumed.run()
     assert again["history"] == report["history"]

@@ -20,7 +20,7 @@ VOCAB, LONGEST = 20, 24
 
 def _documents():
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(2, LONGEST, (200,), generator=generator).tolist()
+    lengths = torch.randint(2, LONGEST, (120,), generator=generator).tolist()
     return [
         (torch.randint(1, VOCAB, (length,), generator=generator), torch.tensor(length % 2))
         for length in lengths
@@ -460,7 +460,7 @@ def test_a_scalar_loss_that_nobody_declared_is_named_with_padding_too():
 
 @pytest.mark.parametrize("each", [1, 2, 8])
 def test_two_samples_are_enough(each):
-    users = {"unit_of": [i // each for i in range(200)], "examples_per_unit": each}
+    users = {"unit_of": [i // each for i in range(120)], "examples_per_unit": each}
     options = {"physical_batch_size": 2 * each, **(users if each > 1 else {})}
     with pytest.raises(dpflash.PrivateRefusal, match="padded less, so nothing was released"):
         _train("all", _padded, **options)
