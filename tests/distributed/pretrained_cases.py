@@ -108,7 +108,8 @@ def matches(
 
 
 def _error(x: Tensor, y: Tensor) -> float:
-    return float((x - y).abs().max())
+    """The greatest difference, over the greatest value where that is above 1."""
+    return float((x - y).abs().max() / y.abs().max().clamp(min=1))
 
 
 def _train(model: nn.Module, mesh: Any, *, scale: float, steps: int = 1, **options: Any) -> Tensor:

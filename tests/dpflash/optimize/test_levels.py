@@ -818,4 +818,4 @@ def test_dpflash_train_takes_a_level(level, tmp_path, capsys):
     report = (out / "report.json").read_text()
     assert f'"optimize": "{level}"' in report
     assert main(["train", "--resume", str(out), "--optimize", "aggressive"]) != 0
-    assert f"the run to resume has optimize='{level}'" in capsys.readouterr().err
+    assert f"the run to resume has --optimize '{level}'" in capsys.readouterr().err
