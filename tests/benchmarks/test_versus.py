@@ -109,6 +109,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
         run_versus(ROOT, tmp_path, out=tmp_path / "out", **FEW)
 
 
+@pytest.mark.cases(0)
 def test_packages_that_are_not_dpflash_end_with_their_folder_and_the_way_out(tmp_path):
     stub = tmp_path / "stub"
     for package in ("dpflash", "kernels", "accounting"):
@@ -157,6 +158,7 @@ def test_checkouts_take_turns_on_one_cpu_and_swap_who_begins(monkeypatch, tmp_pa
     assert cpus == [2, 2, 7, 7, 2, 2]
 
 
+@pytest.mark.cases(0)
 def test_a_launch_runs_on_the_cpu_that_it_is_told(tmp_path):
     tree = versus._copy_sources(ROOT, tmp_path / "tree")
     harness = versus._copy_harness(tmp_path / "harness")

@@ -235,6 +235,7 @@ def test_empty_batches_of_a_rank_neither_hang_nor_skew(started, wrapper):
     assert all(len(one["sizes"]) == 5 for one in together)
 
 
+@pytest.mark.cases(0)
 def test_batches_of_fixed_size_are_dealt_out_too(started):
     options = {"sampling": "fixed_size", "steps": 2}
     together = started.run(2, "train", context=1, **options)
@@ -243,6 +244,7 @@ def test_batches_of_fixed_size_are_dealt_out_too(started):
     assert_as_alone(together, alone)
 
 
+@pytest.mark.cases(0)
 def test_random_allocation_is_dealt_out_too(started):
     options = {"sampling": "random_allocation", "steps": 5}  # an epoch
     together = started.run(2, "train", context=1, **options)

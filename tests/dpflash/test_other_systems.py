@@ -64,6 +64,7 @@ SYSTEMS = {
 }
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_library_imports_and_trains(system, tmp_path):
     names, modules = SYSTEMS[system]

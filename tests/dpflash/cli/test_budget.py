@@ -178,6 +178,7 @@ def test_the_plot_shows_epsilon_after_each_step_and_is_written(ledger, tmp_path,
         assert epsilon == epsilon_of(*events, relation="zero_out")
 
 
+@pytest.mark.cases(0)
 def test_the_plot_shows_the_tradeoff_of_the_whole_ledger(ledger, tmp_path, figures):
     words = ["budget", str(ledger), "--delta", "1e-5", "--plot", str(tmp_path / "p.png")]
     assert main(words) == 0

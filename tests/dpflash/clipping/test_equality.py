@@ -444,6 +444,7 @@ def test_reentrant_checkpointing_is_refused(kind, private):
         engine.backward(model(torch.randn(4, 3, 5)).sum((1, 2)))
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_a_compiled_model_agrees_with_an_eager_one(

@@ -252,6 +252,7 @@ def test_training_passes_its_trials(options, private):
     assert engine.verified is True
 
 
+@pytest.mark.cases(0)
 def test_a_compiled_forward_casts_the_weights_of_the_last_release(private, monkeypatch):
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
