@@ -53,6 +53,7 @@ def test_one_step_by_contour_is_the_closed_form(rate, noise, epsilon, direction)
     assert lost < 1e-12 * value
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize(
     ("rate", "noise", "epsilon", "direction"),
     [

@@ -110,6 +110,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
         run_versus(ROOT, tmp_path, out=tmp_path / "out", **FEW)
 
 
+@pytest.mark.cases(0)
 def test_packages_that_are_not_dpflash_end_with_their_folder_and_the_way_out(tmp_path):
     stub = tmp_path / "stub"
     for package in ("dpflash", "kernels", "accounting"):

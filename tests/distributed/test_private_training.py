@@ -238,6 +238,7 @@ def test_empty_batches_of_a_rank_neither_hang_nor_skew(started, wrapper):
     assert all(len(one["sizes"]) == 5 for one in together)
 
 
+@pytest.mark.cases(0)
 def test_batches_of_fixed_size_are_dealt_out_too(started):
     options = {"sampling": "fixed_size", "steps": 2}
     together = started.run(2, "train", context=1, **options)

@@ -1,6 +1,6 @@
 """Kernels compile ahead of time for GPUs that are not there, and fit them.
 
-`make test` compiles each kernel once, for sm_90. `DPFLASH_FULL=1` compiles everything for every
+`make test` compiles most kernels once, for sm_90. `DPFLASH_FULL=1` compiles everything for every
 architecture; `make test-all` does so under the oldest and the newest Triton.
 """
 
@@ -242,7 +242,8 @@ def test_budget_allows_no_spills_in_16_bit_but_of_old_releases_head_dim_256_and_
 
 @pytest.mark.parametrize("arch", COMPILED)
 def test_16_bit_attention_fits_its_architecture(arch, compiled):
-    lines = compiled("attention", arch, attention("forward", "dq", "dkdv"))
+    kernels = ("forward", "dq", "dkdv") if FULL else ("forward", "dkdv")
+    lines = compiled("attention", arch, attention(*kernels))
     assert not misfits(arch, lines)
     if arch == "sm_90":
         for name in lines.keys() & CHUNKS.keys():

@@ -191,6 +191,7 @@ def test_every_check_passes_with_banded_noise():
     assert failed(prober.read(), bands=3) == set()
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize(("rate", "scores"), [(1 / 3, 5 * 300), (1 / 12, 300)])
 def test_scores_of_banded_noise_are_as_tight(rate, scores):
     asked = settings(rate=rate, steps=3 * 5 - 1, **BANDED)
