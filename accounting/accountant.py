@@ -24,8 +24,8 @@ _APPEND = (
     "unit of its other lines, such as 'user: patient'"
 )
 _BY_NAME = (
-    "Pass the name of an accountant: an engine counts all releases of its ledger, and engines "
-    f"whose releases add up have the same ledger. {_APPEND}"
+    "Pass the name of an accountant: an engine counts all releases of its ledger. Give engines "
+    f"whose releases add up the same ledger. {_APPEND}"
 )
 _ROUNDS = 64
 _FIRST_SLACK = 1e-9
@@ -86,7 +86,7 @@ class Accountant(ABC):
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
         self.neighboring_relation = neighboring_relation
         self._is_held = False
-        self._ledger: str | None = None  # that has all that is counted
+        self._ledger: str | None = None  # which has all releases that are counted
         self.unit: str | None = None  # the privacy unit of the engines that count here
         self._history: list[Phase] = []
         self._events: list[tuple[Event, int]] = []
@@ -128,8 +128,8 @@ class Accountant(ABC):
         if self._is_held and (ledger, self._ledger) != (None, None):
             raise ValueError(
                 f"accountant={name!r} is the object of an engine with ledger={self._ledger!r}, "
-                f"and this engine has ledger={ledger!r}: beside a ledger, an accountant counts "
-                f"for one engine, and what that ledger holds. {_BY_NAME}"
+                f"and this engine has ledger={ledger!r}: the accountant of an engine with a "
+                f"ledger belongs to that engine alone. {_BY_NAME}"
             )
         if ledger is not None and (self._history or self._events):
             raise ValueError(
@@ -137,7 +137,7 @@ class Accountant(ABC):
                 f"them: another engine on it would report too small an epsilon. {_BY_NAME}"
             )
         self._is_held, self._ledger = True, ledger
-        # The lists that the caller may have kept are changed in place.
+        # The caller may have kept the lists, and could change them.
         self._history, self._events = list(self._history), list(self._events)
 
     @contextmanager

@@ -99,7 +99,7 @@ def two_hosts() -> Iterator[list[int]]:
 def carry(ends: list[int], path: str) -> None:
     """Carries packets both ways, each as late as the delay says when it came."""
     delay = Delay(path)
-    late: dict[int, collections.deque[tuple[float, bytes]]] = {}
+    late: dict[int, collections.deque[tuple[float, bytes]]]
     late = {end: collections.deque() for end in ends}
     other = dict(zip(ends, reversed(ends), strict=True))
     while True:

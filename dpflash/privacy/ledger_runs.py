@@ -87,8 +87,7 @@ def epsilon_by_run(
     for ledger in ledgers:
         own, runs = Spending(accountant, ledger=ledger), by_run(ledger.lines)
         for lines in runs if len(runs) > 1 else []:
-            name = label(runs_of(lines)[0]).replace("|", "/")  # which parts cells of a table
-            add(f"run {name}", lines, alone(lines, own), own.unit)
+            add(f"run {label(runs_of(lines)[0])}", lines, alone(lines, own), own.unit)
         if len(ledgers) > 1:
             add(f"ledger {ledger.head[:_SHOWN]}", ledger.lines, own, own.unit)
     total: dict[str, Any] | None = None
