@@ -1,8 +1,9 @@
 """Attributes that modules keep between forwards: saved, restored and compared.
 
 Parameters, buffers and children are not among them. Contents are seen through Python's containers
-and `SimpleNamespace`; other objects count as unchanged. Hooks are restored too, since models that
-install hooks in their first forward keep a flag about it.
+and `SimpleNamespace`; other objects count as unchanged. Hooks of forwards and backwards are
+restored too, since models that install hooks in their first forward keep a flag about it. Those
+of state dicts stay: FSDP2 adds them in its first forward, and keeps its flag elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 # Attributes that torch keeps in the __dict__ of a module.
 OF_TORCH = frozenset(vars(nn.Module()))
-_HOOKS = [name for name in OF_TORCH if "_hooks" in name]
+_HOOKS = [name for name in OF_TORCH if "_hooks" in name and "state_dict" not in name]
 _DICTS = {dict, OrderedDict, defaultdict}
 _LISTS = {list, deque}
 _CONTAINERS = {*_DICTS, *_LISTS, set, tuple, SimpleNamespace}

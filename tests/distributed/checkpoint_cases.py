@@ -93,7 +93,7 @@ class Run:
             model = DistributedDataParallel(model, process_group=self.mesh.get_group("data"))
         if wrapper in ("fsdp", "hsdp"):
             over = self.mesh[("dp_replicate", "dp_shard") if wrapper == "hsdp" else "data"]
-            for child in model.children() if kind == "net" else model.blocks:
+            for child in list(model.children())[:-1] if kind == "net" else model.blocks:
                 fully_shard(child, mesh=over)
             fully_shard(model, mesh=over)
         parameters = list(model.parameters())
@@ -169,6 +169,9 @@ def write(group: object, *, folder: str, names: list[str], after: int, **options
     for name in names:
         wrapper, optimizer = name.split("-")
         run = Run(wrapper, optimizer=optimizer, **options).train(after)
+        # An evaluation, which leaves the parameters of FSDP2's root whole.
+        with torch.no_grad():
+            run.model(torch.zeros(2, 5))
         found.append(run.save(Path(folder) / name).outcome())
     return found
 
