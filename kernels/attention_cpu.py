@@ -8,8 +8,10 @@ of queries and keys, E that of values.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,12 +43,10 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
     dtype = torch.promote_types(q.dtype, torch.float32)
     o = q.new_empty((*q.shape[:3], inputs.v.shape[3]), dtype=dtype)
     lse = q.new_empty(q.shape[:3], dtype=dtype)
-    if sinks is not None:
-        sinks = sinks.to(dtype).contiguous()
     if not _visits_all_rows(inputs.graph):
         o.zero_()
         lse.copy_(lse.new_tensor(-math.inf) if sinks is None else sinks.unsqueeze(2))
-    _run("forward", inputs, dtype, sinks=sinks, o=o, lse=lse)
+    _run("forward", inputs, dtype, None, None, (o, lse, *(None,) * 9))
     return o if wide or o.dtype == q.dtype else o.to(q.dtype), lse
 
 
@@ -83,19 +83,10 @@ def attention_backward(
     if inputs.slopes is not None:
         row_sums = q.new_zeros((4, *q.shape[:3]), dtype=torch.float64)
     dweights = _RunGrads(inputs.graph, q.shape[:2]) if run_grads else None
-    _run(
-        "backward",
-        inputs,
-        dtype,
-        o_in=o,
-        dout=do,
-        lse_in=lse.contiguous(),
-        dlse=None if dlse is None else dlse.to(dtype).contiguous(),
-        **{"dq": dq, "dk": dk, "dv": dv, "dbias": dbias},
-        row_sums=row_sums,
-        dweights=None if dweights is None else dweights.of_heads,
-        dweights_of=None if dweights is None else dweights.begin_of_runs,
-    )
+    dlse = None if dlse is None else dlse.to(dtype).contiguous()
+    runs = (None, None) if dweights is None else (dweights.of_heads, dweights.begin_of_runs)
+    others = (None, None, lse.contiguous(), dlse, dq, dk, dv, dbias, runs[0], row_sums, runs[1])
+    _run("backward", inputs, dtype, o, do, others)
     dk, dv = _unpadded(dk, k.shape[3]), _unpadded(dv, v.shape[3])
     needs_delta = sinks is not None or (row_sums is not None and all_keys)
     delta = delta_of(do, o, lse, dlse) if needs_delta else None
@@ -156,7 +147,7 @@ def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if x is None:
         return None
     x = x if x.dtype == dtype else x.to(dtype)
-    return x if x.stride(3) == 1 else x.contiguous()
+    return (x if x.stride(3) == 1 else x.contiguous()).resolve_neg()
 
 
 class _RunGrads:
@@ -190,82 +181,90 @@ class _RunGrads:
             return total.index_add_(0, run, self.of_heads)
 
 
-# The fields of attention_cpu.cpp's Problem, in its order: tensors with their strides, other
-# pointers, sizes, two numbers.
-_STRIDED = ("q", "k", "v", "o_in", "dout", "bias")
-_POINTERS = (
-    *("sinks", "slopes", "o", "lse", "lse_in", "dlse", "dq", "dk", "dv"),
-    *("dbias", "dweights", "row_sums", "dweights_of"),
-    *("groups", "runs", "weights", "variants", "row_variants", "key_range"),
-)
-_SIZES = (
-    *("variant_sample", "variant_head", "batch", "heads", "key_heads", "queries"),
-    *("keys", "dim", "padded", "value_dim", "value_padded", "distance_shift", "threads"),
-)
-_NUMBERS = ("scale", "softcap")
-_PROBLEM = struct.Struct(f"{4 * len(_STRIDED) + len(_POINTERS) + len(_SIZES)}q{len(_NUMBERS)}d")
+# The fields of tiles.h's Problem, in its order: six tensors with three strides each, pointers of
+# others, sizes, two numbers; then those of the graph's rows.
+_CALL = struct.Struct(f"{6 * 4 + 14 + 11}q2d")
+_ROWS = struct.Struct("7q")
 _ABSENT = (0, 0, 0, 0)
+_NUMBERS = {torch.float32: "float", torch.float64: "double"}
+
+
+@functools.cache
+def _lanes(dtype: torch.dtype) -> int:
+    library = native.library()
+    assert library is not None
+    return int(library.vector_bytes()) // dtype.itemsize
 
 
 def _padded(dim: int, dtype: torch.dtype) -> int:
     """A head dim, rounded up to whole vectors."""
-    library = native.library()
-    assert library is not None
-    lanes = int(library.vector_bytes()) // dtype.itemsize
+    lanes = _lanes(dtype)
     return -(-dim // lanes) * lanes
 
 
 def _run(
-    direction: str, inputs: AttentionInputs, dtype: torch.dtype, **tensors: Tensor | None
+    direction: str,
+    inputs: AttentionInputs,
+    dtype: torch.dtype,
+    o_in: Tensor | None,
+    dout: Tensor | None,
+    others: tuple[Tensor | None, ...],
 ) -> None:
-    """Run a kernel on its inputs and on further `tensors`, which it reads or writes."""
-    graph, bias, slopes = inputs.graph, inputs.bias, inputs.slopes
-    batch, heads, queries, dim = inputs.q.shape
-    key_heads, keys, value_dim = inputs.v.shape[1:]
-    tensors |= {"q": inputs.q, "k": inputs.k, "v": inputs.v, "bias": bias}
-    tensors |= {name: _aligned(tensors[name], dtype) for name in _STRIDED if name in tensors}
-    tensors["slopes"] = None if slopes is None else slopes.to(dtype).contiguous()
-    if inputs.key_range is not None:
-        tensors["key_range"] = inputs.key_range.int().contiguous()
-    # Not among the tables: a copy of the graph with other variants shares its plans.
-    tensors |= {**_tables(graph), "row_variants": graph.row_variants}
-    # Holds their memory until the kernel has run.
-    held = {name: x.resolve_neg() for name, x in tensors.items() if x is not None}
-    variants = graph.row_variants
-    pairs = batch * heads * queries * keys * dim
+    """Run a kernel, "forward" or "backward". Small calls spend most of their time here.
+
+    `others` are contiguous: o, lse, lse_in, dlse, dq, dk, dv, dbias, dweights, row_sums and
+    dweights_of, of which the kernel reads some and writes the others.
+    """
+    q, k, v, graph = inputs.q, inputs.k, inputs.v, inputs.graph
+    sinks, slopes, key_range = inputs.sinks, inputs.slopes, inputs.key_range
+    sinks = None if sinks is None else sinks.to(dtype).contiguous()
+    slopes = None if slopes is None else slopes.to(dtype).contiguous()
+    key_range = None if key_range is None else key_range.int().contiguous()
+    batch, heads, queries, dim = q.shape
+    _, key_heads, keys, value_dim = v.shape
     fields: list[int] = []
-    for name in _STRIDED:
-        x = held.get(name)
+    # These lists hold the tensors' memory until the kernel has run.
+    strided = [_aligned(x, dtype) for x in (q, k, v, o_in, dout, inputs.bias)]
+    for x in strided:
         fields += _ABSENT if x is None else (x.data_ptr(), *x.stride()[:3])
-    fields += [held[name].data_ptr() if name in held else 0 for name in _POINTERS]
-    problem = _PROBLEM.pack(
+    pointed = [x if x is None else x.resolve_neg() for x in (sinks, slopes, *others, key_range)]
+    fields += [0 if x is None else x.data_ptr() for x in pointed]
+    tables = _tables(graph)
+    threads = 1 + batch * heads * queries * keys * dim // _WORK_OF_A_THREAD
+    problem = _CALL.pack(
         *fields,
-        variants.stride(0) if variants.ndim == 2 and len(variants) > 1 else 0,
-        *(variants.stride(-1), batch, heads, key_heads, queries, keys),
+        *(batch, heads, key_heads, queries, keys),
         *(dim, _padded(dim, dtype), value_dim, _padded(value_dim, dtype)),
-        graph.distance_shift,
-        min(torch.get_num_threads(), 1 + pairs // _WORK_OF_A_THREAD),
+        *(graph.distance_shift, min(torch.get_num_threads(), threads)),
         *(inputs.scale, inputs.softcap or 0.0),
     )
-    number = "double" if dtype == torch.float64 else "float"
-    if getattr(native.library(), f"{direction}_{number}")(problem):
+    kernel = getattr(native.library(), f"{direction}_{_NUMBERS[dtype]}")
+    if kernel(problem + tables.fields):
         raise MemoryError(f"attention on the CPU, {direction}: no memory for its threads")
 
 
-def _tables(graph: TileGraph) -> dict[str, Tensor]:
-    """The tables of the graph's rows, as the kernels read them."""
-    side = graph.rows
-    known: tuple[Side, dict[str, Tensor]] | None = graph.plans.get("cpu")
-    if known is not None and known[0] is side:
-        return known[1]
-    tables = side.groups, side.runs, side.variants, graph.row_variants
-    assert all(table.dtype == torch.int32 for table in tables)
-    named = {
-        "groups": side.groups.contiguous(),
-        "runs": side.runs.contiguous(),
-        "weights": side.log_multiplicity.detach().double().contiguous(),
-        "variants": side.variants.contiguous(),
-    }
+class _Tables(NamedTuple):
+    """The tables of a graph's rows, as the kernels read them."""
+
+    side: Side
+    row_variants: Tensor
+    held: tuple[Tensor, ...]
+    fields: bytes
+
+
+def _tables(graph: TileGraph) -> _Tables:
+    side, variants = graph.rows, graph.row_variants
+    known: _Tables | None = graph.plans.get("cpu")
+    # Copies of a graph with other rows or variants share its plans.
+    if known is not None and known.side is side and known.row_variants is variants:
+        return known
+    assert all(x.dtype == torch.int32 for x in (side.groups, side.runs, side.variants, variants))
+    weights = side.log_multiplicity.detach().double()
+    held = tuple(x.contiguous() for x in (side.groups, side.runs, weights, side.variants))
+    of_samples = variants.stride(0) if variants.ndim == 2 and len(variants) > 1 else 0
+    pointers = [x.data_ptr() for x in (*held, variants)]
+    fields = _ROWS.pack(*pointers, of_samples, variants.stride(-1))
+    found = _Tables(side, variants, held, fields)
     if not side.runtime:  # a graph built for one call
-        graph.plans["cpu"] = (side, named)
-    return named
+        graph.plans["cpu"] = found
+    return found

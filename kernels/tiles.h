@@ -23,7 +23,7 @@ struct Tokens {
   }
 };
 
-// The fields of attention_cpu.py's _PROBLEM, in its order. Pointers may be null where noted.
+// The fields of attention_cpu.py's _CALL and _GRAPH, in their order. Pointers may be null where noted.
 struct Problem {
   Tokens q, k, v, o_in, dout, bias;  // bias [B, H, T, S], or null
   const void *sinks, *slopes;      // [B, H], or null
@@ -34,13 +34,15 @@ struct Problem {
   double* dweights;                // [W], added to; or null
   double* row_sums;                // [4, B, H, T], or null: sums over keys, see attention_cpu.py
   const int64_t* dweights_of;      // [B, H]: where in dweights a head's run 0 is
-  const int32_t *groups, *runs;    // tile_graph.Side
-  const double* weights;           // [R]: log multiplicities
-  const int32_t *variants, *row_variants, *key_range;  // key_range or null
-  int64_t variant_sample, variant_head;  // strides of row_variants [B, H]
+  const int32_t* key_range;        // [B, 2], or null
   int64_t batch, heads, key_heads, queries, keys, dim, padded, value_dim, value_padded;
   int64_t distance_shift, threads;
   double scale, softcap;           // softcap 0 for none
+  // Of the graph's rows, packed once a graph.
+  const int32_t *groups, *runs;    // tile_graph.Side
+  const double* weights;           // [R]: log multiplicities
+  const int32_t *variants, *row_variants;
+  int64_t variant_sample, variant_head;  // strides of row_variants [B, H]
 };
 
 constexpr int kKeys = 64;        // that meet a tile at a time

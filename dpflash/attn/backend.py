@@ -12,7 +12,8 @@ from dpflash.kernels.attention_vendor import AUTO, BACKENDS
 
 from .. import _validate
 
-_current: ContextVar[str] = ContextVar("attention_backend", default=AUTO)
+# The choice, and whether a private model's forward runs.
+_current: ContextVar[tuple[str, bool]] = ContextVar("attention_backend", default=(AUTO, False))
 # What torch.compile reads, and guards on: it traces no ContextVar.
 _traced = AUTO
 # The choice of the private model whose forward ran last, for recomputed forwards.
@@ -30,8 +31,9 @@ def attention_backend(backend: str) -> AbstractContextManager[None]:
 
     Dense and causal attention in 16 bit is what other libraries have kernels for. All other calls
     (patterns, sinks, slopes, masks, biases, fewer queries than keys, float32) run in dpflash's
-    own kernels, and so does everything on a CPU and on a GPU of ROCm. `dpflash doctor` and
-    `engine.optimization` name the kernels of a device.
+    own kernels, and so does everything on a GPU of ROCm and, but for short samples (see
+    `dpflash.attention`), on a CPU. `dpflash doctor` and `engine.optimization` name the kernels
+    of a device.
 
     Args:
         backend: "auto": cuDNN's forward or FlashAttention 4's (the package flash-attn-4, where it
@@ -61,19 +63,19 @@ def attention_backend(backend: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _chosen(backend: str) -> Iterator[None]:
+def _chosen(backend: str, *, of_model: bool = False) -> Iterator[None]:
     global _traced
     is_traced = torch.compiler.is_compiling()
-    before = _traced if is_traced else _current.get()
-    if not is_traced:
-        _current.set(backend)
+    traced, before = _traced, None if is_traced else _current.get()
+    if before is not None:
+        _current.set((backend, of_model or before[1]))
     _traced = backend
     try:
         yield
     finally:
-        if not is_traced:
+        if before is not None:
             _current.set(before)
-        _traced = before
+        _traced = traced
 
 
 @contextmanager
@@ -81,7 +83,7 @@ def attention_backend_of_model(backend: str) -> Iterator[None]:
     """`attention_backend` for a private model's forward, and for what its backward runs again."""
     global _again
     _again = backend
-    with _chosen(backend):
+    with _chosen(backend, of_model=True):
         yield
 
 
@@ -89,8 +91,17 @@ def current_backend() -> str:
     """Return the backend that `attention_backend` has set here."""
     if torch.compiler.is_compiling():
         return _traced
-    chosen = _current.get()
-    # A backward runs in threads of its own, which know nothing of the forward's choice.
-    if chosen == AUTO and _again is not None and torch._C._current_graph_task_id() != -1:
+    chosen, _ = _current.get()
+    if chosen == AUTO and _again is not None and _is_in_backward():
         return _again
     return chosen
+
+
+def is_in_private_model() -> bool:
+    """Whether a private model's forward runs, or may be run again by a backward."""
+    return _current.get()[1] or (_again is not None and _is_in_backward())
+
+
+def _is_in_backward() -> bool:
+    # A backward runs in threads of its own, which know nothing of the forward's choice.
+    return torch._C._current_graph_task_id() != -1

@@ -12,13 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpflash.kernels.attention_vendor import OWN
+
 from .. import _validate
 from ..patterns import Adaptive, Dense, Pattern, WithinDocuments
+from .backend import current_backend, is_in_private_model
 from .boundary import Boundary, cross, release_of
-from .ops import ReleasedAttention, attend
+from .ops import ReleasedAttention, attend, is_eager
 
 _MAX_HEAD_DIM = 576
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SHORT = 2**21  # multiplications of q k
 _DENSE = {False: Dense(causal=False), True: Dense(causal=True)}
 
 
@@ -129,9 +133,10 @@ def attention(
     Guarantees:
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
         sinks, alibi_slopes and position_bias) alone. Repeats bit for bit, but for gradients under
-        ``attention_backend("fast")``, which says whose kernels run. One query in dense attention
-        on the CPU, where nothing else is asked for and no gradient, runs in torch's own
-        `scaled_dot_product_attention`, whose last bits may depend on the number of samples.
+        ``attention_backend("fast")``, which says whose kernels run. On the CPU dense attention of
+        one query without a gradient, and outside of private models of one short sample (up to
+        2^21 multiplications), runs in torch's own `scaled_dot_product_attention` where nothing
+        else is asked for: its last bits may depend on the number of samples. "own" prevents it.
     """
     if not isinstance(q, Tensor) or torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q), autocast(k), autocast(v)
@@ -146,10 +151,11 @@ def attention(
     if key_padding_mask is not None:
         _require_padding(key_padding_mask, k)
     extras = (sinks, alibi_slopes, bias, key_padding_mask, softcap, boundary)
-    if not return_lse and isinstance(pattern, Dense) and all(x is None for x in extras):
-        if _is_plain_decoding(q, k, v):
+    if type(pattern) is Dense and not return_lse and all(x is None for x in extras):
+        if _runs_in_torch(q, k, v, pattern.causal):
+            is_causal, grouped = pattern.causal and q.shape[2] > 1, q.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(
-                q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped
             )
     if boundary is not None:
         if not isinstance(boundary, Boundary):
@@ -193,16 +199,25 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def _is_plain_decoding(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether torch's own kernel does as well: one query on the CPU, without a gradient.
+def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Whether torch's own kernel does as well in less time: a short sample on the CPU.
 
-    The kernels here take queries side by side, and one alone leaves most of a vector empty.
+    The kernels here are called from Python, which takes longer than such a call. They take
+    queries side by side, and one alone leaves most of a vector empty.
     """
-    if q.shape[2] != 1 or not q.is_cpu or 0 in k.shape or q.shape[3] != v.shape[3]:
+    if not q.is_cpu or 0 in k.shape or q.shape[3] != v.shape[3]:
         return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return False
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    alone = q.shape[2] == 1
+    if trains or not alone:
+        # Not in private models, where no bit of a sample depends on the number of samples.
+        short = q.shape[0] == 1 and q.numel() * k.shape[2] <= _SHORT
+        if not short or q.dtype not in (torch.float32, torch.float64) or is_in_private_model():
+            return False
+        # torch's causal queries are the first tokens.
+        if causal and not alone and q.shape[2] != k.shape[2]:
+            return False
+    return current_backend() != OWN and is_eager((q, k, v))
 
 
 def _document_by_document(

@@ -137,13 +137,18 @@ class _EagerAttention(torch.autograd.Function):
     backward = Attention.backward
 
 
-def _is_plain(inputs: Sequence[Any]) -> bool:
-    """Whether a CPU kernel may be called directly: no subclass, mode or tracer is active."""
+def is_eager(inputs: Sequence[Any]) -> bool:
+    """Whether nothing but autograd watches: no subclass, mode, transform or tracer is active."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return False
-    plain = inputs[0].is_cpu and _PLAIN.issuperset(map(type, inputs))
+    return _PLAIN.issuperset(map(type, inputs))
+
+
+def _is_plain(inputs: Sequence[Any]) -> bool:
+    """Whether a CPU kernel may be called directly."""
+    plain = inputs[0].is_cpu and is_eager(inputs)
     return plain and not torch._C._autograd._profiler_enabled()
 
 

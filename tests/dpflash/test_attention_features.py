@@ -6,10 +6,13 @@ inputs' dtype, or 1e-5.
 
 import itertools
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import dpflash
 from dpflash import PrivateRefusal, attention
 from dpflash.patterns import (
     Adaptive,
@@ -258,10 +261,88 @@ def test_autocast_converts_as_for_torchs_own_attention(dtype):
     q, k, v = make(5, 5, (8, 8), (2, 2), dtype).values()
     k = k.float() if dtype == torch.float16 else k
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        expected = F.scaled_dot_product_attention(q, k, v)
         found = attention(q, k, v)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def watched(call):
+    """The result of a call, and whether torch's own attention made it."""
+    with patch.object(
+        F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention
+    ) as f:
+        return call(), f.called
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [1, 7])
+def test_a_short_sample_gets_from_torch_what_the_own_kernels_give(queries, dtype, causal):
+    tensors = {k: x[:1] for k, x in make(queries, queries, (8, 8), (4, 2), dtype).items()}
+
+    def ours(q, k, v):
+        return attention(q, k, v, causal=causal, softmax_scale=0.3)
+
+    found, in_torch = watched(lambda: gradients(ours, tensors))
+    assert in_torch
+    with dpflash.attention_backend("own"):
+        expected, in_torch = watched(lambda: gradients(ours, tensors))
+    assert not in_torch
+    torch.testing.assert_close(found, expected)
+
+
+def test_torchs_own_attention_is_for_short_samples_alone():
+    def run(samples=1, tokens=7, keys=None, dtype=torch.float32, **named):
+        q, k, v = make(tokens, keys or tokens, (8, 8), (2, 2), dtype).values()
+        return watched(lambda: attention(*(x[:samples] for x in (q, k, v)), **named))[1]
+
+    assert run()
+    assert run(keys=9)
+    assert run(2, tokens=1, keys=9, dtype=torch.bfloat16)
+    assert not run(2)
+    assert not run(tokens=400)
+    assert not run(dtype=torch.bfloat16)
+    # torch's causal queries are the first ones, not the last.
+    assert not run(keys=9, causal=True)
+    assert run(tokens=1, keys=9, causal=True)
+    assert not run(pattern=SlidingWindow(left=9, right=0))
+    assert not run(softcap=2.0)
+    with dpflash.attention_backend("own"):
+        assert not run()
+        assert not run(2, tokens=1)
+
+
+def test_a_private_model_attends_by_the_own_kernels():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.proj(x).unsqueeze(1)
+            return attention(x, x, x, causal=True).sum((1, 2, 3))
+
+    model, batch = Model(), torch.randn(1, 5, 8)
+    _, in_torch = watched(lambda: model(batch).sum().backward())
+    assert in_torch
+    model.zero_grad()
+    engine = dpflash.PrivacyEngine()
+    private, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(batch, batch_size=1),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+
+    def step():
+        engine.backward(private(next(iter(loader))))
+
+    assert not watched(step)[1]
+    # After it, plain calls run in torch again.
+    assert watched(lambda: Model()(batch).sum().backward())[1]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
