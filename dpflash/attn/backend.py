@@ -92,16 +92,12 @@ def current_backend() -> str:
     if torch.compiler.is_compiling():
         return _traced
     chosen, _ = _current.get()
-    if chosen == AUTO and _again is not None and _is_in_backward():
+    # A backward runs in threads of its own, which know nothing of the forward's choice.
+    if chosen == AUTO and _again is not None and torch._C._current_graph_task_id() != -1:
         return _again
     return chosen
 
 
 def is_in_private_model() -> bool:
-    """Whether a private model's forward runs, or may be run again by a backward."""
-    return _current.get()[1] or (_again is not None and _is_in_backward())
-
-
-def _is_in_backward() -> bool:
-    # A backward runs in threads of its own, which know nothing of the forward's choice.
-    return torch._C._current_graph_task_id() != -1
+    """Whether a private model's forward runs; False where a backward runs it again."""
+    return _current.get()[1]

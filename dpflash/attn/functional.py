@@ -214,6 +214,10 @@ def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
         short = q.shape[0] == 1 and q.numel() * k.shape[2] <= _SHORT
         if not short or q.dtype not in (torch.float32, torch.float64) or is_in_private_model():
             return False
+        # What a forward saves is compared with what it saves when it runs again in a backward,
+        # where a private model is not known.
+        if trains and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return False
         # torch's causal queries are the first tokens.
         if causal and not alone and q.shape[2] != k.shape[2]:
             return False

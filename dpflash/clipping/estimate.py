@@ -221,6 +221,8 @@ class _Gates:
         is_last = self.microbatches == 1 and self.ranks == 1
         is_exact = self.modes.get(parameter, "instantiate") == "instantiate"
         size = (8 if is_exact and not is_last else 4) * parameter.numel()
+        if self.ranks > 1 and self.microbatches == self.batch == 1 and parameter in self.kept:
+            self.sums[parameter] = self.kept[parameter]  # clipped at the release
         if parameter not in self.sums:
             share = -(-size // self.ranks)
             self.sums[parameter] = self.tape.allocate(share, "clipped sums")

@@ -89,13 +89,13 @@ class Slices:
     ) -> dict[nn.Parameter, Tensor]:
         """What this rank owns of sums `[n]` that it holds, over the samples of all ranks.
 
-        Tensors that nothing else holds, in the dtype of the sums, which all have one.
+        In the dtype of the sums, which all have one; the sums themselves where nothing is sent.
         """
         data = self.ranks.data
         own, rest = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor]()
         for parameter, held in sums.items():
             if data is None or self.is_scattered(parameter):
-                own[parameter] = held.clone()
+                own[parameter] = held
             else:
                 rest[parameter] = held.view(1, -1)
         if data is not None and rest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,13 @@ from ..distributed.mesh import Ranks
 from ..distributed.slices import Slices
 from ..refusal import PrivateRefusal
 from .noise import BatchNoise
+
+
+class _OneSample(NamedTuple):
+    """A clipped sum of one sample, before it is clipped: half of the memory of the sum."""
+
+    grad: Tensor  # [1, ...]
+    factors: Tensor  # [1]
 
 
 class ClippedSums(Mapping[nn.Parameter, Tensor]):
@@ -67,13 +75,17 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     def clear(self) -> None:
         """Drop the sums; the next backward begins a logical batch."""
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[nn.Parameter, Tensor | _OneSample] = {}
         self._waiting: dict[nn.Parameter, Tensor] = {}
         self._attempt = 0
         self.bound = math.nan
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
-        return self._sums[parameter]
+        held = self._sums[parameter]
+        if isinstance(held, Tensor):
+            return held
+        (total,) = clip_reduce_all([held.grad], held.factors, grid=self.grid)
+        return total
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._sums)
@@ -144,6 +156,13 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             _, theirs, into = zip(*kept, strict=True)
             clip_reduce_all(theirs, factors, grid=self.grid, into=into)
         new = [(p, g) for p, g, total in held if total is None]
+        if len(factors) == 1 and self.ranks.context is not None:
+            # Nothing else holds these gradients: they are slices that this rank received.
+            first = {p: _OneSample(g, factors) for p, g in new if p not in self._sums}
+            self._sums.update(first)
+            for parameter in first:
+                self._note_rounding(parameter)
+            new = [(p, g) for p, g in new if p not in first]
         if new:
             own, theirs = zip(*new, strict=True)
             totals = clip_reduce_all(theirs, factors, grid=self.grid, noise=noise)
@@ -187,12 +206,12 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             return
         rows = self.slices.scattered(wide, [self._ids[p] for p in wide])
         for parameter, own in rows.items():
-            held = self._sums.get(parameter)
+            held = self.get(parameter)
             self._sums[parameter] = own if held is None else held + own
 
     def add_noise(self, parameters: Sequence[nn.Parameter], noise: Sequence[NoiseStream]) -> None:
         """Add noise to sums that are complete."""
-        totals = add_noise_([self._sums[p].contiguous() for p in parameters], noise)
+        totals = add_noise_([self[p].contiguous() for p in parameters], noise)
         for parameter, total in zip(parameters, totals, strict=True):
             self._sums[parameter] = total
         self._narrow(parameters)
@@ -218,10 +237,28 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         for number, theirs in enumerate(self.slices.bundled(parameters)):
             # Before the first bundle ranks agreed on the release.
             names = [self._ids[p] for p in theirs] if number else None
-            totals = self.slices.reduced({p: self._wide(p).reshape(-1) for p in theirs}, names)
-            noise.add_(totals, {p: self.slices.owned(p).start for p in totals})
-            means = dict(zip(totals, self._means(totals, divisor), strict=True))
-            yield theirs, self.slices.released(means)
+            means = self._noisy_means(theirs, names, noise, divisor)
+            parts = self.slices.released(dict(zip(theirs, means, strict=True)))
+            del means  # while the next ones are made
+            yield theirs, parts
+
+    def _noisy_means(
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[int] | None,
+        noise: BatchNoise,
+        divisor: float,
+    ) -> list[Tensor]:
+        """What this rank owns of the release."""
+        wide = {p: self._wide(p).reshape(-1) for p in parameters}
+        totals = self.slices.reduced(wide, names)
+        for parameter, total in totals.items():
+            # An interrupted release is made again from the sums without noise.
+            if total is wide[parameter] and isinstance(self._sums.get(parameter), Tensor):
+                totals[parameter] = total.clone()
+        del wide
+        noise.add_(totals, {p: self.slices.owned(p).start for p in totals})
+        return self._means(totals, divisor)
 
     @staticmethod
     def _means(totals: Mapping[nn.Parameter, Tensor], divisor: float) -> list[Tensor]:
@@ -232,7 +269,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """What this rank holds of a sum."""
         # Ranks add in one dtype; a sum that has its noise is of this process alone.
         dtype = wide_dtype(parameter) if self.is_alone else torch.float64
-        held = self._sums.get(parameter)
+        held = self.get(parameter)
         if held is None:
             cut = self.slices.held(parameter)
             shape = parameter.shape if self.is_alone else (cut.stop - cut.start,)
@@ -242,9 +279,10 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
         """The exact sum of earlier microbatches, to which a kernel may add in place, or None."""
-        held = self._sums.get(parameter)
+        held = self.get(parameter)
         if held is None or self.slices.is_scattered(parameter):
             return None
+        self._sums[parameter] = held
         return held if self.grid is not None and held.dtype == torch.float64 else None
 
     def _note_rounding(self, parameter: nn.Parameter) -> None:
@@ -252,16 +290,17 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             self.rounded.add(self.names[parameter])
 
     def _add(self, parameter: nn.Parameter, total: Tensor) -> None:
-        sums = self._waiting if self.slices.is_scattered(parameter) else self._sums
-        held = sums.get(parameter)
-        sums[parameter] = total if held is None or total is held else held + total
+        is_scattered = self.slices.is_scattered(parameter)
+        held = self._waiting.get(parameter) if is_scattered else self.get(parameter)
+        total = total if held is None or total is held else held + total
+        (self._waiting if is_scattered else self._sums)[parameter] = total
         # Of sums in float64, so that all ranks cut bundles alike.
         if 8 * sum(x.numel() for x in self._waiting.values()) >= BUNDLE_BYTES:
             self.exchange()
 
     def _narrow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Keep sums with their noise in the dtypes of their release."""
-        totals = [self._sums[p] for p in parameters]
+        totals = [self[p] for p in parameters]
         dtypes = [wide_dtype(p) for p in parameters]
         self._sums.update(zip(parameters, in_dtypes(totals, dtypes), strict=True))
 

@@ -341,8 +341,10 @@ def test_a_private_model_attends_by_the_own_kernels():
         engine.backward(private(next(iter(loader))))
 
     assert not watched(step)[1]
-    # After it, plain calls run in torch again.
+    # After it, plain calls run in torch again, unless a backward runs them once more.
     assert watched(lambda: Model()(batch).sum().backward())[1]
+    again = torch.utils.checkpoint.checkpoint(Model(), batch, use_reentrant=False)
+    assert not watched(lambda: again.sum().backward())[1]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

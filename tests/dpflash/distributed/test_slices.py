@@ -1,7 +1,9 @@
 """Which rank owns which elements, and the sums that owners get, for up to 16 ranks in threads."""
 
+import math
 import random
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,8 @@ from torch import nn
 
 from dpflash.distributed import slices
 from dpflash.distributed.mesh import Ranks
-from dpflash.kernels import grid_of
+from dpflash.kernels import NoiseStream, clip_reduce_all, grid_of
+from dpflash.step import BatchNoise, ClippedSums
 
 SHAPES = [(5, 3), (), (1,), (0, 4), (17,), (2, 3, 7)]
 MESHES = [(1, 1), (2, 1), (1, 3), (2, 2), (5, 3), (16, 1), (1, 16), (4, 4)]
@@ -141,6 +144,41 @@ def test_parts_that_nearly_cancel_add_up_to_the_integers(monkeypatch, mesh, samp
             assert total.shape == parameter.shape
             wanted = [sum(part[i][j] for part in parts) for j in range(parameter.numel())]
             assert [int(x) for x in (total.flatten() / grid).tolist()] == wanted
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_sample_alone_over_a_context_is_clipped_at_the_release(monkeypatch, exact):
+    parameter, grid = nn.Parameter(torch.zeros(10)), grid_of(1.0) if exact else None
+    rows = torch.randn(2, 10, generator=torch.Generator().manual_seed(0))
+    factors = torch.tensor([0.5, 0.25])
+
+    def released(ranks, rank):
+        ranks = replace(ranks, everyone=ranks.context)
+        sums = ClippedSums([parameter], names={parameter: "weight"}, ranks=ranks, exact=exact)
+        sums.begin(1.0)
+        own = rows[:, sums.slices.held(parameter)]
+        sums.add_clipped([parameter], [own[:1]], factors[:1])
+        # A sum would be of eight bytes an element.
+        assert sums._sums[parameter].grad.data_ptr() == own.data_ptr()
+        (first,) = clip_reduce_all([own[:1].contiguous()], factors[:1], grid=grid)
+        assert torch.equal(sums[parameter], first)
+        sums.add_clipped([parameter], [own[1:]], factors[1:])
+        found = []
+        for _ in range(2):
+            noise = BatchNoise(1.5, 1.0, key=bytes(32), step=0, parameter_ids={parameter: 0})
+            ((_, (mean,)),) = sums.with_noise([parameter], noise, 1.0)
+            found.append(mean)
+        return found
+
+    monkeypatch.setattr(Ranks, "agree", lambda *args: None)
+    (total,) = clip_reduce_all([rows], factors, grid=grid)
+    total, std = total.double(), math.nextafter(1.5, math.inf)
+    stream = NoiseStream(std=std, grid=grid_of(1.0), key=bytes(32), step=0, parameter_id=0)
+    stream.add_to_(total)
+    for one, again in Threads(monkeypatch, 1, 2).run(released):
+        assert torch.equal(one, again)
+        torch.testing.assert_close(one, total.float(), rtol=0, atol=0 if exact else 1e-6)
 
 
 def test_ranks_that_send_other_gradients_are_refused(monkeypatch):
