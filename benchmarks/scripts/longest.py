@@ -4,6 +4,8 @@ A LongContextLM, one sample a step, activation checkpointing and a loss in chunk
 fresh process with one core. By default LongNet's attention on up to 1,048,576 tokens and one rank;
 seconds are processor time of the second of two steps. With --search the longest sequence whose two
 steps grow by at most 256 MiB a rank, with a sliding window, on one rank and over a context of two.
+There glibc returns each freed block of 64 KiB or more: by default it keeps those up to 32 MiB, and
+then a peak depends on their order.
 
     python benchmarks/scripts/longest.py --json benchmarks/results/cpu-epyc/longest.json
     python benchmarks/scripts/longest.py --search \
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +159,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file of the results")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.search:  # for the ranks' processes
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     config = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "vocabulary": VOCABULARY}
     config |= {"keys": KEYS} | ({"limit_mb": LIMIT} if args.search else {})
     found = {"environment": environment("cpu", 1), "config": config, "rows": rows_of(args.search)}
