@@ -110,7 +110,7 @@ def measure_attention(
     for case, figures in zip(cases, found, strict=True):
         if not figures["correct"]:
             continue
-        step = steps[case.mode] = _attention_step(place, case)
+        step = steps[case.mode] = attention_step(place, case)
         step()
         place.barrier()
         figures["peak_memory_mb"] = peak_growth(step, place.device)
@@ -123,7 +123,7 @@ def measure_attention(
         return found
     # The modes are the same call on one rank.
     alone = functools.partial(
-        _attention_step, Place(0, 1, place.device), replace(cases[0], tokens=tokens_alone)
+        attention_step, Place(0, 1, place.device), replace(cases[0], tokens=tokens_alone)
     )
     times = _timed(place, steps, alone, effort)
     for case, figures in zip(cases, found, strict=True):
@@ -172,7 +172,8 @@ def _call(place: Place, q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) ->
     return ring_attention(q, k, v, pattern=pattern, mode=case.mode, sharding=case.sharding)
 
 
-def _attention_step(place: Place, case: AttentionCase) -> Step:
+def attention_step(place: Place, case: AttentionCase) -> Step:
+    """A call by all ranks."""
     # Times do not depend on values.
     own = Layout(case.tokens, place.world_size, case.sharding).local_length(place.rank)
     shape = (case.batch, case.heads, own, case.head_dim)

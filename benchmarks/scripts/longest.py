@@ -1,22 +1,15 @@
 r"""Memory and time of training steps on very long sequences, plain and private.
 
-A LongContextLM, one sample a step, activation checkpointing and a loss in chunks; a rank is a
-fresh process with one core. By default LongNet's attention on up to 1,048,576 tokens and one rank;
-seconds are processor time of the second of two steps. With --search the longest sequence whose two
-steps grow by at most 256 MiB a rank, with a sliding window, on one rank and over a context of two.
-There glibc returns each freed block of 64 KiB or more: by default it keeps those up to 32 MiB, and
-then a peak depends on their order.
+A LongContextLM with LongNet's attention, one sample a step, activation checkpointing and a loss in
+chunks, in a fresh process with one core; seconds are processor time of the second of two steps.
 
     python benchmarks/scripts/longest.py --json benchmarks/results/cpu-epyc/longest.json
-    python benchmarks/scripts/longest.py --search \
-        --json benchmarks/results/cpu-xeon/longest-ranks.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,11 +27,10 @@ from dpflash.bench.memory import peak_growth
 from dpflash.bench.output import write_text
 from dpflash.bench.private import endless
 from dpflash.distributed import context_parallel
-from dpflash.patterns import Dilated, Pattern, SlidingWindow
+from dpflash.patterns import Dilated, Pattern
 
 LENGTHS = (2**17, 2**18, 2**19, 2**20)
 WIDTH, LAYERS, HEADS, VOCABULARY, KEYS = 32, 2, 2, 64, 256
-LIMIT, RANKS, GRAIN = 256, (1, 2), 512  # MiB a rank; T is a multiple of GRAIN
 SECONDS = 600.0  # of a call
 
 
@@ -114,56 +106,21 @@ def two_steps(place: Place, tokens: int, is_private: bool) -> dict[str, float | 
     return {"peak_memory_mb": peak_growth(twice, place.device), "seconds": seconds}
 
 
-def growth(place: Place, tokens: int, is_private: bool) -> float:
-    """MiB by which the resident memory of this rank grows at most in two steps."""
-    step = step_of(place, tokens, is_private, SlidingWindow(window=KEYS, causal=True))
-    found = peak_growth(lambda: [step(), step()], place.device)
-    assert found is not None
-    return found
-
-
-def longest(ranks: int, is_private: bool) -> int:
-    """The largest T in whose steps no rank grows beyond the limit, to one multiple of GRAIN."""
-
-    def fits(grains: int) -> bool:
-        given = {"tokens": grains * GRAIN, "is_private": is_private}
-        return max(run_ranks(growth, ranks, device="cpu", timeout=SECONDS, **given)) <= LIMIT
-
-    good, bad = 0, 64
-    while fits(bad):
-        good, bad = bad, 2 * bad
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good * GRAIN
-
-
-def rows_of(search: bool) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for size in RANKS if search else LENGTHS:
-        for is_private in (False, True):
-            if search:
-                found: dict[str, Any] = {"ranks": size, "max_tokens": longest(size, is_private)}
-            else:
-                given = {"tokens": size, "is_private": is_private}
-                (own,) = run_ranks(two_steps, 1, device="cpu", timeout=SECONDS, **given)
-                found = {"tokens": size, **own}
-            rows.append({**found, "is_private": is_private})
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--search", action="store_true", help="the longest T on 1 and 2 ranks")
     parser.add_argument("--json", type=Path, required=True, help="file of the results")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.search:  # for the ranks' processes
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
+    rows = []
+    for tokens in LENGTHS:
+        for is_private in (False, True):
+            given: dict[str, Any] = {"tokens": tokens, "is_private": is_private}
+            (own,) = run_ranks(two_steps, 1, device="cpu", timeout=SECONDS, **given)
+            rows.append({**given, **own})
+            print(json.dumps(rows[-1]), flush=True)
     config = {"width": WIDTH, "layers": LAYERS, "heads": HEADS, "vocabulary": VOCABULARY}
-    config |= {"keys": KEYS} | ({"limit_mb": LIMIT} if args.search else {})
-    found = {"environment": environment("cpu", 1), "config": config, "rows": rows_of(args.search)}
+    config |= {"keys": KEYS}
+    found = {"environment": environment("cpu", 1), "config": config, "rows": rows}
     write_text(args.json, json.dumps(found, indent=1) + "\n")
 
 
