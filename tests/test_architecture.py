@@ -479,6 +479,8 @@ def test_troubleshooting_lists_every_error_and_warning():
     files = [path for folder in messages.FOLDERS for path in _python_files(folder)]
     found = messages.written({_name(path): _nodes(path) for path in files})
     page = messages.PAGE.read_text().partition(messages.BEGIN)[2]
+    assert "**private, do not publish**" in page and "**not tested with dpflash" in page
+    assert not re.search(r"^- \*\*[^a-z]*\*\*", page, re.MULTILINE)
     assert not set(found.splitlines()) ^ set(page.splitlines())
     # Of a table, of an attribute, and of a variable.
     for words in ("is never wrapped", "padded less, so nothing was released", "allows no step"):
