@@ -153,6 +153,11 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
+def class_name(value: object) -> str:
+    """The full name of an object's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def large_delta(delta: float, size: int, thing: str) -> str | None:
     """Say what is wrong with a delta for a dataset of this size; None if it is below 1 / size."""
     if delta < 1 / size:

@@ -25,7 +25,7 @@ class PrivacyBudget:
         delta: in (0, 1), well below 1 / number of samples.
         when_spent: with "raise", the step that does not fit raises `BudgetSpent`. With "stop",
             a loop over the private loader also ends before it draws a batch that no step could
-            release.
+            release: at once, with a warning of `make_private`, where earlier runs spent it all.
 
     Raises:
         ValueError: names the argument, its value and the way out.
