@@ -445,7 +445,7 @@ def test_runs_share_a_ledger_and_state_their_own_epsilon_and_that_of_all(data, t
     capsys.readouterr()
     assert main([*words, "--max-epsilon", "4", "--out", str(third)]) == 2
     shown = capsys.readouterr().err
-    assert "--max-epsilon 4.5: of the run's 6 steps it allows " in shown and not third.exists()
+    assert "--max-epsilon 4.0: of the run's 6 steps it allows " in shown and not third.exists()
     Ledger(shared).append(
         run=last["ledger_run"], event=Ledger(shared).lines[0].event, accountant="rdp"
     )
