@@ -36,7 +36,7 @@ _CHANGED = (
     "released: it depends on them. Compute the loss of each sample from its own row alone; "
     "engine.check(model, batch, loss_fn) helps to find where. The usual causes:\n"
     "  - a mean, a norm or a maximum over the batch, in the loop or in the loss (mixup, "
-    "normalized advantages, a term with reduction='mean', predictions [B, 1] against targets [B])\n"
+    "normalized advantages, a term with reduction='mean', outputs [B, 1] against targets [B])\n"
     "  - what the loop keeps for the next microbatch: a queue of embeddings, a running mean\n"
     "  - weights, or an attribute of the model, that the loop writes in each iteration: do so "
     "where loader.is_last, behind optimizer.step()\n"
