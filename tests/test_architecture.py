@@ -326,7 +326,13 @@ REVIEWED = {
     *("computed + others", "dict(bounds)", "different[0]", "len(foreign)", "len(groups)"),
     *("len(values)", "max(1, rows // 4)", "most", "refusal"),
     *("self._name", "shared", "described(self)"),
-    *("__name__", "_dropout_names(module, dropout)", "_REMEDIES[name]", "unknown[0]"),
+    *(
+        "__name__",
+        "_dropout_names(module, dropout)",
+        "_REMEDIES[name]",
+        "unknown[0]",
+        "targets[0]",
+    ),
     *("described(module)", "tokens // rows", "tokens // rows * rows or rows", "weight.shape[0]"),
 }
 
