@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._validate import finite, one_of, positive, probability
+from .._validate import finite, naming_unknown_fields, one_of, positive, probability
 
 WHEN_SPENT = ("raise", "stop")
 
@@ -16,6 +16,7 @@ class BudgetSpent(RuntimeError):
     """
 
 
+@naming_unknown_fields
 @dataclass(frozen=True)
 class PrivacyBudget:
     """A limit on the epsilon of everything that one engine, or one ledger, has released.

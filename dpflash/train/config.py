@@ -33,6 +33,7 @@ _STEPS = 20
 _EXAMPLES_PER_UNIT = 4
 
 
+@_validate.naming_unknown_fields
 @dataclass(frozen=True)
 class TrainingConfig:
     """The configuration of a training job: the options that `dpflash train --help` explains.
