@@ -117,7 +117,11 @@ _OPTIONS = {
 _OF_COMMAND = ("command", "run", "out", "resume", "resume_if_present")
 
 # What the summary calls a held-out loss, and its key in the report.
-_MEASURED = (("before", "before"), ("private", "after"), ("non-private", "nonprivate"))
+_MEASURED = (
+    ("before training", "before"),
+    ("after private training", "after"),
+    ("after non-private training", "nonprivate"),
+)
 
 # Words in braces are defaults of Parallelism: how ranks share the job. A resumed run may differ.
 _SHARED = {
@@ -387,12 +391,12 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
     plot = folder / PLOT
     rows = [
         *(
-            (f"bits per {job.token}, {name}", shown(f"bits_per_{job.token}_{key}"))
+            (f"held-out bits per {job.token} {name}", shown(f"bits_per_{job.token}_{key}"))
             for name, key in _MEASURED
             if report[f"bits_per_{job.token}_{key}"] is not None
         ),
         *(
-            (f"accuracy, {name}", shown(f"accuracy_{key}"))
+            (f"held-out accuracy {name}", shown(f"accuracy_{key}"))
             for name, key in _MEASURED
             if f"accuracy_{key}" in report
         ),

@@ -41,8 +41,8 @@ _NOT_COVERED = {
     "covers the training documents",
 }
 _UNITS = {
-    "file": "one document (a file)",
-    "record": "one record (a line of a JSONL file)",
+    "file": "one file",
+    "record": "one record, a line of a JSONL file",
 }
 _UNVERIFIED = (
     "the first batches do not prove that the model keeps documents apart (verified): too few "
@@ -59,7 +59,7 @@ def _unit_in_words(config: TrainingConfig, unit: str) -> str:
     part = "all of {}, packed" if config.pack else "one window of {}"
     part = part if config.labels is None else "the label and the first tokens of {}"
     if not has_several_documents(config.unit):
-        return f"{_UNITS[config.unit]}; each step trains on {part.format('it')}"
+        return f"{unit} ({_UNITS[config.unit]}); each step trains on {part.format('it')}"
     documents = "one folder with all its files"
     if config.unit != "folder":
         documents = f"all records with one value of the field {noun_of(config.unit)!r}"

@@ -373,7 +373,7 @@ class TrainingRun:
 
     def _train(self, should_stop: Callable[[], bool], progress: bool) -> None:
         state, total = self.state, self.total_steps
-        with _bar("private", self.step, total, progress) as bar:
+        with _bar("private training", self.step, total, progress) as bar:
             while self.step < total:
                 if self.is_spent:
                     state.stopped = (
@@ -476,7 +476,7 @@ class TrainingRun:
             model.load_state_dict(state.baseline["model"])
             optimizer.load_state_dict(state.baseline["optimizer"])
         total = self.step
-        with _bar("non-private", len(state.baseline_losses), total, progress) as bar:
+        with _bar("non-private training", len(state.baseline_losses), total, progress) as bar:
             for step in range(len(state.baseline_losses), total):
                 loss = self._baseline_step(model, optimizer, step)
                 state.baseline_losses.append(loss)

@@ -507,7 +507,7 @@ def test_torchrun_trains_what_one_process_trains_and_one_rank_prints(
     shown, _ = process.communicate(timeout=120)
     assert process.returncode == 0, shown
     assert_same_run(out, whole, baseline="--shard-parameters" not in words)
-    assert shown.count("bits per byte, private") == shown.count("noise multiplier") == 1
+    assert shown.count("bits per byte after private training") == shown.count("noise multiplier") == 1
     assert str(out / "checkpoint") in shown and str(out / "model.pt") in shown
 
 

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -95,7 +96,9 @@ def test_a_run_leaves_what_its_summary_names(data, tmp_path, capsys, monkeypatch
     assert {path.name for path in out.iterdir()} == names | own
     assert all(str(out / name) in shown for name in names)
     report = report_of(out)
-    for word in (report["neighboring_relation"], report["sampler"], "non-private"):
+    assert report["privacy_unit"].startswith(f"{Ledger(out / 'ledger.jsonl').unit} (one file)")
+    words = ("held-out bits per byte after private training", "after non-private training")
+    for word in (report["neighboring_relation"], report["sampler"], *words):
         assert word in shown
     assert report.keys() >= {
         *(
@@ -434,14 +437,15 @@ def test_runs_share_a_ledger_and_state_their_own_epsilon_and_that_of_all(data, t
     assert last["lost_steps"] == other["lost_steps"] == 0
     assert last["epsilon_of_run"] == pytest.approx(other["epsilon_of_run"], rel=1e-9)
     assert last["epsilon_of_run"] <= 3 < other["epsilon"] < last["epsilon"]
-    assert f"epsilon of all runs of the ledger  {rounded_up(last['epsilon'])}" in shown
+    total = rounded_up(last["epsilon"])
+    assert re.search(rf"\nepsilon of all runs of the ledger +{total}\n", shown)
     delta = ["--delta", "1e-3", "--accountant", "rdp"]
     assert main(["budget", str(shared), *delta, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["epsilon"] == last["epsilon"]
     for folder in (first, second):
         assert main(["export", str(folder), "--out", str(tmp_path / f"of-{folder.name}")]) == 0
         card = (tmp_path / f"of-{folder.name}" / "README.md").read_text()
-        assert f"The weights are ({rounded_up(last['epsilon'])}, 0.001)" in card
+        assert f"The weights are ({total}, 0.001)" in card
     capsys.readouterr()
     assert main([*words, "--max-epsilon", "4", "--out", str(third)]) == 2
     shown = capsys.readouterr().err
@@ -699,7 +703,10 @@ def test_a_single_file_needs_records_as_units(data, tmp_path, capsys):
     assert "--unit 'file' with --data " in capsys.readouterr().err
     assert main([*words, "--unit", "record"]) == 0
     shown = capsys.readouterr().out
-    assert "one record is one unit" in shown and "one record (a line of a JSONL file)" in shown
+    assert (
+        "one record is one unit" in shown
+        and "sample (one record, a line of a JSONL file)" in shown
+    )
 
 
 def test_a_folder_has_one_name_in_ledger_report_and_output(data, tmp_path, capsys):

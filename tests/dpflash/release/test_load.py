@@ -124,7 +124,7 @@ def test_an_export_has_a_card_with_what_the_report_says(run, exported):
     rows = dict(line[2:-2].split(" | ") for line in card.splitlines() if line.startswith("| e"))
     assert report["epsilon"] <= float(rows["epsilon"]) < report["epsilon"] + 1e-3
     for word in (
-        *("zero_out", "one document (a file)", "poisson", "rdp", "flat, max_grad_norm 1"),
+        *("zero_out", "sample (one file)", "poisson", "rdp", "flat, max_grad_norm 1"),
         *(f"| noise multiplier | {report['noise_multiplier']:.6g} |", "| delta | 0.001 |"),
         *(f"dpflash {dpflash.__version__}", "treated as public"),
         *(
