@@ -24,7 +24,7 @@ _CHANGED = (
     "  - or the loop writes weights or an attribute of the model in each iteration (do so where "
     "loader.is_last, behind optimizer.step())\n"
     "  - or it draws random numbers whose count depends on the contents (draw for the whole "
-    "shape, then mask)\n"
+    "shape, then mask) or from a generator of its own\n"
     f"{MORE_CAUSES}"
 )
 _LAYERS = (
