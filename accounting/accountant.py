@@ -149,6 +149,16 @@ class Accountant(ABC):
         finally:
             self._ledger = before
 
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Count the releases of the ledger that holds this; in an error nothing is held."""
+        before = {**vars(self), "_is_held": False, "_ledger": None, "_history": [], "_events": []}
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
+
     def _require_no_ledger(self) -> None:
         if self._ledger is not None:
             raise ValueError(

@@ -3,9 +3,9 @@
 python docs/messages.py
 
 Listed is what each `raise`, each `warn(...)` and each function that returns a refusal says: first
-words, cause and remedy; then the texts in tables and variables that read like messages, since an
-error may show them. "…" stands for what differs from case to case. Left out are errors that
-dpflash catches itself, and those with no words of their own.
+words, cause and remedy; the notes of the command line; then the texts in tables and variables that
+read like messages, since an error may show them. "…" stands for what differs from case to case.
+Left out are errors that dpflash catches itself, and those with no words of their own.
 """
 
 import ast
@@ -39,10 +39,14 @@ DOING = {
 # Sources whose further texts are reports, tables or helps.
 REPORTS = ("audit", "cli", "kernels", "noise", "optimize", "patterns", "recommender")
 REPORTS += ("privacy/card", "privacy/public_facts", "train/report")
+# What says an error of the command line, or adds a note to a report, and where.
+NOTES = dict.fromkeys(("print", "error"), ("dpflash/cli/",))
+NOTES["append"] = ("dpflash/cli/doctor", "dpflash/train/report")
 INTERNAL = {"AttributeError", "AssertionError", "Interrupted", "KeyError", "NotCaptured"}
 GAP = "…"
 # A cause, a remedy or a second sentence follows.
 _MESSAGE = re.compile(r"[\w)'\]]: [a-z]|; [a-z]|[a-z)]\. [A-Z]")
+_PROGRAM = re.compile(r"^dpflash: (error: |warning: )?")
 T = TypeVar("T")
 Nodes = Mapping[str, Sequence[ast.AST]]
 
@@ -124,6 +128,8 @@ class Sources:
                     found = self.said_by(node.exc, path)
                 elif isinstance(node, ast.Call) and _name(node) == "warn":
                     found = self.texts(node.args[0], path)
+                elif isinstance(node, ast.Call) and _is_note(node, path):
+                    found = self.texts(node.args[0], path)
                 elif isinstance(called, ast.Call) and _name(called) in self.helpers:
                     found = self.said_by(called, path)
                 elif isinstance(node, ast.FunctionDef) and _returns(node) == "str | None":
@@ -165,6 +171,11 @@ def _raises(node: ast.AST) -> bool:
     return isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
 
 
+def _is_note(call: ast.Call, path: str) -> bool:
+    is_shown = _name(call) != "print" or any(keyword.arg == "file" for keyword in call.keywords)
+    return is_shown and path.startswith(NOTES.get(_name(call), ())) and bool(call.args)
+
+
 def _name(call: ast.Call) -> str:
     return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
 
@@ -174,14 +185,21 @@ def _returns(function: ast.FunctionDef) -> str:
 
 
 def parts_of(message: str) -> tuple[str, str, str]:
-    """First words, cause and remedy of "what: why; remedy" or "what: remedy"."""
+    """First words, cause and remedy of "what: why; remedy" or "what: remedy".
+
+    The first words are such that can be searched: those of the cause where others differ.
+    """
     text = re.sub(f"{GAP}+", GAP, " ".join(message.split()))
     found = re.fullmatch(r"(.*?)(?:: (.*?))?(?:(?:; |\. )(.*))?", text)
     assert found is not None
     what, why, remedy = (part or "" for part in found.groups())
     if why and not remedy and not why.startswith("expected"):
         why, remedy = "", why
-    return what, why, remedy
+    while not re.search("[a-z]", what) and (why or remedy):
+        first, _, rest = (why or remedy).partition(": ")
+        what = first if what == GAP else f"{what}: {first}"
+        why, remedy = (rest, remedy) if why else ("", rest)
+    return what, why, remedy if re.search("[a-z]", remedy) else ""
 
 
 # What is set as code: calls, names with values, shapes, names, and what Markdown would read.
@@ -214,6 +232,7 @@ def written(nodes: Nodes) -> str:
     messages = list(sources.messages())
     listed = "\n".join(" ".join(message.split()) for _, message in messages)
     for path, message in [*messages, *sources.further(listed)]:
+        message = _PROGRAM.sub("", message)
         if len(re.findall("[a-z]", message)) > 13:
             inside = path.removeprefix("dpflash/")
             of = max((prefix for prefix in prefixes if inside.startswith(prefix)), key=len)

@@ -3,10 +3,16 @@
 ``positive(max_grad_norm=-1.0)`` raises a ValueError that begins with "max_grad_norm=-1.0:".
 """
 
+import difflib
+import functools
 import math
 import re
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from numbers import Integral, Real
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 _LEAST_BOUND, _MOST_BOUND = 1e-30, 1e30
 _LEAST_NOISE = 2.0**-30
@@ -151,6 +157,34 @@ def optional(check: Callable[..., None], **values: object) -> None:
 def counted(number: int, thing: str) -> str:
     """A number with its noun, such as "1 document" and "2 documents"."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The known names that are most like an unknown one, as a question."""
+    close = difflib.get_close_matches(name, known, n=2) or difflib.get_close_matches(
+        name, known, n=3, cutoff=0.0
+    )
+    return f"did you mean {' or '.join(map(repr, close))}?"
+
+
+def naming_unknown_fields(kind: type[_T]) -> type[_T]:
+    """Have a dataclass refuse an unknown keyword by naming the fields that are most like it."""
+    init: Any = kind.__init__
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: Any, *values: Any, **named: Any) -> None:
+        for name in named.keys() - known:
+            raise TypeError(f"{kind.__name__} has no field {name!r}; {nearest(name, known)}")
+        init(self, *values, **named)
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
+
+
+def class_name(value: object) -> str:
+    """The full name of an object's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def large_delta(delta: float, size: int, thing: str) -> str | None:

@@ -173,9 +173,12 @@ def build(
     about = None
     if spending.ledger is not None:
         about = about_run(privacy.run_name, privacy.data_name, keys.seed is not None, ranks)
+        about["dataset_size"] = plan.dataset_size
     spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping, about=about)
     if privacy.budget is None and delta is not None:
         spending.set_delta(delta)
+    if privacy.budget is not None and not spending.fits(event):
+        warn(f"budget={privacy.budget!r} is spent, so training ends before its first step")
     synchronize_ranks(module, ranks)
     step = PrivateStep(
         joined(optimizers),

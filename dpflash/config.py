@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from ._validate import (
     finite,
+    naming_unknown_fields,
     noise_fits,
     one_of,
     optional,
@@ -57,6 +58,7 @@ _SAME_MODE = {"hooks": "instantiate", "functorch": "instantiate", "ew": "instant
 _SAME_MODE |= {"ghost_fsdp": "ghost"}
 
 
+@naming_unknown_fields
 @dataclass(frozen=True)
 class PrivacyConfig:
     """The arguments of `make_private` that determine epsilon and the effect of one sample.
@@ -430,6 +432,7 @@ class PrivacyConfig:
             )
 
 
+@naming_unknown_fields
 @dataclass(frozen=True)
 class PerformanceConfig:
     """The arguments of `make_private` that determine time and memory, but not epsilon.

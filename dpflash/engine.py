@@ -40,11 +40,12 @@ from .distributed.mesh import Ranks
 from .distributed.validate import open_ledger
 from .opacus_calls import refuse_keywords_of
 from .optimize.levels import Optimization
+from .privacy.card import with_epsilon, write_card_and_report
 from .privacy.keys import RunKeys, Uncopied
 from .privacy.privacy_unit import SAMPLE
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import DEFAULT_ACCOUNTANT, Spending
-from .refusal import TOGETHER, warn
+from .refusal import TOGETHER, PrivateRefusal, warn
 from .run import OF_STEPS, Attachment, LossFunction, PrivateRun, attachments_of
 from .sampling.loader import PrivateDataLoader
 from .sampling.plan import SamplingPlan
@@ -158,6 +159,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
         )
         self._keys = RunKeys(seed, self._ranks, ledger_releases=own.releases if own else 0)
         self._run: PrivateRun | None = None
+        # Of the model that was detached last: its report, and why it is not for release.
+        self._detached: tuple[dict[str, Any], str | None] | None = None
         self._sampler = "none"
         _engines.add(self)
 
@@ -177,6 +180,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
         """SHA-256 of the ledger so far, which proves it to whoever kept it; None without one."""
         ledger = self._spending.ledger
         return None if ledger is None else ledger.head
+
+    @property
+    def ledger_run(self) -> str:
+        """The random name that this engine's run has in the lines of a ledger."""
+        return self._keys.run
 
     get_compatible_module = staticmethod(get_compatible_module)
     validate = staticmethod(validate)
@@ -465,6 +473,56 @@ class PrivacyEngine(Uncopied, OnlySettable):
         """
         return self._spending.unit or SAMPLE
 
+    def save_model_card(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        delta: float,
+        description: str | None = None,
+        base: str | None = None,
+    ) -> Path:
+        """Write a model card, README.md, into the folder of a saved model.
+
+        Its first section states epsilon, what it is for and what it does not cover. The same
+        facts are in report.json, which `dpflash audit --run` reads. The model is the one that is
+        private now, or else the one that was detached last. With a mesh one rank calls this.
+
+        Args:
+            folder: has the model already, as `save_pretrained` or `torch.save` wrote it. A section
+                on privacy in its README.md is replaced, and other sections stay.
+            delta: in (0, 1), well below 1 / size of the dataset.
+            description: introduces the model where the folder has no README.md.
+            base: name of the pretrained model that it was fine-tuned from.
+
+        Returns:
+            The path of the card.
+
+        Raises:
+            FileNotFoundError: there is no such folder.
+            ValueError: this engine has made no model private.
+            PrivateRefusal: a buffer or a frozen parameter changed, see
+                make_private(allow_buffers=), so the model is not for release.
+        """
+        probability(delta=delta)
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"folder={str(folder)!r}: no such folder; save the model there first"
+            )
+        if self._run is not None:
+            assert self._run.wrapper.unchanged is not None
+            found, refusal = self._run.report(), self._run.wrapper.unchanged.leaving()
+        elif self._detached is not None:
+            found, refusal = self._detached
+        else:
+            raise ValueError("save_model_card: this engine has made no model private")
+        if refusal is not None:
+            raise PrivateRefusal(f"no model card is written: {refusal}") from None
+        self.get_epsilon(delta)  # warns where another engine has added to the ledger
+        name, is_seeded = base and Path(base).name, self.seed is not None
+        report = with_epsilon(found, self._spending, delta, seeded=is_seeded, base=name)
+        return write_card_and_report(folder, report, description)
+
     check = staticmethod(run_check)
     audit = audit_engine
     groups = _of_run(PrivateRun.groups, by_name=True)
@@ -534,7 +592,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             return model
         own = self._running().backward.attachment
         assert isinstance(own, Attachment)
-        own.give_back()
+        self._detached = self._run.report(), own.give_back()
         # The next model starts counting at 0 again; under the old keys it would repeat the noise.
         self._keys.begin_model()
         self._spending.set_budget(None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from ._validate import nearest
 from .refusal import warn
 
 # Arguments of Opacus' engine: the value that changes nothing here, and why.
@@ -48,6 +48,8 @@ _REFUSED = {
     "clip": "the bound of a sample's gradient is max_grad_norm=",
     "target_epsilon": "make_private_with_epsilon takes it, with target_delta= and epochs=",
     "target_delta": "make_private_with_epsilon takes it, with target_epsilon= and epochs=",
+    "epsilon": "make_private_with_epsilon takes it, as target_epsilon=, with target_delta=",
+    "delta": "make_private_with_epsilon takes it, as target_delta=, with target_epsilon=",
     "accountant": "PrivacyEngine(accountant=...) takes it",
     "epochs": "make_private_with_epsilon takes it; here the loop that you write ends training",
     "steps": "training ends with your loop; make_private_with_epsilon takes epochs= or steps=",
@@ -104,9 +106,7 @@ def refuse_keywords_of(
     if name in _REFUSED:
         given = f"{name!r} (={value!r})" if isinstance(value, bool) else repr(name)
         raise TypeError(f"{method.__name__} has no argument {given}: {_REFUSED[name]}")
-    known = known_keywords(method)
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+    hint = nearest(name, known_keywords(method))
     raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")
 
 

@@ -13,6 +13,7 @@ UNTESTED = (
     "make_private(verify_first_batch=False) leaves this test out: epsilon is then wrong if "
     "samples depend on each other"
 )
+MORE_CAUSES = "Other causes: docs/troubleshooting.md, Samples that depend on each other"
 TOGETHER = (
     "Models that are trained together have one engine and are one module, nn.ModuleList([a, b]) "
     "or one whose forward calls both, with optimizer=[of_a, of_b]"

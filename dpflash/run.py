@@ -36,6 +36,7 @@ from .opacus_calls import (
 from .optimize.wrapper import ForwardWrapper
 from .optimizer import PrivateOptimizer, joined, listed
 from .packing import PackedBatch
+from .privacy.card import versions
 from .privacy.keys import RunKeys, place_of
 from .privacy.public_facts import PublicFacts
 from .privacy.spending import Spending
@@ -344,6 +345,27 @@ class PrivateRun:
             if plan.bands > 1
             else None,
         )
+
+    def report(self) -> dict[str, Any]:
+        """What a model card says of the run, but for epsilon and the ledger, as plain values."""
+        plan, options = self.loader.plan, self.step.options
+        public = self.public.as_dict()
+        del public["lengths"]  # unless it is declared, it says whether drawn samples differ
+        return {
+            "privacy_unit": self.public.unit,
+            "sampler": self.loader.sampler_name,
+            "noise_multiplier": options.noise_multiplier,
+            "bands": plan.bands,
+            "noise_coefficients": getattr(plan.mechanism, "coefficients", (1.0,)),
+            "max_grad_norm": options.max_grad_norm,
+            "clipping": self.settings.clipping,
+            "sample_rate": plan.sample_rate,
+            "expected_batch_size": plan.expected_batch_size,
+            "public": public,
+            "steps": self.step.releases,
+            "versions": versions(),
+            "config": {"unit": plan.unit.split(": ")[-1]},
+        }
 
     @property
     def verified(self) -> bool | str:
@@ -672,8 +694,11 @@ class Attachment:
         """Whether the engine is gone."""
         return self._detach() is None
 
-    def give_back(self) -> None:
-        """Make the model plain, drop an open batch, and refuse further releases."""
+    def give_back(self) -> str | None:
+        """Make the model plain, drop an open batch, and refuse further releases.
+
+        Returns why the model is not for release, if it is not.
+        """
         run = self._run
         run.loader.tracker.abandon()
         assert run.wrapper.unchanged is not None
@@ -690,6 +715,7 @@ class Attachment:
         for optimizer in run.optimizers:
             optimizer.release_original()
         run.step.close()
+        return refusal
 
     def refuse_use(self) -> None:
         """Refuse another engine while this one uses the model.

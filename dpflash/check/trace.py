@@ -50,13 +50,13 @@ def _trace(subject: Subject, place: Place) -> list[_Call]:
     pending: list[list[Tensor]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        pending.append(_rows_of((args, kwargs), place))
+        pending.append(_rows_of((args, kwargs), place, module))
 
     hooks = []
     for name, module in subject.model.named_modules():
 
-        def after(_: Any, __: Any, ___: Any, out: Any, name: str = name) -> None:
-            calls.append(_Call(name, pending.pop(), _rows_of(out, place)))
+        def after(module: nn.Module, _: Any, __: Any, out: Any, name: str = name) -> None:
+            calls.append(_Call(name, pending.pop(), _rows_of(out, place, module)))
 
         hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(module.register_forward_hook(after, with_kwargs=True))
@@ -68,15 +68,20 @@ def _trace(subject: Subject, place: Place) -> list[_Call]:
     return calls
 
 
-def _rows_of(value: Any, place: Place) -> list[Tensor]:
+def _rows_of(value: Any, place: Place, module: nn.Module) -> list[Tensor]:
     """The rows of tensors that belong to the sample; whole tensors if that is ambiguous."""
     rows = []
     for _, t in tensors_of(value):
         if t.ndim == 0:
             continue
-        if t.shape[0] and t.shape[0] % place.size == 0:  # [B, ...] or [B * T, ...]
+        first = t.shape[0] and t.shape[0] % place.size == 0  # [B, ...] or [B * T, ...]
+        if isinstance(module, nn.RNNBase) and t.ndim == 3 and (rows or not module.batch_first):
+            first = False  # states [layers, B, H], or a sequence [T, B, E]
+        if first:
             t = t.unflatten(0, (place.size, -1))[place.index]
-        rows.append(t.detach().clone())
+        elif t.ndim > 1 and t.shape[1] == place.size:
+            t = t[:, place.index]
+        rows.append(t.detach().flatten().clone())
     return rows
 
 

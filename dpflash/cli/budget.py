@@ -7,7 +7,7 @@ import math
 import sys
 from typing import Any
 
-from dpflash._validate import probability
+from dpflash._validate import large_delta, probability
 from dpflash.accounting import Accountant, create_accountant
 from dpflash.privacy.budget import PrivacyBudget
 from dpflash.privacy.ledger import LOST, REFUSED, LedgerLine
@@ -76,6 +76,9 @@ def _run_budget(args: argparse.Namespace) -> int:
         report = _report(spending, lines, budget, args.delta)
         if args.plot is not None:
             save(_figure(spending, lines, args), args.plot)
+    sizes = [size for line in lines if (size := (line.about or {}).get("dataset_size"))]
+    if sizes and (problem := large_delta(args.delta, max(sizes), "unit")):
+        print(f"dpflash: warning: {problem}", file=sys.stderr)
     print(as_json(report) if args.json else _tables(report, spending.accountant))
     is_exceeded = args.epsilon is not None and report["epsilon"] > args.epsilon
     if is_exceeded:

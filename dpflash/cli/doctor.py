@@ -19,7 +19,8 @@ from dpflash.clipping.device_speed import cpu_model, usable_cores
 _OLDEST_TORCH = (2, 9)
 # The newest releases that the tests have run with.
 _NEWEST_TESTED = {"torch": (2, 14), "triton": (3, 9), "transformers": (5, 24)}
-_OPTIONAL_PACKAGES = ("matplotlib", "opacus", "transformers")
+_TRAINERS = ("transformers", "peft", "accelerate", "trl", "lightning")
+_OPTIONAL_PACKAGES = ("matplotlib", "opacus", *_TRAINERS)
 _GIB = 1024**3
 
 
@@ -190,7 +191,8 @@ def _warnings(report: dict[str, Any]) -> list[str]:
     if (major, minor) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         found.append(f"torch {torch_version} is too old: dpflash needs {oldest} or newer")
-    found += _untested(report)
+    if newer := _untested(report):
+        found.append(f"not tested with dpflash {__version__}: {', '.join(newer)}")
     found += [f"gpu {d['index']}: {d['problem']}" for d in report["devices"] if d["problem"]]
     if report["torch"]["built_for"] != "CPU" and not report["devices"]:
         found.append(
@@ -208,15 +210,14 @@ def _warnings(report: dict[str, Any]) -> list[str]:
 
 
 def _untested(report: dict[str, Any]) -> list[str]:
-    """A line about releases that are newer than those of the tests; none if there are none."""
+    """Releases that are newer than those of the tests."""
     versions = {name: report[name]["version"] for name in ("torch", "triton")}
     versions["transformers"] = report["optional"]["transformers"]
-    newer = [
+    return [
         f"{name} {versions[name]} (tested up to {newest[0]}.{newest[1]})"
         for name, newest in _NEWEST_TESTED.items()
         if versions[name] and tuple(map(int, versions[name].split(".")[:2])) > newest
     ]
-    return [f"not tested with dpflash {__version__}: {', '.join(newer)}"] if newer else []
 
 
 def _gib(size: int | None) -> str:

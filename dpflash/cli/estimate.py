@@ -273,6 +273,17 @@ def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode()
 
 
+def memory_budget(is_gpu: bool, memory: int | None) -> int:
+    """The planner's: a quarter of the device's memory; None for that of `cost_of`."""
+    import torch
+
+    from dpflash.clipping.planner import default_memory_budget
+
+    if not is_gpu and memory is None:
+        return default_memory_budget(torch.device("cpu"))
+    return (memory or _DEVICE_BYTES) // 4
+
+
 def cost_of(
     subject: Subject,
     ceilings: Ceilings,
@@ -302,14 +313,12 @@ def cost_of(
 
     from dpflash.clipping.device_speed import CPU_RULE
     from dpflash.clipping.estimate import Workload, estimate_step
-    from dpflash.clipping.planner import Planner, default_memory_budget
+    from dpflash.clipping.planner import Planner
     from dpflash.clipping.tape import Tape
 
     is_gpu = ceilings.device != "cpu"
     rows = min(batch, microbatch or batch)
-    budget = (memory or _DEVICE_BYTES) // 4
-    if not is_gpu and memory is None:
-        budget = default_memory_budget(torch.device("cpu"))
+    budget = memory_budget(is_gpu, memory)
     planner = None
     if mode is not None:
         planner = Planner(
@@ -368,6 +377,8 @@ def _report(
     report = {
         **_figures(private),
         "modes": dict(private.modes),
+        "modes_limited_by": "memory" if private.is_limited else "time",
+        "memory_budget": memory_budget(ceilings.device != "cpu", memory),
         "plain": _figures(plain),
         "by_mode": {name: _figures(one) for name, one in by_mode.items()},
         "with_checkpointing": {name: _figures(one) for name, one in recomputed.items()},
@@ -465,6 +476,10 @@ def _text(report: dict[str, Any]) -> str:
         for name, one in report["by_mode"].items()
     ]
     chosen = ", ".join(f"{mode} {count}" for mode, count in report["modes"].items())
+    why = "the faster one for each parameter"
+    if report["modes_limited_by"] == "memory":
+        budget = f"{report['memory_budget'] / _MIB:,.1f} MiB, a quarter of the memory"
+        why = f"faster ones would keep more than memory_budget ({budget})"
     lines = [
         f"{report['parameters']:,} parameters, {report['trained_parameters']:,} of them trained; "
         f"T={report['seq_len']:,}, B={report['batch_size']:,}, {report['ranks']} rank(s)",
@@ -473,7 +488,7 @@ def _text(report: dict[str, Any]) -> str:
         "",
         table(modes, ["private step by mode", "MiB", "seconds"]),
         "",
-        f"modes that the planner chooses: {chosen}",
+        f"modes that the planner chooses: {chosen}; {why}",
         f"speed: {report['ceilings']}",
     ]
     if "fits" in report:

@@ -96,7 +96,11 @@ _OPTIONS = {
     "--max-total-bytes N": "maximum bytes of text to hold in memory (default: {max_total_bytes})",
     "--checkpoint-every N": "steps between checkpoints (default: {checkpoint_every})",
     "--target-epsilon E": "epsilon after all steps (default: {target_epsilon})",
-    "--max-epsilon E": "end the training before the step that would exceed it (default: no limit)",
+    "--max-epsilon E": "end the training before the step that would exceed it; with --ledger it "
+    "limits all runs of the ledger together, and a run that does not fit is refused (default: no "
+    "limit)",
+    "--ledger FILE": "append to this ledger, which runs on the same data share, so that their "
+    "epsilons add up; --target-epsilon is for the new run alone (default: ledger.jsonl in --out)",
     "--noise-multiplier S": "noise over clipping bound, instead of a target; 0 for a run without "
     "privacy",
     "--bands NUMBER": "banded noise: the number of steps that the noise is correlated over, which "
@@ -113,7 +117,11 @@ _OPTIONS = {
 _OF_COMMAND = ("command", "run", "out", "resume", "resume_if_present")
 
 # What the summary calls a held-out loss, and its key in the report.
-_MEASURED = (("before", "before"), ("private", "after"), ("non-private", "nonprivate"))
+_MEASURED = (
+    ("before training", "before"),
+    ("after private training", "after"),
+    ("after non-private training", "nonprivate"),
+)
 
 # Words in braces are defaults of Parallelism: how ranks share the job. A resumed run may differ.
 _SHARED = {
@@ -289,7 +297,8 @@ def _target(job: Any) -> str:
             f"epsilon above {config.target_epsilon:g} after the last step, since lost steps count "
             "(--max-epsilon ends before), "
         )
-    return f"epsilon {config.target_epsilon:g} after the last step, "
+    of = "" if config.ledger is None else "of this run "
+    return f"epsilon {config.target_epsilon:g} {of}after the last step, "
 
 
 def _bands(job: Any) -> str:
@@ -318,6 +327,8 @@ def _announcement(job: Any) -> list[str]:
             f"ranks     {ranks['data']} along the documents x {ranks['context']} along the tokens"
         )
     resumed = f", resumed after step {job.step}" if job.step else ""
+    if config.ledger is not None:
+        lines.append(f"ledger    {job.ledger}: epsilon {job.epsilon:.3f} so far")
     return [*lines, f"results   {job.folder}{resumed}"]
 
 
@@ -370,28 +381,30 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
     def shown(key: str, form: str = ".3f", missing: str = "not measured") -> str:
         return missing if report[key] is None else format(report[key], form)
 
-    epsilon = shown("epsilon", missing="none (no noise)")
-    if report["epsilon"] is not None:
-        epsilon = rounded_up(report["epsilon"])
+    def at_most(key: str) -> str:
+        return "none (no noise)" if report[key] is None else rounded_up(report[key])
+
+    shared = job.config.ledger is not None
     public = report["public"]
     declared = "declared" if public["dataset_size_declared"] else "treated as public"
     folder, is_lm = job.folder, job.config.labels is None
     plot = folder / PLOT
     rows = [
         *(
-            (f"bits per {job.token}, {name}", shown(f"bits_per_{job.token}_{key}"))
+            (f"held-out bits per {job.token} {name}", shown(f"bits_per_{job.token}_{key}"))
             for name, key in _MEASURED
             if report[f"bits_per_{job.token}_{key}"] is not None
         ),
         *(
-            (f"accuracy, {name}", shown(f"accuracy_{key}"))
+            (f"held-out accuracy {name}", shown(f"accuracy_{key}"))
             for name, key in _MEASURED
             if f"accuracy_{key}" in report
         ),
         (
             f"epsilon at delta {report['delta']:g}",
-            f"{epsilon} after {counted(report['steps'], 'step')}",
+            f"{at_most('epsilon_of_run')} after {counted(report['steps'], 'step')}",
         ),
+        *([("epsilon of all runs of the ledger", at_most("epsilon"))] if shared else []),
         ("neighboring relation", report["neighboring_relation"]),
         ("privacy unit", report["privacy_unit"]),
         ("dataset size", f"{counted(public['dataset_size'], _noun(job.config))}, {declared}"),
@@ -404,7 +417,7 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         ("peak memory", f"{shown('peak_memory_mb', ',.0f')} MB"),
         ("model (for release)", str(job.released)),
         ("checkpoint (keep secret)", str(training.checkpoint_of(folder))),
-        ("ledger", str(folder / training.LEDGER)),
+        ("ledger", str(job.ledger)),
         ("ledger's head (keep it)", report["ledger_head"]),
         ("report (not for release)", str(folder / REPORT)),
         ("metrics (not for release)", str(folder / METRICS)),

@@ -43,12 +43,14 @@ class StepCost:
         seconds: of a step.
         parts: the bytes at that time by part, which add up to memory_bytes.
         modes: how many parameters each grad_sample_mode computes; empty without privacy.
+        is_limited: whether the faster modes would exceed the planner's memory budget.
     """
 
     memory_bytes: int
     seconds: float
     parts: Mapping[str, int]
     modes: Mapping[str, int]
+    is_limited: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class _Gates:
     batch: int
     shapes: dict[nn.Parameter, list[LinearShape]] = field(default_factory=dict)
     modes: dict[nn.Parameter, str] = field(default_factory=dict)
+    is_limited: bool = False
     kept: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     sums: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -191,6 +194,7 @@ class _Gates:
         for group in groups:
             found = self.planner.plan({i: self.shapes[p] for i, p in enumerate(group)})
             self.modes.update(zip(group, found.modes, strict=True))
+            self.is_limited |= found.is_limited
 
     @property
     def is_ghost(self) -> bool:
@@ -325,7 +329,8 @@ def estimate_step(
     modes: dict[str, int] = {}
     for mode in gates.modes.values() if gates is not None else ():
         modes[mode] = modes.get(mode, 0) + 1
-    return StepCost(tape.peak.total(), tape.seconds, parts, modes)
+    is_limited = gates is not None and gates.is_limited
+    return StepCost(tape.peak.total(), tape.seconds, parts, modes, is_limited)
 
 
 def _forward_and_backward(

@@ -262,9 +262,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen mode of each parameter, in the order asked for."""
+    """The chosen mode of each parameter, in the order asked for.
+
+    `is_limited`: whether the faster modes would exceed the memory budget.
+    """
 
     modes: tuple[str, ...]
+    is_limited: bool = False
 
     @property
     def is_ghost(self) -> bool:
@@ -374,7 +378,8 @@ class Planner:
     """Plans the matrix parameters of one model.
 
     Each parameter takes the faster of instantiate and book_keeping. Where what they keep together
-    exceeds the budget, all take ghost, or, where that is not allowed, what keeps less.
+    exceeds the budget, as many as must take the one that keeps less, those that save most first.
+    Where that is too much too, all take ghost, if it is allowed.
 
     Guarantees:
         The modes do not depend on the number of samples in a forward: at the end of the
@@ -416,12 +421,26 @@ class Planner:
                 seconds = {mode: cost(shapes, mode, self.ceilings).seconds for mode in choices}
                 self._faster[shapes] = _least(seconds)
         modes = tuple(self._faster[shapes] for shapes in planned)
-        if sum(map(_kept, planned, modes)) > self.memory_budget:
-            modes = tuple(
-                "ghost" if self.ghost_allowed else _least({m: _kept(shapes, m) for m in choices})
-                for shapes in planned
-            )
-        return Plan(modes)
+        over = sum(map(_kept, planned, modes)) - self.memory_budget
+        return Plan(modes) if over <= 0 else self._within_budget(planned, modes, choices, over)
+
+    def _within_budget(
+        self,
+        planned: Sequence[tuple[LinearShape, ...]],
+        modes: Sequence[str],
+        choices: Sequence[str],
+        over: int,
+    ) -> Plan:
+        """The plan where the faster modes keep `over` bytes too many."""
+        least = [_least({m: _kept(shapes, m) for m in choices}) for shapes in planned]
+        saved = [_kept(s, a) - _kept(s, b) for s, a, b in zip(planned, modes, least, strict=True)]
+        found = list(modes)
+        for number in sorted(range(len(planned)), key=saved.__getitem__, reverse=True):
+            if over > 0:
+                found[number], over = least[number], over - saved[number]
+        if over > 0 and self.ghost_allowed:
+            found = ["ghost"] * len(planned)
+        return Plan(tuple(found), is_limited=True)
 
     @property
     def may_be_ghost(self) -> bool:

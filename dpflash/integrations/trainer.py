@@ -37,7 +37,6 @@ from ..sampling.loader import PrivateDataLoader
 from ..sampling.logical import LogicalBatch, LogicalBatches
 from ..sampling.unit_groups import units_of
 from ..verification.nested import tensors_of
-from .model_card import report_of, write_card_and_report
 from .sample_losses import (
     SampleLoss,
     are_equal,
@@ -650,9 +649,9 @@ class DPTrainer(Trainer):
     def _write_card(self, folder: str) -> None:
         if self._private_loader is not None and self._private_optimizer is not None:
             base = getattr(plain_model(self._module()), "name_or_path", "")
-            made = self._private_loader, self._private_optimizer
-            asked = self._privacy, self._performance
-            write_card_and_report(Path(folder), report_of(self.engine, *made, *asked, base))
+            delta = self._privacy.target_delta
+            assert delta is not None
+            self.engine.save_model_card(folder, delta=delta, base=base)
 
     # Checkpoints
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..refusal import UNTESTED
+from ..refusal import MORE_CAUSES, UNTESTED
 from ..verification.digests import differing, is_deterministic, tolerance
 from .backward_rows import BackwardRows
 from .forward_rows import OUTPUT, ForwardRows
@@ -21,19 +21,11 @@ _CHANGED = (
     "released. Make it per sample; engine.check helps to find where. Before it\n"
     "  - an operation mixes samples (statistics or a scale of the batch, routing with a capacity, "
     "rows in another order, mixup)\n"
-    "  - or a frozen nn.LSTM rounds packed sequences by the lengths of the others (give it the "
-    "padded batch)\n"
-    "  - or draws random numbers whose count depends on the contents (nn.RReLU; draw for the "
-    "whole shape, then mask) or from a generator of its own\n"
-    "  - or is of another model that the loop trains with each microbatch (train it where "
-    "loader.is_last)\n"
-    "  - or the loop fetches the next batch before this one's step, as prefetchers do (pass "
-    "num_workers= to the DataLoader instead)\n"
-    "  - or gets rows of another engine's loader (models that share a loss are one module with "
-    "one engine)\n"
-    "  - or the loop writes weights in each iteration (clamps, pruning masks: do so where "
+    "  - or the loop writes weights or an attribute of the model in each iteration (do so where "
     "loader.is_last, behind optimizer.step())\n"
-    "  - or sets an attribute of the model where loader.is_last (do so behind optimizer.step())"
+    "  - or it draws random numbers whose count depends on the contents (draw for the whole "
+    "shape, then mask) or from a generator of its own\n"
+    f"{MORE_CAUSES}"
 )
 _LAYERS = (
     "{where} changed as other samples of the batch were replaced, so nothing was released. Run "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..packing import PackedBatch, Units
-from ..refusal import UNTESTED
+from ..refusal import MORE_CAUSES, UNTESTED
 from ..verification.attributes import OwnAttributes
 from . import alteration
 from .alteration import Alteration
@@ -33,26 +33,14 @@ _ENOUGH = 16
 
 _CHANGED = (
     "the loss of a sample changed as other samples of the batch were replaced, so nothing was "
-    "released: it depends on them. engine.check(model, batch, loss_fn) helps to find where; "
-    "compute the loss of each sample from its own row alone. The usual causes:\n"
-    "  - a mean, a norm or a maximum over the batch, in the loop or in the loss: normalized "
-    "advantages, Dice sums over the batch, class weights, mixup, hard negatives, one of several "
-    "terms with reduction='mean', predictions [B, 1] against targets [B]\n"
-    "  - what the loop keeps for the next microbatch: a queue of embeddings, a running mean. Kept "
-    "only where loader.is_last or loader.is_real, or once an epoch, trials do not see it, but "
-    "epsilon stays wrong\n"
-    "  - a weight of a term that changes with each microbatch: count loader.releases instead\n"
-    "  - weights that the loop writes in each iteration (clamps, pruning masks): do so where "
-    "loader.is_last, behind optimizer.step()\n"
-    "  - losses multiplied by loader.is_real: leave that out, padding counts for nothing\n"
-    "  - the next batch fetched before this one's step, as prefetchers do: pass num_workers= to "
-    "the DataLoader instead\n"
-    "  - another batch that the loop fetches for each microbatch, or a model of another engine: "
-    "those that share a loss are one module with one engine\n"
-    "  - an attribute of the model that is set where loader.is_last: set it behind the step\n"
-    "  - random numbers whose count depends on the contents: draw for the whole shape, then mask\n"
-    "  - lists of valid tokens or pairs of all samples, as of torch.where: torch rounds softplus "
-    "and sigmoid by a list's length. Compute [B, T] or [B, T, T], then mask\n"
+    "released: it depends on them. Compute the loss of each sample from its own row alone; "
+    "engine.check(model, batch, loss_fn) helps to find where. The usual causes:\n"
+    "  - a mean, a norm or a maximum over the batch, in the loop or in the loss (mixup, "
+    "normalized advantages, a term with reduction='mean', outputs [B, 1] against targets [B])\n"
+    "  - what the loop keeps for the next microbatch: a queue of embeddings, a running mean\n"
+    "  - weights, or an attribute of the model, that the loop writes in each iteration: do so "
+    "where loader.is_last, behind optimizer.step()\n"
+    f"{MORE_CAUSES}. "
     f"{UNTESTED}"
 )
 _CHANGED_DOCUMENT = (

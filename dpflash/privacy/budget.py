@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._validate import finite, one_of, positive, probability
+from .._validate import finite, naming_unknown_fields, one_of, positive, probability
 
 WHEN_SPENT = ("raise", "stop")
 
@@ -16,6 +16,7 @@ class BudgetSpent(RuntimeError):
     """
 
 
+@naming_unknown_fields
 @dataclass(frozen=True)
 class PrivacyBudget:
     """A limit on the epsilon of everything that one engine, or one ledger, has released.
@@ -25,7 +26,7 @@ class PrivacyBudget:
         delta: in (0, 1), well below 1 / number of samples.
         when_spent: with "raise", the step that does not fit raises `BudgetSpent`. With "stop",
             a loop over the private loader also ends before it draws a batch that no step could
-            release.
+            release: at once, with a warning of `make_private`, where earlier runs spent it all.
 
     Raises:
         ValueError: names the argument, its value and the way out.

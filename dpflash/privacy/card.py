@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import stat
@@ -12,10 +13,14 @@ from typing import Any
 
 import torch
 
+from .._json import finite
+from .ledger import Ledger
+from .ledger_runs import epsilon_by_run
 from .source import library_version
-from .spending import rounded_up
+from .spending import Spending, rounded_up
 
 TITLE = "## Differential privacy"
+CARD, REPORT = "README.md", "report.json"
 
 _RELATIONS = {
     "zero_out": "of which one has nothing in place of a {unit} of the other (the number of "
@@ -64,6 +69,58 @@ def privacy_section(
         *(f"- {text.format(unit=unit)}" for text in _NOT_COVERED),
         "",
     ]
+
+
+def with_epsilon(
+    report: Mapping[str, Any], spending: Spending, delta: float, *, seeded: bool, base: str | None
+) -> dict[str, Any]:
+    """The report of a run with what was spent, by it and by others in its ledger.
+
+    Args:
+        report: of the run, see `PrivateRun.report`.
+        spending: of its engine.
+        delta: of epsilon.
+        seeded: whether a seed gave its noise.
+        base: name of the pretrained model; None for a new one.
+    """
+    ledger = None if spending.ledger is None else Ledger(spending.ledger.path)
+    accountant = spending.accountant.mechanism()
+    by_run = epsilon_by_run([] if ledger is None else [ledger], delta, accountant)
+    found = {
+        **report,
+        "epsilon": spending.epsilon(delta).upper,
+        "delta": delta,
+        "neighboring_relation": spending.relation,
+        "accountant": accountant,
+        "lost_steps": 0 if ledger is None else ledger.releases - report["steps"],
+        "ledger_head": None if ledger is None else ledger.head,
+        "by_run": by_run,
+        "seeded": seeded,
+        "config": {**report["config"], "model": base or None},
+    }
+    return {key: finite(value) for key, value in found.items()}
+
+
+def write_card_and_report(folder: Path, report: dict[str, Any], description: str | None) -> Path:
+    """Write report.json, and the section of README.md, or replace it; returns its path.
+
+    `description` introduces the model where there is no README.md yet.
+    """
+    follow_umask(folder)
+    report = {**report, "weights": weights_digest(folder)}
+    text = json.dumps(report, indent=2, allow_nan=False)
+    (folder / REPORT).write_text(text + "\n", encoding="utf-8")
+    card = folder / CARD
+    before = "# Model card\n" + ("" if description is None else f"\n{description}\n")
+    before = card.read_text(encoding="utf-8") if card.exists() else before
+    before, is_there, old = before.partition(f"{TITLE}\n")
+    # The first section, after the introduction of the model.
+    parts = (f"\n{old}" if is_there else before).partition("\n## ")
+    before = before if is_there else parts[0]
+    section = "\n".join(privacy_section(report, report["config"]["unit"]))
+    after = f"\n{(parts[1] + parts[2]).lstrip()}" if parts[1] else ""
+    card.write_text(f"{before.rstrip()}\n\n{section}{after}", encoding="utf-8")
+    return card
 
 
 def _weights(folder: Path) -> list[Path]:

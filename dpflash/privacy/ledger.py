@@ -267,11 +267,18 @@ class Ledger:
         command = f"tail -n 1 {quote(str(self.path))} > {quote(str(where))}"
         repair = f"Only if you know that the ledger is complete, make a new guard: {command}"
         if guard is None:
+            earlier = where.with_suffix(".head")
+            if earlier.exists():
+                raise ValueError(
+                    f"ledger {self.path}: its guard {where} is missing, which earlier versions "
+                    f"called {earlier}: mv {quote(str(earlier))} {quote(str(where))}"
+                )
             if self.lines or self._tail.unfinished:
                 raise ValueError(
                     f"ledger {self.path}: its guard {where} is missing, so it is unknown whether "
-                    "lines were removed. Restore it from a copy; a copy of the ledger alone is "
-                    f"verified by dpflash ledger verify --head or --public-key. {repair}"
+                    "lines were removed. Copy it too from where the ledger came from; a copy of "
+                    "the ledger alone is verified by dpflash ledger verify --head or "
+                    f"--public-key. {repair}"
                 )
             return
         if not guard and len(self.lines) > 1:

@@ -69,6 +69,11 @@ def alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
     return own
 
 
+def lines_of(ledger: Ledger, run: str) -> list[LedgerLine]:
+    """The lines of one run."""
+    return [line for line in ledger.lines if line.run == run]
+
+
 def epsilon_by_run(
     ledgers: Sequence[Ledger], delta: float, accountant: str
 ) -> dict[str, Any] | None:

@@ -51,6 +51,8 @@ def library_version() -> str:
 def about_run(name: str | None, data: str | None, is_seeded: bool, ranks: Ranks) -> dict[str, Any]:
     """What a ledger keeps of a run that begins today; on all ranks what the first one passes.
 
+    Beside that it keeps the public size of the dataset and the bound.
+
     Args:
         name: of the run.
         data: name of the dataset.

@@ -28,7 +28,7 @@ from dpflash.accounting.events import ADD_REMOVE, RELATIONS, REPLACE_ONE, ZERO_O
 from dpflash.accounting.registry import as_accountant, as_phase, copied
 
 from .._json import finite
-from .._validate import one_of
+from .._validate import class_name, one_of
 from .budget import BudgetSpent, PrivacyBudget
 from .ledger import LOST, REFUSED, Ledger, LedgerLine
 from .privacy_unit import SAMPLE, is_unnamed
@@ -100,7 +100,8 @@ class Spending:
             self._convert(relation)
         self.ledger = ledger
         if ledger is not None:
-            self.include(ledger.lines, ledger.names)
+            with self.accountant.taken_back():
+                self.include(ledger.lines, ledger.names)
 
     # Spent so far
 
@@ -328,7 +329,8 @@ class Spending:
                     f"budget={budget!r} with accountant={self.accountant.mechanism()!r}, whose "
                     "epsilon is an estimate and no upper bound; use accountant='contour'"
                 )
-            if budget is not None and self.remaining(event) == 0:
+            may_end = not self.is_empty and budget is not None and budget.when_spent == "stop"
+            if budget is not None and not may_end and self.remaining(event) == 0:
                 raise ValueError(f"budget={budget!r}: {self._refusal(event)}")
         except BaseException:
             self.budget = before
@@ -552,11 +554,6 @@ def convert_event(event: Event, relation: str) -> Event:
             f"neighboring_relation={relation!r}: the {event.sampler} sampler has no guarantee "
             f"for it ({error})"
         ) from error
-
-
-def class_name(accountant: object) -> str:
-    """The full name of an object's class."""
-    return f"{type(accountant).__module__}.{type(accountant).__qualname__}"
 
 
 def rounded_up(epsilon: float) -> str:

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from ..audit.report import AUDIT
 from ..nn import LongContextLM
-from ..privacy.card import TITLE, follow_umask, weights_digest
+from ..privacy.card import CARD, TITLE, follow_umask, weights_digest
 from ..privacy.ledger import Ledger
 from ..privacy.ledger_proof import heads
-from ..privacy.ledger_runs import epsilon_by_run, opened
+from ..privacy.ledger_runs import alone, epsilon_by_run, lines_of, opened
 from ..privacy.spending import Spending
 from ..train.language_models import write_architecture
 from ..train.pretrained import (
@@ -34,11 +34,10 @@ from ..train.pretrained import (
     require_transformers,
 )
 from ..train.report import REPORT
-from ..train.run import LEDGER
+from ..train.run import LEDGER, checkpoint_of
 from .card import model_card
 from .load import SAFETENSORS, is_pretrained, load, pretrained_folder, report_of
 
-CARD = "README.md"
 _TOKENIZER = "tokenizer_config.json"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 # What a class of transformers loads, and the name of its task on the Hub.
@@ -119,7 +118,7 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
         raise FileNotFoundError(f"run={str(run)!r}: no such folder; pass that of a run")
     resume = f"dpflash train --resume {run}"
     path = report_of(run)
-    if not path.is_file() and not (run / LEDGER).is_file():
+    if not path.is_file() and not (run / LEDGER).is_file() and checkpoint_of(run) is None:
         raise ValueError(
             f"run={str(run)!r}: not the folder of a dpflash train run, nor that of a DPTrainer"
         )
@@ -129,10 +128,9 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
             "or by DPTrainer.train(resume_from_checkpoint=True)"
         )
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    written = report["steps"] + report["lost_steps"]
+    own = Path(report["config"].get("ledger") or run / LEDGER).resolve()
     # What `save_model` wrote elsewhere has no ledger beside it.
-    ledger = Ledger(run / LEDGER) if (run / LEDGER).is_file() else None
-    own = (run / LEDGER).resolve()
+    ledger = Ledger(own) if own.is_file() else None
     others = [path for path in others if ledger is None or Path(path).resolve() != own]
     ledgers = [*([] if ledger is None else [ledger]), *opened(others)]
     if others and not any(report.get("ledger_head") in heads(one.content()) for one in ledgers):
@@ -143,7 +141,7 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     if ledgers:
         report["by_run"] = epsilon_by_run(ledgers, report["delta"], report["accountant"])
     if ledger is not None:
-        _require_same(run, report, ledger, written)
+        _require_same(run, report, ledger)
     report["ledger_is_there"] = bool(ledgers)
     report["private_base"] = not others and _has_card(report["config"].get("model"))
     if "weights" in report and report["weights"] != weights_digest(pretrained_folder(run)):
@@ -158,21 +156,28 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     return report
 
 
-def _require_same(run: Path, report: dict[str, Any], ledger: Ledger, written: int) -> None:
-    """Refuse a report that is not of the run's ledger."""
-    if ledger.releases < written:
+def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
+    """Refuse a report that is not of the run's ledger, or of the run's lines in a shared one."""
+    written = report["steps"] + report["lost_steps"]
+    stated, lines = report["epsilon"], ledger.lines
+    spending = Spending(report["accountant"], ledger=ledger)
+    if report["config"].get("ledger") is not None:
+        stated, lines = report["epsilon_of_run"], lines_of(ledger, report["ledger_run"])
+        spending = alone(lines, spending)
+    released = sum(line.steps for line in lines)
+    if released < written:
         raise ValueError(
             f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
-            f"has {ledger.releases}, so lines were lost; restore it and its guard from a copy"
+            f"has {released}, so lines were lost; restore it and its guard from a copy"
         )
-    if ledger.releases > written:
+    if released > written:
         raise ValueError(
             f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
-            f"has {ledger.releases}; continue it with dpflash train --resume {run}, or by "
+            f"has {released}; continue it with dpflash train --resume {run}, or by "
             "DPTrainer.train(resume_from_checkpoint=True)"
         )
-    spent = Spending(report["accountant"], ledger=ledger).epsilon(report["delta"]).upper
-    stated = math.inf if report["epsilon"] is None else report["epsilon"]
+    spent = spending.epsilon(report["delta"]).upper
+    stated = math.inf if stated is None else stated
     is_of_it = report.get("ledger_head") in (None, *heads(ledger.content()))
     if not is_of_it or stated < spent * (1 - 1e-6):
         raise ValueError(
@@ -180,7 +185,7 @@ def _require_same(run: Path, report: dict[str, Any], ledger: Ledger, written: in
             f"{report.get('ledger_head')}, and its ledger epsilon {spent:g} and head "
             f"{ledger.head}: one of them was changed; restore both from a copy"
         )
-    report["seeded"] |= any((x.about or {}).get("seeded") == "yes" for x in ledger.lines)
+    report["seeded"] |= any((line.about or {}).get("seeded") == "yes" for line in lines)
 
 
 def _has_card(base: str | None) -> bool:

@@ -386,12 +386,19 @@ class FittingCollate:
         if not self._is_looked_up:
             form = self._common_form()
             # By the form alone: an entry that differs from it is padding, and decides nothing.
-            unknown = form and isinstance(self.collate, PadTo) and self.collate.unknown(form.entry)
-            if unknown:
+            pad = self.collate if isinstance(self.collate, PadTo) else None
+            if pad and form and (unknown := pad.unknown(form.entry)):
                 raise PrivateRefusal(
                     f"collate_fn=PadTo(..., {{{unknown[0]!r}: ...}}): the entries have no such "
                     "field, so what it is for would be padded with 0; pass the name of a field, "
                     "or its position where entries are tuples"
+                ) from None
+            if pad and form and (targets := pad.without_value(form.entry)):
+                raise PrivateRefusal(
+                    "collate_fn=PadTo(...): would pad the targets of entries, field "
+                    f"{targets[0]!r}, with 0, which is a class; pass PadTo(..., "
+                    f"{{{targets[0]!r}: -100}}) with the index that the loss ignores, or with 0 "
+                    "if they are no targets of tokens"
                 ) from None
             self._form, self._is_looked_up = form, True
         return self._form

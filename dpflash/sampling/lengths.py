@@ -19,22 +19,27 @@ from .._validate import optional, positive_int
 from ..refusal import PrivateRefusal
 from ..verification.nested import leaves_of
 
+_TARGETS = ("labels", "label", "targets", "target", "y")
+
 
 class PadTo:
     """A `collate_fn` that pads or cuts each sample to one public length.
 
     Args:
         length: T, dimension 0 of each tensor or list of a sample.
-        padding_value: the value to append. For samples that are mappings or tuples it may be a
-            mapping from keys or positions to values, with 0 for all others. Give targets the index
-            that the loss ignores: ``PadTo(512, {"labels": -100})``. `make_private` refuses a key
-            that entries do not have.
+        padding_value: the value to append; None for 0. For samples that are mappings or tuples it
+            may be a mapping from keys or positions to values, with 0 for all others. Give targets
+            the index that the loss ignores: ``PadTo(512, {"labels": -100})``. `make_private`
+            refuses a key that entries do not have, and sequences of integers that look like
+            targets, by name or position, where no value is given for them.
 
     A sample is a tensor, a list of numbers, or a mapping or tuple of such; its scalars and strings
     are collated as they are.
     """
 
-    def __init__(self, length: int, padding_value: float | Mapping[Any, float] = 0) -> None:
+    def __init__(
+        self, length: int, padding_value: float | Mapping[Any, float] | None = None
+    ) -> None:
         positive_int(length=length)
         self.length = length
         self.padding_value = padding_value
@@ -51,6 +56,18 @@ class PadTo:
             names = set(range(len(sample)))
         return [name for name in given if name not in names]
 
+    def without_value(self, sample: Any) -> list[Any]:
+        """The keys of a sample's sequences of targets that `padding_value` says nothing of."""
+        given: Any = {} if self.padding_value is None else self.padding_value
+        if not isinstance(given, Mapping):
+            return []
+        named: list[tuple[Any, Any]] = []
+        if isinstance(sample, Mapping):
+            named = [(key, value) for key, value in sample.items() if key in _TARGETS]
+        elif isinstance(sample, tuple):
+            named = [*enumerate(sample)][1:]
+        return [name for name, value in named if name not in given and _has_integers(value)]
+
     def _sample(self, sample: Any) -> Any:
         if isinstance(sample, Mapping):
             return {key: self._padded(value, key) for key, value in sample.items()}
@@ -66,9 +83,17 @@ class PadTo:
             return value
         missing = self.length - value.shape[0]
         given = self.padding_value
-        padding = given.get(name, 0) if isinstance(given, Mapping) else given
+        padding = given.get(name, 0) if isinstance(given, Mapping) else given or 0
         sides = (0, 0) * (value.ndim - 1) + (0, missing)  # a negative number cuts
         return F.pad(value, sides, value=padding)
+
+
+def _has_integers(value: Any) -> bool:
+    """Whether a value is a sequence of integers, as targets of tokens are; masks may be bool."""
+    if isinstance(value, list):
+        return bool(value) and isinstance(value[0], int) and not isinstance(value[0], bool)
+    is_tensor = isinstance(value, Tensor) and value.ndim > 0 and value.dtype != torch.bool
+    return is_tensor and not (value.is_floating_point() or value.is_complex())
 
 
 class Lengths:

@@ -33,6 +33,7 @@ _STEPS = 20
 _EXAMPLES_PER_UNIT = 4
 
 
+@_validate.naming_unknown_fields
 @dataclass(frozen=True)
 class TrainingConfig:
     """The configuration of a training job: the options that `dpflash train --help` explains.
@@ -71,6 +72,7 @@ class TrainingConfig:
     delta: float = 1e-5
     allow_large_delta: bool = False
     max_epsilon: float | None = None
+    ledger: str | None = None  # None means one of its own, in the job's folder
     accountant: str = DEFAULT_ACCOUNTANT
     clipping: str | None = None  # None means the default of the optimize level
     grad_sample_mode: str = "auto"
@@ -186,6 +188,8 @@ class TrainingConfig:
         if suffixes is not None and not isinstance(suffixes, str):
             suffixes = sorted(set(suffixes))
         self._set(data=os.fspath(data.absolute()), suffixes=suffixes)
+        if self.ledger is not None:
+            self._set(ledger=os.path.realpath(self.ledger))
         fraction = self.eval_fraction
         if self.eval_data is not None:
             if fraction:

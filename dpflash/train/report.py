@@ -14,7 +14,7 @@ import torch
 from .._json import finite
 from .._validate import counted
 from ..checkpoint.state import replaced
-from ..privacy.card import versions
+from ..privacy.card import REPORT, versions
 from .config import TrainingConfig
 from .data import has_several_documents, noun_of
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..engine import PrivacyEngine
     from .run import TrainingRun
 
-REPORT = "report.json"
 PLOT = "training.png"
 
 _NOT_COVERED = {
@@ -42,8 +41,8 @@ _NOT_COVERED = {
     "covers the training documents",
 }
 _UNITS = {
-    "file": "one document (a file)",
-    "record": "one record (a line of a JSONL file)",
+    "file": "one file",
+    "record": "one record, a line of a JSONL file",
 }
 _UNVERIFIED = (
     "the first batches do not prove that the model keeps documents apart (verified): too few "
@@ -60,7 +59,7 @@ def _unit_in_words(config: TrainingConfig, unit: str) -> str:
     part = "all of {}, packed" if config.pack else "one window of {}"
     part = part if config.labels is None else "the label and the first tokens of {}"
     if not has_several_documents(config.unit):
-        return f"{_UNITS[config.unit]}; each step trains on {part.format('it')}"
+        return f"{unit} ({_UNITS[config.unit]}); each step trains on {part.format('it')}"
     documents = "one folder with all its files"
     if config.unit != "folder":
         documents = f"all records with one value of the field {noun_of(config.unit)!r}"
@@ -78,10 +77,12 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
     """
     config, state, token = job.config, job.state, job.token
     epsilon = engine.get_epsilon(config.delta, interval=True)
+    alone = epsilon.upper if config.ledger is None else job.epsilon_alone()
     seen = state.seen_samples
     report = {
         "epsilon": epsilon.upper,
         "epsilon_lower": epsilon.lower,
+        "epsilon_of_run": alone,
         "delta": config.delta,
         "target_epsilon": config.target_epsilon,
         "max_epsilon": config.max_epsilon,
@@ -89,6 +90,7 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
         "privacy_unit": _unit_in_words(config, engine.privacy_unit),
         "unit_name": noun_of(config.unit, engine.privacy_unit.partition(": ")[2]),
         "ledger_head": engine.ledger_head,
+        "ledger_run": engine.ledger_run,
         "verified": state.verified,
         "rounded_sums": state.rounded_sums,
         "sampler": engine.sampler,
@@ -137,7 +139,9 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
 
 def _notes(job: TrainingRun) -> list[str]:
     config, state = job.config, job.state
-    notes = [_SEEDED] if config.seed is not None else []
+    notes: list[str] = []
+    if config.seed is not None:
+        notes.append(_SEEDED)
     if state.stopped is not None:
         notes.append(state.stopped)
     elif len(state.history) < job.total_steps:
@@ -224,7 +228,7 @@ def _draw(figure: Any, report: dict[str, Any]) -> None:
             report["target_epsilon"], color=grey, linestyle="--", linewidth=1, label="target"
         )
         epsilon_axes.legend(frameon=False, loc="lower right")
-    epsilon_axes.set_ylabel(f"epsilon at delta = {report['delta']:g}")
+    epsilon_axes.set_ylabel(f"epsilon{_of_ledger(report)} at delta = {report['delta']:g}")
     epsilon_axes.set_xlabel("step")
     for axes in (loss_axes, epsilon_axes):
         axes.spines["right"].set_visible(False)
@@ -239,12 +243,16 @@ def noun_in(report: Mapping[str, Any]) -> str:
     return own or noun_of(report["config"]["unit"], report["config"].get("unit_name"))
 
 
+def _of_ledger(report: Mapping[str, Any]) -> str:
+    return "" if report["config"].get("ledger") is None else " of the ledger"
+
+
 def _title(report: dict[str, Any]) -> str:
     if report["epsilon"] is None:
         return f"{counted(report['steps'], 'step')} without privacy"
     epsilon = math.ceil(report["epsilon"] * 100) / 100
     return (
-        f"epsilon {epsilon:.2f} at delta {report['delta']:g} after "
+        f"epsilon{_of_ledger(report)} {epsilon:.2f} at delta {report['delta']:g} after "
         f"{counted(report['steps'], 'step')} of about "
         f"{counted(report['expected_batch_size'], noun_in(report))}"
     )

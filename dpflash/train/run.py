@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 from tqdm import tqdm
 
-from dpflash.accounting import PoissonGaussian, remaining_steps
-
 from ..checkpoint import sharded as sharded_checkpoint
 from ..clipping.planner import clipping_for, default_memory_budget
 from ..engine import PrivacyEngine
@@ -34,6 +32,8 @@ from ..packing import PackedBatch
 from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
+from ..privacy.ledger_runs import alone, lines_of
+from ..privacy.spending import Spending
 from ..refusal import PrivateWarning, warn
 from ..sampling import synthetic
 from .config import Corpus, TrainingConfig, TrainingState, noise_for
@@ -68,7 +68,8 @@ class TrainingRun:
     """One job in one folder. Create it with `start` or `resume`, then call `run`.
 
     `lost_steps` are releases of a process that died before its next checkpoint: epsilon counts
-    them, but they are not in the model. `left_out` has the numbers of data files left out, by
+    them, but they are not in the model. `ledger` is the file that counts the releases, which other
+    runs may share. `left_out` has the numbers of data files left out, by
     reason, and `shortened` says why windows have fewer tokens than seq_len. `total_steps` is the
     number of noisy steps that the job is to have.
     """
@@ -88,6 +89,7 @@ class TrainingRun:
         self.is_first = team.is_first
         self.left_out = corpus.left_out
         self.ranks = team.as_dict()
+        self.ledger = folder / LEDGER if config.ledger is None else Path(config.ledger)
         self.checkpoint = folder / (CHECKPOINT if team.mesh is None else CHECKPOINT_FOLDER)
         self.noise = Banded(bands=len(state.coefficients), coefficients=tuple(state.coefficients))
         self._team = team
@@ -119,14 +121,12 @@ class TrainingRun:
         self._engine = PrivacyEngine(
             accountant=config.accountant,
             seed=config.seed,
-            ledger=folder / LEDGER,
+            ledger=self.ledger,
             mesh=team.mesh,
         )
         budget = None
         if config.max_epsilon is not None:
             budget = PrivacyBudget(config.max_epsilon, config.delta, when_spent="stop")
-        # The engine refuses an exhausted budget; such a job only evaluates and writes its report.
-        self._was_spent = budget is not None and not self._leaves_room(budget)
         default_clipping = clipping_for(config.optimize, None, config.grad_sample_mode)
         self.model, self._optimizer, self._loader = self._engine.make_private(
             module=model,
@@ -137,7 +137,7 @@ class TrainingRun:
             noise_multiplier=state.noise_multiplier,
             noise_mechanism=None if self.noise.bands == 1 else self.noise,
             sampling="poisson" if self.noise.bands == 1 else "cyclic_poisson",
-            budget=None if self._was_spent else budget,
+            budget=budget,
             max_grad_norm=config.max_grad_norm,
             clipping=None if config.clipping == default_clipping else config.clipping,
             grad_sample_mode=config.grad_sample_mode,
@@ -200,7 +200,9 @@ class TrainingRun:
             init_seed=init_seed,
             window_key=bytes.fromhex(window_key),
         )
-        return cls(config, folder, state, corpus, team)
+        job = cls(config, folder, state, corpus, team)
+        job._refuse_spent_ledger()
+        return job
 
     @classmethod
     def resume(
@@ -211,8 +213,8 @@ class TrainingRun:
     ) -> TrainingRun:
         """Continue a folder's job from its last checkpoint, with any number of ranks.
 
-        `given` values of the config must be those of the job; only `data` and `eval_data` may
-        differ, because folders may have moved.
+        `given` values of the config must be those of the job; only `data`, `eval_data` and
+        `ledger` may differ, because files may have moved.
         """
         folder = Path(folder)
         launch = launch or Launch()
@@ -232,7 +234,7 @@ class TrainingRun:
             )
         before = saved["config"]
         config = TrainingConfig(**{**before, **given})
-        for name in given.keys() - {"data", "eval_data"}:
+        for name in given.keys() - {"data", "eval_data", "ledger"}:
             expected = before[name]
             if getattr(config, name) != expected:
                 raise ValueError(
@@ -249,7 +251,7 @@ class TrainingRun:
         team.ranks.agree("dpflash train", {"the checkpoint to resume": path.name})
         job = cls(config, folder, TrainingState(**saved), corpus, team)
         job.state = TrainingState(**job._engine.load_checkpoint(path))
-        job.lost_steps = job._ledger_releases() - job.step
+        job.lost_steps = job._own_releases() - job.step
         if job.lost_steps:
             warn(
                 f"{job.lost_steps} step(s) were released after the last checkpoint and are lost; "
@@ -292,40 +294,44 @@ class TrainingRun:
 
     @property
     def epsilon(self) -> float:
-        """Epsilon spent so far, including lost steps."""
+        """Epsilon of all releases in the ledger so far, including lost steps."""
         return self._engine.get_epsilon(self.config.delta)
 
     @property
     def is_spent(self) -> bool:
         """Whether max_epsilon allows no further step."""
-        return self._was_spent or self._engine.remaining_steps() == 0
+        return self._engine.remaining_steps() == 0
 
-    def _leaves_room(self, budget: PrivacyBudget) -> bool:
-        """Whether the budget allows another step after the releases in the ledger.
-
-        True for an empty ledger: the engine then checks the budget itself.
-        """
-        if self._ledger_releases() == 0:
-            return True
-        # Of several bands, a round.
-        step = PoissonGaussian(
-            relation=self._engine.neighboring_relation,
-            noise_multiplier=self.state.noise_multiplier,
-            sample_rate=self.noise.rate_of_part(self.config.sample_rate(self.num_units)),
-        )
-        return 0 < remaining_steps(
-            self._engine.accountant,
-            step,
-            target_epsilon=budget.epsilon,
-            target_delta=budget.delta,
+    def _refuse_spent_ledger(self) -> None:
+        """Refuse a new run whose steps, with those in a shared ledger, exceed max_epsilon."""
+        config, left = self.config, self._engine.remaining_steps()
+        if config.ledger is None or left is None or left >= self.total_steps:
+            return
+        raise ValueError(
+            f"max_epsilon={config.max_epsilon!r}: of the run's {self.total_steps} steps it allows "
+            f"{left}, since epsilon of what ledger={config.ledger!r} holds is {self.epsilon:.3f} "
+            "already; lower target_epsilon or steps, or raise noise_multiplier"
         )
 
-    def _ledger_releases(self) -> int:
-        """Number of releases in the ledger, which rank 0 reads."""
-        releases = self._team.ranks.run_on_first(
-            "reading the ledger", lambda: str(Ledger(self.folder / LEDGER).releases).encode()
-        )
-        return int(releases)
+    def epsilon_alone(self) -> float:
+        """Epsilon of this run's releases without those of others in a shared ledger."""
+
+        def read() -> bytes:
+            ledger = Ledger(self.ledger)
+            spending = Spending(self.config.accountant, ledger=ledger)
+            own = alone(lines_of(ledger, self._engine.ledger_run), spending)
+            return str(own.epsilon(self.config.delta).upper).encode()
+
+        return float(self._team.ranks.run_on_first("reading the ledger", read))
+
+    def _own_releases(self) -> int:
+        """Number of releases of this run in the ledger, which rank 0 reads."""
+
+        def read() -> bytes:
+            lines = lines_of(Ledger(self.ledger), self._engine.ledger_run)
+            return str(sum(line.steps for line in lines)).encode()
+
+        return int(self._team.ranks.run_on_first("reading the ledger", read))
 
     def run(
         self, *, should_stop: Callable[[], bool] = lambda: False, progress: bool = False
@@ -367,7 +373,7 @@ class TrainingRun:
 
     def _train(self, should_stop: Callable[[], bool], progress: bool) -> None:
         state, total = self.state, self.total_steps
-        with _bar("private", self.step, total, progress) as bar:
+        with _bar("private training", self.step, total, progress) as bar:
             while self.step < total:
                 if self.is_spent:
                     state.stopped = (
@@ -470,7 +476,7 @@ class TrainingRun:
             model.load_state_dict(state.baseline["model"])
             optimizer.load_state_dict(state.baseline["optimizer"])
         total = self.step
-        with _bar("non-private", len(state.baseline_losses), total, progress) as bar:
+        with _bar("non-private training", len(state.baseline_losses), total, progress) as bar:
             for step in range(len(state.baseline_losses), total):
                 loss = self._baseline_step(model, optimizer, step)
                 state.baseline_losses.append(loss)

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import inspect
 import io
 import json
 import math
@@ -537,6 +538,8 @@ def test_add_param_group_is_refused(private):
         ("poisson", True, "did you mean 'poisson_sampling'"),
         ("cliping", "flat", "did you mean 'clipping'"),
         ("way", "stored", "grad_sample_mode="),
+        ("epsilon", 3.0, "target_epsilon="),
+        ("zzz", 1, "did you mean "),
         ("batch_first", False, "first dimension"),
         ("noise_generator", torch.Generator(), "PrivacyEngine(seed=...)"),
         ("wrap_model", False, "never wrapped"),
@@ -545,6 +548,22 @@ def test_add_param_group_is_refused(private):
 )
 def test_an_unknown_keyword_is_refused_with_what_was_meant(name, value, meant, epsilon, refused):
     refused(TypeError, f"'{name}'", meant, epsilon=epsilon, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        (dpflash.PrivacyConfig, "epsilon", "'target_epsilon'"),
+        (dpflash.PerformanceConfig, "optimise", "'optimize'"),
+        (dpflash.PrivacyBudget, "eps", "'epsilon'"),
+    ],
+)
+def test_an_unknown_field_of_a_configuration_is_refused_with_what_was_meant(kind, name, meant):
+    with pytest.raises(TypeError) as refused:
+        kind(**{name: 1.0})
+    message = str(refused.value)
+    assert message.startswith(f"{kind.__name__} has no field '{name}'; did you mean {meant}")
+    assert message.count(" or ") < 3 and name not in inspect.signature(kind).parameters
 
 
 class Stream(IterableDataset):

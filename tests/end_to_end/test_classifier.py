@@ -74,7 +74,7 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     assert main([*words, *(["--lora-rank", "2"] if lora_rank else [])]) == 0
     shown = capsys.readouterr().out
     assert "left out: 1 malformed" in shown and "texts of 12 tokens" in shown
-    assert "accuracy, private" in shown and "texts per second" in shown
+    assert "held-out accuracy after private training" in shown and "texts per second" in shown
     report = json.loads((run / "report.json").read_text())
     assert report["accuracy_after"] == 1 and report["bits_per_text_after"] < 0.1
     assert "the label and the first tokens of each, clipped as one" in report["privacy_unit"]

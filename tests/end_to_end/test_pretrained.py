@@ -111,7 +111,7 @@ def test_lora_is_trained_killed_resumed_exported_loaded_and_generates(
     assert modes == {(run / "ledger.jsonl").stat().st_mode}
     assert main(["export", str(run), "--out", str(out)]) == 0
     assert "differentially private" in capsys.readouterr().out
-    assert "one record (a line of a JSONL file)" in (out / "README.md").read_text()
+    assert "(one record, a line of a JSONL file)" in (out / "README.md").read_text()
     # The adapters moved, and are in the weights of the export.
     tokens = torch.tensor([[0, 5, 6, 7]])
     plain, trained, merged = (

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from dpflash.accounting import RDPAccountant
 from dpflash.cli import main
 from dpflash.patterns import SlidingWindow
 from dpflash.privacy.ledger import Ledger
+from dpflash.privacy.spending import rounded_up
 from dpflash.train.config import Corpus, Parallelism, TrainingConfig
 from dpflash.train.language_models import ByteModel
 from dpflash.train.run import Interrupted, TrainingRun
@@ -94,7 +96,9 @@ def test_a_run_leaves_what_its_summary_names(data, tmp_path, capsys, monkeypatch
     assert {path.name for path in out.iterdir()} == names | own
     assert all(str(out / name) in shown for name in names)
     report = report_of(out)
-    for word in (report["neighboring_relation"], report["sampler"], "non-private"):
+    assert report["privacy_unit"].startswith(f"{Ledger(out / 'ledger.jsonl').unit} (one file)")
+    words = ("held-out bits per byte after private training", "after non-private training")
+    for word in (report["neighboring_relation"], report["sampler"], *words):
         assert word in shown
     assert report.keys() >= {
         *(
@@ -415,6 +419,44 @@ def test_a_finished_run_is_not_run_again(data, tmp_path, capsys):
     assert (out / "checkpoint.pt").stat().st_mtime_ns == written
 
 
+def test_runs_share_a_ledger_and_state_their_own_epsilon_and_that_of_all(data, tmp_path, capsys):
+    first, second, third = (tmp_path / name for name in "abc")
+    shared = tmp_path / "shared.jsonl"
+    words = [*options(data, target_epsilon=3), "--no-baseline", "--ledger", str(shared)]
+    options_of_first = {"seed": None, "baseline": False, "target_epsilon": 3.0}
+    job = TrainingRun.start(config(data, ledger=str(shared), **options_of_first), first)
+    with pytest.raises(Interrupted):
+        job.run(should_stop=lambda: job.step == 2)
+    assert main([*words, "--out", str(second)]) == 0
+    assert "epsilon 3 of this run after the last step" in capsys.readouterr().out
+    assert main(["export", str(first), "--out", str(tmp_path / "export-0")]) == 0
+    assert main(["train", "--resume", str(first)]) == 0
+    shown = capsys.readouterr().out
+    assert not (first / "ledger.jsonl").exists() and str(shared) in shown
+    last, other = report_of(first), report_of(second)
+    assert last["lost_steps"] == other["lost_steps"] == 0
+    assert last["epsilon_of_run"] == pytest.approx(other["epsilon_of_run"], rel=1e-9)
+    assert last["epsilon_of_run"] <= 3 < other["epsilon"] < last["epsilon"]
+    total = rounded_up(last["epsilon"])
+    assert re.search(rf"\nepsilon of all runs of the ledger +{total}\n", shown)
+    delta = ["--delta", "1e-3", "--accountant", "rdp"]
+    assert main(["budget", str(shared), *delta, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon"] == last["epsilon"]
+    for folder in (first, second):
+        assert main(["export", str(folder), "--out", str(tmp_path / f"of-{folder.name}")]) == 0
+        card = (tmp_path / f"of-{folder.name}" / "README.md").read_text()
+        assert f"The weights are ({total}, 0.001)" in card
+    capsys.readouterr()
+    assert main([*words, "--max-epsilon", "4", "--out", str(third)]) == 2
+    shown = capsys.readouterr().err
+    assert "--max-epsilon 4.0: of the run's 6 steps it allows " in shown and not third.exists()
+    Ledger(shared).append(
+        run=last["ledger_run"], event=Ledger(shared).lines[0].event, accountant="rdp"
+    )
+    assert main(["export", str(first), "--out", str(tmp_path / "late")]) == 2
+    assert "after 6 releases, and its ledger has 7" in capsys.readouterr().err
+
+
 def running(words, ledger, lines):
     """A process of the command, once it has made that many releases."""
     process = subprocess.Popen(
@@ -661,7 +703,10 @@ def test_a_single_file_needs_records_as_units(data, tmp_path, capsys):
     assert "--unit 'file' with --data " in capsys.readouterr().err
     assert main([*words, "--unit", "record"]) == 0
     shown = capsys.readouterr().out
-    assert "one record is one unit" in shown and "one record (a line of a JSONL file)" in shown
+    assert (
+        "one record is one unit" in shown
+        and "sample (one record, a line of a JSONL file)" in shown
+    )
 
 
 def test_a_folder_has_one_name_in_ledger_report_and_output(data, tmp_path, capsys):

@@ -425,6 +425,10 @@ CAUGHT = {
         language_model, "coupling", ["loss_fn"], loss=divided_by_tokens_of_another_mark,
         batch=lambda: ignored((slice(None), slice(9, None)), -7)),
     "one mean for all": case([nn.ReLU()], "coupling", ["loss_fn"], loss=mean_for_everyone),
+    # Its states have the samples in dimension 1.
+    "one mean for all beside a GRU": case(
+        lambda: Sequences(nn.GRU(WIDTH, WIDTH, 2, batch_first=True)), "coupling", ["loss_fn"],
+        batch=sequences, loss=mean_for_everyone),
     "another order": case(
         [nn.ReLU()], "coupling", ["loss_fn"], "in the order of the batch",
         loss=lambda m, b: per_sample(m, b).roll(1)),

@@ -195,6 +195,15 @@ def test_the_plot_shows_the_tradeoff_of_the_whole_ledger(ledger, tmp_path, figur
     assert lines_of(right)["chance"].get_xydata().tolist() == [[0, 1], [1, 0]]
 
 
+def test_a_delta_that_would_permit_publishing_a_unit_is_warned_of(tmp_path, capsys):
+    written = Ledger(tmp_path / "l")
+    written.append(run="a", event=POISSON, accountant="rdp", about={"dataset_size": 5000})
+    for delta, words in (("2e-4", "--delta 0.0002: not below 1 / 5000 units"), ("1e-5", "")):
+        assert main(["budget", str(written.path), "--delta", delta, "--accountant", "rdp"]) == 0
+        assert words.replace("--delta ", "delta=") in (shown := capsys.readouterr().err)
+        assert bool(words) == bool(shown)
+
+
 def test_a_release_without_noise_is_drawn_as_no_privacy(tmp_path, figures):
     written = Ledger(tmp_path / "l")
     noiseless = PoissonGaussian(noise_multiplier=0.0, sample_rate=0.01)

@@ -44,7 +44,8 @@ def test_doctor_json_is_the_report(capsys, report):
     printed = json.loads(capsys.readouterr().out)
     assert printed.keys() == report.keys()
     assert printed["torch"] == report["torch"]
-    assert printed["optional"].keys() == {"matplotlib", "opacus", "transformers"}
+    of_trainers = {"transformers", "peft", "accelerate", "trl", "lightning"}
+    assert printed["optional"].keys() == {"matplotlib", "opacus", *of_trainers}
 
 
 def test_doctor_names_the_paths_that_run_without_a_gpu(report, monkeypatch):

@@ -42,6 +42,9 @@ def test_parts_add_up_and_private_training_keeps_gradients_of_samples(subject):
     assert set(private.modes) == {"instantiate"}
     assert private.parts["per-sample gradients"] == 4 * 4 * count
     assert private.seconds > plain.seconds
+    free, tight = (_cost(subject, memory=memory) for memory in (None, 4))
+    assert not free.is_limited and "ghost" not in free.modes
+    assert tight.is_limited and set(tight.modes) == {"ghost"}
 
 
 @pytest.mark.cases(0)
@@ -56,6 +59,7 @@ def test_json_has_the_fields_that_scripts_rely_on(config, capsys):
     assert 0 < checkpointed["activations"] < found["parts"]["activations"]
     assert found["fits"]["largest_batch_size"]["private"] >= 4
     assert found["fits"]["longest_seq_len"]["private"] >= 64
+    assert found["memory_budget"] == 10**6 and found["modes_limited_by"] in ("memory", "time")
 
 
 @pytest.mark.cases(0)

@@ -425,6 +425,10 @@ def test_what_a_ledger_holds_counts_against_the_budget(kind, run, tmp_path):
     assert made[2].releases == steps_of(kind)
     with pytest.raises(ValueError, match="budget=PrivacyBudget.*allows no further"):
         run(kind, epsilon_after([event] * (spent + 1)), ledger=path)
+    with pytest.warns(UserWarning, match="is spent, so training ends before its first step"):
+        made = run(kind, epsilon_after([event] * (spent + 1)), "stop", ledger=path)
+    train(*made, passes=2)
+    assert (made[2].releases, made[0].remaining_steps()) == (0, 0)
 
 
 @every_kind

@@ -334,6 +334,7 @@ def test_a_run_is_recorded_with_the_day_the_code_the_data_and_the_bound(made_of,
         "source": source_digest(),
         "data": "ones",
         "seeded": "yes",
+        "dataset_size": 16,
         "max_grad_norm": 1.0,
     }
     again = made_of(ledger=tmp_path / "l")
@@ -484,6 +485,16 @@ def test_a_ledger_lacks_no_release_that_its_engines_accountant_counts(made_of, t
         with pytest.raises(ValueError, match=f"accountant='rdp' .*{message}.*Pass the name"):
             PrivacyEngine(accountant=accountant, ledger=ledger)
         assert accountant.state_dict() == before
+    # A ledger that is refused leaves an accountant as it was.
+    mixed = Ledger(tmp_path / "mixed")
+    for unit in ("sample", "document"):
+        mixed.append(run="a", event=STEP, accountant="rdp", unit=unit)
+    unused = create_accountant("rdp")
+    before = unused.state_dict()
+    with pytest.raises(ValueError, match="one epsilon cannot be for both"):
+        PrivacyEngine(accountant=unused, ledger=mixed.path)
+    assert unused.state_dict() == before
+    assert PrivacyEngine(accountant=unused, ledger=two).accountant is unused
     train(*made, 2)
     assert Ledger(one).releases == 2 and not two.exists()
     assert PrivacyEngine(ledger=one).accountant.history == shared.history == [(1.0, 0.25, 2)]

@@ -91,6 +91,10 @@ def swap_lines(path):
     path.write_text("".join([second, first, *rest]))
 
 
+def to_head(path):
+    guard_of(path).rename(f"{path}.head")
+
+
 TAMPERING = {
     "emptied": (lambda p: p.write_text(""), "ends with step 0, and its guard .*guard with step 4"),
     "removed": (lambda p: p.unlink(), "ends with step 0, and its guard .*guard with step 4"),
@@ -139,7 +143,15 @@ TAMPERING = {
         lambda p: (guard_of(p).unlink(), os.truncate(p, 30)),
         "its guard .*guard is missing",
     ),
-    "guard_removed": (lambda p: guard_of(p).unlink(), "its guard .*guard is missing.*tail -n 1"),
+    "guard_removed": (
+        lambda p: guard_of(p).unlink(),
+        "its guard .*guard is missing.*Copy it too.*tail -n 1",
+    ),
+    "guard_of_an_earlier_version": (to_head, "its guard .*guard is missing.*called .*head: mv "),
+    "guard_of_an_earlier_version_alone": (
+        lambda p: (to_head(p), p.unlink()),
+        "its guard .*guard is missing.*called .*head: mv ",
+    ),
     "guard_cut": (lambda p: cut(guard_of(p), 9), "its guard .*guard is damaged.*tail -n 1"),
     "guard_s_newline_cut": (lambda p: cut(guard_of(p), 1), "differ in step 4"),
     "guard_of_another_ledger": (

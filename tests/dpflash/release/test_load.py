@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader, TensorDataset
 
 import dpflash
 from dpflash.accounting import PoissonGaussian, create_accountant
@@ -122,7 +124,7 @@ def test_an_export_has_a_card_with_what_the_report_says(run, exported):
     rows = dict(line[2:-2].split(" | ") for line in card.splitlines() if line.startswith("| e"))
     assert report["epsilon"] <= float(rows["epsilon"]) < report["epsilon"] + 1e-3
     for word in (
-        *("zero_out", "one document (a file)", "poisson", "rdp", "flat, max_grad_norm 1"),
+        *("zero_out", "sample (one file)", "poisson", "rdp", "flat, max_grad_norm 1"),
         *(f"| noise multiplier | {report['noise_multiplier']:.6g} |", "| delta | 0.001 |"),
         *(f"dpflash {dpflash.__version__}", "treated as public"),
         *(
@@ -315,3 +317,56 @@ def test_generate_repeats_by_seed_and_takes_the_likeliest_at_temperature_0(expor
     state = torch.get_rng_state()
     model.generate("", max_new_tokens=1, seed=0)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_loop_of_ones_own_writes_the_card_of_its_model(tmp_path):
+    engine = dpflash.PrivacyEngine(ledger=tmp_path / "ledger", accountant="rdp")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    with pytest.raises(ValueError, match="has made no model private"):
+        engine.save_model_card(saved, delta=1e-3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    model[1].requires_grad_(False)
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model[0].parameters(), 0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(20, 3)), batch_size=5),
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+    )
+    for (x,) in loader:
+        engine.backward(model(x).square().mean(1))
+        optimizer.step()
+    model = engine.detach(model)
+    save_file(model.state_dict(), saved / "model.safetensors")
+    path = engine.save_model_card(saved, delta=1e-3, description="A tiny model.", base="a/base")
+    card, report = path.read_text(), json.loads((saved / "report.json").read_text())
+    assert card.startswith(
+        "# Model card\n\nA tiny model.\n\n## Differential privacy\n\nThe weights"
+    )
+    assert f"| epsilon | {rounded_up(engine.get_epsilon(1e-3))} |" in card
+    assert (report["steps"], report["lost_steps"]) == (4, 0)
+    assert report["ledger_head"] == engine.ledger_head and report["config"]["model"] == "base"
+    with pytest.raises(FileNotFoundError, match="save the model there first"):
+        engine.save_model_card(tmp_path / "none", delta=1e-3)
+
+
+def test_no_card_is_written_for_a_model_that_is_not_for_release(tmp_path):
+    model = torch.nn.BatchNorm1d(3, affine=False).eval()
+    model = torch.nn.Sequential(model, torch.nn.Linear(3, 1))
+    engine = dpflash.PrivacyEngine()
+    model, _, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model[1].parameters(), 0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(20, 3)), batch_size=5),
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+    )
+    model[0].running_mean.add_(1)
+    with pytest.raises(dpflash.PrivateRefusal, match="no model card is written: .*running_mean"):
+        engine.save_model_card(tmp_path, delta=1e-3)
+    with pytest.warns(dpflash.PrivateWarning, match="not for release"):
+        engine.detach(model)
+    with pytest.raises(dpflash.PrivateRefusal, match="no model card is written: .*running_mean"):
+        engine.save_model_card(tmp_path, delta=1e-3)
+    assert not list(tmp_path.iterdir())

@@ -79,7 +79,7 @@ def norms_of(engine, model, optimizer, loader, passes=3):
 
 
 def test_a_sample_that_is_padded_to_a_public_length_has_the_same_bits_in_every_draw():
-    run = made(PadTo(9))
+    run = made(PadTo(9, 0))
     assert all(len(norms) == 1 for norms in norms_of(*run).values())
     assert "lengths: public, 9 as declared" in str(run[0].plan())
 
@@ -105,7 +105,7 @@ def test_other_shapes_than_the_declared_ones_are_refused_by_name():
         PrivateRefusal, match=r"batch\['tokens'\] had other shapes.*PadTo\(9\)|no tensor"
     ):
         norms_of(*run)
-    run = made(PadTo(9), public_length=12)
+    run = made(PadTo(9, 0), public_length=12)
     with pytest.raises(PrivateRefusal, match=r"public_length=12: no tensor .* 1; pass") as refusal:
         norms_of(*run)
     assert refusal.value.details == {"lengths": [9, 9]}
@@ -156,6 +156,17 @@ def test_a_padding_for_a_field_that_entries_lack_is_refused_before_the_first_dra
         PrivateRefusal, match=f"PadTo.*'{name}': .*: the entries have no such field"
     ):
         made(PadTo(9, {"tokens": 0, name: -100}), Documents(unlabelled=unlabelled))
+
+
+def test_targets_of_tokens_are_not_padded_with_a_class():
+    pairs = [(torch.arange(1, n), torch.arange(1, n)) for n in range(3, 9)] * 4
+    for data, name in ((Documents(), "'labels'"), (pairs, "1")):
+        with pytest.raises(PrivateRefusal, match=rf"the targets of entries, field {name}.*-100"):
+            made(PadTo(9), data)
+    for given in (0, {1: 0}):
+        made(PadTo(9, given), pairs)
+    scores = [(x, y.float(), y.bool(), len(y)) for x, y in pairs]
+    made(PadTo(9), scores)
 
 
 def test_an_entry_that_lacks_the_named_field_adds_nothing_and_raises_nothing():
