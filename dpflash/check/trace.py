@@ -70,7 +70,7 @@ def _trace(subject: Subject, place: Place) -> list[_Call]:
 
 def _rows_of(value: Any, place: Place, module: nn.Module) -> list[Tensor]:
     """The rows of tensors that belong to the sample; whole tensors if that is ambiguous."""
-    rows = []
+    rows: list[Tensor] = []
     for _, t in tensors_of(value):
         if t.ndim == 0:
             continue
