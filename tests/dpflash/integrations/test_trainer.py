@@ -922,3 +922,8 @@ def test_a_budget_ends_training(tmp_path):
     trained = trainer(tmp_path, privacy=privacy)
     assert 1 <= trained.train().global_step < 8
     assert 1.5 < trained.get_epsilon() <= 2.0
+    spent = trained.get_epsilon()
+    again = trainer(tmp_path, privacy=privacy)
+    with pytest.warns(UserWarning, match="is spent, so training ends before its first step"):
+        assert again.train().global_step == 0
+    assert again.get_epsilon() == spent
