@@ -518,7 +518,7 @@ def test_torchrun_shows_one_message_for_what_all_ranks_refuse(data, tmp_path):
     process = torchrun(2, options(data, out, clipping="sideways"))
     shown, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and shown.count("dpflash: error:") == 1, shown
-    assert "clipping='sideways'" in shown and not out.exists()
+    assert "--clipping 'sideways'" in shown and not out.exists()
 
 
 @pytest.mark.cases(0)
