@@ -9,7 +9,8 @@ A mutant replaces one short piece of code (`old`, which occurs once in `file`) b
 have lost the power to see this mistake. First all killers run on the code as it is.
 
 After a refactoring, adapt `file` and `old` so that the mutant still breaks what `breaks` says.
-After a cut of the tests, name other killers.
+After a cut of the tests, name other killers: of a test with cases always one of them, since the
+suite leaves most of the others out.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def problems(mutants: Sequence[Mutant]) -> list[str]:
 
 
 def _problem_with(node_id: str) -> str | None:
-    """Why a pytest node id is no killer: there is no such test, or which case runs is left open."""
+    """Why a pytest node id cannot be a killer: no such test, or no case of it is named."""
     file, _, function = node_id.partition("[")[0].partition("::")
     functions = _functions(ROOT / file) if (ROOT / file).is_file() else {}
     if function not in functions:
