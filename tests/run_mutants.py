@@ -9,7 +9,8 @@ A mutant replaces one short piece of code (`old`, which occurs once in `file`) b
 have lost the power to see this mistake. First all killers run on the code as it is.
 
 After a refactoring, adapt `file` and `old` so that the mutant still breaks what `breaks` says.
-After a cut of the tests, name other killers.
+After a cut of the tests, name other killers: of a test with cases always one of them, since the
+suite leaves most of the others out.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def problems(mutants: Sequence[Mutant]) -> list[str]:
             found.append(f"{name}: old occurs {count} times in {mutant['file']}, expected once")
         if not 1 <= len(mutant["killers"]) <= 3:
             found.append(f"{name}: {len(mutant['killers'])} killers, expected 1 to 3")
-        found += [f"{name}: there is no test {k}" for k in mutant["killers"] if not _is_test(k)]
+        found += [f"{name}: {problem}" for k in mutant["killers"] if (problem := _problem_with(k))]
     counts = collections.Counter(mutant["invariant"] for mutant in mutants)
     found += [
         f"invariant {number}: {counts[number]} mutants, expected at least 4"
@@ -78,19 +79,39 @@ def problems(mutants: Sequence[Mutant]) -> list[str]:
     return found
 
 
-def _is_test(node_id: str) -> bool:
-    """Whether the file and the function of a pytest node id exist."""
+def _problem_with(node_id: str) -> str | None:
+    """Why a pytest node id cannot be a killer: no such test, or no case of it is named."""
     file, _, function = node_id.partition("[")[0].partition("::")
-    return (ROOT / file).is_file() and function in _functions(ROOT / file)
+    functions = _functions(ROOT / file) if (ROOT / file).is_file() else {}
+    if function not in functions:
+        return f"there is no test {node_id}"
+    if functions[function] and "[" not in node_id:
+        return f"{node_id} has cases, most of which are left out: name the one that fails"
+    return None
 
 
-_known: dict[Path, set[str]] = {}
+_known: dict[Path, dict[str, bool]] = {}
 
 
-def _functions(path: Path) -> set[str]:
+def _functions(path: Path) -> dict[str, bool]:
+    """Whether each function of a file has a decorator that makes cases of it."""
     if path not in _known:
         body = ast.parse(path.read_text()).body
-        _known[path] = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+        marks = {
+            target.id
+            for node in body
+            if isinstance(node, ast.Assign) and "mark.parametrize(" in ast.unparse(node.value)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        _known[path] = {
+            node.name: any(
+                "mark.parametrize(" in ast.unparse(decorator) or ast.unparse(decorator) in marks
+                for decorator in node.decorator_list
+            )
+            for node in body
+            if isinstance(node, ast.FunctionDef)
+        }
     return _known[path]
 
 

@@ -548,15 +548,15 @@ def test_the_longest_sequence_so_far_may_round_the_gradients_of_a_declared_mean(
         return backward(steps._replace(dh=steps.dh * (1 + 1e-6 * len(steps.dh))))
 
     monkeypatch.setitem(CELLS, "GRU", (forward, by_length))
-    for seed in range(3):
-        options = {"loss_reduction": "mean", "physical_batch_size": 2, "seed": seed}
-        _, model, optimizer, loader = _made("packed", _padded, **options)
-        for batch in loader:
-            F.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"]).backward()
-            if loader.is_last:
-                break
-        optimizer.step()
-        assert loader.releases == 1
+    # In the first draw of this seed the trial of a microbatch is shorter than the microbatch.
+    options = {"loss_reduction": "mean", "physical_batch_size": 2, "seed": 27}
+    _, model, optimizer, loader = _made("packed", _padded, **options)
+    for batch in loader:
+        F.cross_entropy(model(batch["ids"], batch["mask"]), batch["labels"]).backward()
+        if loader.is_last:
+            break
+    optimizer.step()
+    assert loader.releases == 1
 
 
 def test_random_numbers_by_the_length_leave_the_masks_of_training_as_they_are():

@@ -535,22 +535,24 @@ def test_honest_loops_train_with_the_same_bits_as_without_trials(layout):
     def found(**options):
         pair = Pair(np.random.default_rng(5).normal, defaultdict(None, rng=random.Random(6)))
         torch_rng, numpy_rng = torch.Generator().manual_seed(1), np.random.default_rng(2)
-        python_rng, held = random.Random(3), Held()
+        python_rng, held, drawn = random.Random(3), Held(), []
         engine, model, optimizer, loader = _made(Net, 0.3, **layout, **options)
         for batch in loader:
             x, y = _rows(batch)
             x = x + 0.1 * torch.randn(x.shape) + 0.1 * torch.randn(x.shape, generator=torch_rng)
             x = x * (1 + numpy_rng.random()) + python_rng.random() + held.rng.rand()
             x = x + pair.normal() + pair.others["rng"].random()
-            x = x + random.random() + float(np.random.rand())
+            drawn.append(random.random())
+            x = x + drawn[-1] + float(np.random.rand())
             engine.backward(_entropies(model, x, y))
             optimizer.step()
             optimizer.zero_grad()
         assert loader.releases == len(loader)
-        return [p.detach().clone() for p in model.parameters()], engine.verified
+        return [p.detach().clone() for p in model.parameters()], engine.verified, drawn
 
-    tried, verified = found(example=_example(layout))
-    untried, unverified = found(verify_first_batch=False)
+    tried, verified, drawn = found(example=_example(layout))
+    untried, unverified, private = found(verify_first_batch=False)
+    assert drawn[0] not in private and {*private} < {*drawn}  # an error tells the example's loss
     assert verified is True and unverified is False
     assert all(map(torch.equal, tried, untried))
 
