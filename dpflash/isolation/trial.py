@@ -245,6 +245,7 @@ class Trial:
         """Try the next draws; refuse the rest of this one, and then all until a trial passes."""
         self.schedule.restart()
         self._refused, self._of_altered = refusal, None
+        self.has_compared, self.rows = False, 0  # what passed before shows nothing now
 
     def compare_rows(self, rows: ForwardRows) -> tuple[str | None, int]:
         """Compare a call of the model with the same one in the altered microbatch.
