@@ -153,7 +153,7 @@ class Accountant(ABC):
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Count a ledger's releases in the block; an error ends the hold and empties the history."""
+        """Count a ledger's releases; an error ends the hold and empties the history."""
         before = {**vars(self), "_is_held": False, "_ledger": None, "_history": [], "_events": []}
         try:
             yield
