@@ -108,7 +108,6 @@ def log_mgfs(
 
 
 def _parts(orders: _Complex) -> list[slice]:
-    """Orders that are evaluated together."""
     count = -(-len(orders) // _TOGETHER)
     ends = [len(orders) * i // count for i in range(count + 1)]
     return [slice(begin, end) for begin, end in pairwise(ends)]
@@ -273,7 +272,7 @@ def rough_log_mgf(pair: Pair, order: float, cut: float | None) -> float:
 
 
 def _angle(pair: Pair, orders: _Complex, cut: float | None) -> float:
-    """The angle of a ray for all orders, from a few candidates; 0 for the real line."""
+    """The angle of a ray that suits all orders; 0 for the real line."""
     needed = math.pi / 2 - float(np.angle(orders).min()) + _MARGIN
     # On a ray the Gaussian is e^((angle s)^2 / 2) times as large as on the line.
     largest = min(_LARGEST_ANGLE, 4.9 / pair.noise)

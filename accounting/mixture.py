@@ -39,7 +39,7 @@ class Mixture:
     def __init__(self, noise: float, rate: float, examples: int) -> None:
         self.noise, self.rate, self.examples = noise, rate, examples
         drawn, absent = math.log(rate), math.log1p(-rate)
-        # Of j = 0, ..., k.
+        # log p_j for j = 0, ..., k.
         self.log_p = np.array(
             [
                 math.log(math.comb(examples, j)) + j * drawn + (examples - j) * absent
@@ -53,7 +53,7 @@ class Mixture:
         self._usual = 1 + int(np.flatnonzero(some > some.max() - _NEGLIGIBLE).max())
 
     def loss(self, x: _Real) -> _Real:
-        """l(x), accurate near 0."""
+        """Return l(x), accurate near 0."""
         return self._in_parts(x, self._loss)
 
     def mean(self, x: _Real) -> _Real:
