@@ -64,8 +64,7 @@ class Accountant(ABC):
     to subclasses.
 
     Args:
-        neighboring_relation: "add_remove", "zero_out" or "replace_one", which epsilon and delta
-            hold for.
+        neighboring_relation: "add_remove", "zero_out" or "replace_one", which epsilon is for.
 
     Attributes:
         history: one (noise_multiplier, sample_rate, steps) per phase of equal steps with Poisson
@@ -537,7 +536,6 @@ class Accountant(ABC):
 
 
 def _counts(phases: Iterable[Phase], events: Iterable[tuple[Event, int]]) -> Counter[Any]:
-    """Count how often each step and each event was released."""
     found: Counter[Any] = Counter()
     for noise, rate, steps in phases:
         found[noise, rate] += steps

@@ -294,7 +294,6 @@ def _step(
 
 
 def _replace_history(trial: Accountant, step: Event, count: int) -> None:
-    """Replace the history of an accountant, also one of Opacus, by `count` such steps."""
     if isinstance(trial, Accountant):
         trial.history, trial.events = [], []
         trial.neighboring_relation = step.relation

@@ -216,7 +216,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
 
 
 def _largest_added_loss(pairs: Pairs) -> float:
-    """The supremum of an addition's loss, reached by outputs that exclude that it was drawn."""
+    """The supremum of an addition's loss: the output shows that the sample was not drawn."""
     if any(pair.rate == 1 for pair, _ in pairs):
         return math.inf
     return -math.fsum(count * pair.log_absence for pair, count in pairs)

@@ -377,7 +377,7 @@ class RealAxis:
     def _contour(
         self, epsilon: float, cut: float | None, small: bool
     ) -> tuple[Contour, float] | None:
-        """The contour through the least modulus of the integrand, and about that modulus's log."""
+        """The contour through the minimum of the modulus, and roughly the log of that minimum."""
         if small and (self.side != REMOVE or epsilon == 0):
             return None
 

@@ -118,7 +118,6 @@ def _is_simple(pair: Pair) -> bool:
 
 
 def _log_of(excess: _Complex, rounding: _Real) -> tuple[_Complex, _Real]:
-    """log(1 + excess), and its error."""
     value, size = _log1p(excess), np.abs(1 + excess)
     value.real = np.where(size < rounding, np.log(rounding), value.real)
     return value, rounding / np.maximum(size, rounding) + 2 * _ROUNDING * np.abs(value)
@@ -313,7 +312,7 @@ def _excess(
 
 
 def _real_line_excess(pair: Pair, orders: _Complex, window: _Window) -> tuple[_Complex, _Real]:
-    """M - 1 on the real line, computed as M less 1, and its rounding error."""
+    """M - 1 on the real line, and its rounding error, which is relative to M."""
     if pair.symmetric:
         return _excess(pair, orders, window, _REAL_LINE_DIGITS)
     y, step = _nodes(

@@ -141,14 +141,13 @@ class UnitPoissonGaussian(PoissonGaussian):
 
     Each example enters the batch independently and is clipped separately (example-level sampling).
     The guarantee is for a unit: all of its examples, at most `examples_per_unit`, are added,
-    removed or zeroed together. The cost depends on `examples_per_unit`, not on how many examples
-    the units have.
+    removed or zeroed together. The guarantee does not depend on the units' numbers of examples.
 
     Attributes:
         noise_multiplier: the noise's standard deviation over the bound of one example, >= 0.
         sample_rate: the probability that an example is in a batch, in [0, 1].
         examples_per_unit: k >= 1, the largest number of examples of one unit. With 1 the event
-            equals `PoissonGaussian`.
+            costs the same as `PoissonGaussian`.
 
     Guarantees:
         The pair sum over j of Binom(k, sample_rate)(j) N(j, noise_multiplier^2) against
@@ -194,8 +193,7 @@ class TruncatedPoissonGaussian(PoissonGaussian):
         num_samples: the size of the dataset, >= 1.
 
     Guarantees:
-        A step differs from the Poisson step with probability at most `failure()`; `with_failure`
-        includes this probability in epsilon.
+        A step differs from a Poisson step with probability <= `failure()`, see `with_failure`.
     """
 
     max_batch_size: int
@@ -244,9 +242,8 @@ class RandomAllocationGaussian(Event):
 
     The steps are cut into k blocks of consecutive steps, whose lengths differ by at most one. In
     each block a sample is in one step, which is chosen uniformly at random and independently of
-    the other samples and blocks, and stays secret. With k = 1 the sample is in one random step of
-    the run ("balls in bins", "balanced iteration"). Each epoch of a longer run is a separate
-    event.
+    the other samples and blocks, and stays secret. With k = 1 a sample is in one random step of
+    the run ("balls in bins", "balanced iteration"). Each epoch is a separate event.
 
     Attributes:
         noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.

@@ -28,7 +28,7 @@ def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> A
     Args:
         name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (an estimate),
             `"gaussian"` (sample rate 1 only) or `"prv"` (Opacus' accountant).
-        neighboring_relation: "add_remove", "zero_out" or "replace_one", which epsilon holds for.
+        neighboring_relation: "add_remove", "zero_out" or "replace_one", which epsilon is for.
 
     Raises:
         ValueError: no accountant has this name, or the relation is unknown.

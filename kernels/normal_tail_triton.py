@@ -99,9 +99,8 @@ def sides(table_ptr, k, magnitudes, scale, r2, r1, r0):
     """Whether the border (k + 1/2) / scale is below, and whether it is above, a word's interval.
 
     The interval has all x with P(N > x) from m 2^-64 to (m + 1) 2^-64. A border with k < 0 is
-    below. Both results are False if the border lies in the interval, or if an error of 2^-96 could
-    change them. k: int64, below 2^49. magnitudes: m, uint64, from 1 to 2^63 - 1. scale: fp64. r2,
-    r1, r0: `reciprocal_words(scale)`.
+    below. Both are False if the border lies in the interval, or if an error of 2^-96 could change
+    them. k: int64, below 2^49. m: `magnitudes`, uint64, from 1 to 2^63 - 1. scale: fp64.
     """
     is_near = (k >= 0) & (k.to(tl.float64) + 0.5 < END * scale)
     odd = tl.where(is_near, 2 * k + 1, 1).to(tl.uint64)

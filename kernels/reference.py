@@ -39,7 +39,7 @@ ROOT_SLACK = 1.0 - 2.0**-50
 HARMLESS_CANCELLATION = 256.0
 # Terms whose magnitudes add up to less than this do not overflow in fp32.
 LARGEST_TERMS = 2.0**126
-# log2 of an fp32 product's relative rounding: on a CPU (False), as three TF32 products (True).
+# log2 of an fp32 product's relative rounding: on a CPU; on a GPU (True), as three TF32 products.
 PRODUCT_BITS = {False: -24, True: -20}
 # gamma of automatic clipping, as in the paper.
 STABILITY = 0.01
@@ -50,16 +50,13 @@ _Squares = TypeVar("_Squares", Tensor, float)
 def clip_factors(
     squared_norms: Tensor, bound: float, function: str = "hard", *, keep: Tensor | None = None
 ) -> Tensor:
-    """Compute clipping factors c_i of norms n_i, rounded down.
-
-    c_i is min(1, bound / n_i), or bound / (n_i + 0.01) for "automatic".
+    """Compute the clipping factors c_i = min(1, bound / n_i) of norms n_i, rounded down.
 
     Args:
         squared_norms: [B], fp64, upper bounds of the n_i^2, see `squared_norm`.
         bound: clipping bound, in the units of the norms.
-        function: "hard" or "automatic"; "automatic" needs a finite bound.
-        keep: [B], bool: False for samples whose factor is 0 whatever their norm is; None keeps
-            all samples.
+        function: "hard", or "automatic" for c_i = bound / (n_i + 0.01) with a finite bound.
+        keep: [B], bool: False for samples that get the factor 0; None to keep all samples.
 
     Source: automatic clipping is AUTO-S of Bu et al. (arXiv:2206.07136).
 

@@ -158,8 +158,7 @@ def settle(word: int, scale: float, further: Callable[[int], int]) -> int:
     Args:
         word: 64 bits, as an integer of either sign.
         scale: as for `rounded_normals`.
-        further: a function that returns the independent uniform 64-bit word number 0, 1, ... as a
-            non-negative integer.
+        further: a function from 0, 1, ... to independent uniform 64-bit words, as integers >= 0.
     """
     sign, p, bits = -1 if word >> 63 & 1 else 1, word & _MAGNITUDE, 64
     number = 0
