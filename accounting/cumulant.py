@@ -133,7 +133,7 @@ def _real_line_excesses(
     rounding = np.empty(excess.shape)
     odds, rows = np.log1p(-q[:, 0]) - np.log(q[:, 0]), np.arange(len(pairs))
     for part in _parts(orders):
-        # As `_window`.
+        # The same as in `_window`.
         forward, backward = orders[part].real.max(), orders[part].real.min()
         exponent = np.maximum(0, np.maximum(loss, np.maximum(forward * loss, backward * loss)))
         exponent += log_density
@@ -145,16 +145,16 @@ def _real_line_excesses(
         lost = 2 * np.exp(np.minimum(700.0, exponent[rows, last])) / s[:, 0]
         is_known = _ROUNDING * np.exp(np.minimum(700.0, peak)) + lost < enough
         if cut is None:
-            # As `_tail_exponent`.
+            # The same as in `_tail_exponent`.
             is_known &= forward < _FARTHEST * s[:, 0]
-        # As `_line_step`.
+        # The same as in `_line_step`.
         turn = np.abs(orders[part].imag).max() / (1 + np.exp(np.minimum(700.0, odds - high)))
         turn /= s[:, 0]
         strip = np.minimum(0.85 * math.pi * s[:, 0], math.sqrt(2 * _REAL_LINE_DIGITS))
         needed = _REAL_LINE_DIGITS + strip**2 / 2 + turn * strip
         count = (high - low) * needed / (2 * math.pi * strip) * s[:, 0]
         is_known &= count < _MOST_NODES
-        # No bit of a pair depends on the others.
+        # The number of nodes, and so each bit of a pair's result, must not depend on other pairs.
         count = 8 * np.ceil(np.where(is_known, count, 1) / 8).astype(np.intp) + 1
         rounding[~is_known, part] = math.nan
         for size in set(count[is_known].tolist()):

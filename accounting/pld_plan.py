@@ -83,7 +83,7 @@ def _cumulant(sampled: _Sampled, thetas: Array) -> Array:
 
 
 def log_kernel(theta: Array | float) -> Array:
-    """log max over l of exp(-theta l) (1-exp(-l)): theta log theta - (1+theta) log(1+theta)."""
+    """Log max over l of exp(-theta l) (1-exp(-l)): theta log theta - (1+theta) log(1+theta)."""
     theta = np.asarray(theta, dtype=np.float64)
     return -np.log1p(theta) - theta * np.log1p(1 / theta)
 

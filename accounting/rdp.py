@@ -155,7 +155,7 @@ def _rdp(sigma: float, q: float, orders: _Array) -> _Array:
 
 
 def _whole_order_log_a(sigma: float, q: float, orders: tuple[float, ...]) -> _Array:
-    """log A, A = 1 + sum_{k=2}^a C(a,k) (1-q)^(a-k) q^k (exp(k(k-1) / (2 sigma^2)) - 1)."""
+    """Log of A = 1 + sum_{k=2}^a C(a,k) (1-q)^(a-k) q^k (exp(k(k-1) / (2 sigma^2)) - 1)."""
     if not orders:
         return np.empty(0)
     index, starts, log_binomials = _log_binomials(orders)
@@ -184,7 +184,7 @@ def _log_binomials(
 
 
 def _fractional_order_log_a(sigma: float, q: float, orders: _Array) -> _Array:
-    """log A, A = 1 + E((1 + u)^a - 1 - a u), with E computed by the trapezoidal rule.
+    """Log of A = 1 + E((1 + u)^a - 1 - a u), with E computed by the trapezoidal rule.
 
     The integrand is positive (Bernoulli; E u = 0) and analytic for |Im x| < pi sigma^2, since 1 +
     u has no zero there. On a line Im x = s in this strip its modulus is larger by at most exp(s^2
@@ -206,7 +206,7 @@ def _fractional_order_log_a(sigma: float, q: float, orders: _Array) -> _Array:
 
 
 def _log_excess(sigma: float, q: float, a: _Array, x: _Array) -> _Array:
-    """log of (1 + u)^a - 1 - a u, [orders, nodes], for a [orders, 1] and ascending x [nodes].
+    """Log of (1 + u)^a - 1 - a u, [orders, nodes], for a [orders, 1] and ascending x [nodes].
 
     Nodes with u below, around and above 0 are computed by three formulas that keep precision.
     """

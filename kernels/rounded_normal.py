@@ -92,13 +92,13 @@ SPLIT_SQUARE = 0.180625
 FAR_FROM = 5.0
 TAIL_ORIGIN = 1.6
 
-# Relative error of the fp64 quantile, in units of 2^-53. All coefficients and
-# arguments are positive, so no step cancels: two polynomials of degree 7 with rounded
-# coefficients (15 each), a quotient and a product (2), AS 241's own error (2). CENTER: q off by 2
-# moves the result by 2.1 times as much; q^2 and the difference are off by 0.5 absolutely, and
-# |log(CENTER)'| <= 3.1. TAIL: the logarithm off by 8 makes the root off by 5, which moves the
-# result by 1.91 times as much; the difference adds 4.2 times 1.2 at most. FAR: 1.2 and 0.3.
-# Together at most 50.
+# Bounds the relative error of the fp64 quantile, which is at most 50 in units of 2^-53. All
+# coefficients and arguments are positive, so no step cancels. Two polynomials of degree 7 with
+# rounded coefficients add 15 each, a quotient and a product 2, AS 241 itself 2. In CENTER an error
+# of 2 in q moves the result by 2.1 times as much; q^2 and the difference are off by 0.5
+# absolutely, and |log(CENTER)'| <= 3.1. In TAIL an error of 8 in the logarithm makes the root off
+# by 5, which moves the result by 1.91 times as much; the difference adds at most 4.2 times 1.2.
+# FAR: 1.2 and 0.3.
 RELATIVE_ERROR = 2.0**-47
 
 _MAGNITUDE = (1 << 63) - 1

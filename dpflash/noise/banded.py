@@ -61,8 +61,8 @@ class Banded:
         finite(**{f"coefficients[{i}]": value for i, value in enumerate(given)})
         if len(given) != self.bands:
             raise ValueError(
-                f"coefficients: {len(given)} with bands={self.bands!r}; expected one for each "
-                "band, 1 first; pass as many, or leave them out"
+                f"coefficients: got {len(given)} with bands={self.bands!r}; expected one for each "
+                "band, the first equal to 1; pass one for each band, or leave coefficients out"
             )
         unit = 1 << FRACTION_BITS
         rounded = tuple(round(value * unit) / unit for value in given)
@@ -70,7 +70,7 @@ class Banded:
         if rounded[0] != 1 or not falls:
             raise ValueError(
                 f"coefficients={tuple(map(float, given[:_SHOWN]))!r}...: expected 1 first, then "
-                "none above the one before it and none below 0; divide them by the first, or use "
+                "values >= 0 that do not increase; divide all coefficients by the first, or use "
                 "Banded.optimized(...)"
             )
         object.__setattr__(self, "coefficients", rounded)

@@ -15,7 +15,7 @@ rounded. If z were rounded to the grid first, the release would also depend on f
 
 from collections.abc import Sequence
 
-# With more bits a smaller z would be exact in float64 (`dpflash.kernels.noise`).
+# With more bits, z would have to be smaller to be exact in float64 (`dpflash.kernels.noise`).
 FRACTION_BITS = 8
 # The standard deviation of z over the bound must be below this: `_validate._MOST_NOISE`, 2^14,
 # less the 8 bits of the fraction.
