@@ -45,7 +45,7 @@ _MOST_KNOWN = 1024  # pairs
 
 @dataclass(frozen=True)
 class Contour:
-    """a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t)."""
+    """The contour a(t) = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t)."""
 
     side: int  # 1 for an apex at 1 + c, -1 for an apex at -c
     k: int  # c = 2^(k / 16)
@@ -91,7 +91,7 @@ def representatives(pairs: Pairs) -> Pairs:
 
 
 def cut_probability(pairs: Pairs, cut: float | None) -> float:
-    """Bound twice the probability that an output of any step is beyond `cut`, see `log_mgf`."""
+    """Bound the probability that a step's output is beyond `cut` (see `log_mgf`), times 2."""
     return 0.0 if cut is None else 2 * sum(count for _, count in pairs) * float(ndtr(-cut))
 
 

@@ -33,7 +33,7 @@ class Event(ABC):
     Attributes:
         relation: "add_remove" (one sample more or less), "zero_out" (one sample replaced by
             nothing; the size of the dataset is public) or "replace_one" (one sample replaced by
-            another). For `UnitPoissonGaussian` read "one unit with all of its samples".
+            another). For `UnitPoissonGaussian`, replace "one sample" by "one unit".
     """
 
     relation: str = ADD_REMOVE
@@ -243,7 +243,7 @@ class RandomAllocationGaussian(Event):
     The steps are cut into k blocks of consecutive steps, whose lengths differ by at most one. In
     each block a sample is in one step, which is chosen uniformly at random and independently of
     the other samples and blocks, and stays secret. With k = 1 a sample is in one random step of
-    the run ("balls in bins", "balanced iteration"). Each epoch is a separate event.
+    the run ("balls in bins", "balanced iteration"). For several epochs compose one event each.
 
     Attributes:
         noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.
@@ -252,7 +252,7 @@ class RandomAllocationGaussian(Event):
 
     Guarantees:
         Let a block have n steps. The pair (1/n) sum over t of N(e_t, noise_multiplier^2 I) against
-        N(0, noise_multiplier^2 I), in n dimensions, dominates it in both directions and is
+        N(0, noise_multiplier^2 I), in n dimensions, dominates the block in both directions and is
         attained. The sample changes only its own step's sum, by at most one bound, and the change
         may depend on earlier outputs. So all sums together are obtained, step by step, from a
         draw of the pair, scaled by the change, with noise added. Blocks are independent, so their

@@ -166,7 +166,7 @@ class NoiseStream:
         generator: "chacha20", or "philox" for speed tests.
         unsettled: list to which GPU kernels append the elements that they leave undecided, so that
             `settle_noise` decides many at once later; until then these elements are NaN. With None
-            each kernel's elements are settled immediately, which waits for the GPU.
+            each kernel's elements are decided immediately, which waits for the GPU.
 
     Raises:
         ValueError: an attribute is out of its range.

@@ -408,7 +408,7 @@ class OpenList(NamedTuple):
     """The list of elements whose noise fp64 does not decide. Kernels append to it.
 
     Attributes:
-        outs: the results; a listed element is NaN until it is settled.
+        outs: the results; a listed element is NaN until `settle` writes it.
         streams: the noise of each result, of one release.
         entries: [2 + 5 capacity], int64, on the results' device: the number of elements, the
             number that `settle` has left to the CPU, and five columns, in any order of elements:
@@ -461,8 +461,8 @@ def expected_capacity(elements: int, scale: float) -> int:
 def settle(lists: Sequence[OpenList]) -> bool:
     """Write the elements that kernels left undecided.
 
-    A kernel settles all elements except about one in 2^60 / scale, and `NoiseStream.settled` the
-    rest. Waits once for each device, and copies a list only if the CPU has to settle some of its
+    A kernel decides all elements except about one in 2^60 / scale, and `NoiseStream.settled` the
+    rest. Waits once for each device, and copies a list only if the CPU has to decide some of its
     elements. If interrupted, it can be called again.
 
     Returns:
@@ -492,7 +492,7 @@ def settle(lists: Sequence[OpenList]) -> bool:
 
 
 def _launch_settle(lists: Sequence[OpenList]) -> None:
-    """Settle the elements that need no further words on their device, and mark the others."""
+    """Write the elements that need no further words, on their device, and mark the others."""
     entries = lists[0].entries
     programs = triton.cdiv(max(found.capacity for found in lists), SETTLE_BLOCK)
     table = sent(_settle_table(lists), entries.device)
@@ -524,7 +524,7 @@ def _settle_table(lists: Sequence[OpenList]) -> Tensor:
 
 
 def _settle_left(found: OpenList, count: int) -> None:
-    """Settle the marked elements among the first `count` of a list on the CPU."""
+    """Write the marked elements among the first `count` of a list, decided on the CPU."""
     entries = found.entries[_COUNTERS.value :].view(_COLUMNS.value, -1)[:, :count].cpu()
     for place, element, word, bits, _ in entries[:, entries[4] > 0].t().tolist():
         stream, out = found.streams[place], found.outs[place]

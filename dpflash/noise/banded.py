@@ -69,9 +69,9 @@ class Banded:
         falls = all(x >= y for x, y in zip(rounded, (*rounded[1:], 0.0), strict=True))
         if rounded[0] != 1 or not falls:
             raise ValueError(
-                f"coefficients={tuple(map(float, given[:_SHOWN]))!r}...: expected 1 first, then "
-                "values >= 0 that do not increase; divide all coefficients by the first, or use "
-                "Banded.optimized(...)"
+                f"coefficients={tuple(map(float, given[:_SHOWN]))!r}...: expected 1 first, "
+                "none above the coefficient before it, and none below 0; divide all coefficients "
+                "by the first, or use Banded.optimized(...)"
             )
         object.__setattr__(self, "coefficients", rounded)
 
@@ -110,10 +110,10 @@ class Banded:
             separation: the least distance in steps of two contributions, at least b; None for b.
 
         Returns:
-            The root of the sum of the squared norms of the columns 0, separation, 2 separation,
-            ... of C, of which the last may be cut by T; exact, rounded up to a float. It is
-            attained by contributions of the full bound. Without sampling, the releases are one
-            Gaussian mechanism of noise_multiplier * noise_scale() / sensitivity.
+            The root of the sum of the squared norms of C's columns 0, separation, 2 separation,
+            ..., one for each contribution; T may cut the last column. It is exact, rounded up to a
+            float, and attained by contributions of the full bound. Without sampling, the releases
+            are one Gaussian mechanism of noise_multiplier * noise_scale() / sensitivity.
 
         Raises:
             ValueError: contributions may be closer than b steps, or an argument is not positive.
