@@ -1,4 +1,4 @@
-"""Privacy accounting: from noisy steps to epsilon and delta, and back to the noise they need."""
+"""Privacy accounting: epsilon and delta of noisy steps, and the noise that a target needs."""
 
 from . import dp_events
 from .accountant import Accountant, Interval

@@ -11,10 +11,10 @@ def smallest_passing(
     relative_tolerance: float,
     least: float = 1e-300,
 ) -> float:
-    """The least x >= `least` that passes, or slightly more, if all values above it pass too.
+    """Return the least x >= `least` that passes, or a slightly larger x that passes.
 
-    `high` must pass. The search halves x down to a bracket, then bisects in log space. The
-    returned value was itself tested and passed.
+    `high` must pass, and so must every value above one that passes. The search halves x until it
+    fails, then bisects in log space. The returned value was itself tested.
     """
     low = max(high / 2, least)
     while passes(low):

@@ -5,7 +5,7 @@ from numbers import Integral, Real
 
 
 def _real(name: str, value: object) -> float:
-    """The value as a float. Refuses booleans, NaN and values that are not numbers."""
+    """Return the value as a float. Refuse booleans, NaN and values that are not numbers."""
     if type(value) is float and value == value:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -23,21 +23,21 @@ def _real(name: str, value: object) -> float:
 
 
 def positive(**values: object) -> None:
-    """Refuses values that are not finite numbers > 0."""
+    """Refuse values that are not finite numbers > 0."""
     for name, value in values.items():
         if not 0 < _real(name, value) < math.inf:
             raise ValueError(f"{name}={value!r}: expected a finite number > 0; pass a greater one")
 
 
 def non_negative(**values: object) -> None:
-    """Refuses values that are not numbers >= 0. Infinity is accepted."""
+    """Refuse values that are not numbers >= 0. Infinity is accepted."""
     for name, value in values.items():
         if _real(name, value) < 0:
             raise ValueError(f"{name}={value!r}: expected a number >= 0; pass 0 or a greater one")
 
 
 def finite_non_negative(**values: object) -> None:
-    """Refuses values that are not finite numbers >= 0."""
+    """Refuse values that are not finite numbers >= 0."""
     non_negative(**values)
     for name, value in values.items():
         if _real(name, value) == math.inf:
@@ -45,7 +45,7 @@ def finite_non_negative(**values: object) -> None:
 
 
 def probability(**values: object) -> None:
-    """Refuses values that are not numbers in the open interval (0, 1)."""
+    """Refuse values that are not numbers in the open interval (0, 1)."""
     for name, value in values.items():
         if not 0 < _real(name, value) < 1:
             raise ValueError(
@@ -54,7 +54,7 @@ def probability(**values: object) -> None:
 
 
 def rate(**values: object) -> None:
-    """Refuses values that are not numbers in the closed interval [0, 1]."""
+    """Refuse values that are not numbers in the closed interval [0, 1]."""
     for name, value in values.items():
         if not 0 <= _real(name, value) <= 1:
             raise ValueError(
@@ -64,7 +64,7 @@ def rate(**values: object) -> None:
 
 
 def error_rate(**values: object) -> None:
-    """Refuses values that are not the type I error of a test, in [0, 1]."""
+    """Refuse type I errors of a test that are not numbers in [0, 1]."""
     for name, value in values.items():
         if not 0 <= _real(name, value) <= 1:
             raise ValueError(
@@ -73,7 +73,7 @@ def error_rate(**values: object) -> None:
 
 
 def whole(least: int, **values: object) -> None:
-    """Refuses values that are not integers from `least` to 2^63 - 1."""
+    """Refuse values that are not integers from `least` to 2^63 - 1."""
     for name, value in values.items():
         if type(value) is int and least <= value < 1 << 63:
             continue
@@ -86,7 +86,7 @@ def whole(least: int, **values: object) -> None:
 
 
 def one_of(**choices: tuple[object, tuple[object, ...]]) -> None:
-    """Refuses a value that is not one of the allowed: ``one_of(name=(value, allowed))``."""
+    """Refuse a value that is not one of the allowed values: ``one_of(name=(value, allowed))``."""
     for name, (value, allowed) in choices.items():
         # Arrays compare element by element.
         if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
@@ -95,7 +95,7 @@ def one_of(**choices: tuple[object, tuple[object, ...]]) -> None:
 
 
 def phase(entry: object) -> None:
-    """Refuses values that are not (noise_multiplier, sample_rate, steps)."""
+    """Refuse history entries that are not (noise_multiplier, sample_rate, steps)."""
     if not isinstance(entry, tuple | list) or len(entry) != 3:
         raise ValueError(
             f"history entry {entry!r}: expected (noise_multiplier, sample_rate, steps); "

@@ -1,4 +1,4 @@
-"""Accountant: a history of noisy steps, and its epsilon and delta. The base of all accountants."""
+"""The base class of all accountants: a history of noisy steps, and its epsilon and delta."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _FIRST_SLACK = 1e-9
 
 
 class Interval(NamedTuple):
-    """Certified lower and upper end of a value; lower is None if it is not known."""
+    """Certified lower and upper end of a value; the lower end is None if it is unknown."""
 
     lower: float | None
     upper: float
 
 
 class _Held(list[_T]):
-    """The releases of an engine, which a caller cannot change in place."""
+    """A list of an engine's releases that a caller cannot change in place."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
             "the history of a PrivacyEngine's accountant is not changed in place: call "
-            "accountant.step(noise_multiplier=..., sample_rate=...), or assign a history that "
-            "holds this one too, accountant.history += [...]"
+            "accountant.step(noise_multiplier=..., sample_rate=...), or assign a longer history, "
+            "accountant.history += [...]"
         )
 
     append = extend = insert = remove = pop = clear = sort = reverse = _refuse
@@ -59,18 +59,18 @@ class _Held(list[_T]):
 class Accountant(ABC):
     """A history of noisy steps, and their total privacy cost.
 
-    The methods, `history` and the state's keys are those of Opacus' IAccountant, so that the
-    engines of both libraries can use the accountants of both. `registry.ACCOUNTANTS` has
-    the kinds by name.
+    The methods, `history` and the keys of the state are those of Opacus' IAccountant, so that the
+    engines of both libraries can use the accountants of both. `registry.ACCOUNTANTS` maps names
+    to subclasses.
 
     Args:
-        neighboring_relation: of epsilon and delta: "add_remove", "zero_out" or "replace_one".
+        neighboring_relation: "add_remove", "zero_out" or "replace_one", which epsilon is for.
 
     Attributes:
         history: one (noise_multiplier, sample_rate, steps) per phase of equal steps with Poisson
-            sampling, in the order of the steps. It may be assigned; it is checked when it is
-            read. Of an engine's accountant it may only grow, see `hold`.
-        events: (event, count) of everything else, as `compose` recorded it.
+            sampling, in the order of the steps. It may be assigned, and is checked when epsilon
+            or delta is computed. The history of an engine's accountant may only grow, see `hold`.
+        events: (event, count) of all other releases, as `compose` recorded them.
         is_bound: whether the reported epsilon is an upper bound.
 
     Guarantees:
@@ -86,8 +86,8 @@ class Accountant(ABC):
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
         self.neighboring_relation = neighboring_relation
         self._is_held = False
-        self._ledger: str | None = None  # which has all releases that are counted
-        self.unit: str | None = None  # the privacy unit of the engines that count here
+        self._ledger: str | None = None  # the file that has all counted releases
+        self.unit: str | None = None  # the privacy unit of the engines that use this accountant
         self._history: list[Phase] = []
         self._events: list[tuple[Event, int]] = []
 
@@ -116,13 +116,14 @@ class Accountant(ABC):
         self._events = events
 
     def hold(self, *, ledger: str | None = None) -> None:
-        """Refuse to lose releases from now on, by an earlier state or by another history.
+        """Refuse from now on to load a state, or to assign a history, that lacks releases.
 
-        An engine calls this. With a ledger only `counting` adds releases, and no other engine has
-        the accountant: the ledger would not have those of others. Copies are free.
+        An engine calls this method. With a ledger, releases are added only within `counting`, and
+        no other engine may use this accountant, because its releases would be missing from the
+        ledger. Copies of the accountant are not held.
 
         Raises:
-            ValueError: the ledger, or that of an earlier engine, would lack releases.
+            ValueError: this ledger, or the ledger of an earlier engine, would lack releases.
         """
         name = self.mechanism()
         if self._is_held and (ledger, self._ledger) != (None, None):
@@ -142,7 +143,7 @@ class Accountant(ABC):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Add releases that the ledger has."""
+        """Allow releases to be added that the ledger has already."""
         before, self._ledger = self._ledger, None
         try:
             yield
@@ -151,7 +152,7 @@ class Accountant(ABC):
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Count the releases of the ledger that holds this; in an error nothing is held."""
+        """Count a ledger's releases; an error ends the hold and empties the history."""
         before = {**vars(self), "_is_held": False, "_ledger": None, "_history": [], "_events": []}
         try:
             yield
@@ -168,11 +169,11 @@ class Accountant(ABC):
             )
 
     def for_trial(self) -> Self:
-        """A copy, to spend on trial."""
+        """Copy the accountant, so that steps can be added without counting them."""
         return copy.copy(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickled accountants are free, and have lists of their own.
+        # Copies and pickled accountants are not held, and have lists of their own.
         own = {"_history": list(self._history), "_events": list(self._events)}
         return {**vars(self), **own, "_is_held": False, "_ledger": None}
 
@@ -183,15 +184,15 @@ class Accountant(ABC):
         events: Iterable[tuple[Event, int]],
         relation: str | None = None,
     ) -> None:
-        """Refuse releases that leave out some of those that were counted so far."""
+        """Refuse phases and events that lack releases that were counted so far."""
         given = _counts(phases, events)
         own = [(e.convert(relation or e.relation), count) for e, count in self._events]
         if any(given[key] < count for key, count in _counts(self._history, own).items()):
             raise ValueError(
                 f"{name} lacks releases that this accountant of a PrivacyEngine has counted: they "
-                "were made, so epsilon would be too small, also where the model gets earlier "
-                "weights. For what an earlier state had spent, load it into an accountant of its "
-                "own; resume a run in a new engine, before its first release"
+                "were made, so epsilon would be too small, even if the model gets earlier "
+                "weights. To see what an earlier state had spent, load it into a new accountant; "
+                "to resume a run, load its checkpoint in a new engine, before its first release"
             )
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
@@ -202,8 +203,8 @@ class Accountant(ABC):
             sample_rate: the probability that a sample is in a batch, in [0, 1].
 
         Raises:
-            ValueError: an argument is out of its range, or an engine with a ledger has the
-                accountant.
+            ValueError: an argument is out of its range, or the accountant belongs to an engine
+                with a ledger.
         """
         self._require_no_ledger()
         _validate.non_negative(noise_multiplier=noise_multiplier)
@@ -217,12 +218,12 @@ class Accountant(ABC):
         """Record an event of any kind, `count` times.
 
         Args:
-            event: accounted for under this accountant's neighboring relation.
+            event: an event whose relation is this accountant's neighboring relation.
             count: >= 0.
 
         Raises:
-            ValueError: the event is accounted for under another relation; convert it first. Or an
-                engine with a ledger has the accountant.
+            ValueError: the event has another relation (convert it first), or the accountant
+                belongs to an engine with a ledger.
         """
         self._require_no_ledger()
         if not isinstance(event, Event):
@@ -244,17 +245,17 @@ class Accountant(ABC):
         self._events.append((event, count))
 
     def convert(self, neighboring_relation: str) -> None:
-        """Account for the whole history under another neighboring relation from now on.
+        """Change the neighboring relation of the whole history.
 
         Raises:
-            ValueError: some event has no guarantee under it; nothing is changed then.
+            ValueError: an event has no guarantee under the new relation. Nothing is changed.
         """
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
         self._events = [(event.convert(neighboring_relation), n) for event, n in self._events]
         self.neighboring_relation = neighboring_relation
 
     def __getattr__(self, name: str) -> Any:
-        if name == "get_privacy_spent":  # of earlier versions of Opacus
+        if name == "get_privacy_spent":  # a method of earlier versions of Opacus
             raise AttributeError(
                 f"{type(self).__name__}.get_privacy_spent: call get_epsilon(delta), which returns "
                 "epsilon alone"
@@ -262,15 +263,15 @@ class Accountant(ABC):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def get_epsilon(self, delta: float, interval: bool = False, **unknown: Any) -> Any:
-        """Epsilon of the whole history at this delta.
+        """Compute epsilon of the whole history at this delta.
 
         Args:
             delta: in (0, 1).
             interval: whether to return the lower end too.
 
         Returns:
-            A float >= 0 for which the history is (epsilon, delta)-private, inf if none is known;
-            with `interval` an `Interval(lower, upper)`.
+            A float >= 0 for which the history is (epsilon, delta)-private, inf if no such epsilon
+            is known; with `interval` an `Interval(lower, upper)`.
 
         Raises:
             ValueError: delta is out of its range, or the history is malformed.
@@ -285,7 +286,7 @@ class Accountant(ABC):
         return found if interval else found.upper
 
     def get_delta(self, epsilon: float, interval: bool = False) -> Any:
-        """Delta of the whole history at this epsilon.
+        """Compute delta of the whole history at this epsilon.
 
         Args:
             epsilon: >= 0, finite.
@@ -303,17 +304,17 @@ class Accountant(ABC):
         return found if interval else found.upper
 
     def get_beta(self, alpha: float) -> float:
-        """The f-DP trade-off curve: the least type II error of a test of type I error alpha.
+        """Bound the type II error of a test of type I error alpha: the f-DP trade-off curve.
 
-        A test guesses from the outputs which of two neighboring datasets they came from. If it is
-        wrong about the first with probability at most alpha, it is wrong about the second with at
-        least the probability returned here.
+        A test guesses from the outputs which of two neighboring datasets they came from. If its
+        error probability is at most alpha on the first dataset, it is at least the returned value
+        on the second.
 
         Args:
             alpha: in [0, 1].
 
         Returns:
-            The greatest value that this accountant's deltas imply, in [0, 1 - alpha].
+            The greatest lower bound that this accountant's deltas imply, in [0, 1 - alpha].
 
         Raises:
             ValueError: alpha is out of its range, or the history is malformed.
@@ -337,11 +338,11 @@ class Accountant(ABC):
         return min(1.0 - alpha, _maximum(beta, self._epsilon_interval(1e-12).upper))
 
     def get_advantage(self) -> float:
-        """A bound on the advantage of a membership inference attack.
+        """Bound the advantage of a membership inference attack.
 
         Returns:
-            delta at epsilon 0, the total variation distance: true positive rate minus false
-            positive rate of any attack is at most this, and its accuracy at most (1 + this) / 2.
+            delta at epsilon 0, the total variation distance: of any attack, the true minus the
+            false positive rate is at most delta, and the accuracy at most (1 + delta) / 2.
 
         Source:
             Yeom et al. 2018, Definition 4; Kairouz, Oh, Viswanath 2015.
@@ -350,11 +351,11 @@ class Accountant(ABC):
 
     @abstractmethod
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
-        """Epsilon of a nonempty composition of pairs with finite noise > 0."""
+        """Compute epsilon of a nonempty composition of pairs with finite noise > 0."""
 
     @abstractmethod
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
-        """Delta of a nonempty composition of pairs with finite noise > 0."""
+        """Compute delta of a nonempty composition of pairs with finite noise > 0."""
 
     def _epsilon_interval(self, delta: float) -> Interval:
         pairs, failure = self._pairs(), self._failure()
@@ -388,15 +389,15 @@ class Accountant(ABC):
 
     @classmethod
     def mechanism(cls) -> str:
-        """The name of this kind of accountant, in `create_accountant` and in saved states."""
+        """Return the accountant's name in `create_accountant` and in saved states."""
         return cls._name
 
     def __len__(self) -> int:
-        """Number of phases, as in Opacus; the steps are their third entries."""
+        """Return the number of phases, as in Opacus; a phase's third entry is its steps."""
         return len(self.history)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """A function for an optimizer's step hook that records each step.
+        """Return a step hook for Opacus' optimizers that records each step.
 
         Args:
             sample_rate: the probability that a sample is in one of the optimizer's batches.
@@ -414,7 +415,7 @@ class Accountant(ABC):
         return hook_fn
 
     def state_dict(self) -> dict[str, Any]:
-        """The history and the mechanism's name, under Opacus' keys.
+        """Return the history and the accountant's name under Opacus' keys.
 
         With events, or under another relation than "add_remove", the state has the keys "steps",
         "events" and "neighboring_relation" in place of "history". Opacus would read only
@@ -434,13 +435,13 @@ class Accountant(ABC):
         """Replace the history by a saved one.
 
         Args:
-            state_dict: returned by `state_dict` of this class, or of Opacus' class of the same
-                mechanism.
+            state_dict: a state that `state_dict` of this class returned, or Opacus' class of the
+                same mechanism.
 
         Raises:
-            ValueError: the state is empty, lacks a key, names another mechanism, or its history is
-                malformed, or lacks releases of the engine whose accountant this is. The current
-                history is unchanged then.
+            ValueError: the state is empty, lacks a key, names another mechanism, has a malformed
+                history, or lacks releases of the engine that this accountant belongs to. The
+                current history is unchanged then.
         """
         self._require_no_ledger()
         if not state_dict:
@@ -457,7 +458,7 @@ class Accountant(ABC):
                     "pass the result of an accountant's state_dict()"
                 )
         saved = state_dict["mechanism"]
-        # The accountants of dpflash have this prefix in Opacus' registry.
+        # In Opacus' registry the names of dpflash's accountants begin with this prefix.
         own = self.mechanism().removeprefix("dpflash_")
         if not isinstance(saved, str) or saved.removeprefix("dpflash_") != own:
             raise ValueError(
@@ -500,7 +501,7 @@ class Accountant(ABC):
         self._history, self.neighboring_relation, self._events = phases, relation, events
 
     def _pairs(self) -> Pairs:
-        """The whole history as dominating pairs, without those that reveal nothing."""
+        """Return the history's dominating pairs, except those with infinite noise."""
         relation = self.neighboring_relation
         releases = [
             (_poisson_pairs(relation, noise, rate), steps)
@@ -518,7 +519,7 @@ class Accountant(ABC):
         return math.fsum(event.failure() * count for event, count in self._events)
 
     def _releases(self) -> list[tuple[Event, int]]:
-        """(event, count) of all: the checked history, without phases of 0 steps, and events."""
+        """Return (event, count) of the checked history's phases with steps, and of `events`."""
         relation = self.neighboring_relation
         steps: list[tuple[Event, int]] = [
             (PoissonGaussian(relation=relation, noise_multiplier=noise, sample_rate=rate), count)
@@ -535,7 +536,6 @@ class Accountant(ABC):
 
 
 def _counts(phases: Iterable[Phase], events: Iterable[tuple[Event, int]]) -> Counter[Any]:
-    """How often each step and each event was released."""
     found: Counter[Any] = Counter()
     for noise, rate, steps in phases:
         found[noise, rate] += steps
@@ -551,7 +551,7 @@ def _poisson_pairs(relation: str, noise: float, rate: float) -> list[tuple[Pair,
 
 
 def _maximum(beta: Callable[[float], float], high: float) -> float:
-    """The approximate maximum on [0, high]: a grid, then golden section in its best cell."""
+    """Approximate the maximum on [0, high]: a grid, then golden section around its best point."""
     high = high if 0 < high < math.inf else 1.0
     grid = [0.0, *(high * 2.0 ** (-k / 2) for k in range(40, -1, -1))]
     values = [beta(epsilon) for epsilon in grid]
@@ -579,12 +579,12 @@ def with_failure(
     get_epsilon: Callable[[float], Interval],
     get_delta: Callable[[float], Interval],
 ) -> Interval:
-    """Epsilon of a run that differs from an accounted one with some probability.
+    """Bound epsilon of a run that differs from the accounted run with a small probability.
 
-    Let M be the accounted run (untruncated Poisson batches) and M' the actual one (truncated at a
-    cap), on neighboring datasets D and D'. Give both the same random numbers: while no batch
-    exceeds the cap they are equal, so by a union bound over the steps their outputs differ with
-    probability at most m, the failure, on D and likewise on D'. That bounds the total variation
+    Let M be the accounted run (untruncated Poisson batches) and M' the actual run (truncated at a
+    cap), on neighboring datasets D and D'. Let both use the same random numbers. They are equal
+    as long as no batch exceeds the cap, so by a union bound over the steps their outputs differ
+    with probability at most m, the failure, on D and also on D'. So m bounds the total variation
     distance, and for every set S of outputs
 
         P[M'(D) in S] <= P[M(D) in S] + m
@@ -596,13 +596,13 @@ def with_failure(
 
     Args:
         failure: m, the sum of `truncation_probability` over the steps, > 0.
-        delta: of the actual run, in (0, 1).
-        get_epsilon, get_delta: of the accounted run.
+        delta: delta of the actual run, in (0, 1).
+        get_epsilon, get_delta: functions that return epsilon and delta of the accounted run.
 
     Returns:
-        The upper end has delta_M(epsilon) + (1 + e^epsilon) m <= delta and is at most 1e-9 above
-        the smallest such epsilon where m is small against delta (somewhat more where there is
-        barely any); inf where none was found.
+        The upper end has delta_M(epsilon) + (1 + e^epsilon) m <= delta, and is inf if no such
+        epsilon was found. It is at most 1e-9 above the smallest such epsilon if m is small
+        against delta, and somewhat farther above it if such an epsilon barely exists.
     """
     upper = _least_upper(failure, delta, get_epsilon, get_delta)
     reached = delta + _cost(upper, failure)
@@ -621,7 +621,7 @@ def _least_upper(
         room = delta - _cost(epsilon, failure)
         if room <= 0:
             return math.inf
-        # Nothing between the last candidate and this can pass: the cost only rises with epsilon.
+        # No epsilon between the last candidate and this one passes: the cost rises with epsilon.
         least = get_epsilon(room).upper
         if least == math.inf:
             return math.inf

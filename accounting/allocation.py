@@ -1,17 +1,17 @@
 """The privacy loss of one step out of n, chosen at random: certified laws of a mean of lognormals.
 
-Letters: s noise, R = e^((2x - 1) / (2 s^2)) with x ~ N(0, s^2) the likelihood ratio of one step
-that was chosen against one that was not. Of all n steps it is A = (R_1 + ... + R_n) / n, under Q a
-mean of independent copies, and
+Letters: s is the noise, and R = e^((2x - 1) / (2 s^2)), x ~ N(0, s^2), the likelihood ratio of a
+step that was chosen and one that was not. The ratio of all n steps is A = (R_1 + ... + R_n) / n,
+under Q a mean of independent copies, and
 
     delta = E_Q (A - e^epsilon)_+  (remove),    delta = E_Q (1 - e^epsilon A)_+  (add).
 
-Both are convex in A, and remain so in compositions, where the A of parts are multiplied. So a law
-that is greater in convex order gives an upper end, and a lesser one a lower end. Splitting mass
-onto two places with the same mean makes a law greater, merging it at its mean makes it lesser,
-leaving it out does so too for these functions, and means of independent laws keep the order. Laws
-live on a grid of log A. n is reached by doubling; all terms are positive, so nothing cancels, and
-both tails keep their digits.
+Both are convex in A, also in compositions, which multiply the A of their parts. So a law (a
+distribution of A) that is greater in convex order gives an upper end, and a lesser law a lower
+end. Splitting mass onto two values of A with the same mean makes a law greater. Merging mass at
+its mean makes it lesser, and so does leaving mass out for these functions. Means of independent
+laws keep the order. Laws are stored on a grid of log A. n is reached by doubling. All terms are
+positive, so nothing cancels, and both tails keep their precision.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from .pairs import Pair
 _Array = NDArray[Any]
 _Index = NDArray[np.intp]
 
-_FINENESS = 1 / 24  # the spacing of a law's grid over the deviation of log A
-_REACH = 9.3  # standard deviations of x
-_TAIL = 1e-20  # mass at either end of a law that may be cut off
-_DENSE = 5.0  # deviations around the mean of log A, outside of which the grid is that of R
-_ROWS = 32  # that are evaluated together
+_FINENESS = 1 / 24  # spacing of a law's grid over the standard deviation of log A
+_REACH = 9.3  # standard deviations of x that are covered
+_TAIL = 1e-20  # mass that may be cut off at each end of a law
+_DENSE = 5.0  # deviations around the mean of log A beyond which the grid is coarser
+_ROWS = 32  # evaluated together
 _UNIT = 2.0**-53
-_MASS_ERROR = 1e-13  # relative, of one step
+_MASS_ERROR = 1e-13  # relative error of one step's masses
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(8)
-POSITION_ERROR = 1e-11  # of log A, of the rounding of all doublings
+POSITION_ERROR = 1e-11  # error of log A by the rounding of all doublings
 
 
 @dataclass(frozen=True)
 class Law:
-    """Masses of A under Q, and the parts of them that are not on the grid.
+    """The distribution of A: masses on a grid of log A, at 0 and at infinity.
 
     Attributes:
         steps: n.
-        spacing: of log A.
+        spacing: the spacing of the grid of log A.
         stride: the spacing of R's grid over this one, a power of 2.
-        index: log A over the spacing, ascending; of a law that is merged the greatest below.
-        mass: under Q.
-        moment: mass times A, the mass under P.
-        zero: mass under Q at A = 0.
-        infinite: mass under P at A = infinity.
-        error: relative, of the masses.
+        index: log A over the spacing, ascending; rounded down if masses were merged.
+        mass: the mass under Q.
+        moment: mass times A, which is the mass under P.
+        zero: the mass under Q at A = 0.
+        infinite: the mass under P at A = infinity.
+        error: the relative error of the masses.
     """
 
     steps: int
@@ -68,14 +68,14 @@ class Law:
     error: float
 
     def deviation(self) -> tuple[float, float]:
-        """The mean and standard deviation of log A under Q."""
+        """Return the mean and standard deviation of log A under Q."""
         total = self.mass.sum()
         mean = float(self.mass @ self.index / total)
         variance = float(self.mass @ np.square(self.index - mean) / total)
         return mean * self.spacing, math.sqrt(variance) * self.spacing
 
     def refined(self) -> Law:
-        """The same law on a grid of half the spacing."""
+        """Return the same law on a grid of half the spacing."""
         return replace(
             self, spacing=self.spacing / 2, stride=2 * self.stride, index=2 * self.index
         )
@@ -83,7 +83,7 @@ class Law:
 
 @lru_cache(maxsize=64)
 def law_of(noise: float, steps: int, is_upper: bool) -> Law:
-    """The law of A in n steps, greater or lesser in convex order than the exact one."""
+    """Return a law of A in n steps, greater or lesser in convex order than the exact law."""
     law = first = _one_step(1 / noise, is_upper)
     for bit in bin(steps)[3:]:
         for is_odd in (False, True)[: 1 + int(bit)]:
@@ -97,7 +97,7 @@ def law_of(noise: float, steps: int, is_upper: bool) -> Law:
 
 def _one_step(deviation: float, is_upper: bool) -> Law:
     """The law of R, whose logarithm is N(-deviation^2 / 2, deviation^2)."""
-    # Doubling n halves the A of a single large R, which so stays on the grid.
+    # Doubling n halves the A of a single large R. With this spacing it stays on the grid.
     spacing = math.log(2) / max(1, math.ceil(math.log(2) / (_FINENESS * deviation)))
     width = spacing / deviation
     low = math.floor((-_REACH - deviation / 2) / width)
@@ -114,7 +114,7 @@ def _one_step(deviation: float, is_upper: bool) -> Law:
     mass = np.zeros(len(index))
     mass[:-1] += (masses * (1 - rise)).sum(axis=1)
     mass[1:] += (masses * rise).sum(axis=1)
-    # What lies below is split onto 0 and the lowest place, what lies above onto the highest place
+    # Mass below is split onto 0 and the lowest grid point, mass above onto the highest grid point
     # and infinity.
     ends = np.exp(index[[0, -1]] * spacing)
     below, above = (
@@ -173,7 +173,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
         moment = found * np.exp(np.arange(begin, begin + size) * spacing)
     kept = np.flatnonzero(found > 0)
     places = kept + begin
-    # If one mean is 0, so is the other in the split.
+    # Where the A of one part is 0, the mean is split onto 0 and infinity.
     zero = a.zero + b.zero
     infinite = of_a * (a.infinite + b.zero) + of_b * (b.infinite + a.zero)
     error = a.error + b.error + (len(a.mass) + len(b.mass) + 32) * _UNIT
@@ -181,7 +181,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
 
 
 def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
-    """The masses of b to pair with rows of a; of equal laws each pair occurs once, doubled."""
+    """The masses of b to pair with rows of a; if a is b, each pair is evaluated once, doubled."""
     if a is not b:
         return [(slice(None), 1.0)]
     end = first + _ROWS
@@ -189,7 +189,7 @@ def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
 
 
 def _trimmed(law: Law, is_upper: bool) -> Law:
-    """A law without its ends, and with R's coarser grid outside of its middle."""
+    """The law without its negligible ends, on coarser grids far from the mean."""
     mass, index, spacing, stride = law.mass, law.index, law.spacing, law.stride
     zero, infinite = law.zero, law.infinite
     begin = int(np.searchsorted(np.cumsum(mass), _TAIL))
@@ -229,7 +229,7 @@ def _trimmed(law: Law, is_upper: bool) -> Law:
 
 
 def losses_of(pair: Pair, sign: int, is_upper: bool) -> tuple[_Array, _Array, _Array, float]:
-    """The ascending losses, their masses under P and Q, and the mass of P at infinite loss."""
+    """Return ascending losses, their masses under P and Q, and P's mass at infinite loss."""
     law = law_of(pair.noise, pair.steps, is_upper)
     log_a = law.index * law.spacing if is_upper else np.log(law.moment / law.mass)
     order = np.argsort(sign * log_a, kind="stable")
@@ -241,5 +241,5 @@ def losses_of(pair: Pair, sign: int, is_upper: bool) -> tuple[_Array, _Array, _A
 
 
 def mass_error(pair: Pair) -> float:
-    """The relative error of the masses of `losses_of`."""
+    """Return the relative error of the masses of `losses_of`."""
     return max(law_of(pair.noise, pair.steps, is_upper).error for is_upper in (True, False))

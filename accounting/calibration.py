@@ -1,4 +1,4 @@
-"""Calibration: the noise, sample rate or steps for a privacy target."""
+"""Calibration: compute the noise, sample rate or number of steps that meets a privacy target."""
 
 import math
 from collections.abc import Callable
@@ -17,15 +17,15 @@ _MOST_STEPS = 10**12
 
 
 def epochs_to_steps(*, epochs: float, sample_rate: float) -> int:
-    """The number of steps of `epochs` epochs, rounded up.
+    """Return the number of steps of `epochs` epochs, rounded up.
 
     Args:
         epochs: expected number of times that each sample is drawn, > 0.
         sample_rate: the probability that a sample is in a batch, in (0, 1].
 
     Returns:
-        ceil(epochs / sample_rate). A quotient within 1e-9 relative of an integer counts as that
-        integer, since sample_rate is usually a rounded 1 / (number of batches).
+        ceil(epochs / sample_rate). A quotient within 1e-9 relative of an integer is rounded to
+        that integer, because sample_rate is usually a rounded 1 / (number of batches).
 
     Raises:
         ValueError: an argument is out of its range.
@@ -53,26 +53,26 @@ def get_noise_multiplier(
     examples_per_unit: int = 1,
     accountant: str | Accountant = "contour",
 ) -> float:
-    """The least noise that keeps a run with Poisson sampling within a target.
+    """Compute the least noise multiplier that keeps a run with Poisson sampling within a target.
 
     Args:
         target_epsilon: epsilon at the end of the run, > 0.
         target_delta: delta at the end of the run, in (0, 1).
         sample_rate: the probability that a sample is in a batch, in (0, 1].
-        steps: number of steps, >= 1. Either this or epochs.
+        steps: number of steps, >= 1. Pass either steps or epochs.
         epochs: number of epochs, > 0; see `epochs_to_steps`.
-        examples_per_unit: the most examples of one user, or of another unit that epsilon is for;
-            see `UnitPoissonGaussian`. 1 if each sample is a unit.
-        accountant: name of the accountant that will report the run's epsilon, or such an object,
+        examples_per_unit: the largest number of examples of one user or other privacy unit, see
+            `UnitPoissonGaussian`. 1 if each sample is a unit.
+        accountant: the accountant that will report the run's epsilon: its name, or an object,
             whose history is neither changed nor counted.
 
     Returns:
-        The noise_multiplier, at most 1e-4 relative above the least one that meets the target
+        The noise_multiplier, at most 1e-4 relative above the least value that meets the target
         (and at least 0.01).
 
     Raises:
         ValueError: an argument is out of its range, both or neither of steps and epochs are
-            given, or no noise up to 1e8 meets the target.
+            given, or no noise_multiplier up to 1e8 meets the target.
 
     Guarantees:
         This accountant's epsilon at the returned value, sample_rate and steps was computed and is
@@ -101,20 +101,20 @@ def noise_multiplier_for(
     target_delta: float,
     accountant: str | Accountant = "contour",
 ) -> float:
-    """The least noise at which `count` events of any kind stay within a target.
+    """Compute the least noise multiplier at which `count` events of any kind meet a target.
 
     Args:
-        event: returns the event for a noise multiplier.
+        event: a function that returns the event for a noise multiplier.
         count: number of events, >= 1.
-        target_epsilon, target_delta, accountant: as in `get_noise_multiplier`; the epsilon is for
-            the event's neighboring relation.
+        target_epsilon, target_delta, accountant: as in `get_noise_multiplier`; target_epsilon is
+            for the event's neighboring relation.
 
     Returns:
-        As `get_noise_multiplier`.
+        The noise_multiplier, as in `get_noise_multiplier`.
 
     Raises:
-        ValueError: no noise up to 1e8 meets the target, or the accountant does not support such
-            events.
+        ValueError: no noise_multiplier up to 1e8 meets the target, or the accountant does not
+            support such events.
     """
     _validate.whole(1, count=count)
     trial = copied(as_accountant(accountant))
@@ -152,7 +152,7 @@ def get_sample_rate(
     examples_per_unit: int = 1,
     accountant: str | Accountant = "contour",
 ) -> float:
-    """The greatest sample rate at which a run stays within (target_epsilon, target_delta).
+    """Compute the greatest sample rate at which a run stays within a target.
 
     Args:
         target_epsilon, target_delta, steps, examples_per_unit, accountant: as in
@@ -160,10 +160,11 @@ def get_sample_rate(
         noise_multiplier: the noise's standard deviation over the bound of one sample, > 0.
 
     Returns:
-        The sample_rate in (0, 1], at most 1e-4 relative below the greatest one.
+        The sample_rate in (0, 1], at most 1e-4 relative below the greatest such rate.
 
     Raises:
-        ValueError: an argument is out of its range, or not even 1e-12 meets the target.
+        ValueError: an argument is out of its range, or no sample_rate down to 1e-12 meets the
+            target.
 
     Guarantees:
         This accountant's epsilon at the returned value was computed and is at most target_epsilon.
@@ -203,7 +204,7 @@ def get_steps(
     examples_per_unit: int = 1,
     accountant: str | Accountant = "contour",
 ) -> int:
-    """The most steps with Poisson sampling within a target, 0 if not even one fits.
+    """Compute how many steps with Poisson sampling a target allows; 0 if it allows none.
 
     Args:
         target_epsilon, target_delta, examples_per_unit, accountant: as in `get_noise_multiplier`.
@@ -232,12 +233,12 @@ def get_steps(
 def remaining_steps(
     accountant: Accountant, event: Event, *, target_epsilon: float, target_delta: float
 ) -> int:
-    """How many more events fit before the history exceeds its target.
+    """Compute how many more events can follow before the history exceeds a target.
 
     Args:
-        accountant: holds the history so far, which is not changed. It may be one of Opacus for
-            a `PoissonGaussian` or a `Gaussian`.
-        event: accounted for under the accountant's neighboring relation.
+        accountant: holds the history so far, which is not changed. For a `PoissonGaussian` or a
+            `Gaussian` it may be an accountant of Opacus.
+        event: an event whose relation is the accountant's neighboring relation.
         target_epsilon: > 0.
         target_delta: in (0, 1).
 
@@ -249,7 +250,7 @@ def remaining_steps(
 
     Guarantees:
         The accountant's epsilon after that many events was computed and is at most
-        target_epsilon, and after one more it is not (below 10^12).
+        target_epsilon. If the result is below 10^12, one more event exceeds the target.
     """
     _validate.positive(target_epsilon=target_epsilon)
     _validate.probability(target_delta=target_delta)
@@ -270,7 +271,7 @@ def remaining_steps(
     if high > _MOST_STEPS:
         high = _MOST_STEPS + 1
     while high - low > 1:
-        # Geometric while the bracket spans magnitudes.
+        # Use the geometric mean while the bracket spans orders of magnitude.
         middle = math.isqrt(low * high) if high > 4 * low else (low + high) // 2
         low, high = (middle, high) if passes(middle) else (low, middle)
     return low
@@ -293,7 +294,6 @@ def _step(
 
 
 def _replace_history(trial: Accountant, step: Event, count: int) -> None:
-    """Replace the accountant's history by `count` such steps; it may be one of Opacus."""
     if isinstance(trial, Accountant):
         trial.history, trial.events = [], []
         trial.neighboring_relation = step.relation
@@ -307,7 +307,7 @@ def _relation_of(accountant: object) -> str:
 
 
 def _append(history: list[Phase], noise_multiplier: float, rate: float, count: int) -> None:
-    """Append `count` steps. Opacus' GaussianAccountant reads one phase only."""
+    """Append steps, merging equal phases: Opacus' GaussianAccountant reads only one phase."""
     if history and tuple(history[-1][:2]) == (noise_multiplier, rate):
         count += history.pop()[2]
     history.append((noise_multiplier, rate, count))

@@ -1,21 +1,21 @@
 """ContourAccountant: epsilon and delta by inverting the privacy loss's cumulant along a contour.
 
-With M(a) = E_Q (dP/dQ)^a of the whole composition, a product over its steps,
+Let M(a) = E_Q (dP/dQ)^a for the whole composition, a product over its steps. Then
 
     delta(epsilon) = (1 / 2 pi i) Integral M(a) e^(-epsilon m) / (a (a - 1)) da
 
-upwards along Re a = 1 + c, m = a - 1, for P against Q ("remove"), and along Re a = -c, m = -a,
-for Q against P ("add"), c > 0. K = log M is a sum over steps, so the time depends on the number of
-distinct steps only, and delta may be arbitrarily small.
+upwards along Re a = 1 + c with m = a - 1 for P against Q ("remove"), and along Re a = -c with
+m = -a for Q against P ("add"), where c > 0. K = log M is a sum over steps, so the time depends
+only on the number of distinct steps, and delta may be arbitrarily small.
 
 The contour bends to the right, a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t). There the
-integrand decays even if the loss of few steps of tiny rate has a Fourier transform that does not.
-Along t the error of the trapezoidal rule with step h is at most
+integrand decays even for few steps of tiny rate, whose loss has a Fourier transform that does not
+decay. In t the error of the trapezoidal rule with step h is at most
 
     (I(-w) + I(w)) / (e^(2 pi w / h) - 1),   I(w) = Integral |integrand(t + i w)| |dt|,
 
-and t + i w is the same contour with b - w. If K is small, e^K - 1 replaces e^K, since the 1
-integrates to 0 for epsilon > 0; tiny deltas then keep their digits.
+and t + i w is the same contour with b - w. If K is small, e^K - 1 replaces e^K, because the
+integral of the 1 is 0 for epsilon > 0; tiny deltas then keep their precision.
 
 Source: the method is known as the saddle-point accountant (Alghamdi et al. 2023); the formula is
 the inversion of the Laplace transform of E_P (1 - e^(epsilon - L))_+.
@@ -47,7 +47,7 @@ _LEAST_NOISE, _MOST_NOISE = 0.01, 1e9
 _LATTICE_NOISE = 0.2
 _LOOSE = 1e-3  # relative width of an interval above which PLD is computed too
 _LEAST_PLD_DELTA = 1e-280
-_EXACT = 1e-9  # relative error of a closed form, which never is below the exact value
+_EXACT = 1e-9  # relative error of a closed form, which is never below the exact value
 
 
 class _Bounds(NamedTuple):
@@ -59,16 +59,17 @@ class ContourAccountant(Accountant):
     """Epsilon by contour inversion: tight at any delta, for any number of different steps.
 
     Guarantees:
-        Both ends of an interval include three errors: that of the trapezoidal rule, by a theorem
-        whose two integrals are evaluated numerically; that of the contour's finite length, by the
-        integrand at its end and at points beyond; and float64's rounding, by the sizes of all
-        terms. Contours that contradict each other are dropped. If no contour has an error below
-        1e-3, or a subsampled step has noise below 0.2, Chernoff's bound and PLD are used. If a
-        subsampled step has noise below 0.01 or above 1e9, it is accounted for without
-        amplification. With random allocation, the interval is that of PLD.
+        Both ends of an interval include three errors. The error of the trapezoidal rule is bounded
+        by a theorem, whose two integrals are evaluated numerically. The error of the contour's
+        finite length is bounded by the integrand at the contour's end and beyond, and float64's
+        rounding by the sizes of all terms. Contours that contradict each other are dropped. If no
+        contour has an error below 1e-3, or a subsampled step has noise below 0.2, Chernoff's bound
+        and PLD are used. If a subsampled step has noise below 0.01 or above 1e9, it is accounted
+        for without amplification. With random allocation, the interval is that of PLD. Both
+        directions, "remove" and "add", are evaluated, and the greater value is returned.
 
     Source:
-        See the module. Both directions, "remove" and "add", are evaluated; the greater one counts.
+        See the module.
     """
 
     _name = "contour"
@@ -115,12 +116,12 @@ class ContourAccountant(Accountant):
 
 
 def _is_one_example(pairs: Pairs) -> bool:
-    """Whether this is a single step that one example may enter, which has a closed form."""
+    """Whether this is one step with units of one example, which has a closed form."""
     return len(pairs) == 1 and pairs[0][1] == 1 == pairs[0][0].examples == pairs[0][0].steps
 
 
 def _has_allocation(pairs: Pairs) -> bool:
-    """Whether the cumulant is unknown, since an example is in one of several steps."""
+    """Whether a pair describes random allocation, for which the cumulant is unknown."""
     return any(pair.steps > 1 for pair, _ in pairs)
 
 
@@ -181,7 +182,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
             above = math.log(value / delta)
             factor = math.exp(min(2.0, max(-2.0, -above * value / (slope * epsilon))))
         elif value + error < delta or (low == 0 and not math.isfinite(error)):
-            # If epsilon is far too large, delta is all rounding.
+            # If epsilon is far too large, the computed delta is only rounding error.
             above, factor = -math.inf, 0.25
         else:
             break
@@ -215,7 +216,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
 
 
 def _largest_added_loss(pairs: Pairs) -> float:
-    """The supremum of the loss of an addition: the output shows that the sample was not drawn."""
+    """The supremum of an addition's loss: the output shows that the sample was not drawn."""
     if any(pair.rate == 1 for pair, _ in pairs):
         return math.inf
     return -math.fsum(count * pair.log_absence for pair, count in pairs)
@@ -224,7 +225,7 @@ def _largest_added_loss(pairs: Pairs) -> float:
 def _first_significant_delta(
     axis: RealAxis, epsilon: float, delta: float
 ) -> tuple[float, float, float]:
-    """Delta, its error and derivative along the first contour where delta exceeds its error."""
+    """Delta, its error and its derivative along the first contour on which delta exceeds error."""
     found = (math.nan, math.nan, math.nan)
     for contour in axis.contours(epsilon):
         found = integral_along(axis.pairs, contour, False).delta(epsilon)
@@ -235,7 +236,7 @@ def _first_significant_delta(
 
 
 def _epsilon_bounds(line: ContourIntegral, epsilon: float, delta: float) -> _Bounds:
-    """Certified epsilons on both sides of delta, along this contour."""
+    """Certified bounds of epsilon at this delta, along this contour."""
     for _ in range(6):
         value, error, slope = line.delta(epsilon)
         if not value > 0 > slope or error > delta:

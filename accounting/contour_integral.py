@@ -1,6 +1,6 @@
 """The integral along one contour: a composition's cumulant, and its delta with an error bound.
 
-Letters: a the order, K the cumulant log M(a) of the whole composition, m as in `contour`.
+Letters: a is the order, K the cumulant log M(a) of the whole composition, m as in `contour`.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ _Complex = NDArray[np.complex128]
 REMOVE, ADD = 1, -1
 OCTAVE = 16  # apexes are 2^(k / 16), so that nearby queries reuse cached cumulants
 TARGET_ERROR = 1e-10  # relative error of delta, if rounding allows
-_NARROW = 4  # width
+_NARROW = 4  # from this `Contour.width` on a contour bends less
 _FINEST = 3  # halvings of the step
-_PIECE = 1.0  # of t, evaluated at once
+_PIECE = 1.0  # length in t that is evaluated at once
 _EDGE_STEP = 0.5
 _LAST = 42.0  # t at which e^-t is far below rounding
-_REMAINDER_NODES = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8.0, 10.0])  # of t
-_ENOUGH, _ROUGH = 1e-12, 1e-4  # errors of M on the real line that need no ray
+_REMAINDER_NODES = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8.0, 10.0])  # t
+_ENOUGH, _ROUGH = 1e-12, 1e-4  # errors of M up to which the real line is used, not a ray
 _FEW = 16
 _ROUNDING = 2.0**-52
-_UNKNOWN = 1e300  # the error of a step that is too coarse for a bound
+_UNKNOWN = 1e300  # error reported if the step is too coarse for a bound
 _LEAST_K, _MOST_K = -60 * OCTAVE, 80 * OCTAVE
 _LOG = math.log(2) / OCTAVE
 _MOST_WIDTH = 7  # a narrower contour bends into a region of large K
-_CUT_FROM = 1.5  # noise above which it may help to leave far outputs out
+_CUT_FROM = 1.5  # noise above which leaving out far outputs may help
 _TRIES = 24
 _MOST_KNOWN = 1024  # pairs
 
 
 @dataclass(frozen=True)
 class Contour:
-    """a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t)."""
+    """The contour a(t) = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t)."""
 
-    side: int  # 1 for an apex at 1 + c, -1 for one at -c; c = 2^(k / 16)
-    k: int  # of c
+    side: int  # 1 for an apex at 1 + c, -1 for an apex at -c
+    k: int  # c = 2^(k / 16)
     width: int  # scale = c 2^(-width / 2)
     small: bool  # whether e^K - 1 is integrated instead of e^K
     cut: float | None  # as in `log_mgf`; the probability left out is negligible against delta
@@ -60,7 +60,7 @@ class Contour:
 
     @property
     def shift(self) -> float:
-        """Half the width w of the strip in which the integrand is evaluated."""
+        """w: the integrand is evaluated in the strip |Im t| <= w."""
         return 0.9 * self.bend
 
     def step(self, level: int) -> float:
@@ -68,7 +68,7 @@ class Contour:
         return 0.2 * self.bend / 2**level
 
     def orders(self, t: _Real, shift: float) -> tuple[_Complex, _Complex]:
-        """(a, da / dt) at t + i shift."""
+        """Return (a, da / dt) at t + i shift."""
         c = 2.0 ** (self.k / OCTAVE)
         scale = c * 2.0 ** (-self.width / 2)
         turned = self.bend - shift + 1j * t
@@ -83,7 +83,7 @@ def apex_of(side: int, k: int) -> float:
 
 
 def representatives(pairs: Pairs) -> Pairs:
-    """A few pairs similar to all of them, to choose a contour by."""
+    """Return a few pairs that represent all pairs, to choose a contour by."""
     if len(pairs) <= _FEW:
         return pairs
     groups = np.array_split(np.arange(len(pairs)), _FEW)
@@ -91,20 +91,20 @@ def representatives(pairs: Pairs) -> Pairs:
 
 
 def cut_probability(pairs: Pairs, cut: float | None) -> float:
-    """Twice the probability of any output beyond 1 + cut standard deviations."""
+    """Bound the probability that a step's output is beyond `cut` (see `log_mgf`), times 2."""
     return 0.0 if cut is None else 2 * sum(count for _, count in pairs) * float(ndtr(-cut))
 
 
 @lru_cache(maxsize=64)
 def _known_cumulants(*at: Any) -> dict[Pair, tuple[_Complex, _Real]]:
-    """A cache of cumulants of single pairs, for these arguments of `_cumulants`."""
+    """The cache of single pairs' cumulants for these arguments of `_cumulants`."""
     return {}
 
 
 def _cumulants(
     pairs: Pairs, contour: Contour, piece: int, level: int, edges: bool, enough: float
 ) -> tuple[_Complex, _Real]:
-    """The composed cumulant and its error at a piece's nodes, then at the strip's edges."""
+    """The composed cumulant and its error at a piece's nodes, then at nodes on both edges."""
     known = _known_cumulants(contour, piece, level, edges, enough)
     missing = [pair for pair, _ in pairs if pair not in known]
     if len(known) + len(missing) > _MOST_KNOWN:
@@ -143,7 +143,7 @@ def _nodes(piece: int, step: float) -> _Real:
 
 @lru_cache(maxsize=256)
 def integral_along(pairs: Pairs, contour: Contour, edges: bool) -> ContourIntegral:
-    """The cached integral of these pairs along a contour."""
+    """Return the cached integral of these pairs along a contour."""
     return ContourIntegral(pairs, contour, edges)
 
 
@@ -159,7 +159,7 @@ class ContourIntegral:
         self._factors: dict[tuple[float, int, float], tuple[_Complex, _Complex]] = {}
 
     def delta(self, epsilon: float) -> tuple[float, float, float]:
-        """Delta, a bound of its error (without edges: of rounding only), and its derivative."""
+        """Return delta, a bound of its error (without edges only of rounding), its derivative."""
         best = (math.nan, math.inf, math.nan)
         for level in range(_FINEST + 1 if self.edges else 1):
             value, slope, rounding, strip = self._sum(epsilon, level)
@@ -174,13 +174,13 @@ class ContourIntegral:
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
-        """Delta, its derivative, and two errors: of rounding and the end, and of the step."""
+        """Delta, its derivative, the error of rounding and of the end, and that of the step."""
         step = self.contour.step(level)
         value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
         for piece in range(math.ceil(_LAST / _PIECE)):
             t = _nodes(piece, step)
-            # If the integrand is small, its cumulant may have a larger error.
+            # Where the integrand is small, a larger error of the cumulant is acceptable.
             weight = tail / abs(value) if piece and value else 1.0
             decades = min(8, max(0, math.floor(-math.log10(weight)))) if weight > 0 else 8
             key = (piece, level, decades)
@@ -204,7 +204,7 @@ class ContourIntegral:
             tail = _tail_bound(size[:end], largest, end < len(t), tail)
             behind = size[end:][size[end:] > 2 * noise[end:]]
             if behind.size and not float(behind.max()) < 1e-3 * largest:
-                # It was a gap, not the end.
+                # The integrand rises again: this is a gap, not the end.
                 tail = math.inf
             if self.edges:
                 sides = self._edges(epsilon, piece, cumulant[len(t) :], error[len(t) :])
@@ -219,11 +219,11 @@ class ContourIntegral:
             if end < len(t) or tail <= max(TARGET_ERROR * abs(value), 0.01 * rounding):
                 break
         strip += sum(edge_tails)
-        # With noise this large the loss has one scale only, and the integrand does not rise again.
+        # With a cut the noise is large: the loss has one scale, and no integrand rises again.
         if self.edges and math.isfinite(tail) and self.contour.cut is None:
             tail += self._remainder(epsilon, t[min(end, len(t) - 1)])
-        # The theorem also bounds the error of twice the step; if that is larger, the strip's
-        # integrals are not reliable.
+        # The theorem also bounds the error with the doubled step. If that error is larger than
+        # its bound, the strip's integrals are not reliable.
         exponent = 2 * math.pi * self.contour.shift / step
         allowed = 2 * strip / math.expm1(exponent / 2) + rounding + tail
         if self.edges and not abs(value - coarser) <= 2 * allowed:
@@ -238,7 +238,7 @@ class ContourIntegral:
     def _edges(
         self, epsilon: float, piece: int, cumulant: _Complex, error: _Real
     ) -> list[tuple[_Real, int]]:
-        """The integrand's modulus on both edges of the strip, and the count of reliable values."""
+        """The integrand's modulus on both edges of the strip, and how many values are reliable."""
         t = _nodes(piece, _EDGE_STEP)
         sides = []
         for index, shift in enumerate((-self.contour.shift, self.contour.shift)):
@@ -261,7 +261,7 @@ class ContourIntegral:
     def _terms(
         self, epsilon: float, t: _Real, shift: float, cumulant: _Complex, error: _Real
     ) -> tuple[_Complex, _Complex, _Real]:
-        """The integrand over pi, times -m, and its noise."""
+        """The integrand over pi, the integrand times -m over pi, and the rounding error."""
         key = (float(t[0]), len(t), shift)
         if key not in self._factors:
             a, speed = self.contour.orders(t, shift)
@@ -296,16 +296,16 @@ def _count_significant(size: _Real, noise: _Real) -> int:
 
 
 def _tail_bound(size: _Real, largest: float, ends: bool, before: float) -> float:
-    """A bound of an integral beyond terms of this size, which decay at least as e^-t.
+    """Bound the integral beyond the last term, for terms that decay at least as fast as e^-t.
 
-    If float64's precision ends the terms, they must be decaying there.
+    If float64's precision ends the terms before they decay, the bound is infinite.
     """
     last = float(size[-2:].max()) if len(size) else before
     return last if not ends or 0 < last < 1e-3 * largest else math.inf
 
 
 class RealAxis:
-    """The integrand on the real axis, to find the apex of a contour."""
+    """The integrand on the real axis: bounds by Chernoff, and the apexes of contours."""
 
     def __init__(self, pairs: Pairs, side: int, delta: float) -> None:
         self.pairs = pairs
@@ -319,7 +319,7 @@ class RealAxis:
         self._start = round(OCTAVE * math.log2(4 / math.sqrt(variance)))
 
     def cumulant(self, k: int, cut: float | None = None) -> float:
-        """K at the apex of k; inf if it is not computable."""
+        """K at the apex of k; inf if it cannot be computed."""
         if not _LEAST_K <= k <= _MOST_K:
             return math.inf
         if (k, cut) not in self._known:
@@ -328,7 +328,7 @@ class RealAxis:
         return self._known[k, cut]
 
     def chernoff(self, delta: float) -> tuple[float, int, float | None]:
-        """Approximate least epsilon of Chernoff's bound at this delta, with its apex and cut."""
+        """Approximate the least epsilon of Chernoff's bound at delta; return its k and cut too."""
         found = []
         for cut in (None, self.cut):
 
@@ -340,14 +340,14 @@ class RealAxis:
         return min(found, key=lambda bound: bound[0])
 
     def epsilon_bound(self, pairs: Pairs, delta: float) -> float:
-        """Chernoff's bound of epsilon for all of the pairs, rounding included."""
+        """Return Chernoff's bound of epsilon for all pairs, rounding error included."""
         _, k, cut = self.chernoff(delta)
         k, cumulant = _upper_cumulant(pairs, self.side, k, cut)
         rest = delta - cut_probability(pairs, cut)
         return max(0.0, _chernoff_epsilon(cumulant, k, rest)) if rest > 0 else math.inf
 
     def delta_bound(self, pairs: Pairs, epsilon: float) -> float:
-        """Chernoff's bound of delta for all of the pairs, rounding included."""
+        """Return Chernoff's bound of delta for all pairs, rounding error included."""
         found = []
         for cut in (None, self.cut):
 
@@ -363,7 +363,7 @@ class RealAxis:
         return min(chernoff, math.fsum(count * _presence(pair) for pair, count in pairs))
 
     def contours(self, epsilon: float) -> Iterator[Contour]:
-        """Contours for this epsilon >= 0, the most accurate first, by estimate."""
+        """Yield contours for this epsilon >= 0, in order of their estimated accuracy."""
         found = []
         for cut in (None, self.cut) if self._may_cut else (None,):
             small, whole = (self._contour(epsilon, cut, kind) for kind in (True, False))
@@ -377,7 +377,7 @@ class RealAxis:
     def _contour(
         self, epsilon: float, cut: float | None, small: bool
     ) -> tuple[Contour, float] | None:
-        """A contour through the lowest point of its integrand's modulus, and the log of that."""
+        """The contour through the minimum of the modulus, and roughly the log of that minimum."""
         if small and (self.side != REMOVE or epsilon == 0):
             return None
 
@@ -388,7 +388,7 @@ class RealAxis:
             if not 0 < cumulant < math.inf:
                 return math.inf
             log = cumulant + math.log(-math.expm1(-cumulant))
-            # Flat towards 0: no lower point there.
+            # The factor 1.1 keeps the minimum away from c = 0, where the modulus is flat.
             return log - epsilon * c - 1.1 * math.log(c) - math.log1p(c)
 
         k = self._lowest(modulus, self._start)
@@ -423,7 +423,7 @@ class RealAxis:
 
 
 def _cut(delta: float, pairs: Pairs) -> float:
-    """Standard deviations beyond which the outputs' probability is negligible against delta."""
+    """The standard deviations beyond which outputs have a negligible probability against delta."""
     steps = sum(count for _, count in pairs)
     needed = math.sqrt(2 * (math.log(steps) - math.log(max(delta, 1e-300)) + 35))
     return 4.0 * math.ceil(needed / 4)
@@ -441,7 +441,7 @@ def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
 
 
 def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> tuple[int, float]:
-    """The nearest smaller apex with a finite K, and K there plus its rounding error."""
+    """The nearest k, not above this one, whose K is finite, and K plus its rounding error."""
     for _ in range(_TRIES):
         order = np.array([apex_of(side, k) + 0j])
         found, errors = log_mgfs([pair for pair, _ in pairs], order, cut=cut, enough=_ENOUGH)

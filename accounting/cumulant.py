@@ -1,17 +1,17 @@
-"""The privacy loss's cumulant at complex orders: log of M(a) = E_Q (dP/dQ)^a for a `Pair`.
+"""The privacy loss's cumulant at complex orders: log M(a), M(a) = E_Q (dP/dQ)^a, for a `Pair`.
 
-Letters: s noise, q rate, l = log(dP/dQ) the loss of an output x ~ N(0, s^2) under Q, and
-y = (2x - 1) / (2 s^2), so that e^l = 1 - q + q e^y. With g(w) = e^w - 1 - w,
+Letters: s is the noise, q the rate, l = log(dP/dQ) the loss of an output x ~ N(0, s^2) under Q,
+and y = (2x - 1) / (2 s^2), so that e^l = 1 - q + q e^y. With g(w) = e^w - 1 - w,
 
     M(a) - 1 = E_Q [g(a l) - a g(l)]                               since E_Q e^l = 1
     M(a) - 1 = E_Q [g(a l) + g((1 - a) l) - g(l); l > 0]           for a symmetric pair
 
-which are sums of small terms if M is near 1, so that its logarithm keeps its digits. Both are
-integrals along the real line of x, by the trapezoidal rule. If e^(a l) is much larger than its
-mean, they are taken along the ray l = l_min + w e^(i omega), w > 0, on which it decays: the
+which are integrals of small terms if M is near 1, so that log M keeps its precision. Both are
+computed along the real line of x by the trapezoidal rule. If e^(a l) is much larger than its mean,
+they are computed along the ray l = l_min + w e^(i omega), w > 0, on which e^(a l) decays. The
 density is analytic there (e^y = 0 only at l_min), and the ray passes every zero of e^l - (1 - q)
-on the same side as the real line does. The loss of several examples (`mixture`) is a function of
-the same y, but only the real line is used.
+on the same side as the real line. The loss of several examples (`mixture`) is also a function of
+y; for it only the real line is used.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _DIGITS = 38.0  # nats: e^-38 is 3e-17
 _REAL_LINE_DIGITS = 33.0
 _NEGLIGIBLE = 70.0  # nats below the largest value of an integrand
 _FARTHEST = 60.0  # standard deviations within which an integrand is searched for
-_LARGEST_ANGLE = 0.6  # of a ray; the Gaussian falls on it below pi / 4
+_LARGEST_ANGLE = 0.6  # of a ray; below pi / 4 the Gaussian decays on the ray
 _ANGLE_STEP = 0.15
-_MARGIN = 0.22  # between a ray and the angle at which |e^(a l)| is constant
-_RAY_STEP = 2 * math.pi * _MARGIN / 34.0  # of nodes, for 34 nats
+_MARGIN = 0.22  # angle between a ray and the one on which |e^(a l)| is constant
+_RAY_STEP = 2 * math.pi * _MARGIN / 34.0  # between nodes on a ray, for 34 nats
 _SPLIT = 1e-14  # error of M above which fewer orders are evaluated together
-_TOGETHER = 32  # orders of one evaluation
+_TOGETHER = 32  # orders evaluated together
 _PAIRS_TOGETHER = 64
-_AT_ONCE = 1 << 15  # terms of several sums, which so stay in a cache
+_AT_ONCE = 1 << 15  # terms computed at once, so that they stay in a cache
 _COARSE = 256  # nodes
 _MOST_NODES = 6_000
-_HEIGHTS = (0.03, 0.06, 0.12, 0.2, 0.35, 0.6, 1.0, 1.5)  # Im y, for steps
+_HEIGHTS = (0.03, 0.06, 0.12, 0.2, 0.35, 0.6, 1.0, 1.5)  # values of Im y tried in _mixture_step
 _SMALL = 0.1
 _SERIES = [1 / math.factorial(k) for k in range(2, 11)]
 
@@ -54,12 +54,13 @@ _SERIES = [1 / math.factorial(k) for k in range(2, 11)]
 def log_mgf(
     pair: Pair, orders: _Complex, *, cut: float | None, enough: float
 ) -> tuple[_Complex, _Real]:
-    """The cumulant, log M up to multiples of 2 pi i, at each order, and its rounding error.
+    """Compute log M at each order, up to multiples of 2 pi i, and its rounding error.
 
-    Orders a have Im a >= 0, and Re a >= 1 for a symmetric pair; close ones lie side by side. `cut`
-    leaves the outputs beyond 1 + cut standard deviations out of M, of several examples those
-    beyond an equally rare output; None for all of M. `enough` is the error of M that permits the
-    real line; 0 for the best accuracy, also if log M is small. NaN if out of float64's range.
+    Orders a have Im a >= 0, and Re a >= 1 for a symmetric pair; neighbors in `orders` are close.
+    `cut` leaves the outputs beyond 1 + cut standard deviations out of M (for several examples,
+    those beyond an output of equal probability); None uses all outputs. `enough` is the error of M
+    up to which the real line is used; 0 gives the best accuracy, also for a small log M. Values
+    out of float64's range are NaN.
     """
     if pair.rate == 1:
         exact = orders * (orders - 1) / (2 * pair.noise**2)
@@ -88,7 +89,7 @@ def log_mgf(
 def log_mgfs(
     pairs: Sequence[Pair], orders: _Complex, *, cut: float | None, enough: float
 ) -> tuple[_Complex, _Real]:
-    """`log_mgf` of each pair, [pairs, orders]; on the real line many pairs are taken together."""
+    """Compute `log_mgf` of each pair, [pairs, orders]; on the real line, many pairs at once."""
     values = np.empty((len(pairs), len(orders)), complex)
     errors = np.empty(values.shape)
     simple = [i for i, pair in enumerate(pairs) if enough and _is_simple(pair)]
@@ -107,7 +108,6 @@ def log_mgfs(
 
 
 def _parts(orders: _Complex) -> list[slice]:
-    """Orders that are evaluated together."""
     count = -(-len(orders) // _TOGETHER)
     ends = [len(orders) * i // count for i in range(count + 1)]
     return [slice(begin, end) for begin, end in pairwise(ends)]
@@ -118,7 +118,6 @@ def _is_simple(pair: Pair) -> bool:
 
 
 def _log_of(excess: _Complex, rounding: _Real) -> tuple[_Complex, _Real]:
-    """The logarithm of 1 + excess, and its error."""
     value, size = _log1p(excess), np.abs(1 + excess)
     value.real = np.where(size < rounding, np.log(rounding), value.real)
     return value, rounding / np.maximum(size, rounding) + 2 * _ROUNDING * np.abs(value)
@@ -127,14 +126,14 @@ def _log_of(excess: _Complex, rounding: _Real) -> tuple[_Complex, _Real]:
 def _real_line_excesses(
     pairs: Sequence[Pair], orders: _Complex, cut: float | None, enough: float
 ) -> tuple[_Complex, _Real]:
-    """`_real_line_excess` of many simple pairs, with NaN where the real line is not enough."""
+    """`_real_line_excess` of many simple pairs; NaN if the real line is not accurate enough."""
     s, q = np.array([(pair.noise, pair.rate) for pair in pairs]).T[:, :, None]
     path, loss, log_density = _coarse_paths(tuple(pairs), cut)
     excess = np.empty((len(pairs), len(orders)), complex)
     rounding = np.empty(excess.shape)
     odds, rows = np.log1p(-q[:, 0]) - np.log(q[:, 0]), np.arange(len(pairs))
     for part in _parts(orders):
-        # As `_window`.
+        # The same as in `_window`.
         forward, backward = orders[part].real.max(), orders[part].real.min()
         exponent = np.maximum(0, np.maximum(loss, np.maximum(forward * loss, backward * loss)))
         exponent += log_density
@@ -146,16 +145,16 @@ def _real_line_excesses(
         lost = 2 * np.exp(np.minimum(700.0, exponent[rows, last])) / s[:, 0]
         is_known = _ROUNDING * np.exp(np.minimum(700.0, peak)) + lost < enough
         if cut is None:
-            # As `_tail_exponent`.
+            # The same as in `_tail_exponent`.
             is_known &= forward < _FARTHEST * s[:, 0]
-        # As `_line_step`.
+        # The same as in `_line_step`.
         turn = np.abs(orders[part].imag).max() / (1 + np.exp(np.minimum(700.0, odds - high)))
         turn /= s[:, 0]
         strip = np.minimum(0.85 * math.pi * s[:, 0], math.sqrt(2 * _REAL_LINE_DIGITS))
         needed = _REAL_LINE_DIGITS + strip**2 / 2 + turn * strip
         count = (high - low) * needed / (2 * math.pi * strip) * s[:, 0]
         is_known &= count < _MOST_NODES
-        # No bit of a pair depends on the others.
+        # The number of nodes, and so each bit of a pair's result, must not depend on other pairs.
         count = 8 * np.ceil(np.where(is_known, count, 1) / 8).astype(np.intp) + 1
         rounding[~is_known, part] = math.nan
         for size in set(count[is_known].tolist()):
@@ -171,7 +170,7 @@ def _real_line_excesses(
 def _sums(
     s: _Real, q: _Real, low: _Real, high: _Real, orders: _Complex, size: int
 ) -> tuple[_Complex, _Real]:
-    """M - 1 of some pairs by that many nodes, and its rounding error."""
+    """M - 1 of some pairs by `size` nodes, and its rounding error."""
     y = low[:, None] + (high - low)[:, None] * _unit_grid(size)
     loss, log_density = _real_paths(s, q, y)
     log_density += np.log((high - low)[:, None] / (size - 1))
@@ -216,7 +215,7 @@ def _real_paths(s: _Real, q: _Real, y: _Real) -> tuple[_Real, _Real]:
 
 
 class RoughCumulants:
-    """`rough_log_mgf` of some pairs; what does not depend on the order is evaluated once."""
+    """`rough_log_mgf` of some pairs; values that do not depend on the order are kept."""
 
     def __init__(self, pairs: tuple[Pair, ...]) -> None:
         self._pairs = pairs
@@ -225,7 +224,7 @@ class RoughCumulants:
         self._paths: dict[float | None, tuple[_Real, ...]] = {}
 
     def at(self, order: float, cut: float | None) -> _Real:
-        """The cumulants of each pair; inf if beyond float64."""
+        """Return each pair's cumulant at a real order; inf if out of float64's range."""
         if (order, cut) not in self._known:
             self._known[order, cut] = self._new(order, cut)
         return self._known[order, cut]
@@ -245,7 +244,7 @@ class RoughCumulants:
         return np.asarray(result)
 
     def _path(self, cut: float | None) -> tuple[_Real, ...]:
-        """Loss, log density and density [pairs, nodes], the sum of g(loss), and the step."""
+        """Loss, log density and density [pairs, nodes], the sum of g(loss), the step."""
         y, loss, log_density = _coarse_paths(self._pairs, cut)
         weight = np.exp(log_density)
         mean = _real_g(loss, log_density, weight).sum(axis=1)
@@ -253,7 +252,7 @@ class RoughCumulants:
 
 
 def rough_log_mgf(pair: Pair, order: float, cut: float | None) -> float:
-    """The cumulant at a real order to a few digits; inf if beyond float64."""
+    """Compute the cumulant at a real order to a few digits; inf if out of float64's range."""
     if pair.rate == 1:
         return order * (order - 1) / (2 * pair.noise**2)
     y, path, log_path = _coarse_path(pair, 0.0, cut)
@@ -272,11 +271,11 @@ def rough_log_mgf(pair: Pair, order: float, cut: float | None) -> float:
 
 
 def _angle(pair: Pair, orders: _Complex, cut: float | None) -> float:
-    """The angle of a ray for all orders, from a few candidates; 0 for the real line."""
+    """The angle of a ray that suits all orders; 0 for the real line."""
     needed = math.pi / 2 - float(np.angle(orders).min()) + _MARGIN
     # On a ray the Gaussian is e^((angle s)^2 / 2) times as large as on the line.
     largest = min(_LARGEST_ANGLE, 4.9 / pair.noise)
-    # With a cut the integral ends at an output, so it cannot move to a ray.
+    # With a cut the integral ends at a finite output, so its path cannot be a ray.
     if largest < 2 * _MARGIN or cut is not None or pair.examples > 1:
         return 0.0
     return min(math.ceil(needed / _ANGLE_STEP) * _ANGLE_STEP, largest)
@@ -286,8 +285,8 @@ class _Window(NamedTuple):
     angle: float  # of the ray; 0 for the real line
     low: float  # of y
     high: float
-    error: float  # approximate error of M by rounding and the ends; inf if there is no such window
-    lost: float  # the part that the upper end cuts off
+    error: float  # approximate error of M by rounding and the ends; inf if there is no window
+    lost: float  # bound of the integral above the window
 
 
 def _excess(
@@ -313,7 +312,7 @@ def _excess(
 
 
 def _real_line_excess(pair: Pair, orders: _Complex, window: _Window) -> tuple[_Complex, _Real]:
-    """M - 1 with the error of M, on the real line."""
+    """M - 1 on the real line, and its rounding error, which is relative to M."""
     if pair.symmetric:
         return _excess(pair, orders, window, _REAL_LINE_DIGITS)
     y, step = _nodes(
@@ -338,7 +337,7 @@ def _real_path(pair: Pair, y: _Real) -> tuple[_Real, _Real]:
 
 
 def _path(pair: Pair, y: _Real, angle: float) -> tuple[_Complex, _Complex]:
-    """The loss along the line or ray, and the logarithm of the density of y there."""
+    """The loss along the line or ray, and the log of the density of y there."""
     s, q = pair.noise, pair.rate
     log_scale = math.log(s / math.sqrt(2 * math.pi))
     if not angle:
@@ -377,8 +376,8 @@ def _tail_exponent(pair: Pair, order: complex, angle: float = 0.0) -> float:
     """The largest exponent of the integrand beyond the coarse path."""
     s = pair.noise
     growth = pair.examples * (order * np.exp(1j * angle)).real
-    # There the Gaussian falls faster than e^(growth y) grows, and the loss grows slower than y, or
-    # than y times the number of examples.
+    # Beyond the path the Gaussian decays faster than e^(growth y) grows, and the loss grows at
+    # most as fast as y times the number of examples.
     if growth < _FARTHEST * s * (1 - math.tan(angle) ** 2):
         return -math.inf
     y = np.geomspace(_FARTHEST / s + 0.5 / s**2, max(8 * growth, 1.0) / s**2, 100)
@@ -389,7 +388,7 @@ def _tail_exponent(pair: Pair, order: complex, angle: float = 0.0) -> float:
 @lru_cache(maxsize=2048)
 def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _Complex, _Complex]:
     s = pair.noise
-    # From x = -60 s to 1 + 60 s, or to the cut
+    # From x = -60 s to 1 + 60 s, or to the cut.
     low = -_FARTHEST - 0.5 / s
     high = (_FARTHEST if cut is None else cut) + 0.5 / s
     if pair.examples > 1:
@@ -402,11 +401,11 @@ def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _C
 
 
 def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
-    """The step of y. Along Im y = t / s the integrand grows by e^(t^2 / 2) and e^(|Im a| Im l)."""
+    """The step of y. Along Im y = t / s the integrand grows by e^(t^2 / 2 + |Im a| Im l)."""
     s = pair.noise
     if pair.examples > 1:
         return _mixture_step(pair, orders, high, digits)
-    # The loss rises with y, and so does its derivative.
+    # The loss and its derivative increase with y.
     odds = math.log1p(-pair.rate) - math.log(pair.rate)
     slope = 1 / (1 + math.exp(min(700.0, odds - high)))
     turn = float(np.abs(orders.imag).max()) * slope / s
@@ -417,10 +416,10 @@ def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> floa
 def _mixture_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
     """The step of y at which the trapezoidal rule errs by e^-digits of the integrand's peak.
 
-    The error is at most I / (e^(2 pi t / step) - 1), with I the integral of the integrand's
-    modulus along Im y = t and Im y = -t. There |f| is at most its value on the real line, and for
-    t <= 1.5 the angle of f is at most 1.1 t E(j | x), since each zero, real and negative, adds one
-    angle, that of 1 + w e^(i t).
+    The error is at most I / (e^(2 pi t / step) - 1), where I is the integral of the integrand's
+    modulus along Im y = t and Im y = -t. On these lines |f| (see `mixture`) is at most its value
+    on the real line. For t <= 1.5 the angle of f is at most 1.1 t E(j | x), because each zero is
+    real and negative and adds the angle of a factor 1 + w e^(i t).
     """
     mixture, s = mixture_of(pair), pair.noise
     y, path, log_path = _coarse_path(pair, 0.0, None)
@@ -448,9 +447,9 @@ def _output(pair: Pair, y: _Real) -> _Real:
 def _symmetric_excess(
     pair: Pair, orders: _Complex, angle: float, top: float, step: float
 ) -> tuple[_Complex, _Real]:
-    """M - 1 of a symmetric pair: each exponent on its own ray, which begins at the loss 0.
+    """M - 1 of a symmetric pair, each exponent integrated on its own ray from the loss 0.
 
-    Nodes are equidistant in t, where y = log(1 + e^t): near the loss 0 the integrand falls as
+    Nodes are equidistant in t with y = log(1 + e^t). Near the loss 0 the integrand decays as
     e^(3 t).
     """
     s, q = pair.noise, pair.rate
@@ -480,7 +479,7 @@ def _symmetric_excess(
 
 
 def _nodes(low: float, high: float, step: float) -> tuple[_Real, float]:
-    """Nodes at most a step apart; NaN if that would be too many."""
+    """Nodes at most a step apart, and their distance; NaN if there would be too many."""
     if not (high - low) / step < _MOST_NODES:
         return np.array([math.nan]), math.nan
     x, step = np.linspace(low, high, max(2, math.ceil((high - low) / step) + 1), retstep=True)
@@ -523,7 +522,7 @@ def _real_g(w: _Real, log_weight: _Real, weight: _Real | None = None) -> _Real:
 def _log1p(x: _Complex) -> _Complex:
     """log(1 + x), accurate near 0 (numpy computes log(1 + x) for complex x)."""
     modulus = np.abs(1 + x)
-    # Near -1 the square of the modulus would lose it.
+    # Near -1 the log of the squared modulus would lose its precision.
     is_near = (modulus > 0.5) & (modulus < 2)
     near = np.where(is_near, x, 0)
     real = 0.5 * np.log1p(2 * near.real + near.real**2 + near.imag**2)

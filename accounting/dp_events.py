@@ -1,12 +1,12 @@
 """Converts events and histories to and from the DpEvents of Google's dp_accounting.
 
 dp_accounting need not be installed. A DpEvent has no neighboring relation; dp_accounting's
-accountants have one, and read a noise_multiplier accordingly. If one sample is added, removed or
-zeroed, a sum changes by at most one bound, and all readings agree. If one is replaced, it may
-change by two bounds, and there are two readings of the noise. GaussianDpEvent's documentation,
-PLDAccountant and TruncatedSubsampledGaussianDpEvent divide it by the bound of one sample ("bound",
-as this library does). RdpAccountant divides it by the sensitivity ("sensitivity", twice the
-bound), also for SampledWithoutReplacementDpEvent, which no other accountant takes.
+accountants have one, and interpret a noise_multiplier accordingly. If one sample is added, removed
+or zeroed, a sum changes by at most one bound, and all interpretations agree. If one sample is
+replaced, a sum may change by two bounds, and there are two interpretations. GaussianDpEvent's
+documentation, PLDAccountant and TruncatedSubsampledGaussianDpEvent divide the noise by the bound
+of one sample ("bound", as this library does). RdpAccountant divides it by the sensitivity, twice
+the bound ("sensitivity"), also for SampledWithoutReplacementDpEvent, which only it supports.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .events import (
 )
 
 _READINGS = ("bound", "sensitivity")
-_SAME_PROBABILITY = 1e-9  # relative, of a binomial that was written and of the one that is read
+_SAME_PROBABILITY = 1e-9  # relative tolerance of the binomial probabilities that are read
 
 
 def to_dp_event(
@@ -48,11 +48,11 @@ def to_dp_event(
 
     Args:
         source: an event, or an accountant, whose steps become PoissonSampledDpEvents.
-        noise_relative_to: the reading of noise_multipliers if a sample is replaced by another:
+        noise_relative_to: the interpretation of noise_multipliers if a sample is replaced:
             "bound" for dp_accounting's PLDAccountant, "sensitivity" for its RdpAccountant.
-            Required for "replace_one" and for batches of fixed size, without effect elsewhere.
-        shuffled_as_gaussian: whether a `ShuffledGaussian`, which has no DpEvent, may become the
-            GaussianDpEvent that one epoch costs.
+            Required for "replace_one" and for batches of fixed size, otherwise without effect.
+        shuffled_as_gaussian: whether to convert a `ShuffledGaussian`, which has no DpEvent, to
+            one GaussianDpEvent, which costs the same as the epoch.
 
     Returns:
         A `dp_accounting.DpEvent`, for an accountant of the same neighboring relation:
@@ -61,7 +61,7 @@ def to_dp_event(
         "replace_one".
 
     Raises:
-        ValueError: the source is neither event nor accountant, or an argument is missing.
+        ValueError: source is neither an event nor an accountant, or an argument is missing.
         ImportError: dp_accounting is not installed.
     """
     theirs = _dp_accounting()
@@ -92,20 +92,20 @@ def from_dp_event(
     """Convert a DpEvent of dp_accounting to an event that `Accountant.compose` takes.
 
     Args:
-        dp_event: of Gaussians, with Poisson sampling (also truncated) or without replacement,
-            mixtures of Gaussians with the sensitivities 0, ..., k and binomial probabilities, and
-            compositions of these. NoOpDpEvent becomes an empty composition, NonPrivateDpEvent a
-            Gaussian without noise.
-        neighboring_relation: of the returned event.
-        noise_relative_to: the reading of its noise_multipliers, "bound" or "sensitivity", see
-            `to_dp_event`. Required under the same conditions.
+        dp_event: a Gaussian event, also with Poisson sampling, truncated Poisson sampling or
+            sampling without replacement, a mixture of Gaussians with the sensitivities 0, ..., k
+            and binomial probabilities, or a composition of these. A NoOpDpEvent is converted to an
+            empty composition, a NonPrivateDpEvent to a Gaussian without noise.
+        neighboring_relation: the relation of the returned event.
+        noise_relative_to: the interpretation of dp_event's noise_multipliers, "bound" or
+            "sensitivity", see `to_dp_event`. Required under the same conditions.
 
     Returns:
-        The event; several Gaussians on one Poisson batch become one, which is exact.
+        The event. Several Gaussians on one Poisson batch are converted to one, which is exact.
 
     Raises:
-        ValueError: an event has no counterpart, or none under neighboring_relation, or
-            noise_relative_to is missing.
+        ValueError: an event has no counterpart under neighboring_relation, or noise_relative_to
+            is missing.
         ImportError: dp_accounting is not installed.
     """
     theirs = _dp_accounting()
@@ -174,7 +174,7 @@ class _Reader:
     def read(self, given: Any) -> Event:
         relation, replaced = self.relation, self.relation == REPLACE_ONE
         name = type(given).__name__
-        # By exact type: the meaning of a subclass is unknown.
+        # Compare exact types: the meaning of a subclass is unknown.
         if type(given) is not getattr(self.theirs.dp_event, name, None):
             raise _unknown(given)
         if name == "NoOpDpEvent":
@@ -216,7 +216,7 @@ class _Reader:
         raise _unknown(given)
 
     def _mixture(self, given: Any) -> Event:
-        """The mixture over the number of a unit's examples that are drawn."""
+        """Convert a mixture over the number of a unit's drawn examples."""
         examples = len(given.sensitivities) - 1
         if examples < 1 or list(given.sensitivities) != list(range(examples + 1)):
             raise _unknown(given, f" with the sensitivities {list(given.sensitivities)!r}")
@@ -236,7 +236,7 @@ class _Reader:
         )
 
     def _noise(self, given: Any, replaced: bool) -> float:
-        """The joint noise multiplier of Gaussians on one batch, in dpflash's units."""
+        """Return the joint noise multiplier, over the bound, of Gaussians on one batch."""
         return _joint(self.theirs, given) * _sensitivity(self.reading, replaced)
 
 
@@ -260,7 +260,7 @@ def _joint(theirs: ModuleType, given: Any) -> float:
 
 
 def _sensitivity(reading: str | None, replaced: bool) -> float:
-    """The divisor that converts dpflash's noise multiplier to dp_accounting's."""
+    """Return the divisor that converts dpflash's noise multiplier to dp_accounting's."""
     if not replaced:
         return 1.0
     if reading is None:

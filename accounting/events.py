@@ -1,8 +1,8 @@
 """Privacy events: the mechanisms that accountants compose, each under a neighboring relation.
 
-A noise_multiplier is the noise's standard deviation over the bound of one sample's contribution,
-under every relation. Under "replace_one" a sum may change by twice that bound; events account for
-it.
+Under every relation a noise_multiplier is the noise's standard deviation over the bound of one
+sample's contribution. Under "replace_one" a sum may change by twice that bound; events include
+this factor.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .pairs import Pair
 
 ADD_REMOVE, ZERO_OUT, REPLACE_ONE = "add_remove", "zero_out", "replace_one"
 RELATIONS = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
-_MOST_EXAMPLES = 1000  # of a unit; accountants add up as many terms
-_LONGEST_BLOCK = 10**7  # steps of random allocation; longer ones take much memory
+_MOST_EXAMPLES = 1000  # of a unit; an accountant's sums have one term for each example
+_LONGEST_BLOCK = 10**7  # steps of random allocation; longer blocks take too much memory
 
 _Event = TypeVar("_Event", bound="Event")
 
@@ -32,8 +32,8 @@ class Event(ABC):
 
     Attributes:
         relation: "add_remove" (one sample more or less), "zero_out" (one sample replaced by
-            nothing, the size of the dataset public) or "replace_one" (by any other sample). Of
-            `UnitPoissonGaussian` it is one unit with all of its samples.
+            nothing; the size of the dataset is public) or "replace_one" (one sample replaced by
+            another). For `UnitPoissonGaussian`, replace "one sample" by "one unit".
     """
 
     relation: str = ADD_REMOVE
@@ -50,7 +50,7 @@ class Event(ABC):
             )
 
     def convert(self: _Event, relation: str) -> _Event:
-        """The same event under another relation.
+        """Return the same event under another relation.
 
         Raises:
             ValueError: this kind of event has no guarantee under that relation.
@@ -59,19 +59,19 @@ class Event(ABC):
 
     @abstractmethod
     def pairs(self) -> list[tuple[Pair, int]]:
-        """Dominating pairs, and the number of times that each is composed."""
+        """Return the dominating pairs, each with the number of times that it is composed."""
 
     def failure(self) -> float:
-        """The probability that the event differs from its pairs."""
+        """Bound the probability that the mechanism differs from the one that `pairs` describes."""
         return 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for `event_from_dict`."""
+        """Return the event as plain values, for `event_from_dict`."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         return {"event": type(self).__name__, **own}
 
     def _sensitivity(self) -> float:
-        """The most that a sum changes between neighbors, over the bound of one sample."""
+        """Return by how much a sum may change between neighbors, over the bound of one sample."""
         return 2.0 if self.relation == REPLACE_ONE else 1.0
 
 
@@ -80,7 +80,7 @@ class Gaussian(Event):
     """A sum over the whole dataset, with Gaussian noise.
 
     Attributes:
-        noise_multiplier: >= 0.
+        noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.
     """
 
     noise_multiplier: float
@@ -96,13 +96,13 @@ class Gaussian(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffledGaussian(Gaussian):
-    """One epoch in disjoint batches, each summed with Gaussian noise.
+    """An epoch of disjoint batches, whose sums are released with Gaussian noise.
 
     The order of the data may be public. A sample is in one batch of the epoch and does not affect
     the other batches, so the epoch costs one Gaussian. No amplification is claimed.
 
     Attributes:
-        noise_multiplier: the least of the epoch, >= 0.
+        noise_multiplier: the least noise multiplier of the epoch's steps, >= 0.
     """
 
     relation: str = ZERO_OUT
@@ -112,10 +112,10 @@ class ShuffledGaussian(Gaussian):
 
 @dataclass(frozen=True, kw_only=True)
 class PoissonGaussian(Event):
-    """A sum over a batch that each sample enters independently, with Gaussian noise.
+    """A sum over a Poisson batch, which each sample enters independently, with Gaussian noise.
 
     Attributes:
-        noise_multiplier: >= 0.
+        noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.
         sample_rate: the probability that a sample is in a batch, in [0, 1].
     """
 
@@ -139,24 +139,25 @@ class PoissonGaussian(Event):
 class UnitPoissonGaussian(PoissonGaussian):
     """A `PoissonGaussian` on the data of units, such as users, with several examples each.
 
-    Each example enters the batch independently and is clipped on its own (example-level sampling).
+    Each example enters the batch independently and is clipped separately (example-level sampling).
     The guarantee is for a unit: all of its examples, at most `examples_per_unit`, are added,
-    removed or zeroed together. It depends on that bound only, not on the numbers of examples.
+    removed or zeroed together. The guarantee does not depend on the units' numbers of examples.
 
     Attributes:
         noise_multiplier: the noise's standard deviation over the bound of one example, >= 0.
         sample_rate: the probability that an example is in a batch, in [0, 1].
-        examples_per_unit: the most examples of one unit, k >= 1. At 1 it is `PoissonGaussian`.
+        examples_per_unit: k >= 1, the largest number of examples of one unit. With 1 the event
+            costs the same as `PoissonGaussian`.
 
     Guarantees:
         The pair sum over j of Binom(k, sample_rate)(j) N(j, noise_multiplier^2) against
         N(0, noise_multiplier^2) dominates the sum of one step on any two neighbors, in both
-        directions, and is attained. Let V be what the unit's drawn examples add to the sum, over
-        the bound, so that its absolute value is at most their number, J. Then E (P / Q - alpha)_+
-        under Q is of a sum of lognormals, one for each value of V, and so greatest if all V point
-        in one direction (comonotone terms have the greatest sum in convex order). P / Q then rises
-        with the output, the event P / Q > alpha is a half-line, and its probability rises with V;
-        a unit of fewer examples draws stochastically fewer.
+        directions, and is attained. Let J be the number of the unit's drawn examples and V their
+        contribution over the bound, so that |V| <= J. Under Q, P / Q is a sum of lognormals, one
+        for each value of V, so E (P / Q - alpha)_+ is greatest if all V point in one direction
+        (comonotone terms have the greatest sum in convex order). Then P / Q increases with the
+        output, the event P / Q > alpha is a half-line, and its probability increases with V. A
+        unit of fewer examples has a stochastically smaller J.
 
     Source:
         Mixture of Gaussians mechanisms: Choquette-Choo, Ganesh, Steinke, Thakurta 2024 (arXiv
@@ -188,11 +189,11 @@ class TruncatedPoissonGaussian(PoissonGaussian):
     """A Poisson batch of which at most `max_batch_size` samples are used, chosen by any rule.
 
     Attributes:
-        max_batch_size: the most samples of a batch, >= 1.
-        num_samples: samples of the dataset, >= 1.
+        max_batch_size: the largest number of samples that a step uses, >= 1.
+        num_samples: the size of the dataset, >= 1.
 
     Guarantees:
-        It differs from the Poisson event with probability at most `failure()`, see `with_failure`.
+        A step differs from a Poisson step with probability <= `failure()`, see `with_failure`.
     """
 
     max_batch_size: int
@@ -209,19 +210,19 @@ class TruncatedPoissonGaussian(PoissonGaussian):
 
 @dataclass(frozen=True, kw_only=True)
 class CyclicPoissonGaussian(PoissonGaussian):
-    """A round of cyclic Poisson sampling with banded noise: a batch of each of the parts in turn.
+    """A round of cyclic Poisson sampling with banded noise: one batch from each part, in turn.
 
     A sample is in one of `bands` parts, at random or by a rule, and enters that part's batch
     independently. The rounds of banded noise compose. A last round of fewer batches costs no more.
 
     Attributes:
-        noise_multiplier: of the noise of a batch's column over the column's norm and the bound,
-            see `dpflash.noise.Banded`, >= 0.
+        noise_multiplier: the standard deviation of the independent noise z over the norm of a
+            column of C and over the bound, see `dpflash.noise.Banded`, >= 0.
         sample_rate: the probability that a sample is in the batch of its part, in [0, 1].
-        bands: the number of parts, and of batches of a round, b >= 1.
+        bands: b >= 1, the number of parts and of batches in a round.
 
     Guarantees:
-        It costs what `PoissonGaussian` costs with this noise and rate.
+        A round costs the same as a `PoissonGaussian` with this noise multiplier and sample rate.
 
     Source:
         Choquette-Choo et al. 2023 (arXiv 2306.08153), Theorem 4.
@@ -237,28 +238,27 @@ class CyclicPoissonGaussian(PoissonGaussian):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomAllocationGaussian(Event):
-    """A run of sums with Gaussian noise, in a few of which each sample takes part.
+    """A run of T sums with Gaussian noise, in which each sample takes part in k steps.
 
-    The steps are cut into `participations` blocks of consecutive steps, whose lengths differ by at
-    most one. Of each block each sample is in one step, chosen uniformly at random and
-    independently of the other samples and blocks. The choice stays secret. With one participation
-    the sample is in one random step of all ("balls in bins", "balanced iteration"). Several epochs
-    are one event each.
+    The steps are cut into k blocks of consecutive steps, whose lengths differ by at most one. In
+    each block a sample is in one step, which is chosen uniformly at random and independently of
+    the other samples and blocks, and stays secret. With k = 1 a sample is in one random step of
+    the run ("balls in bins", "balanced iteration"). For several epochs compose one event each.
 
     Attributes:
-        noise_multiplier: >= 0, of each step.
-        steps: T, >= 1, of the whole run.
+        noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.
+        steps: T >= 1, the number of steps of the run.
         participations: k, the number of steps that a sample takes part in, 1 <= k <= steps.
 
     Guarantees:
         Let a block have n steps. The pair (1/n) sum over t of N(e_t, noise_multiplier^2 I) against
-        N(0, noise_multiplier^2 I), in n dimensions, dominates it in both directions and is
-        attained. A step's sum changes by at most one bound if it has the sample, and the change
-        may depend on earlier outputs; so all sums together follow, step by step, from a draw of
-        the pair, scaled by the change, with noise added. Blocks are independent, so their pairs
-        compose. This also bounds the sampler that draws k of all T steps uniformly, without
-        blocks: it is the same if a random partition of the steps into sets of these lengths takes
-        the place of the blocks, and to publish that partition costs as much as the blocks do.
+        N(0, noise_multiplier^2 I), in n dimensions, dominates the block in both directions and is
+        attained. The sample changes only its own step's sum, by at most one bound, and the change
+        may depend on earlier outputs. So all sums together are obtained, step by step, from a
+        draw of the pair, scaled by the change, with noise added. Blocks are independent, so their
+        pairs compose. This also bounds the sampler that draws k of all T steps uniformly, without
+        blocks: it has the same distribution with a random partition of the steps into sets of
+        these lengths in place of the blocks, and the cost with a published partition is the same.
 
     Source:
         Feldman and Shenfeld 2025, Privacy amplification by random allocation (arXiv 2502.08202);
@@ -299,15 +299,15 @@ class RandomAllocationGaussian(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSizeGaussian(Event):
-    """A sum over a batch of fixed size drawn without replacement, with Gaussian noise.
+    """A sum over a batch of fixed size, drawn without replacement, with Gaussian noise.
 
-    Under both of its relations another sample takes the place of one, so that the sum may change
-    by twice the bound. Under "zero_out" this is an upper bound, not the exact cost.
+    Under both of its relations the event is charged as if one sample were replaced by another, so
+    that the sum may change by twice the bound. Under "zero_out" this is only an upper bound.
 
     Attributes:
-        noise_multiplier: >= 0.
-        batch_size: samples of the batch, 1 <= batch_size <= num_samples.
-        num_samples: samples of the dataset.
+        noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.
+        batch_size: the number of samples in a batch, 1 <= batch_size <= num_samples.
+        num_samples: the size of the dataset.
 
     Source:
         Balle, Barthe, Gaboardi 2018, Theorem 11; see `Pair`.
@@ -336,11 +336,11 @@ class FixedSizeGaussian(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfComposed(Event):
-    """One event, `count` times.
+    """The composition of one event with itself.
 
     Attributes:
-        event: accounted for under the same relation.
-        count: >= 0.
+        event: an event under the same relation.
+        count: how often the event is composed, >= 0.
     """
 
     event: Event
@@ -370,10 +370,10 @@ class SelfComposed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Composed(Event):
-    """Several events on the same data. Each may be chosen by the results of earlier ones.
+    """Several events on the same data. Each may depend on the results of earlier events.
 
     Attributes:
-        events: accounted for under the same relation.
+        events: events under the same relation.
     """
 
     events: tuple[Event, ...]
@@ -419,10 +419,10 @@ _KINDS: dict[str, type[Event]] = {
 
 
 def event_from_dict(values: Mapping[str, Any]) -> Event:
-    """The event whose `as_dict` returned these values.
+    """Return the event whose `as_dict` returned these values.
 
     Raises:
-        ValueError: they are not those of an event.
+        ValueError: the values do not describe an event.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"event={values!r}: expected a mapping; pass the result of as_dict()")
@@ -441,10 +441,10 @@ def event_from_dict(values: Mapping[str, Any]) -> Event:
 
 
 def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
-    """One noise multiplier for groups of coordinates with separate clipping and noise.
+    """Return one noise multiplier for groups of coordinates with separate clipping and noise.
 
     Args:
-        noise_multipliers: for each group, the noise's standard deviation over its bound.
+        noise_multipliers: for each group, the noise's standard deviation over the group's bound.
 
     Returns:
         (sum of 1 / noise_multiplier^2)^(-1/2): with this noise multiplier, all groups of one batch
@@ -460,12 +460,12 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
     least = min(noise_multipliers)
     if least == 0 or least == math.inf:
         return float(least)
-    # Relative to the least, so that no square leaves float64's range.
+    # The ratios to the least keep all squares within float64's range.
     return float(least / math.sqrt(math.fsum((least / s) ** 2 for s in noise_multipliers)))
 
 
 def truncation_probability(num_samples: int, sample_rate: float, cap: int) -> float:
-    """A bound on the probability that one Poisson batch exceeds the cap.
+    """Bound the probability that one Poisson batch exceeds the cap.
 
     Args:
         num_samples: number of samples n in the dataset, >= 1.
@@ -473,15 +473,15 @@ def truncation_probability(num_samples: int, sample_rate: float, cap: int) -> fl
         cap: the largest batch that is not truncated, in samples, >= 1.
 
     Returns:
-        P[Binomial(n, sample_rate) + 1 > cap]. Over T steps the total probability is T times this.
+        P[Binomial(n, sample_rate) + 1 > cap]. For T steps multiply it by T.
 
     Raises:
         ValueError: an argument is out of its range.
 
     Guarantees:
-        It bounds the probability of a truncation for this dataset and for every neighbor with one
-        sample more or less: a neighbor's batch has at most one sample beyond those drawn from
-        these n.
+        The result bounds the probability of a truncation for this dataset and for every neighbor
+        with one sample more or less: a neighbor's batch has at most one sample that is not among
+        the n samples of this dataset.
     """
     _validate.whole(1, num_samples=num_samples, cap=cap)
     _validate.rate(sample_rate=sample_rate)

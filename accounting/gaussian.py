@@ -1,4 +1,4 @@
-"""Closed form of the Gaussian mechanism without subsampling, the reference of all accountants."""
+"""Closed forms of the Gaussian mechanism and of one subsampled step, and `GaussianAccountant`."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from ._search import smallest_passing
 from .accountant import Accountant, Interval
 from .pairs import Pair, Pairs, check_allocation, joint_noise
 
-_EXACT = 1e-9  # relative error of the closed form, which never is below the exact value
+_EXACT = 1e-9  # relative error of the closed form, which is never below the exact value
 _ROUNDING = 4e-16
 
 
 def gaussian_delta(*, epsilon: float, noise_multiplier: float, steps: int = 1) -> float:
-    """The exact delta of `steps` Gaussian mechanisms, each on the whole dataset.
+    """Compute the exact delta of `steps` Gaussian mechanisms, each on the whole dataset.
 
     Args:
         epsilon: >= 0, finite.
@@ -30,7 +30,7 @@ def gaussian_delta(*, epsilon: float, noise_multiplier: float, steps: int = 1) -
         ValueError: an argument is out of its range.
 
     Guarantees:
-        Tight, up to rounding: no smaller delta holds at this epsilon. Steps may be adaptive.
+        No smaller delta holds at this epsilon, up to rounding. Steps may be adaptive.
 
     Source:
         Balle and Wang 2018, Theorem 8. Composition: Dong, Roth, Su 2022, Corollary 3.3.
@@ -53,7 +53,7 @@ def gaussian_delta(*, epsilon: float, noise_multiplier: float, steps: int = 1) -
 
 
 def gaussian_epsilon(*, delta: float, noise_multiplier: float, steps: int = 1) -> float:
-    """The exact epsilon of `steps` Gaussian mechanisms, each on the whole dataset.
+    """Compute the exact epsilon of `steps` Gaussian mechanisms, each on the whole dataset.
 
     Args:
         delta: in (0, 1).
@@ -61,14 +61,14 @@ def gaussian_epsilon(*, delta: float, noise_multiplier: float, steps: int = 1) -
         steps: number of mechanisms composed, >= 0.
 
     Returns:
-        The least epsilon >= 0 with `gaussian_delta` at most delta, to 1e-12 relative and never
-        below; inf without noise.
+        The least epsilon >= 0 with `gaussian_delta` at most delta, or a value above it by at most
+        1e-12 relative; inf without noise.
 
     Raises:
         ValueError: an argument is out of its range.
 
     Guarantees:
-        As for `gaussian_delta`.
+        No smaller epsilon holds at this delta, up to 1e-12. Steps may be adaptive.
 
     Source:
         Balle and Wang 2018, Theorem 8, solved for epsilon.
@@ -87,12 +87,12 @@ def gaussian_epsilon(*, delta: float, noise_multiplier: float, steps: int = 1) -
 
 
 def one_step_delta(pair: Pair, epsilon: float) -> float:
-    """Delta of one step at epsilon, never below the exact value.
+    """Compute delta of one step at epsilon, never below the exact value.
 
-    To remove a sample: the likelihood ratio is 1 - q + q r with that of the Gaussian, r, so
-    delta = q delta_Gaussian(log(1 + (e^epsilon - 1) / q)) (Balle, Barthe, Gaboardi 2018). To add
-    one: the region where 1 > e^epsilon (1 - q + q r) is a half-line. The symmetric pair has the
-    privacy profile of a removal.
+    If a sample is removed, the likelihood ratio is 1 - q + q r with the Gaussian's ratio r, so
+    delta = q delta_Gaussian(log(1 + (e^epsilon - 1) / q)) (Balle, Barthe, Gaboardi 2018). If a
+    sample is added, delta is an integral over the region where 1 > e^epsilon (1 - q + q r), a
+    half-line. The symmetric pair has the privacy profile of a removal.
     """
     q, s = pair.rate, pair.noise
     if epsilon < 1:
@@ -111,12 +111,12 @@ def one_step_delta(pair: Pair, epsilon: float) -> float:
 
 
 def one_step_epsilon(pair: Pair, delta: float) -> float:
-    """The least epsilon >= 0 with `one_step_delta` at most delta, to 1e-12 relative."""
+    """Compute the least epsilon >= 0 with `one_step_delta` at most delta, to 1e-12 relative."""
     return _least(lambda epsilon: one_step_delta(pair, epsilon) <= delta)
 
 
 def _least(passes: Callable[[float], bool]) -> float:
-    """The least epsilon >= 0 that passes, to 1e-12 relative."""
+    """Search the least epsilon >= 0 that passes, to 1e-12 relative."""
     if passes(0.0):
         return 0.0
     high = 1.0
@@ -126,10 +126,10 @@ def _least(passes: Callable[[float], bool]) -> float:
 
 
 class GaussianAccountant(Accountant):
-    """The closed form, for steps on the whole dataset only.
+    """The closed form of the Gaussian mechanism; it supports steps on the whole dataset only.
 
     Guarantees:
-        Exact up to rounding. Subsampled steps are refused.
+        Epsilon and delta are exact up to rounding. Subsampled steps are refused.
 
     Source:
         Balle and Wang 2018, Theorem 8.

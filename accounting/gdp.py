@@ -13,12 +13,12 @@ _LARGEST_EXPONENT = 600.0
 
 
 class GDPAccountant(Accountant):
-    """An estimate of epsilon by Gaussian differential privacy. **It is no upper bound.**
+    """An estimate of epsilon by Gaussian differential privacy. **The estimate is no upper bound.**
 
-    The composition is approximated by one Gaussian mechanism of mean mu, mu^2 = sum over the steps
-    of q^2 (exp(1 / s^2) - 1), and 1 / s^2 at rate 1, where it is exact. For few steps or small s
-    the estimate is below the true epsilon, by a factor of up to 16. The first estimate of each
-    accountant warns.
+    The composition is approximated by one Gaussian mechanism with noise multiplier 1 / mu, where
+    mu^2 is the sum of q^2 (exp(1 / s^2) - 1) over the steps of noise s and sample rate q. At q = 1
+    a step adds 1 / s^2, which is exact. For few steps or small s the estimate is below the true
+    epsilon, by a factor of up to 16. Each accountant warns at its first estimate.
 
     Attributes:
         is_bound: False.
@@ -51,7 +51,7 @@ class GDPAccountant(Accountant):
 
 
 def _noise(pairs: Pairs) -> float:
-    """The noise of the closed form, 1 / mu; 0 if mu is out of float64's range."""
+    """Return 1 / mu, the noise of the closed form; 0 if mu is out of float64's range."""
     check_plain(pairs, "gdp")
     try:
         mu = math.sqrt(math.fsum(count * _squared_mean(pair) for pair, count in pairs))

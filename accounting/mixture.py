@@ -1,13 +1,14 @@
 """The privacy loss of a `Pair` with several examples, at real outputs.
 
-Letters: s noise, q rate, k examples, p_j = C(k, j) q^j (1-q)^(k-j) the probability that j examples
-are drawn. At the output x the likelihood ratio of sum p_j N(j, s^2) and N(0, s^2) is
+Letters: s is the noise, q the rate, k the number of examples, and p_j = C(k, j) q^j (1-q)^(k-j)
+the probability that j examples are drawn. At the output x the likelihood ratio f of
+sum p_j N(j, s^2) and N(0, s^2), and the loss l, are
 
     f(x) = sum over j of p_j r_j,    r_j = e^((2 j x - j^2) / (2 s^2)),    l = log f,
 
-so that l rises with x and is convex. f is a polynomial in e^(x / s^2), whose zeros are real and
-negative: those of (1 - q + q u)^k are, and multiplying its coefficients by e^(-j^2 / (2 s^2))
-keeps them so (Polya and Schur 1914: a multiplier sequence). So l is analytic for |Im x| < pi s^2.
+so l increases with x and is convex. f is a polynomial in e^(x / s^2) whose zeros are real and
+negative: the zeros of (1 - q + q u)^k are, and multiplying the coefficients by e^(-j^2 / (2 s^2))
+preserves this (Polya and Schur 1914: a multiplier sequence). So l is analytic for |Im x| < pi s^2.
 """
 
 from __future__ import annotations
@@ -25,48 +26,48 @@ from .pairs import Pair
 
 _Real = NDArray[Any]
 
-_LEAST_LOG = -745.0  # of a number in float64
+_LEAST_LOG = -745.0  # log of the least positive number in float64
 _NEGLIGIBLE = 45.0  # nats below the largest term of a sum
 _AT_ONCE = 1 << 19  # terms evaluated together
 _NEWTON_STEPS = 60
-_NEAR = 0.5  # loss below which its digits are kept
+_NEAR = 0.5  # absolute loss below which a formula that keeps precision is used
 
 
 class Mixture:
-    """sum over j of p_j N(j, s^2) against N(0, s^2)."""
+    """The loss of sum over j of p_j N(j, s^2) against N(0, s^2)."""
 
     def __init__(self, noise: float, rate: float, examples: int) -> None:
         self.noise, self.rate, self.examples = noise, rate, examples
         drawn, absent = math.log(rate), math.log1p(-rate)
-        # Of j = 0, ..., k.
+        # log p_j for j = 0, ..., k.
         self.log_p = np.array(
             [
                 math.log(math.comb(examples, j)) + j * drawn + (examples - j) * absent
                 for j in range(examples + 1)
             ]
         )
-        # The greatest j whose p_j is a number in float64.
+        # The greatest j whose p_j is above 0 in float64.
         self.most = int(np.flatnonzero(self.log_p > _LEAST_LOG).max())
-        # Those that count in 1 - p_0.
+        # The greatest j whose p_j is not negligible in 1 - p_0.
         some = self.log_p[1:]
         self._usual = 1 + int(np.flatnonzero(some > some.max() - _NEGLIGIBLE).max())
 
     def loss(self, x: _Real) -> _Real:
-        """l(x), accurate near 0."""
+        """Return l(x), accurate near 0."""
         return self._in_parts(x, self._loss)
 
     def mean(self, x: _Real) -> _Real:
-        """The mean of j given x, which is s^2 times the derivative of l."""
+        """Return the mean of j given x, which is s^2 times the derivative of l."""
         return self._in_parts(x, self._mean)
 
     def log_modulus(self, x: _Real, height: float) -> _Real:
-        """The log of |f(x + i height)|."""
+        """Return log |f(x + i height)|."""
         return self._in_parts(x, lambda j, x, logs: self._log_modulus(j, x, logs, height))
 
     def place(self, loss: _Real) -> _Real:
-        """The output of this loss; -inf for losses that do not occur.
+        """Return the output with this loss; -inf if no output has it.
 
-        Newton's method for log(f - p_0), which is convex, from the right.
+        Newton's method solves for log(f - p_0), which is convex, from the right.
         """
         loss = np.asarray(loss, dtype=np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -90,40 +91,40 @@ class Mixture:
         return x
 
     def log_tails(self, x: float, above: bool) -> tuple[float, float]:
-        """Logs of the probabilities of outputs below (or above) x, of the mixture and of N(0)."""
+        """Return log P(output below (or above) x) for the mixture, and for N(0, s^2)."""
         side = -1.0 if above else 1.0
         j = np.arange(self.most + 1)
         mixed = logsumexp(self.log_p[: self.most + 1] + log_ndtr(side * (x - j) / self.noise))
         return float(mixed), float(log_ndtr(side * x / self.noise))
 
     def total_variation(self) -> float:
-        """A bound on the distance of the two distributions, by convexity."""
+        """Bound the total variation distance of the two distributions, by convexity."""
         j = np.arange(1, self.most + 1)
         apart = erf(j / (self.noise * math.sqrt(8)))
         return float(np.exp(self.log_p[1 : self.most + 1]) @ apart)
 
     def exponents(self, x: _Real) -> _Real:
-        """About the size of the exponents whose rounding l(x) has: |log p_j| of the likely j."""
+        """The magnitude of the exponents whose rounding enters l(x): |log p_j| of the likely j."""
         j = np.clip(np.rint(self.mean(x)).astype(np.intp), 0, self.examples)
         return np.asarray(8 + 2 * np.abs(self.log_p[j]))
 
     def loss_variance(self) -> float:
-        """Approximate variance of the loss: its chi-squared divergence, or of all examples."""
+        """Approximate the loss's variance: by chi-squared divergence, or as if all were drawn."""
         whole = (self.examples / self.noise) ** 2
         j, log_p = np.arange(1, self.most + 1), self.log_p[1 : self.most + 1]
         exponent = np.outer(j, j) / self.noise**2
-        # Only a start of searches: what is beyond float64 is cut.
+        # Searches start from this value, so exponents beyond float64's range may be clipped.
         excess = exponent + np.log(-np.expm1(-exponent)) + log_p + log_p[:, None]
         chi_squared = float(np.exp(np.clip(excess, -700.0, 600.0)).sum())
         return min(whole + whole**2 / 4, chi_squared)
 
     def _in_parts(self, x: _Real, function: Callable[[_Real, _Real, _Real], Any]) -> Any:
-        """`function` of j, x and r_j's logs [x, j], for j from 1 to the last that counts."""
+        """Apply `function` to j, x and log r_j [x, j], for j from 1 to the last that counts."""
         flat = np.asarray(x, dtype=np.float64).reshape(-1)
         parts: list[Any] = []
         begin = 0
         while begin < len(flat) or not parts:
-            # Outputs mostly rise, so the last j rises too.
+            # Outputs mostly ascend, so the last j that counts increases too.
             last = self._last(float(flat[begin : begin + 256].max(initial=0.0)))
             end = begin + max(256, _AT_ONCE // last)
             part = flat[begin:end]
@@ -136,7 +137,7 @@ class Mixture:
         return np.concatenate(parts).reshape(np.shape(x))
 
     def _last(self, x: float) -> int:
-        """The last j that counts at this output and at lesser ones."""
+        """The last j whose term is not negligible at this output and at smaller outputs."""
         if not math.isfinite(x):
             return self._usual
         j = np.arange(1, self.examples + 1)
@@ -180,13 +181,13 @@ class Mixture:
 
 @lru_cache(maxsize=1024)
 def mixture_of(pair: Pair) -> Mixture:
-    """The cached mixture of a pair of rate < 1."""
+    """Return the cached mixture of a pair of rate < 1."""
     return Mixture(pair.noise, pair.rate, pair.examples)
 
 
 @lru_cache(maxsize=1024)
 def quantile(pair: Pair, deviations: float) -> float:
-    """An output that the mixture exceeds with a probability of at most Phi(-deviations)."""
+    """Return an output that the mixture exceeds with probability at most Phi(-deviations)."""
     mixture = mixture_of(pair)
     wanted = float(log_ndtr(-deviations))
     low, high = deviations * pair.noise, mixture.most + deviations * pair.noise

@@ -1,7 +1,7 @@
-"""Dominating pairs: the description of a mechanism that accountants use.
+"""Dominating pairs, by which accountants describe mechanisms.
 
-s is the noise's standard deviation over the distance that one example moves the mean, q the sample
-rate, k the number of examples of one unit, n the number of steps one of which has the example.
+Letters: s is the noise's standard deviation over the distance by which one example moves the mean,
+q the sample rate, k the number of examples of a unit. An example is in one of n steps.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ class Pair:
 
     Attributes:
         noise: s, finite and > 0.
-        rate: q, in (0, 1]; 1 is the Gaussian mechanism itself.
-        symmetric: if False, (1-q) N(0, s^2) + q N(1, s^2) against N(0, s^2), and the reverse (the
-            greater delta counts). If True, the pair that has the former's privacy profile for
-            epsilon >= 0 in both directions.
-        examples: k. Above 1, sum over j of Binom(k, q)(j) N(j, s^2) against N(0, s^2), and the
-            reverse; see `UnitPoissonGaussian`. Not symmetric then.
-        steps: n. Above 1, q = 1 / n and the pair is of all n steps, in one of which the example
-            takes part: the mean over t of N(e_t, s^2 I) against N(0, s^2 I), and the reverse; see
-            `RandomAllocationGaussian`. Not symmetric, and k = 1 then.
+        rate: q, in (0, 1]; with 1 the pair is the Gaussian mechanism itself.
+        symmetric: if False, the pair is (1-q) N(0, s^2) + q N(1, s^2) against N(0, s^2), or the
+            reverse if its delta is greater. If True, the pair has, in both directions, the
+            privacy profile of the former direction for epsilon >= 0.
+        examples: k. Above 1, the pair is sum over j of Binom(k, q)(j) N(j, s^2) against N(0, s^2),
+            or the reverse; see `UnitPoissonGaussian`. Such a pair is not symmetric.
+        steps: n. Above 1, q = 1 / n and the pair describes all n steps, one of which has the
+            example: the mean over t of N(e_t, s^2 I) against N(0, s^2 I), or the reverse; see
+            `RandomAllocationGaussian`. Such a pair is not symmetric and has k = 1.
 
     Source:
         Zhu, Dong, Wang 2022, Optimal Accounting of Differential Privacy via Characteristic
         Function, Theorems 10 and 11. The symmetric pair: for alpha >= 1 advanced joint convexity
-        (Balle, Barthe, Gaboardi 2018, Theorem 2) bounds H_alpha by that of the former, and for
-        alpha < 1 H_alpha(P, Q) = alpha H_{1/alpha}(Q, P) + 1 - alpha.
+        (Balle, Barthe, Gaboardi 2018, Theorem 2) bounds H_alpha by that of the former direction,
+        and for alpha < 1 H_alpha(P, Q) = alpha H_{1/alpha}(Q, P) + 1 - alpha.
     """
 
     noise: float
@@ -43,7 +43,7 @@ class Pair:
 
     @property
     def whole_noise(self) -> float:
-        """The noise of the Gaussian to which the pair amounts without subsampling."""
+        """The noise of the Gaussian that the pair would be without subsampling."""
         return self.noise / self.examples
 
     @property
@@ -58,7 +58,7 @@ Pairs = tuple[tuple[Pair, int], ...]  # (pair, number of times it is composed)
 
 
 def canonical(pairs: Iterable[tuple[Pair, int]]) -> Pairs:
-    """Merge equal pairs, and sort them, so that the order of composition does not matter."""
+    """Merge and sort the pairs, so that the order of composition does not change the result."""
     counts: Counter[Pair] = Counter()
     for pair, count in pairs:
         # At rate 1 all kinds are one Gaussian.
@@ -73,7 +73,7 @@ def _order(item: tuple[Pair, int]) -> tuple[float, float, bool, int, int]:
 
 
 def check_plain(pairs: Pairs, accountant: str) -> None:
-    """Refuse units of several examples, and random allocation."""
+    """Refuse units of several examples and random allocation."""
     check_allocation(pairs, accountant)
     for pair, _ in pairs:
         if pair.examples > 1:
@@ -93,9 +93,9 @@ def check_allocation(pairs: Pairs, accountant: str) -> None:
 
 
 def joint_noise(pairs: Pairs) -> float:
-    """The noise of one Gaussian that is at most as private as all pairs together.
+    """Return the noise of one Gaussian that is at most as private as all pairs together.
 
-    It ignores subsampling, which only adds privacy, by joint convexity. Without pairs it is inf.
+    Subsampling is ignored; by joint convexity it only adds privacy. Without pairs return inf.
     """
     if not pairs:
         return math.inf

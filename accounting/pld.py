@@ -2,7 +2,7 @@
 
 The privacy loss is L = log(dP/dQ) under P, and delta(e) = E (1 - exp(e - L))_+. `pld_loss`
 discretizes the loss of one step, `pld_plan` chooses the grid and its window, and this file
-composes. s is a pair's noise, q its rate.
+composes the discretized losses. Letters: s is a pair's noise, q its rate.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from .pld_loss import UNIT, Array, optimistic, pessimistic
 from .pld_plan import TOLERANCE, Plan, Query, log_kernel, plan_of, spacing_of
 
 _ATTEMPTS = 5
-_SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # beyond, only closed-form bounds
+_SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # outside, only closed-form bounds are used
 _SMALLEST_NOISE_OF_ALLOCATION = 0.1
-_MASS_ERROR = 1e-14  # relative, of one step's masses,
-_MIXTURE_ERROR = 1e-13  # if it is of several examples; and of the sums over the window:
-_SUM_ERROR = 1e-9
+_MASS_ERROR = 1e-14  # relative error of one step's masses
+_MIXTURE_ERROR = 1e-13  # the same for units of several examples
+_SUM_ERROR = 1e-9  # relative error of the sums over the window
 _MARGIN = 32  # grid points added to the window at each end
-_FFT_ERROR = 2.5 * UNIT  # of one level of the FFT, relative to the sum of its inputs' moduli
+_FFT_ERROR = 2.5 * UNIT  # error of one level of the FFT, relative to the sum of inputs' moduli
 
 
 class PLDAccountant(Accountant):
-    """Epsilon by the FFT: a few hundredths of a percent loose; the lower end bounds the gap.
+    """Epsilon by the FFT: a few hundredths of a percent too large, and with a lower end.
 
     Guarantees:
         Under the assumptions of `Accountant` the history is (get_epsilon(delta), delta)-private
-        and (epsilon, get_delta(epsilon))-private, and for no value below the lower end. The
-        rounding of the FFT, the mass outside of its window and the mass that wraps around are
-        bounded and included in both ends.
+        and (epsilon, get_delta(epsilon))-private. It is not private with a value below the lower
+        end. The rounding of the FFT, the mass outside of its window and the mass that wraps around
+        are bounded and included in both ends.
 
     Source:
         Upper end: Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, Connect the Dots. Lower end:
         merging outputs is post-processing; cells are moved until their losses lie on a grid.
         Exponential tilting makes rounding relative to delta instead of to 1: Cramer 1938;
-        Koskela, Jaelkoe, Prediger, Honkela 2021 compose without it.
+        Koskela, Jaelkoe, Prediger, Honkela 2021 compose without tilting.
     """
 
     _name = "pld"
@@ -58,7 +58,7 @@ class PLDAccountant(Accountant):
 
 
 def pld_epsilon(pairs: Pairs, delta: float) -> Interval:
-    """Both ends of epsilon at delta."""
+    """Return both ends of epsilon at delta."""
     if _total_variation(pairs) <= delta:
         return Interval(0.0, 0.0)
     closed = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs))
@@ -66,19 +66,19 @@ def pld_epsilon(pairs: Pairs, delta: float) -> Interval:
 
 
 def pld_delta(pairs: Pairs, epsilon: float) -> Interval:
-    """Both ends of delta at epsilon."""
+    """Return both ends of delta at epsilon."""
     closed = gaussian_delta(epsilon=epsilon, noise_multiplier=joint_noise(pairs))
     closed = min(1.0, _total_variation(pairs), closed * (1 + 1e-9) + 1e-300)
     return _both_directions(pairs, Query(epsilon=epsilon), closed)
 
 
 def _total_variation(pairs: Pairs) -> float:
-    """The sum of the pairs' total variations, or of bounds on them: it bounds every delta."""
+    """The sum of the pairs' total variations, or of bounds on them, which bounds every delta."""
     return (1 + 1e-12) * math.fsum(n * _variation(pair) for pair, n in pairs)
 
 
 def _variation(pair: Pair) -> float:
-    """Total variation of a pair: for one example n q (2 Phi(1 / (2 s)) - 1)."""
+    """A pair's total variation: n q (2 Phi(1 / (2 s)) - 1) for one example in n steps."""
     if pair.examples > 1:
         return mixture_of(pair).total_variation()
     return pair.rate * pair.steps * float(erf(1 / (pair.noise * math.sqrt(8))))
@@ -102,12 +102,12 @@ def _both_directions(pairs: Pairs, query: Query, closed: float) -> Interval:
 
 def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) -> Interval:
     lower, upper, gap = 0.0, math.inf, math.inf
-    # Laws of random allocation are discrete: errors on the first grid are larger than planned, and
-    # some remain on any grid.
+    # The laws of random allocation are discrete: errors on the first grid are larger than planned,
+    # and part of the error remains on any grid.
     has_allocation = any(pair.steps > 1 for pair, _ in pairs)
     tolerance = TOLERANCE * (10 if has_allocation else 1)
     if sign == -1 and all(pair.rate < 1 and not pair.symmetric for pair, _ in pairs):
-        # No loss of an addition exceeds -log of the probability that nothing is drawn.
+        # No loss of an addition exceeds -log of the probability that no example is drawn.
         most = -(1 + 1e-12) * math.fsum(n * pair.log_absence for pair, n in pairs)
         if query.epsilon is None:
             upper = most
@@ -139,7 +139,7 @@ def _one_direction(pairs: Pairs, sign: int, query: Query, enough: float | None) 
             factor = 0.8 * math.sqrt(allowed / gap) if gap < 0.99 * upper else 0.25
             spacing *= min(0.6, max(0.1, factor))
             if query.epsilon is None and upper < 0.9 * plan.epsilon:
-                # If the Chernoff bound is far off, so is its theta.
+                # If the Chernoff bound is far from epsilon, its theta is unsuitable.
                 plan = plan_of(pairs, sign, query, upper) or plan
                 wanted, least = spacing_of(pairs, plan, query)
                 spacing = min(spacing, wanted)
@@ -159,7 +159,7 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
         found = composition.delta(epsilon)
         return math.log(found / delta) if found > 0 else -1e3
 
-    # The lower end of delta is useful near the reference only, so the search starts there.
+    # The lower end of delta is useful only near the reference, so the search starts there.
     high = composition.reference
     step = 0.02 / composition.theta
     while excess(high) > 0:
@@ -171,7 +171,7 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
         if low == 0:
             return 0.0
         high, low, step = low, max(0.0, low - step), 2 * step
-    # Half of this package's import time.
+    # Imported here, since it takes half of this package's import time.
     from scipy.optimize import brentq
 
     root = float(brentq(excess, low, high, xtol=1e-10 * high, rtol=1e-12))
@@ -188,8 +188,8 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
 class Composition:
     """The tilted masses of the composed loss, and bounds of their errors.
 
-    delta(e) = exp(log_scale) sum masses exp(-theta (loss - reference)) (1 - exp(e - loss))_+, up
-    to `outside` exp(-theta (e - reference)) exp(log_kernel(theta)), and `infinite`.
+    delta(e) = exp(log_scale) sum masses exp(-theta (loss - reference)) (1 - exp(e - loss))_+, with
+    an error of at most `outside` exp(-theta (e - reference)) exp(log_kernel(theta)) + `infinite`.
     """
 
     losses: Array
@@ -199,13 +199,13 @@ class Composition:
     spacing: float
     log_scale: float
     outside: float
-    rounding: tuple[float, float]  # bounds on the masses' errors: of each, of their 2-norm
+    rounding: tuple[float, float]  # bounds of each mass's error, and of the errors' 2-norm
     infinite: float
     relative: float
     is_upper: bool
 
     def delta(self, epsilon: float) -> float:
-        """An upper or a lower end of delta at this epsilon."""
+        """Return an upper end of delta at this epsilon, or a lower end unless `is_upper`."""
         exponent = self.theta * (self.reference - epsilon)
         kernel = float(log_kernel(self.theta))
         log_chernoff = self.log_scale + exponent + kernel + self.relative
@@ -225,7 +225,7 @@ class Composition:
         return min(1.0, total + self.infinite) + 5e-324
 
     def _kernel_sums(self) -> tuple[float, float]:
-        """Norms of exp(-theta l) (1 - exp(-l)) on l = D, 2 D, ..., of order 1 and 2."""
+        """The 1-norm and 2-norm of exp(-theta l) (1 - exp(-l)) on l = D, 2 D, ..., D = spacing."""
         rates = np.array([0.0, 1.0, 2.0])
         one = 1 / np.expm1((self.theta + rates) * self.spacing)
         two = 1 / np.expm1((2 * self.theta + rates) * self.spacing)
@@ -235,7 +235,7 @@ class Composition:
 
 
 def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool) -> Composition:
-    """The whole composition on one grid, for an upper end of delta or for a lower one."""
+    """Compose all pairs on one grid, for an upper or a lower end of delta."""
     theta = plan.theta
     atoms = [
         pessimistic(pair, sign, spacing, span)
@@ -251,7 +251,7 @@ def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool)
     log_modulus = np.zeros(size // 2 + 1)
     log_raised, phase, doubt = np.zeros_like(log_modulus), np.zeros_like(log_modulus), 0.0
     total = 0.0
-    # Bounds exp(E exp(tau (S - end))) on the tilted mass outside; a coarse grid needs a small tau.
+    # exp(E exp(tau (S - end))) bounds the tilted mass outside; a coarse grid needs a small tau.
     downs, ups = (
         np.unique([sign * min(abs(tau), c / spacing) for c in (math.inf, 2.0, 0.5, 0.1)])
         for sign, tau in zip((-1, 1), plan.taus, strict=True)
@@ -318,7 +318,7 @@ def _log_means(masses: Array, losses: Array, taus: Array) -> Array:
 
 
 def _fold(masses: Array, first: int, size: int) -> Array:
-    """The masses of indices modulo `size`."""
+    """The masses added up by their index modulo `size`."""
     start = first % size
     padded = np.zeros(-(-(start + len(masses)) // size) * size)
     padded[start : start + len(masses)] = masses

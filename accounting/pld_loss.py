@@ -1,7 +1,7 @@
 """The distribution of one step's privacy loss, and its discretization on a grid.
 
-s is the pair's noise, q its rate, l(x) = log(1 - q + q exp((2x - 1) / (2 s^2))) its loss at the
-output x. That of a pair with several examples is in `mixture`, with several steps in `allocation`.
+Letters: s is the pair's noise, q its rate, l(x) = log(1 - q + q exp((2x - 1) / (2 s^2))) its loss
+at the output x. Losses of several examples are in `mixture`, of several steps in `allocation`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Array = NDArray[Any]
 UNIT = float(np.finfo(np.float64).eps)
 _REACH = 38.5  # standard deviations beyond which the density is 0 in float64
 _NEWTON_STEPS = 6
-_DAMPING = 1e-8  # of the mode in which adjacent boundaries move oppositely, which moves no loss
+_DAMPING = 1e-8  # limits opposite moves of adjacent boundaries, which change no loss
 _NODES = {n: np.polynomial.legendre.leggauss(n) for n in (4, 6)}
 
 
@@ -32,13 +32,13 @@ _NODES = {n: np.polynomial.legendre.leggauss(n) for n in (4, 6)}
 class LossDistribution:
     """One direction of one pair, on a line along which its loss increases.
 
-    The line is x if a sample is removed (P is the mixture), and -x if one is added.
+    The line is x if a sample is removed (P is the mixture), and -x if a sample is added.
     """
 
     noise: float
     rate: float
     sign: int  # 1: removed, -1: added
-    mixture: Mixture | None = None  # of several examples
+    mixture: Mixture | None = None  # if a unit has several examples
 
     def loss(self, t: Array) -> Array:
         if self.mixture:
@@ -52,7 +52,7 @@ class LossDistribution:
         return self.sign * np.where(u > 500, high + above, loss)
 
     def place(self, loss: Array) -> Array:
-        """The point with this loss; infinite for losses that do not occur."""
+        """Return the point with this loss; infinite if no point has it."""
         value = self.sign * loss
         if self.mixture:
             return self.sign * self.mixture.place(value)
@@ -75,20 +75,20 @@ class LossDistribution:
         return found / (self.noise * math.sqrt(2 * math.pi))
 
     def slope(self, t: Array) -> Array:
-        """The loss's derivative: E(number of drawn examples | x) / s^2."""
+        """Return the loss's derivative: E(number of drawn examples | x) / s^2."""
         if self.mixture:
             return self.mixture.mean(self.sign * t) / self.noise**2
         u = (2 * self.sign * t - 1) / (2 * self.noise**2)
         return self.rate * np.exp(u - self.sign * self.loss(t)) / self.noise**2
 
     def log_tails(self, t: float, above: bool) -> tuple[float, float]:
-        """Logarithms of the masses under P and under Q below (or above) t."""
+        """Return the logs of the masses under P and under Q below (or above) t."""
         if self.mixture:
             tails = self.mixture.log_tails(self.sign * t, above == (self.sign == 1))
             return tails if self.sign == 1 else tails[::-1]
         side = -1.0 if above else 1.0
         x = side * t * self.sign if self.sign == 1 else side * t
-        # In the frame in which the tail is (-inf, x]: the shifted mean is at +-1.
+        # Mirrored so that the tail is (-inf, x]: the shifted mean is at +-1.
         mean = side * self.sign
         plain = float(log_ndtr(x / self.noise))
         shifted = float(log_ndtr((x - mean) / self.noise))
@@ -100,24 +100,24 @@ class LossDistribution:
         return (both, plain) if self.sign == 1 else (plain, both)
 
     def ends(self) -> tuple[float, float]:
-        """The finite part of the line that has a density in float64."""
+        """Return the ends of the line's part on which the density is above 0 in float64."""
         reach, most = _REACH * self.noise, self.mixture.most if self.mixture else 1
         return (-reach, most + reach) if self.sign == 1 else (-most - reach, reach)
 
     def edge(self) -> float:
-        """The loss that outputs without any drawn example approach; its infimum or supremum."""
+        """Return the loss's infimum (supremum for an addition): no example is drawn."""
         if self.rate == 1:
             return -math.inf
         absence = self.mixture.log_p[0] if self.mixture else math.log1p(-self.rate)
         return float(absence * self.sign)
 
     def step(self) -> float:
-        """A length on which loss and density are almost polynomials."""
+        """Return a length on which loss and density are almost polynomials."""
         return min(self.noise / 8, self.noise**2 / 2)
 
 
 def loss_distribution(pair: Pair, sign: int) -> LossDistribution:
-    """The pair's loss distribution if a sample is removed (sign 1) or added (-1)."""
+    """Return the pair's loss distribution if a sample is removed (sign 1) or added (-1)."""
     sign = 1 if pair.symmetric or pair.rate == 1 else sign
     mixture = mixture_of(pair) if pair.examples > 1 else None
     return LossDistribution(pair.noise, pair.rate, sign, mixture)
@@ -125,7 +125,7 @@ def loss_distribution(pair: Pair, sign: int) -> LossDistribution:
 
 @dataclass(frozen=True)
 class Atoms:
-    """Masses on the grid offset + D (first + 0, 1, ...), and the mass at infinite loss."""
+    """Masses at the losses offset + D (first + 0, 1, ...), and the mass at infinite loss."""
 
     offset: float
     first: int
@@ -134,7 +134,7 @@ class Atoms:
 
 
 def _integrals(dist: LossDistribution, edges: Array, references: Array) -> tuple[Array, Array]:
-    """For each cell: its mass, and E (1 - exp(reference - L)), by Gauss quadrature."""
+    """Each cell's mass, and E (1 - exp(reference - L)) over the cell, by Gauss quadrature."""
     low, high = dist.ends()
     edges = np.clip(edges, low, high)
     widths = np.diff(edges)
@@ -198,7 +198,7 @@ def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]
 
 
 def _split(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> Atoms:
-    """`pessimistic` for losses that are discrete already."""
+    """`pessimistic` for random allocation, whose losses are discrete."""
     losses, masses, _, infinite = losses_of(pair, sign, True)
     first = math.floor(span[0] / spacing)
     last = max(math.ceil(span[1] / spacing), first + 1)
@@ -216,17 +216,17 @@ def _split(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> 
 def _merged(
     pair: Pair, sign: int, spacing: float, span: tuple[float, float]
 ) -> tuple[int, Array, Array]:
-    """Cells of losses that are discrete already: the first j, their losses and masses.
+    """`_cells` for random allocation, whose losses are discrete: the first j, losses and masses.
 
-    A loss takes up the length to the middles between it and its neighbors, so that a border of
-    cells may divide its mass: outputs that are equally likely may be told apart.
+    A loss's mass is spread up to the middles between it and its neighbors, so that the border of
+    two cells may divide it. This is valid, because outputs with equal losses may be distinguished.
     """
     losses, of_p, of_q, _ = losses_of(pair, sign, False)
     first = math.floor(span[0] / spacing)
     borders = spacing * (np.arange(first, max(math.ceil(span[1] / spacing), first + 2)) + 0.5)
     ends = np.concatenate((losses[:1], (losses[:-1] + losses[1:]) / 2, losses[-1:]))
     places = np.concatenate(([0.0], np.interp(borders, ends, np.arange(len(ends))), [len(losses)]))
-    # Differences of sums from the nearer end keep the digits of small masses.
+    # Differences of sums from the nearer end keep the precision of small masses.
     is_lower = places[1:] <= int(np.searchsorted(np.cumsum(of_p), 0.5))
     found, rounding = [], UNIT * (4 + np.diff(places))
     for masses in (of_p, of_q):
@@ -242,13 +242,12 @@ def _merged(
 def _cells(
     dist: LossDistribution, spacing: float, span: tuple[float, float], inner: float | None
 ) -> tuple[float, int, Array, Array, float]:
-    """A partition of the line into cells whose losses are as close to a grid as possible.
+    """Partition the line into cells whose losses are as close to a grid as possible.
 
     A cell merged into one output has the loss log(P / Q) of its masses. Newton's method moves the
     boundaries, with the smallest step, until these losses are offset + D j. If log(1 - q), near
-    which much mass may lie, is among the losses, the offset moves too. Returns the offset, the
-    first j, the cells' losses and masses under P, and the first boundary. The line begins at
-    `inner`.
+    which much mass may lie, is among the losses, the offset moves too. The line begins at `inner`.
+    Returns the offset, the first j, the cells' losses and masses under P, the first boundary.
     """
     first = math.floor(span[0] / spacing) if inner is None else 0
     last = max(math.ceil(span[1] / spacing), first + 3)
@@ -307,7 +306,7 @@ def _cells(
 def optimistic(
     pair: Pair, sign: int, spacing: float, span: tuple[float, float], theta: float
 ) -> Atoms:
-    """Merge cells, and round their losses down to a common grid."""
+    """Merge each cell into one output, and round the cells' losses down to a common grid."""
     if pair.steps > 1:
         offset, first, losses, masses = 0.0, *_merged(pair, sign, spacing, span)
     else:
@@ -337,7 +336,7 @@ def optimistic(
 
 
 def _least_rounding(losses: Array, masses: Array, theta: float, spacing: float) -> float:
-    """The shift of the grid with the least rounding of the tilted losses."""
+    """The shift of the grid that rounds the tilted losses by the least amount."""
     exponents = np.log(masses) + theta * losses
     weights = np.exp(exponents - exponents.max())
     rests = losses - spacing * np.floor(losses / spacing)

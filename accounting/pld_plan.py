@@ -1,7 +1,7 @@
 """Chooses the tilt, window and grid of a composition.
 
-No value here needs to be exact: any plan gives valid ends, a bad one gives wide ones. D is the
-spacing of the grid, K the log of the moment generating function of a loss distribution.
+No value here needs to be exact: any plan gives valid ends, and a bad plan gives a wide interval.
+Letters: D is the grid's spacing, K the log of a loss distribution's moment generating function.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .pld_loss import Array, loss_distribution
 TOLERANCE = 3e-4  # target error of each end, relative to epsilon
 _MOST_POINTS = 2**21
 _LOG_OUTSIDE = -24.0  # log of the tilted mass that may lie outside of the window
-_LEAST_LOG_DELTA = -650.0  # below, only closed-form bounds
+_LEAST_LOG_DELTA = -650.0  # below it only closed-form bounds are used
 
 
 @dataclass(frozen=True)
 class Query:
-    """The question: epsilon at this delta, or delta at this epsilon."""
+    """A query for epsilon at this delta, or for delta at this epsilon."""
 
     delta: float | None = None
     epsilon: float | None = None
@@ -39,13 +39,13 @@ class Plan:
     theta: float
     low: float
     high: float
-    taus: tuple[float, float]  # at which the tilted tails below and above the window are bounded
+    taus: tuple[float, float]  # exponents that bound the tilted tails below and above the window
     ranges: tuple[tuple[float, float], ...]
 
 
 @lru_cache(maxsize=256)
 def _sample(pair: Pair, sign: int) -> tuple[Array, Array]:
-    """A loss distribution by the midpoint rule: ascending losses, and their log masses."""
+    """Approximate a loss distribution by the midpoint rule: ascending losses, log masses."""
     if pair.steps > 1:
         losses, masses, _, _ = losses_of(pair, sign, True)
         return losses, np.log(masses / masses.sum())
@@ -55,7 +55,7 @@ def _sample(pair: Pair, sign: int) -> tuple[Array, Array]:
     if pair.symmetric:
         low = 0.5
     else:
-        # The midpoints stay off 1/2, where a loss is exactly 0.
+        # No midpoint is 1/2, where a loss is exactly 0.
         low = 0.5 * dist.sign - math.ceil((0.5 * dist.sign - low) / step) * step
     t = low + step * (np.arange(math.ceil((high - low) / step)) + 0.5)
     losses, log_masses = dist.loss(t), np.log(dist.density(t)) + math.log(step)
@@ -83,7 +83,7 @@ def _cumulant(sampled: _Sampled, thetas: Array) -> Array:
 
 
 def log_kernel(theta: Array | float) -> Array:
-    """Log max over l of exp(-theta l) (1 - exp(-l)) = theta log theta - (1+theta) log(1+theta)."""
+    """Log max over l of exp(-theta l) (1-exp(-l)): theta log theta - (1+theta) log(1+theta)."""
     theta = np.asarray(theta, dtype=np.float64)
     return -np.log1p(theta) - theta * np.log1p(1 / theta)
 
@@ -119,7 +119,7 @@ def _deviation(sampled: _Sampled, theta: float = 0.0) -> float:
 
 
 def plan_of(pairs: Pairs, sign: int, query: Query, near: float | None = None) -> Plan | None:
-    """A plan for an epsilon of about `near`; without it, of about the Chernoff bound."""
+    """Choose a plan for an epsilon of about `near`, by default of about the Chernoff bound."""
     whole = [(*_sample(pair, sign), n) for pair, n in pairs]
     sampled: _Sampled = whole
     steps = sum(n for _, n in pairs)
@@ -164,9 +164,9 @@ def plan_of(pairs: Pairs, sign: int, query: Query, near: float | None = None) ->
 def _truncated(
     whole: _Sampled, epsilon: float, log_delta: float, is_bounded: bool
 ) -> tuple[_Sampled, float]:
-    """The losses without those that can be treated as infinite, and the mass of these.
+    """Drop losses that can be treated as infinite; return the others, and the dropped mass.
 
-    Treating them so adds at most exp(e) times their mass under Q to E (1 - exp(e - L)).
+    Treating a loss as infinite adds at most exp(e) times its mass under Q to delta(e).
     """
     steps = sum(count for _, _, count in whole)
     log_share = log_delta - math.log(steps)
@@ -185,10 +185,10 @@ def _truncated(
 
 
 def spacing_of(pairs: Pairs, plan: Plan, query: Query) -> tuple[float, float]:
-    """The first and the smallest spacing of the grid.
+    """Return the spacing of the first grid, and the smallest spacing.
 
-    Splitting a loss onto two atoms raises K by theta (theta + 1) D^2 / 12 for each step, that is
-    epsilon by (theta + 1) D^2 / 12.
+    Splitting a loss onto two grid points raises K by theta (theta + 1) D^2 / 12 for each step, and
+    so epsilon by (theta + 1) D^2 / 12.
     """
     steps = sum(n for _, n in pairs)
     aim = 0.4 * TOLERANCE * max(plan.epsilon, 0.1 / plan.theta)

@@ -16,10 +16,10 @@ _DELTA_ERROR = 1e-3  # relative to delta
 class PRVAccountant(Accountant):
     """Opacus' PRV accountant behind this library's interface; needs `pip install opacus`.
 
-    It reports Opacus' own interval, which is a bound up to floating-point errors only: at delta
-    <= 1e-9 its upper end was measured below the true epsilon (sample_rate 1e-3, noise_multiplier
-    0.6, 10^5 steps, delta 1.1e-10: 10.1197, the true value is 10.1224). For results to publish
-    use accountant="contour".
+    It reports Opacus' own interval, which is a bound only up to floating-point errors: at delta
+    <= 1e-9 its upper end was measured below the true epsilon (10.1197 instead of 10.1224 at
+    sample_rate 1e-3, noise_multiplier 0.6, 10^5 steps and delta 1.1e-10). For results that you
+    publish use accountant="contour".
 
     Source:
         Gopi, Lee, Wutschitz 2021, Numerical Composition of Differential Privacy.
@@ -42,7 +42,7 @@ class PRVAccountant(Accountant):
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
         check_plain(pairs, "prv")
-        # Opacus has no delta of an epsilon. log delta is bisected; the end that passed is of_p.
+        # Opacus computes no delta of an epsilon: bisect log delta, and return the end that passed.
         low, high = -690.0, 0.0
         for _ in range(24):
             middle = (low + high) / 2

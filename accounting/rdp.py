@@ -22,7 +22,7 @@ from .pairs import Pair, Pairs, check_allocation
 _Array = NDArray[np.float64]
 
 
-# Dense near 1 (large epsilon), then tenths, integers, and 5% steps (tiny epsilon).
+# Orders are dense near 1 (for large epsilon), then tenths, integers, and 5% steps (tiny epsilon).
 _ORDERS: tuple[float, ...] = tuple(
     sorted(
         {
@@ -35,14 +35,14 @@ _ORDERS: tuple[float, ...] = tuple(
 )
 _DIGITS = 42.0  # nats of accuracy of the quadrature: e^-42 is far below float64's rounding
 _REACH = 11.0  # standard deviations of the integrand that are covered on each side
-_SMALLEST_QUADRATURE_SIGMA = 0.05  # below, the number of nodes grows like 1 / sigma^2
+_SMALLEST_QUADRATURE_SIGMA = 0.05  # below it the number of nodes grows like 1 / sigma^2
 _SMALLEST_SIGMA, _LARGEST_SIGMA = 1e-100, 1e100  # sigma^2 stays within float64
 _SERIES_TERMS = 18
 _BLOCK = 200_000  # entries of one block of (order, node)
 
 
 class RDPAccountant(Accountant):
-    """Epsilon by Renyi differential privacy: a fast, robust upper bound, a few percent loose.
+    """Epsilon by Renyi differential privacy: a fast upper bound, a few percent too large.
 
     Guarantees:
         Under the assumptions of `Accountant` the history is (get_epsilon(delta), delta)-private
@@ -79,7 +79,7 @@ def _composed(pairs: Pairs) -> _Array:
 def compute_rdp(
     *, noise_multiplier: float, sample_rate: float, orders: Sequence[float]
 ) -> NDArray[np.float64]:
-    """RDP of one step of the Poisson-subsampled Gaussian mechanism, log A(a) / (a - 1).
+    """Compute the RDP of one Poisson-subsampled Gaussian step, log A(a) / (a - 1) at order a.
 
     Args:
         noise_multiplier: standard deviation of the noise over the sensitivity, >= 0.
@@ -89,18 +89,18 @@ def compute_rdp(
     Returns:
         One value >= 0 per order, in nats; the values of steps add up. 0 if sample_rate is 0, else
         inf if noise_multiplier is 0. Below a noise_multiplier of 0.05, values at fractional orders
-        are upper bounds; elsewhere values are exact to about 1e-11 relative.
+        are upper bounds; all other values are exact to about 1e-11 relative.
 
     Raises:
         ValueError: an argument is out of its range.
 
     Guarantees:
-        The larger of the two directions (a sample added, a sample removed) is bounded.
+        The values bound both directions (a sample added, a sample removed).
 
     Source:
         Mironov, Talwar, Zhang 2019, Renyi Differential Privacy of the Sampled Gaussian Mechanism,
-        Theorems 4 and 5, Section 3.3. Both branches compute A - 1, as a sum or integral of
-        positive terms, so that tiny values keep their digits.
+        Theorems 4 and 5, Section 3.3. For whole orders A - 1 is computed as a sum of positive
+        terms, for fractional orders as an integral of them, so that tiny values keep precision.
     """
     _validate.non_negative(noise_multiplier=noise_multiplier)
     _validate.rate(sample_rate=sample_rate)
@@ -123,7 +123,7 @@ def _default_rdp(pair: Pair) -> _Array:
 
 
 def _quadrature_rdp(pair: Pair, orders: _Array) -> _Array:
-    """RDP by quadrature; the greater of both directions, which are one for symmetric pairs."""
+    """Compute RDP by quadrature: the greater of both directions (equal for symmetric pairs)."""
     whole = orders / (2 * pair.whole_noise**2)
     rdp = np.zeros_like(orders)
     for signed in (orders,) if pair.symmetric else (orders, 1 - orders):
@@ -138,7 +138,7 @@ def _rdp(sigma: float, q: float, orders: _Array) -> _Array:
     if q == 0 or sigma == math.inf:
         return np.zeros_like(orders)
     with np.errstate(all="ignore"):
-        # A subsample is never less private than the whole, by joint quasi-convexity.
+        # By joint quasi-convexity, a subsample is at least as private as the whole dataset.
         without_subsampling: _Array = orders / (2 * np.square(sigma))
         if q == 1 or not _SMALLEST_SIGMA < sigma < _LARGEST_SIGMA:
             return without_subsampling
@@ -155,7 +155,7 @@ def _rdp(sigma: float, q: float, orders: _Array) -> _Array:
 
 
 def _whole_order_log_a(sigma: float, q: float, orders: tuple[float, ...]) -> _Array:
-    """A = 1 + sum_{k=2}^a C(a,k) (1-q)^(a-k) q^k (exp(k(k-1) / (2 sigma^2)) - 1), its log."""
+    """Log of A = 1 + sum_{k=2}^a C(a,k) (1-q)^(a-k) q^k (exp(k(k-1) / (2 sigma^2)) - 1)."""
     if not orders:
         return np.empty(0)
     index, starts, log_binomials = _log_binomials(orders)
@@ -173,7 +173,7 @@ def _whole_order_log_a(sigma: float, q: float, orders: tuple[float, ...]) -> _Ar
 def _log_binomials(
     orders: tuple[float, ...],
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], _Array]:
-    """For all pairs (a, k = 2..a), flat: k - 2, where each a begins, log C(a, k)."""
+    """For all pairs (a, k = 2..a), flattened: k - 2, the first index of each a, log C(a, k)."""
     lengths = np.array(orders, dtype=np.intp) - 1
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.intp)
     index = np.arange(lengths.sum(), dtype=np.intp) - np.repeat(starts, lengths)
@@ -184,11 +184,11 @@ def _log_binomials(
 
 
 def _fractional_order_log_a(sigma: float, q: float, orders: _Array) -> _Array:
-    """A = 1 + E((1 + u)^a - 1 - a u), its log; E by the trapezoidal rule.
+    """Log of A = 1 + E((1 + u)^a - 1 - a u), with E computed by the trapezoidal rule.
 
-    The integrand is positive (Bernoulli; E u = 0) and analytic for |Im x| < pi sigma^2, where
-    1 + u first vanishes. On a line Im x = s within, its modulus grows by at most exp(s^2 / (2
-    sigma^2)), so that a step h errs by exp(s^2 / (2 sigma^2) - 2 pi s / h), relatively.
+    The integrand is positive (Bernoulli; E u = 0) and analytic for |Im x| < pi sigma^2, since 1 +
+    u has no zero there. On a line Im x = s in this strip its modulus is larger by at most exp(s^2
+    / (2 sigma^2)), so a step h has a relative error of exp(s^2 / (2 sigma^2) - 2 pi s / h).
     """
     if not orders.size:
         return np.empty(0)
@@ -206,10 +206,9 @@ def _fractional_order_log_a(sigma: float, q: float, orders: _Array) -> _Array:
 
 
 def _log_excess(sigma: float, q: float, a: _Array, x: _Array) -> _Array:
-    """Logarithms of (1 + u)^a - 1 - a u, [orders, nodes]; a is [orders, 1], x [nodes] rises.
+    """Log of (1 + u)^a - 1 - a u, [orders, nodes], for a [orders, 1] and ascending x [nodes].
 
-    Nodes fall into three runs, each with the form that keeps its digits: u below, around and
-    above 0.
+    Nodes with u below, around and above 0 are computed by three formulas that keep precision.
     """
     log_ratio = (2 * x - 1) / (2 * sigma**2)
     u = q * np.expm1(np.minimum(log_ratio, 700.0))
@@ -231,7 +230,7 @@ def _log_excess(sigma: float, q: float, a: _Array, x: _Array) -> _Array:
 
 
 def _log_a_between_whole_orders(sigma: float, q: float, orders: _Array) -> _Array:
-    """An upper bound of log A: it is convex in the order and 0 at order 1."""
+    """Bound log A from above, by interpolation: log A is convex in the order, and 0 at order 1."""
     lower = np.floor(orders)
     whole = np.unique(np.concatenate((lower, lower + 1)))
     whole = whole[whole > 1]

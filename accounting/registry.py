@@ -1,4 +1,4 @@
-"""The accountants by name, and which events each of them knows."""
+"""Registry of the accountants by name, and conversion of events for Opacus' accountants."""
 
 import copy
 from typing import cast
@@ -23,15 +23,15 @@ ACCOUNTANTS: dict[str, type[Accountant]] = {
 
 
 def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> Accountant:
-    """A new accountant with an empty history.
+    """Create an accountant with an empty history.
 
     Args:
         name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (an estimate),
-            `"gaussian"` (sample rate 1 only) or `"prv"` (Opacus').
-        neighboring_relation: of epsilon: "add_remove", "zero_out" or "replace_one".
+            `"gaussian"` (sample rate 1 only) or `"prv"` (Opacus' accountant).
+        neighboring_relation: "add_remove", "zero_out" or "replace_one", which epsilon is for.
 
     Raises:
-        ValueError: there is no accountant of this name, or no such relation.
+        ValueError: no accountant has this name, or the relation is unknown.
     """
     if name not in ACCOUNTANTS:
         available = ", ".join(map(repr, ACCOUNTANTS))
@@ -40,7 +40,7 @@ def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> A
 
 
 def as_accountant(accountant: object) -> Accountant:
-    """A new accountant for a name; an accountant, also one of Opacus, is returned as it is."""
+    """Return the given accountant (also one of Opacus), or create the one with the given name."""
     if isinstance(accountant, str):
         return create_accountant(accountant)
     has_interface = all(hasattr(accountant, name) for name in ("history", "step", "get_epsilon"))
@@ -54,7 +54,7 @@ def as_accountant(accountant: object) -> Accountant:
 
 
 def copied(accountant: Accountant) -> Accountant:
-    """A copy with a history of its own, to spend on trial; also of an accountant of Opacus."""
+    """Copy an accountant, also one of Opacus, so that steps can be added without counting them."""
     if isinstance(accountant, Accountant):
         return accountant.for_trial()
     trial = copy.copy(accountant)
@@ -63,7 +63,7 @@ def copied(accountant: Accountant) -> Accountant:
 
 
 def as_phase(accountant: object, event: Event) -> tuple[float, float]:
-    """(noise_multiplier, sample_rate) of a Poisson or Gaussian step, for Opacus' accountants."""
+    """Return (noise_multiplier, sample_rate) of an event, as Opacus' accountants take a step."""
     if type(event) is PoissonGaussian and event.relation != REPLACE_ONE:
         return event.noise_multiplier, event.sample_rate
     if isinstance(event, Gaussian) and event.relation != REPLACE_ONE:

@@ -1,7 +1,7 @@
 """The public grid on which clipped gradients are summed and noise is drawn.
 
-A grid is a power of two. Values on it are integer multiples, which fp64 holds and adds exactly as
-long as the integers stay below 2^53, so a sum has the same bits in every order.
+A grid is a power of two. Values on the grid are its integer multiples. fp64 holds and adds these
+exactly as long as the integers stay below 2^53, so a sum has the same bits in every order.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _BITS = 30
 
 
 def grid_of(bound: float) -> float:
-    """The grid that belongs to a bound, 2^(floor(log2 bound) - 30), from the bound alone.
+    """Return the grid of a bound, 2^(floor(log2 bound) - 30).
 
     Args:
-        bound: most that one sample may change a sum by, in L2; positive and finite.
+        bound: the largest L2 norm by which one sample may change a sum; positive and finite.
     """
     return math.ldexp(1.0, math.frexp(bound)[1] - 1 - _BITS)
 
 
 def check_grid(grid: float) -> None:
-    """Raise for anything but a grid.
+    """Check that a grid is valid.
 
     Raises:
         ValueError: grid is not a power of two whose quotients are exact in fp64.
@@ -40,16 +40,16 @@ def check_grid(grid: float) -> None:
 
 
 def truncated(values: Tensor, grid: float) -> Tensor:
-    """Values moved toward zero onto the grid, in fp64, which never lengthens a vector."""
+    """Truncate values toward zero onto the grid, in fp64. This never lengthens a vector."""
     return (values.double() / grid).trunc_().mul_(grid)
 
 
 def exact_slots(grid: float, bound: float) -> int:
-    """Number of samples of a bound that fp64 adds on a grid exactly, with room for noise."""
+    """Return how many samples of this bound fp64 adds exactly on the grid, with room for noise."""
     return int(2.0**52 // math.ceil(bound / grid))
 
 
 def is_on_grid(values: Tensor, grid: float) -> bool:
-    """Whether all values are integer multiples of the grid."""
+    """Return whether all values are integer multiples of the grid."""
     steps = values.double() / grid
     return bool(torch.equal(steps, steps.round()))

@@ -1,8 +1,8 @@
 """Gaussian noise addressed by position: a pure function of (key, step, parameter, element).
 
-Nothing is drawn twice, nothing depends on the order of calls or on how a parameter is cut, and a
-replay needs the key and the address only. Noise is an integer multiple of a public grid, rounded
-exactly, and is added to a sum on that grid before anything is rounded to a narrower type.
+No noise is drawn twice, and noise does not depend on the order of calls or on how a parameter is
+cut. To draw it again, only the key and the address are needed. Noise is an integer multiple of a
+public grid, rounded exactly, and is added to a sum on that grid before the result is rounded.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ KEY_BYTES = 32
 WORDS_PER_BLOCK = 8
 # RFC 8439's block counter has 32 bits.
 MAX_WORDS = (1 << 32) * WORDS_PER_BLOCK
-# Both counters have 32 bits for the block, which holds 8 elements or 2.
+# Elements of a stream: 2^32 blocks of 8 elements (ChaCha20) or 2 elements (Philox).
 _ELEMENTS = {"chacha20": MAX_WORDS, "philox": 1 << 33}
-# Of the numbers that a stream is addressed by.
+# Bits of the numbers in a stream's address.
 _BITS = {"step": 64, "parameter_id": 32, "offset": 64}
 # Words made at a time: their scratch memory fits into a cache.
 _CHUNK_WORDS = 1 << 17
 _ZEROS = bytes(1 << 19)
-# From a number to that many next words of a stream.
+# A function that returns the next n words of a stream.
 _Words = Callable[[int], Tensor]
-# Above it multiples of the grid would not be exact in fp64, ten standard deviations out.
+# Above this scale noise of ten standard deviations might not be exact in fp64.
 MAX_SCALE = EXACT_INTEGERS / 2**8
 
 
 def _keystream(
     key: bytes, *, step: int, parameter_id: int, block: int
 ) -> Callable[[bytearray | memoryview], None]:
-    """Fills one buffer after another with the ChaCha20 keystream, from a block on."""
+    """Return a function that fills buffers, one after another, with the ChaCha20 keystream."""
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
     nonce = struct.pack("<IQI", block, step, parameter_id)
@@ -63,7 +63,7 @@ def _keystream(
 
 
 def keystream(key: bytes, *, first: int, second: int, block: int, count: int) -> bytearray:
-    """Words of the ChaCha20 keystream at an address.
+    """Return words of the ChaCha20 keystream at an address.
 
     Args:
         key: 32 bytes.
@@ -97,43 +97,44 @@ def gaussian_noise_(
 ) -> Tensor:
     """Add Gaussian noise of the stream (key, step, parameter_id) to a tensor in place.
 
-    out becomes grid * (round(out / grid) + Z), rounded once to its dtype, with Z = round(N) for a
-    Gaussian N of standard deviation std / grid. Where out is on the grid already, this is the
-    Gaussian mechanism on out, rounded to the grid: rounding is post-processing.
+    The result is grid * (round(out / grid) + Z), rounded once to out's dtype, with Z = round(N)
+    for a Gaussian N of standard deviation std / grid. If out is on the grid already, this is the
+    Gaussian mechanism on out, rounded to the grid; this rounding is post-processing.
 
-    A CUDA or ROCm tensor is served by a Triton kernel, a tensor on the CPU by a C++ kernel, which
-    make their words themselves; where there is no C++ compiler, the words come from the
-    `cryptography` package. Other devices get noise that the CPU made. Z is the correctly rounded
-    value of a function of the words, so its bits are the same everywhere.
+    A CUDA or ROCm tensor is noised by a Triton kernel, and a tensor on the CPU by a C++ kernel;
+    both compute the random words themselves. Without a C++ compiler the words come from the
+    `cryptography` package. Tensors on other devices get noise that the CPU made. Z is the
+    correctly rounded value of a function of the words, so its bits are the same everywhere.
 
     Args:
         out: contiguous, fp32 or fp64, any device. To noise a narrower tensor, add the noise to its
             fp32 copy and round the sum once.
-        std: standard deviation, finite and not negative, in the units of out; 0 leaves out as is.
+        std: standard deviation, finite and not negative, in the units of out; 0 adds no noise.
         grid: a power of two, in the units of out; public, see `grid_of`. std / grid is below 2^45.
-        key: 32 bytes, for a release from `os.urandom`.
+        key: 32 bytes; for a release take them from `os.urandom`.
         step: number of the release, below 2^64.
         parameter_id: number of the parameter, below 2^32.
-        offset: element of the stream that out's first element gets, so that a part of a parameter
-            gets exactly the noise it has in the whole. A stream has 2^35 elements (Philox: 2^33).
-        generator: "chacha20", or "philox": Philox-4x32-10 of a 64-bit hash of the key. Faster on
-            GPUs (on CPUs slower), statistically sound, but not cryptographic: from some values
-            all others can be computed. For speed tests, not for a release.
+        offset: the stream's element that out's first element gets, so that a part of a parameter
+            gets the noise that it has in the whole. A stream has 2^35 elements (Philox: 2^33).
+        generator: "chacha20", or "philox", which is Philox-4x32-10 of a 64-bit hash of the key.
+            Philox is faster on GPUs, slower on CPUs and statistically sound, but not
+            cryptographic: from some values all others can be computed. Use it for speed tests,
+            not for a release.
 
     Returns:
         out.
 
     Raises:
-        ValueError: an argument is out of its range, or out of memory order, dtype or autograd's
-            sight.
+        ValueError: an argument is out of its range, or out is not contiguous, has another dtype
+            or requires a gradient.
         RuntimeError: a CUDA stream is capturing: replays of its graph would repeat the noise.
 
     Guarantees:
-        Elements are independent, and each is distributed as a rounded Gaussian exactly, as far as
-        ChaCha20 is a random function: see `rounded_normal`. Distinct (step, parameter_id,
+        If ChaCha20 is a random function, elements are independent, and each is distributed
+        exactly as a rounded Gaussian, see `rounded_normal`. Distinct (step, parameter_id,
         element) never share bits. The block counter (32 bits), step (64) and parameter_id (32)
         fill the counter and nonce of ChaCha20, and the counter of Philox, in this order, without
-        overlap; further words, where the first leave a rounding open, come from a hash of its own.
+        overlap. Further words, if the first do not decide a rounding, come from a separate hash.
 
     Source: RFC 8439; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011); Mironov,
     On Significance of the Least Significant Bits for Differential Privacy (2012).
@@ -152,7 +153,7 @@ def gaussian_noise_(
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseStream:
-    """Noise for an operation to add to its result: a run of a stream's rounded Gaussians.
+    """The address of noise that an operation adds to its result: consecutive rounded Gaussians.
 
     Attributes:
         std: standard deviation, finite and not negative, in the units of the sum; 0 adds nothing.
@@ -160,19 +161,19 @@ class NoiseStream:
         key: 32 bytes, for a release from `os.urandom`; not shown by `repr`.
         step: number of the release, below 2^64.
         parameter_id: number of the parameter, below 2^32.
-        offset: element of the stream that the result's first element gets; the others follow in
-            row-major order.
+        offset: the stream's element that the result's first element gets; the other elements
+            follow in row-major order.
         generator: "chacha20", or "philox" for speed tests.
-        unsettled: list to which GPU kernels append the elements that they leave undecided,
-            for a later `settle_noise` of many at once; until then the result is NaN there. None
-            settles them at once, which waits for the GPU.
+        unsettled: list to which GPU kernels append the elements that they leave undecided, so that
+            `settle_noise` decides many at once later; until then these elements are NaN. With None
+            each kernel's elements are decided immediately, which waits for the GPU.
 
     Raises:
         ValueError: an attribute is out of its range.
 
     Guarantees:
-        Those of `gaussian_noise_`: the added values are its values, whoever adds them and in
-        however many parts.
+        The added values are those of `gaussian_noise_`, with its guarantees, whichever operation
+        adds them and in however many parts.
     """
 
     std: float
@@ -185,7 +186,7 @@ class NoiseStream:
     unsettled: list[OpenList] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raise for anything but an address of a stream; no message has the key's bytes."""
+        """Check the address; no message has the key's bytes."""
         std, grid, key = self.std, self.grid, self.key
         number = type(std) is float or (isinstance(std, Real) and not isinstance(std, bool))
         if not number or not 0 <= std < math.inf:
@@ -210,7 +211,7 @@ class NoiseStream:
                 f"generator={self.generator!r}: expected one of {', '.join(_ELEMENTS)}; take "
                 "chacha20 for a release"
             )
-        # Numbers of other libraries, for instance numpy's, would overflow.
+        # Numbers of other libraries, such as numpy's, would overflow.
         kinds = {"std": float, "grid": float, "step": int, "parameter_id": int, "offset": int}
         for name, kind in kinds.items():
             value = getattr(self, name)
@@ -218,16 +219,16 @@ class NoiseStream:
                 object.__setattr__(self, name, kind(value))
 
     def at(self, parameter_id: int, offset: int = 0) -> NoiseStream:
-        """The noise of another parameter, or part of one, in the same release."""
+        """Return the stream of another parameter, or part of a parameter, in the same release."""
         for name, value in (("parameter_id", parameter_id), ("offset", offset)):
             _check_count(name, value, _BITS[name])
-        other = object.__new__(NoiseStream)  # what is the same is checked already
+        other = object.__new__(NoiseStream)  # the other attributes are checked already
         other.__dict__.update(self.__dict__, parameter_id=int(parameter_id), offset=int(offset))
         return other
 
     @property
     def release(self) -> tuple[object, ...]:
-        """What the streams of a release have in common; secret."""
+        """The attributes that all streams of a release have in common; secret."""
         return self.key, self.step, self.std, self.grid, self.generator
 
     @property
@@ -236,10 +237,7 @@ class NoiseStream:
         return self.std / self.grid
 
     def check_length(self, elements: int) -> None:
-        """Raise ValueError where a result with this many elements leaves the stream.
-
-        RuntimeError where a CUDA graph would capture the noise.
-        """
+        """Raise if the stream has fewer elements, or if a CUDA graph would capture the noise."""
         refuse_capture("each replay would add the same noise")
         if self.offset + elements > _ELEMENTS[self.generator]:
             raise ValueError(
@@ -248,7 +246,7 @@ class NoiseStream:
             )
 
     def add_to_(self, out: Tensor) -> Tensor:
-        """`gaussian_noise_` with this address."""
+        """Call `gaussian_noise_` with this address."""
         return add_noise_([out], [self])[0]
 
     def add_slowly_(self, out: Tensor) -> None:
@@ -260,7 +258,7 @@ class NoiseStream:
             part.copy_(total)
 
     def integers(self, count: int) -> Iterator[tuple[int, Tensor]]:
-        """The first `count` values in units of the grid, as (start, fp64 on the CPU)."""
+        """Yield the first `count` values in units of the grid, as (start, fp64 on the CPU)."""
         skip = self.offset % WORDS_PER_BLOCK
         draw = _WORDS[self.generator](
             self.key,
@@ -269,7 +267,7 @@ class NoiseStream:
             group=self.offset // WORDS_PER_BLOCK,
         )
         for start in range(0, skip + count, _CHUNK_WORDS):
-            # Philox makes pairs: an even number.
+            # The number of words is even: Philox makes pairs.
             size = min(_CHUNK_WORDS, skip + count - start)
             words = draw(size + size % 2)[skip if start == 0 else 0 : size]
             begin = max(0, start - skip)
@@ -279,7 +277,7 @@ class NoiseStream:
             yield begin, integers
 
     def settled(self, index: int, word: int) -> int:
-        """The value at an index where its first word leaves the rounding open."""
+        """Return the value at an index whose first word does not decide the rounding."""
         return settle(word, self.scale, lambda number: self._further_word(index, number))
 
     def _further_word(self, index: int, number: int) -> int:
@@ -353,13 +351,13 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequen
 
 
 def settle_noise(unsettled: Sequence[OpenList]) -> bool:
-    """Settle the elements in `NoiseStream.unsettled`. Waits for the GPU once.
+    """Decide the elements in `NoiseStream.unsettled`. Waits for the GPU once.
 
     Returns:
         Whether there were such elements.
 
     Raises:
-        RuntimeError: there were more than a correct GPU leaves; the results keep NaN there.
+        RuntimeError: there are more such elements than a correct GPU leaves; they stay NaN.
     """
     return bool(unsettled) and _noise_triton().settle(unsettled)
 

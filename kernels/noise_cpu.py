@@ -1,7 +1,7 @@
-"""Noise on the CPU by the C++ kernels of grads_cpu.cpp, which make ChaCha20's words themselves.
+"""Noise on the CPU by the C++ kernels of grads_cpu.cpp, which compute ChaCha20's words themselves.
 
-Its bits equal those of the reference implementation in `noise.py`. The kernels settle all words
-but about one in 2^60 / scale, which Python settles. They need `native.library`.
+The bits equal those of the slower path in `noise.py`. The kernels decide all elements except
+about one in 2^60 / scale, which Python decides. They need `native.library`.
 """
 
 from __future__ import annotations
@@ -66,26 +66,26 @@ _Argument = Tensor | ctypes.Structure | ctypes.Array[Part] | int | float
 
 
 def serves(tensor: Tensor, stream: NoiseStream) -> bool:
-    """Whether these kernels can make this stream's noise where the tensor is."""
+    """Return whether these kernels can add this stream's noise to the tensor."""
     on_cpu = tensor.device.type == "cpu" and stream.generator == "chacha20"
     return on_cpu and native.library() is not None
 
 
 def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
-    """See `noise.add_noise_`; all of one dtype and release."""
+    """See `noise.add_noise_`. All tensors have one dtype, all streams are of one release."""
     parts = [Part(None, 0, *noised_part(*each)) for each in zip(outs, streams, strict=True)]
     write_noised("noise_alone", streams, outs, parts)
 
 
 def noised_part(out: Tensor, stream: NoiseStream) -> tuple[int, int, int, int, int]:
-    """The last fields of a `Part`, beginning with `elements`."""
+    """Return the last fields of a `Part`, from `elements` on."""
     elements = out.numel()
     threads = min(torch.get_num_threads(), 1 + elements // _WORK_OF_A_THREAD)
     return elements, out.data_ptr(), threads, stream.offset, stream.parameter_id
 
 
 def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """See `rounded_normal.rounded_normals`, which leaves more undecided and needs no library."""
+    """See `rounded_normal.rounded_normals`; the library leaves fewer elements undecided."""
     if native.library() is None:
         return rounded_normal.rounded_normals(words, scale)
     words = words.contiguous()
@@ -101,13 +101,13 @@ def write_noised(
     parts: Sequence[Part],
     *rest: Tensor | int,
 ) -> None:
-    """Calls a kernel that writes sums with the noise of streams.
+    """Call a kernel that writes sums with noise, and decide the elements that it leaves open.
 
     Args:
-        function: the kernel's name, without its kind of numbers.
-        streams: of a release, of ChaCha20, std above 0.
-        outs: contiguous, fp32 or fp64, on the CPU; one for each stream.
-        parts: of each of them.
+        function: the kernel's name, without the suffix for its dtype.
+        streams: ChaCha20 streams of one release, std above 0.
+        outs: contiguous, fp32 or fp64, on the CPU; one tensor for each stream.
+        parts: one for each tensor.
         rest: the kernel's arguments after the parts.
     """
     first = streams[0]
@@ -127,14 +127,14 @@ def write_noised(
 
 
 def table(parts: Sequence[Part]) -> tuple[ctypes.Array[Part], int]:
-    """The parts as an argument of a kernel, and their number."""
+    """Return the parts as an argument of a kernel, and their number."""
     return (Part * len(parts))(*parts), len(parts)
 
 
 def _settle(
     streams: Sequence[NoiseStream], outs: Sequence[Tensor], left_open: list[_Open]
 ) -> None:
-    """Writes the elements that need further words. Until then they are NaN."""
+    """Write the elements that need further words. Until then they are NaN."""
     for element in left_open:
         stream = streams[element.part]
         steps = element.steps + stream.settled(element.index, element.word)
@@ -142,10 +142,10 @@ def _settle(
 
 
 def call(function: str, dtype: torch.dtype, *arguments: _Argument) -> ctypes.CDLL:
-    """Calls a kernel for numbers of a dtype, fp32 or fp64, and returns its library.
+    """Call the kernel for a dtype, fp32 or fp64, and return its library.
 
     Raises:
-        MemoryError: for working memory.
+        MemoryError: there is no memory for the kernel's threads.
     """
     library = native.library()
     assert library is not None
@@ -165,7 +165,7 @@ def _argument(x: _Argument) -> object:
 
 
 def written(out: Tensor) -> Tensor:
-    """Marks a tensor as changed in place, for autograd, and returns it."""
+    """Mark a tensor as changed in place, for autograd, and return it."""
     if not out.is_inference():
         torch.autograd.graph.increment_version(out)
     return out

@@ -1,7 +1,7 @@
 """Reference implementation of the noise kernels, in plain PyTorch.
 
-A 32-bit word is held in an int64, since PyTorch has no arithmetic of unsigned integers. An address
-is (key, step, parameter_id, block); no two addresses share a counter.
+A 32-bit word is stored in an int64, because PyTorch has no arithmetic of unsigned integers. An
+address is (key, step, parameter_id, block); no two addresses share a counter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _as_64_bit(words: Tensor) -> Tensor:
 
 
 def chacha20(key: bytes, *, step: int, parameter_id: int, blocks: Tensor) -> Tensor:
-    """Blocks of the ChaCha20 keystream.
+    """Return blocks of the ChaCha20 keystream.
 
     Args:
         key: 32 bytes.
@@ -65,13 +65,13 @@ def chacha20(key: bytes, *, step: int, parameter_id: int, blocks: Tensor) -> Ten
 
 
 def philox_key(key: bytes) -> int:
-    """Philox's 64-bit key: a hash, since Philox can be inverted and must not reveal `key`."""
+    """Return Philox's 64-bit key, a hash: Philox can be inverted and must not reveal `key`."""
     digest = hashlib.blake2b(key=key, digest_size=8, person=b"dpflash-philox").digest()
     return int.from_bytes(digest, "little")
 
 
 def philox_words(key: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Philox-4x32-10 of a 64-bit key and counters of four 32-bit words [N]; [N, 4] words.
+    """Return the words [N, 4] of Philox-4x32-10 for a 64-bit key and four counter words [N].
 
     Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
     """
@@ -87,10 +87,10 @@ def philox_words(key: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Te
 
 
 def philox(key: bytes, *, step: int, parameter_id: int, blocks: Tensor) -> Tensor:
-    """Blocks of a Philox-4x32-10 stream.
+    """Return blocks of a Philox-4x32-10 stream.
 
     Args:
-        key: 32 bytes, of which `philox_key` makes the 64 that Philox takes.
+        key: 32 bytes, which `philox_key` hashes to the 64 bits that Philox takes.
         step: 64 bits, the counter's words 1 (low) and 2.
         parameter_id: 32 bits, the counter's word 3.
         blocks: [N], int64 in [0, 2^32): the counter's word 0.
@@ -114,7 +114,7 @@ def gaussian_noise_(
     offset: int = 0,
     generator: str = "chacha20",
 ) -> Tensor:
-    """See `noise.gaussian_noise_`; makes all words at once, and settles each element."""
+    """See `noise.gaussian_noise_`. Makes all words at once and calls `settle` for each."""
     words = {"chacha20": 8, "philox": 2}[generator]
     stream = {"chacha20": chacha20, "philox": philox}[generator]
     blocks = torch.arange(offset // words, -(-(offset + out.numel()) // words))

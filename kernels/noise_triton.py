@@ -1,13 +1,13 @@
 """Counter-based noise in Triton: ChaCha20 and Philox words, rounded normals, sums on a grid.
 
-Other kernels make noise where they need it, with `rounded_normals` of `words_of_groups`: runs of
-8 elements share a block of ChaCha20. A `key` is a tuple of eight 32-bit words; Philox takes the
-first two. `step_low`, `step_high` and `parameter_id` are 32-bit words.
+Other kernels compute noise themselves by `rounded_normals` of `words_of_groups`. A group is 8
+consecutive elements, which share a block of ChaCha20. A `key` is a tuple of eight 32-bit words;
+Philox takes the first two. `step_low`, `step_high` and `parameter_id` are 32-bit words.
 
-Where fp64 leaves a rounding open, a kernel writes NaN and appends the element to a list; `settle`
-decides it in integers of 128 bits, on the CPU where further words are needed. So every GPU gives
-the bits of the CPU, whatever its logarithm and fused multiply-adds round. Words wrap around: sums
-of them are exempt from the overflow checks of Triton's debug mode.
+If fp64 does not decide a rounding, a kernel writes NaN and appends the element to a list. `settle`
+decides it in 128-bit integers, or on the CPU if further words are needed. So every GPU gives the
+bits of the CPU, however its logarithm and fused multiply-adds round. Sums of words wrap around, so
+they are exempt from the overflow checks of Triton's debug mode.
 """
 
 import math
@@ -38,13 +38,13 @@ from .tensor_table import (
 # ruff: noqa: N803
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-# Groups of 8 elements that a program of the noise kernel makes.
+# Groups of 8 elements per program of the noise kernel.
 GROUPS = 128
-# Elements of a list that a program settles, with eight borders for each.
+# Listed elements per program of the settling kernel, which compares eight borders for each.
 SETTLE_BLOCK = 16
-# Elements that are made at once for lists of undecided elements, where these are short.
+# Entries allocated at once for short lists of undecided elements.
 SPARE = 1 << 15
-# What the launcher passes: nothing is compiled again for another address or grid.
+# Arguments of the launcher whose values do not cause another compilation.
 ADDRESS = [
     "grid_bits", "scale_bits", "k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7",
     "step_low", "step_high",
@@ -62,10 +62,10 @@ _FAR_FROM = tl.constexpr(rounded_normal.FAR_FROM)
 _TAIL_ORIGIN = tl.constexpr(rounded_normal.TAIL_ORIGIN)
 _RELATIVE_ERROR = tl.constexpr(rounded_normal.RELATIVE_ERROR)
 _MAGNITUDE = tl.constexpr((1 << 63) - 1)
-# Of a list, before its columns: the numbers of elements in it, and of those left to the CPU.
+# Counters before a list's columns: its elements, and those of them that are left to the CPU.
 _COUNTERS = tl.constexpr(2)
 _COLUMNS = tl.constexpr(5)
-# Of a row of `_settle_table`.
+# Columns of a row of `_settle_table`.
 _SETTLE_COLUMNS = tl.constexpr(8)
 
 
@@ -145,9 +145,9 @@ def _wide(low, high):
 
 @triton.jit
 def words_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl.constexpr):
-    """The 64-bit words of the elements 8 g, ..., 8 g + 7 of the stream for each group g.
+    """The 64-bit words of the stream's elements 8 g, ..., 8 g + 7 for each group g.
 
-    groups: [N], uint32 (Philox: below 2^30). Returns [8 N], int64: neighbours are neighbours.
+    groups: [N], uint32 (Philox: below 2^30). Returns [8 N], int64, in the order of the elements.
     """
     if PHILOX:
         a = philox_words(key, groups * 4, step_low, step_high, parameter_id)
@@ -161,7 +161,7 @@ def words_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl.c
         w0, w1, w2, w3 = _wide(w[0], w[1]), _wide(w[2], w[3]), _wide(w[4], w[5]), _wide(w[6], w[7])
         w4, w5 = _wide(w[8], w[9]), _wide(w[10], w[11])
         w6, w7 = _wide(w[12], w[13]), _wide(w[14], w[15])
-    # The last join is the last, fastest, bit of an element's number.
+    # The last join gives the lowest bit of an element's number, which varies fastest.
     even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
     odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
     return tl.reshape(tl.join(even, odd), [8 * groups.shape[0]])
@@ -180,12 +180,12 @@ def _polynomials(x, ABOVE: tl.constexpr, BELOW: tl.constexpr):
 
 @triton.jit
 def _quantiles(magnitudes, FAR: tl.constexpr):
-    """X with P(N > x) = magnitudes 2^-64, fp64; `rounded_normal.tail_quantiles`.
+    """The x with P(N > x) = magnitudes 2^-64, fp64; `rounded_normal.tail_quantiles`.
 
-    magnitudes: int64, above 0; unless FAR from 2^28 on, where a tail is at least 2^-36.
+    magnitudes: int64, above 0; without FAR at least 2^28, which is a tail of at least 2^-36.
 
-    The error is that derived for RELATIVE_ERROR, which leaves 8 units in the last bit to the
-    logarithm (libdevice: 2) and does not count on every product being rounded before it is added.
+    RELATIVE_ERROR bounds the error: it allows the logarithm 8 units in the last bit (libdevice: 2)
+    and also holds with fused multiply-adds, which do not round a product before it is added.
     """
     r = tl.sqrt(-tl.log(magnitudes.to(tl.float64) * 2.0**-64))
     above, below = _polynomials(r - _TAIL_ORIGIN, _TAIL_ABOVE, _TAIL_BELOW)
@@ -193,7 +193,7 @@ def _quantiles(magnitudes, FAR: tl.constexpr):
         far_above, far_below = _polynomials(r - _FAR_FROM, _FAR_ABOVE, _FAR_BELOW)
         above = tl.where(r <= _FAR_FROM, above, far_above)
         below = tl.where(r <= _FAR_FROM, below, far_below)
-    # 1/2 - p, which near the median would be lost in the rounding of p.
+    # 1/2 - p from the integer, because near the median the rounding of p would lose it.
     q = (magnitudes ^ _MAGNITUDE).to(tl.float64) * 2.0**-64
     s = _SPLIT_SQUARE - q * q
     center_above, center_below = _polynomials(s, _CENTER_ABOVE, _CENTER_BELOW)
@@ -206,8 +206,8 @@ def _quantiles(magnitudes, FAR: tl.constexpr):
 def rounded_normals(words, scale):
     """``round(scale * N)`` of 64-bit words where fp64 decides; `rounded_normal.rounded_normals`.
 
-    words: any shape, int64. scale: fp64. Returns fp64 integers, and where they are undecided, as
-    are tails below 2^-36.
+    words: any shape, int64. scale: fp64. Returns fp64 integers, and which of them are undecided.
+    Tails below 2^-36 are undecided too.
     """
     magnitudes = words & _MAGNITUDE
     y = _quantiles(magnitudes, False) * scale
@@ -217,7 +217,7 @@ def rounded_normals(words, scale):
     rest = y - whole
     undecided = (tl.abs(rest - 0.5) <= margins) | (magnitudes < (1 << 28))
     rounded = tl.where(rest > 0.5, whole + 1.0, whole)
-    # Not -rounded: a zero has no sign, as in Python's integers.
+    # 0 - rounded, not -rounded, so that a zero has no sign, as in Python's integers.
     return tl.where(words < 0, 0.0 - rounded, rounded), undecided
 
 
@@ -226,10 +226,10 @@ def settled(words, there, table_ptr, scale, r2, r1, r0):
     """``round(scale * N)`` of 64-bit words in integers of 128 bits; `settled` of rounded_normal.h.
 
     words: [N], int64. there: [N], bool, the words that exist. scale: fp64, below 2^45. table_ptr,
-    r2, r1, r0: see `sides`. Returns int64, and where no further word is needed.
+    r2, r1, r0: see `sides`. Returns int64, and which words need no further word.
 
-    A quantile only says which eight borders are looked at: the result is exact whatever fp64
-    rounds. It is off by less than 3, so that it leaves nothing else undecided.
+    The fp64 quantile only chooses the eight borders to compare with, so the result is exact
+    however fp64 rounds. The quantile is off by less than 3, so eight borders are enough.
     """
     there = there & ((words & _MAGNITUDE) > 0)
     magnitudes = tl.where(there, words & _MAGNITUDE, 1)
@@ -246,16 +246,16 @@ def settled(words, there, table_ptr, scale, r2, r1, r0):
 
 @triton.jit
 def _nearest(x):
-    """Integers next to fp64 numbers, halves to the even one."""
+    """The integers nearest to fp64 numbers, halves to even."""
     size = tl.abs(x)
-    # Above 2^52 all are integers, and adding it rounds.
+    # Adding 2^52 rounds to an integer; numbers above it are integers already.
     whole = tl.where(size < 2.0**52, (size + 2.0**52) - 2.0**52, size)
     return tl.where(x < 0, -whole, whole)
 
 
 @triton.jit
 def as_key(k0, k1, k2, k3, k4, k5, k6, k7):
-    """A `key` of a kernel's arguments."""
+    """A kernel's arguments as a `key`."""
     return (
         k0.to(tl.uint32), k1.to(tl.uint32), k2.to(tl.uint32), k3.to(tl.uint32),
         k4.to(tl.uint32), k5.to(tl.uint32), k6.to(tl.uint32), k7.to(tl.uint32),
@@ -264,7 +264,7 @@ def as_key(k0, k1, k2, k3, k4, k5, k6, k7):
 
 @triton.jit
 def as_fp64(bits):
-    """Bits of an fp64 number as that number: a kernel's float arguments are fp32."""
+    """The fp64 number with these bits. A kernel's float arguments would be fp32."""
     return bits.to(tl.uint64).to(tl.float64, bitcast=True)
 
 
@@ -276,10 +276,10 @@ def reciprocal_of_grid(grid_bits):
 
 @triton.jit
 def elements_of(row, program, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr):
-    """([BLOCK] elements of a tensor's program, which of them exist, the first one's group of 8).
+    """([BLOCK] elements of a tensor's program, which of them exist, the first element's group).
 
-    row: of a `TensorTable`. Unless ALIGNED the programs begin so many elements earlier that the
-    noise's groups are whole.
+    row: the tensor's row of a `TensorTable`. Unless ALIGNED, each program begins some elements
+    earlier, so that it has whole groups of 8.
     """
     first, size = tl.load(row + 5), size_of(row, VECTORS)
     elements = program * BLOCK + tl.arange(0, BLOCK)
@@ -297,8 +297,8 @@ def noisy(
 ):  # fmt: skip
     """``grid (steps + Z)``, fp64, for a run of whole groups; NaN where undecided.
 
-    steps: [8 N], fp64 integers, of the groups from `group` on. Undecided elements are appended to
-    the list, see `OpenList`.
+    steps: [8 N], fp64 integers, the sums of the groups from `group` on. Undecided elements are
+    appended to the list, see `OpenList`.
     """
     groups = group + tl.arange(0, steps.shape[0] // 8)
     words = words_of_groups(
@@ -348,8 +348,8 @@ def _add_noise_kernel(
 def _settle_kernel(lists_ptr, tails_ptr, programs, BLOCK: tl.constexpr):
     """``grid (steps + Z)`` for the elements of lists that need no further words.
 
-    lists_ptr: `_settle_table`. programs: of each list. The other elements are marked and counted.
-    Where a list is too short none of it is written.
+    lists_ptr: `_settle_table`. programs: programs per list. Elements that need further words are
+    marked and counted. If a list was too short for its elements, none of them is written.
     """
     row = lists_ptr + _SETTLE_COLUMNS * (tl.program_id(0) // programs)
     first = (tl.program_id(0) % programs) * BLOCK
@@ -381,7 +381,7 @@ def _settle_kernel(lists_ptr, tails_ptr, programs, BLOCK: tl.constexpr):
 
 
 def key_words(key: bytes, generator: str) -> tuple[int, ...]:
-    """The eight words that kernels take as a key."""
+    """Return the eight words that kernels take as a key."""
     if generator == "philox":
         short = noise_reference.philox_key(key)
         return (short & 0xFFFFFFFF, short >> 32, 0, 0, 0, 0, 0, 0)
@@ -389,12 +389,12 @@ def key_words(key: bytes, generator: str) -> tuple[int, ...]:
 
 
 def bits_of(number: float) -> int:
-    """The bits of an fp64 number, for `as_fp64`."""
+    """Return the bits of an fp64 number, for `as_fp64`."""
     return int(struct.unpack("<Q", struct.pack("<d", number))[0])
 
 
 def address_of(stream: NoiseStream) -> tuple[int, ...]:
-    """The kernels' `ADDRESS` arguments, which the streams of a release have in common."""
+    """Return the kernels' `ADDRESS` arguments, which are equal for all streams of a release."""
     step = int(stream.step)
     return (
         bits_of(float(stream.grid)),
@@ -405,15 +405,15 @@ def address_of(stream: NoiseStream) -> tuple[int, ...]:
 
 
 class OpenList(NamedTuple):
-    """The elements of some results whose noise fp64 leaves undecided, where a kernel lists them.
+    """The list of elements whose noise fp64 does not decide. Kernels append to it.
 
     Attributes:
-        outs: the results, which have NaN there until they are settled.
-        streams: the noise of each, of one release.
-        entries: [2 + 5 capacity], int64, on the results' device: how many elements there are, and
-            how many of them `settle` has left to the CPU; then, for each of them in any order,
-            the number of its result, its number there, its word, the bits of its sum before noise,
-            fp64 in units of the grid, and whether it is left to the CPU.
+        outs: the results; a listed element is NaN until `settle` writes it.
+        streams: the noise of each result, of one release.
+        entries: [2 + 5 capacity], int64, on the results' device: the number of elements, the
+            number that `settle` has left to the CPU, and five columns, in any order of elements:
+            the index of the result, the element's index in it, its word, the bits of its sum
+            before noise (fp64, in units of the grid), and whether it is left to the CPU.
         spare: zeros after the entries, for the next lists of the release.
     """
 
@@ -424,14 +424,14 @@ class OpenList(NamedTuple):
 
     @property
     def capacity(self) -> int:
-        """How many elements the list can hold."""
+        """The number of elements that the list can hold."""
         return (self.entries.numel() - _COUNTERS.value) // _COLUMNS.value
 
 
 def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenList:
-    """An empty list for the noise of results on one device, of one release.
+    """Create an empty list for the noise of results on one device, of one release.
 
-    It is in `NoiseStream.unsettled` from now on: a launch that fails may have written to it.
+    The list is appended to `NoiseStream.unsettled` at once, as a failed launch may write to it.
     """
     elements = sum(out.numel() for out in outs)
     size = _COUNTERS.value + _COLUMNS.value * expected_capacity(elements, streams[0].scale)
@@ -440,7 +440,7 @@ def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenLis
     # A list begins at a multiple of 16 bytes.
     end = size + size % 2
     if spare is None or spare.device != outs[0].device or spare.shape[0] < end:
-        # Zeros for some more lists, so that not each of them is a launch.
+        # Zeros for several lists, so that not every list needs a launch.
         spare = torch.zeros(max(end, SPARE), dtype=torch.int64, device=outs[0].device)
     entries, _, spare = spare.split([size, end - size, spare.shape[0] - end])
     found = OpenList(tuple(outs), tuple(streams), entries, spare)
@@ -450,9 +450,10 @@ def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenLis
 
 
 def expected_capacity(elements: int, scale: float) -> int:
-    """For four times the mean number of undecided elements and 128: more has odds below 2^-100.
+    """Return four times the mean number of undecided elements, plus 128.
 
-    An element is undecided with probability at most 2^-46 (scale + 1).
+    A list needs more with probability below 2^-100. An element is undecided with probability at
+    most 2^-46 (scale + 1).
     """
     return min(elements, math.ceil(elements * (scale + 1) * 2.0**-44) + 128)
 
@@ -460,16 +461,16 @@ def expected_capacity(elements: int, scale: float) -> int:
 def settle(lists: Sequence[OpenList]) -> bool:
     """Write the elements that kernels left undecided.
 
-    Kernels settle all but about one in 2^60 / scale, `NoiseStream.settled` the others. Waits once
-    for each device, and copies a list only where some of it is left. If interrupted, it can be
-    called again.
+    A kernel decides all elements except about one in 2^60 / scale, and `NoiseStream.settled` the
+    rest. Waits once for each device, and copies a list only if the CPU has to decide some of its
+    elements. If interrupted, it can be called again.
 
     Returns:
         Whether there were such elements.
 
     Raises:
         RuntimeError: a kernel found more undecided elements than its list holds, which no correct
-            device does; the results keep NaN there.
+            device does; these elements stay NaN.
     """
     each = alike([found.entries.device for found in lists])
     groups = [[lists[i] for i in numbers] for numbers in each]
@@ -491,7 +492,7 @@ def settle(lists: Sequence[OpenList]) -> bool:
 
 
 def _launch_settle(lists: Sequence[OpenList]) -> None:
-    """Settle on their device what needs no further words, and mark the rest."""
+    """Write the elements that need no further words, on their device, and mark the others."""
     entries = lists[0].entries
     programs = triton.cdiv(max(found.capacity for found in lists), SETTLE_BLOCK)
     table = sent(_settle_table(lists), entries.device)
@@ -504,9 +505,9 @@ def _launch_settle(lists: Sequence[OpenList]) -> None:
 def _settle_table(lists: Sequence[OpenList]) -> Tensor:
     """The tables of `_settle_kernel` for these lists: int64, on the CPU.
 
-    A row for each list: address and capacity, where the addresses of its results begin, the bits
-    of the grid and of the scale, `reciprocal_words`. After the rows there are two addresses for
-    each result: its own if it is fp32 or else 0, its own if it is fp64 or else 0.
+    The row of a list has its address, its capacity, the index where its results' addresses begin,
+    the bits of the grid and of the scale, and `reciprocal_words`. After the rows each result has
+    two entries, for fp32 and fp64: its address in the entry of its dtype, 0 in the other.
     """
     rows: list[int] = []
     addresses: list[int] = []
@@ -518,12 +519,12 @@ def _settle_table(lists: Sequence[OpenList]) -> Tensor:
         for out in found.outs:
             is_wide = out.dtype == torch.float64
             addresses += (0, out.data_ptr()) if is_wide else (out.data_ptr(), 0)
-    # Unsigned: a word of a reciprocal may have its top bit.
+    # Unsigned, because the top bit of a reciprocal's word may be set.
     return torch.tensor(rows + addresses, dtype=torch.uint64, device="cpu").view(torch.int64)
 
 
 def _settle_left(found: OpenList, count: int) -> None:
-    """Settle on the CPU what is marked in the first `count` entries of a list."""
+    """Write the marked elements among the first `count` of a list, decided on the CPU."""
     entries = found.entries[_COUNTERS.value :].view(_COLUMNS.value, -1)[:, :count].cpu()
     for place, element, word, bits, _ in entries[:, entries[4] > 0].t().tolist():
         stream, out = found.streams[place], found.outs[place]
@@ -532,7 +533,7 @@ def _settle_left(found: OpenList, count: int) -> None:
 
 
 def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
-    """See `noise.add_noise_`, which checks the arguments; all on one device, none empty."""
+    """See `noise.add_noise_`, which checks the arguments. One device; no tensor is empty."""
     for numbers in alike([kind_of(*pair) for pair in zip(streams, outs, strict=True)]):
         own, of_own = [outs[i] for i in numbers], [streams[i] for i in numbers]
         found = open_list([out.detach() for out in own], of_own)
@@ -552,7 +553,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
 
 
 def kind_of(stream: NoiseStream | None, *tensors: Tensor) -> tuple[object, ...]:
-    """A key that all tensors of one launch, and their noise, must have in common."""
+    """Return a key that must be equal for all tensors of one launch, and their noise."""
     of_noise = stream and (stream.offset % 8 == 0, stream.release, id(stream.unsettled))
     return (*(x.dtype for x in tensors), has_vectors(*tensors), of_noise)
 

@@ -1,7 +1,7 @@
-"""P(N > x) of a standard normal N in Triton, in integers of 128 bits, and the sides of a border.
+"""P(N > x) of a standard normal N in Triton, in 128-bit integers, and its comparison with words.
 
-As in normal_tail.h, no floating-point rounding takes part in it. Numbers below 1 are two words of
-64 bits, the high and the low one, in units of 2^-128.
+As in normal_tail.h, no result depends on floating-point rounding. Numbers below 1 are two words
+of 64 bits, the high and the low word, in units of 2^-128.
 """
 
 import functools
@@ -14,23 +14,23 @@ from torch import Tensor
 # ruff: noqa: N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
-# Nodes a unit, from which steps are made, and coefficients of each.
+# Nodes of the Taylor expansions per unit of x, and coefficients of each node.
 NODES = tl.constexpr(64)
 TERMS = tl.constexpr(14)
-# The tail beyond it is less than a word resolves: P(N > 9.2) < 2^-65.
+# Beyond END the tail is below a word's resolution: P(N > 9.2) < 2^-65.
 END = tl.constexpr(9.2)
-# What `reciprocal_words` returns is in units of 2^-182: below 1024, it has 192 bits.
+# `reciprocal_words` returns units of 2^-182: a value below 1024 has at most 192 bits.
 _RECIPROCAL_BITS = 182
 _WORD = 2**64 - 1
 
 
 @functools.lru_cache(maxsize=8)
 def tail_table(device: torch.device) -> Tensor:
-    """P(N > (j + t) / 64) as a polynomial in t for each node j, on a device. Not to be changed.
+    """Return P(N > (j + t) / 64) as a polynomial in t for each node j. Do not change the result.
 
     Returns:
-        [nodes, 14, 2], int64: coefficients, constants first, in two's complement; of each the low
-        word and the high one.
+        [nodes, 14, 2], int64, on the device: coefficients, constants first, each as its low and
+        its high word in two's complement.
     """
     import mpmath
 
@@ -53,8 +53,8 @@ def tail_table(device: torch.device) -> Tensor:
 
 
 def reciprocal_words(scale: float) -> tuple[int, int, int]:
-    """32 / scale, rounded down, for `sides`: three words, the highest first."""
-    # On a scale below 1/20 no border is nearer than END.
+    """Return 32 / scale, rounded down, for `sides`: three words, the highest first."""
+    # For a scale of at most 1/20 no border k + 1/2 over the scale is below END.
     above, below = max(scale, 0.05).as_integer_ratio()
     units = (NODES.value // 2 * below << _RECIPROCAL_BITS) // above
     return units >> 128, units >> 64 & _WORD, units & _WORD
@@ -62,24 +62,24 @@ def reciprocal_words(scale: float) -> tuple[int, int, int]:
 
 @triton.jit
 def _sum(high, low, addend):
-    """Of two words and one."""
+    """The sum of a number of two words and one word."""
     total = low + addend
     return high + (total < low).to(tl.uint64), total
 
 
 @triton.jit
 def tails(table_ptr, node, high, low, there):
-    """P(N > (node + t) / 64) to 2^-104, for 0 <= t = (high, low) < 1.
+    """P(N > (node + t) / 64) with an error below 2^-104, for 0 <= t = (high, low) < 1.
 
-    The terms beyond degree 13 are below 2^-105 (Cramer: |b_n| < 0.44 / sqrt(n!)). Each of the
-    others adds less than 5 units, of a product and of its coefficient, which are rounded down.
+    The terms beyond degree 13 are below 2^-105 (Cramer: |b_n| < 0.44 / sqrt(n!)). Each other term
+    adds an error below 5 units, because its product and its coefficient are rounded down.
     """
     at = table_ptr + node * (2 * TERMS) + 2 * (TERMS - 1)
     sum_low = tl.load(at, mask=there, other=0).to(tl.uint64, bitcast=True)
     sum_high = tl.load(at + 1, mask=there, other=0).to(tl.uint64, bitcast=True)
     for _ in range(TERMS - 1):
         at -= 2
-        # As unsigned, a negative sum is too great by 1, and its product by t.
+        # Read as unsigned, a negative sum is too great by 1, and its product with t by t.
         is_negative = 0 - (sum_high >> 63)
         excess_high, excess_low = high & is_negative, low & is_negative
         product_high, product_low = _sum(
@@ -96,11 +96,11 @@ def tails(table_ptr, node, high, low, there):
 
 @triton.jit
 def sides(table_ptr, k, magnitudes, scale, r2, r1, r0):
-    """Where (k + 1/2) / scale lies of all x with P(N > x) from m 2^-64 to (m + 1) 2^-64.
+    """Whether the border (k + 1/2) / scale is below, and whether it is above, a word's interval.
 
-    k: int64, below 2^49. magnitudes: m, uint64, from 1 to 2^63 - 1. scale: fp64. r2, r1, r0: its
-    `reciprocal_words`. Returns (whether it is below all of them, whether it is above); neither
-    where it lies among them or where 2^-96 could change the answer. With k below 0 it is below.
+    The interval has all x with P(N > x) from m 2^-64 to (m + 1) 2^-64. A border with k < 0 is
+    below. Both are False if the border lies in the interval, or if an error of 2^-96 could change
+    them. k: int64, below 2^49. m: `magnitudes`, uint64, from 1 to 2^63 - 1. scale: fp64.
     """
     is_near = (k >= 0) & (k.to(tl.float64) + 0.5 < END * scale)
     odd = tl.where(is_near, 2 * k + 1, 1).to(tl.uint64)

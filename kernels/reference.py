@@ -2,10 +2,10 @@
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of an embedding table,
 E its width, P elements of a parameter. A linear layer y = x W^T has the per-sample gradient
-G_i = dy_i^T x_i. Everything is accumulated in fp32 or wider, whatever the operands are.
+G_i = dy_i^T x_i. All sums are accumulated in fp32 or wider, whatever the operands' dtype.
 
-A sample is a row, or a span of the tokens of the only row: with `spans`, operations take
-[1, N, ...], the N tokens of U samples, in place of [B, T, ...], and return [U, ...] for [B, ...].
+Without `spans` a sample is a row of [B, T, ...]. With `spans` operations take [1, N, ...], one row
+with the N tokens of U samples, each a span of tokens, and return [U, ...] in place of [B, ...].
 
 A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
 """
@@ -26,22 +26,22 @@ from .spans import Spans, samples_of_tokens, tokens_as_samples
 if TYPE_CHECKING:
     from .noise import NoiseStream
 
-# Below this many elements per sample, one vectorised call beats a loop of fused calls.
+# Below this many elements per sample, one vectorised call is faster than a loop of fused calls.
 _FUSED_CALL_ELEMENTS = 1 << 15
 # Elements of per-sample gradients that are widened to fp64 at a time.
 _CHUNK = 1 << 18
-# Rounding error in fp64 of sums of up to 2^12 squared norms, a root, a quotient and a product.
+# Bounds the rounding in fp64 of sums of up to 2^12 squared norms, a root, a quotient, a product.
 FP64_SLACK = 2.0**-40
-# Factor that exceeds the upward rounding of a root and of later products with it.
+# A root times this factor is rounded down, also after later products with it.
 ROOT_SLACK = 1.0 - 2.0**-50
 # A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. A
-# sample whose tokens cancel by more than this factor is multiplied by itself.
+# sample whose tokens cancel by more than this factor gets a product of its own.
 HARMLESS_CANCELLATION = 256.0
 # Terms whose magnitudes add up to less than this do not overflow in fp32.
 LARGEST_TERMS = 2.0**126
-# log2 of the relative rounding of an fp32 product: on a CPU; as three TF32 products on a GPU.
+# log2 of an fp32 product's relative rounding: on a CPU; on a GPU (True), as three TF32 products.
 PRODUCT_BITS = {False: -24, True: -20}
-# gamma of automatic clipping, as in its paper.
+# gamma of automatic clipping, as in the paper.
 STABILITY = 0.01
 
 _Squares = TypeVar("_Squares", Tensor, float)
@@ -50,18 +50,18 @@ _Squares = TypeVar("_Squares", Tensor, float)
 def clip_factors(
     squared_norms: Tensor, bound: float, function: str = "hard", *, keep: Tensor | None = None
 ) -> Tensor:
-    """c_i = min(1, bound / n_i), or bound / (n_i + 0.01) for "automatic", rounded down.
+    """Compute the clipping factors c_i = min(1, bound / n_i) of norms n_i, rounded down.
 
     Args:
         squared_norms: [B], fp64, upper bounds of the n_i^2, see `squared_norm`.
         bound: clipping bound, in the units of the norms.
-        function: "hard" or "automatic"; the latter needs a finite bound.
-        keep: [B], bool: false for samples whose factor is 0 whatever their norm; None for none.
+        function: "hard", or "automatic" for c_i = bound / (n_i + 0.01) with a finite bound.
+        keep: [B], bool: False for samples that get the factor 0; None to keep all samples.
 
     Source: automatic clipping is AUTO-S of Bu et al. (arXiv:2206.07136).
 
     Returns:
-        [B], fp32. A non-finite norm gives 0, as does one so large that c_i would be subnormal.
+        [B], fp32. c_i is 0 if n_i is not finite, or so large that c_i would be subnormal.
 
     Guarantees:
         c_i n_i <= bound in real arithmetic; c_i depends on sample i alone.
@@ -75,24 +75,24 @@ def clip_factors(
 
 
 def bound_share(part: int, whole: int) -> float:
-    """sqrt(part / whole), rounded down: the fraction of the bound that a part gets.
+    """Return sqrt(part / whole), rounded down: the fraction of the bound for `part` of `whole`.
 
     Guarantees:
-        The squares of the shares of disjoint parts sum to at most 1.
+        The squares of the fractions of disjoint parts sum to at most 1.
     """
     return math.sqrt(part / whole) * ROOT_SLACK
 
 
 def hard_clip_factors(squares: Tensor, bounds: Tensor | float) -> Tensor:
-    """min(1, bounds / norms) in fp32, rounded down.
+    """Compute the factors min(1, bounds / norms) in fp32, rounded down.
 
     Args:
         squares: any shape, fp64: upper bounds of squared norms, up to a relative 2^-41.
-        bounds: a number, or a tensor that broadcasts to it.
+        bounds: a number, or a tensor that broadcasts to the shape of `squares`.
 
     Returns:
-        The shape of `squares`, fp32. A non-finite norm gives 0, as does one so large that the
-        factor would be subnormal: fp32 keeps too few digits there to round it down.
+        The shape of `squares`, fp32. A factor is 0 if its norm is not finite, or if the factor
+        would be subnormal, for which fp32 has too few digits to round down.
 
     Guarantees:
         In real arithmetic, a factor times its norm is at most the bound.
@@ -103,14 +103,14 @@ def hard_clip_factors(squares: Tensor, bounds: Tensor | float) -> Tensor:
 
 
 def rounded_down(factors: Tensor) -> Tensor:
-    """Factors from 0 to 1 as fp32, rounded down; 0 for NaN and for fp32 subnormals."""
+    """Round factors from 0 to 1 down to fp32; NaN and fp32 subnormals become 0."""
     narrow = factors.float()
     narrow = torch.where(narrow > factors, torch.nextafter(narrow, narrow.new_zeros(())), narrow)
     return torch.where(narrow >= torch.finfo(torch.float32).tiny, narrow, 0.0)
 
 
 def upper_bound(squares: _Squares, terms: int) -> _Squares:
-    """A bound of sums of `terms` squares that were added up in fp64, in any order."""
+    """Bound the exact sums of `terms` squares from their fp64 sums, added in any order."""
     return squares * (1 + (terms + 1) * 2.0**-52)
 
 
@@ -119,7 +119,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _without_removed(factors: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Drop the samples of factor 0: their NaNs must not reach a sum as 0 * NaN."""
+    """Drop the samples of factor 0, so that 0 * NaN does not enter a sum."""
     keep = factors != 0
     if bool(keep.all()):
         return (factors, *operands)
@@ -127,31 +127,31 @@ def _without_removed(factors: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
 
 
 def by_span(operation: Callable[..., Tensor], spans: Spans, *operands: Tensor) -> Tensor:
-    """[U, ...]: run an operation on each sample's tokens as if they were the only row."""
+    """Run an operation on each sample's tokens as if they were the only row; return [U, ...]."""
     found = [operation(*(x[:, start:end] for x in operands)) for start, end in spans]
     return torch.cat(found) if found else operation(*(x[:0] for x in operands))
 
 
 def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
-    """Upper bound of the squared L2 norm of each sample's gradient.
+    """Compute an upper bound of the squared L2 norm of each sample's gradient.
 
     Args:
-        grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64; of several parameters,
-            the sum of the results of each, rounded to nearest. On a GPU the order of additions
-            depends on their dtypes and alignment.
+        grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64. The results of several
+            parameters are added, rounded to nearest. On a GPU the order of additions depends on
+            their dtypes and alignment.
         into: contiguous, [B], fp64: the result is added to it, and it is returned.
 
     Returns:
         [B], fp64: never below the squared norm in real arithmetic, and above it by at most a
-        relative (P + 1) 2^-51. Non-finite where an element is. Its bits do not depend on other
-        samples.
+        relative (P + 1) 2^-51. Non-finite if an element of the sample is. A sample's bits do not
+        depend on other samples.
     """
     first = grads[0]
     if into is None:
         into = torch.zeros(first.shape[0], dtype=torch.float64, device=first.device)
     for own in grads:
         squares = torch.zeros_like(into)
-        # Sample by sample: sums over several add in an order that depends on how many there are.
+        # A sum over several samples at once adds in an order that depends on their number.
         for i, grad in enumerate(own):
             for part in grad.reshape(-1).split(_CHUNK):
                 squares[i] += part.double().square().sum()
@@ -162,14 +162,15 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
 def per_sample_grad(
     x: Tensor, dy: Tensor, *, spans: Spans | None = None, return_squares: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Per-sample gradients G_i = dy_i^T x_i of the weight of a linear layer y = x W^T.
+    """Compute the per-sample gradients G_i = dy_i^T x_i of a linear layer's weight, y = x W^T.
 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
-        dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
-        spans: (first token, end) of each of U samples, where x and dy are [1, N, ...] with the
-            tokens of all; equal for a sample without tokens. Tokens of no sample may hold NaN.
-        return_squares: also return the squared norms of the result, fp64.
+        dy: [B, T, O], the gradient of the O outputs; fp64 if x is, else any narrower dtype.
+        spans: (first token, end) of each of U samples, if x and dy are [1, N, ...] with the
+            tokens of all samples. A sample without tokens has first token = end. Tokens that
+            belong to no sample may hold NaN.
+        return_squares: whether to return the squared norms of the result too, fp64.
 
     Returns:
         [B, O, I], fp32 (fp64 for fp64 operands); with return_squares also [B].
@@ -185,12 +186,11 @@ def per_sample_grad(
 
 
 def span_sum(x: Tensor, spans: Spans) -> Tensor:
-    """Sums over the tokens of each sample, in their order.
+    """Sum over the tokens of each sample, in their order.
 
     Args:
         x: [N, ...], fp16, bf16, fp32 or fp64: N tokens.
-        spans: (first token, end) of each of U samples; equal for one without tokens. Tokens of no
-            sample may hold NaN.
+        spans: (first token, end) of each of U samples, see `per_sample_grad`.
 
     Returns:
         [U, ...], fp32 (fp64 for fp64 x).
@@ -204,11 +204,10 @@ def span_sum(x: Tensor, spans: Spans) -> Tensor:
 
 
 def per_sample_bias_grad(dy: Tensor) -> Tensor:
-    """Per-sample gradients sum_t dy_t of the bias of a linear layer.
+    """Compute the per-sample gradients sum_t dy_t of a linear layer's bias.
 
     Args:
-        dy: [B, T, O], fp16, bf16, fp32 or fp64: for B samples of T tokens the gradient of the O
-            outputs.
+        dy: [B, T, O], fp16, bf16, fp32 or fp64: the gradient of the O outputs.
 
     Returns:
         [B, O], fp32 (fp64 for fp64 operands).
@@ -217,10 +216,10 @@ def per_sample_bias_grad(dy: Tensor) -> Tensor:
 
 
 def grad_inner(x: Tensor, dy: Tensor, other_x: Tensor, other_dy: Tensor) -> Tensor:
-    """<G_i, H_i> for G = dy^T x and H = other_dy^T other_x, without either.
+    """Compute <G_i, H_i> for G = dy^T x and H = other_dy^T other_x, without forming G or H.
 
-    sum over tokens s, t of (x_s . other_x_t)(dy_s . other_dy_t), in fp64: the terms may cancel
-    by many orders of magnitude, and in fp32 the rounding of the large ones would hide the result.
+    It is the sum over tokens s, t of (x_s . other_x_t)(dy_s . other_dy_t), in fp64: the terms may
+    cancel by many orders of magnitude, and the rounding of fp32 could exceed the result.
 
     Args:
         x, other_x: [B, S, I] and [B, T, I].
@@ -237,19 +236,19 @@ def grad_inner(x: Tensor, dy: Tensor, other_x: Tensor, other_dy: Tensor) -> Tens
 def grad_norm(
     x: Tensor, dy: Tensor, *, form: str | None = None, spans: Spans | None = None
 ) -> Tensor:
-    """Squared norms ||G_i||^2 of G_i = dy_i^T x_i, holding at most one sample's G_i at a time.
+    """Compute ||G_i||^2 of G_i = dy_i^T x_i, with at most one sample's G_i in memory at a time.
 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
-        dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
+        dy: [B, T, O], the gradient of the O outputs; fp64 if x is, else any narrower dtype.
         form: "gram" (cost T^2 (I + O)), "tile" (G_i is computed, cost T I O), or None for the
-            cheaper one, of each sample where they are spans.
+            cheaper form; with spans it is chosen for each sample.
         spans: see `per_sample_grad`.
 
     Returns:
-        Squared norms [B], fp64: take the root before comparing them with a bound. Products that
-        are summed in fp32 round by about 2^-24 of `grad_magnitude`, which matters only where
-        tokens cancel far below it.
+        Squared norms [B], fp64: take the root before comparing them with a bound. Products summed
+        in fp32 are rounded by about 2^-24 of `grad_magnitude`, which matters only if a sample's
+        tokens cancel to far less than it.
     """
     if spans is not None:
         return by_span(functools.partial(grad_norm, form=form), spans, x, dy)
@@ -268,30 +267,31 @@ def grad_norm(
 
 
 def products_are_separate(*dy: Tensor) -> bool:
-    """Whether `clipped_grad` makes each sample's gradient by itself, for these dy.
+    """Return whether `clipped_grad` computes each sample's gradient separately, for these dy.
 
-    `grad_norm` and `embedding_grad_norm` are then upper bounds of the squared norms of what
-    `clipped_grad` and `embedding_clipped_grad` multiply by the factors, rounding included.
+    `grad_norm` and `embedding_grad_norm` are then upper bounds of the squared norms of the
+    gradients that `clipped_grad` and `embedding_clipped_grad` weight, rounding included.
     """
     return False
 
 
 def norm_costs(tokens: int, inputs: int, outputs: int, *, fused: bool) -> dict[str, int]:
-    """FLOPs a token of `grad_norm` by form: Triton halves the symmetric Gram matrix, PyTorch code
-    makes all of it in fp64, which counts twice.
+    """Return the FLOPs per token of each form of `grad_norm`.
+
+    Triton computes half of the symmetric Gram matrix, PyTorch all of it, in fp64, counted twice.
     """
     gram = tokens * (inputs + outputs)
     return {"tile": 2 * inputs * outputs, "gram": gram if fused else 4 * gram}
 
 
 def cheaper_norm(tokens: int, x: Tensor, dy: Tensor, *, fused: bool = False) -> str:
-    """The form of `grad_norm` that costs less; "tile" where they cost the same."""
+    """Return the form of `grad_norm` that costs less, or "tile" if both cost the same."""
     costs = norm_costs(tokens, x.shape[2], dy.shape[2], fused=fused)
     return min(costs, key=costs.__getitem__)
 
 
 def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
-    """sum_t ||x_t|| ||dy_t||, the norm of G_i's terms before they cancel; at least ||G_i||.
+    """Compute sum_t ||x_t|| ||dy_t||, the sum of the norms of G_i's terms; at least ||G_i||.
 
     Args:
         x: [B, T, I].
@@ -305,18 +305,18 @@ def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None = None) -> Tensor:
-    """sum_i factors_i dy_i^T x_i as one product.
+    """Compute sum_i factors_i dy_i^T x_i as one product.
 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
-        dy: [B, T, O], the O outputs' gradient; fp64 where x is, else of any narrower dtype.
+        dy: [B, T, O], the gradient of the O outputs; fp64 if x is, else any narrower dtype.
         factors: [B], fp32 or narrower (for fp64 operands also fp64), each from 0 to the bound
-            divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
-            one that is negative, NaN or greater breaks the bound.
+            divided by the sample's norm, rounded down. The factors are not checked, which would
+            wait for the GPU: one that is negative, NaN or greater breaks the bound.
         spans: see `per_sample_grad`; factors are then [U].
 
     Returns:
-        [O, I], fp32 (fp64 for fp64 operands), a sum that is rounded as a whole.
+        [O, I], fp32 (fp64 for fp64 operands). The sum over all samples' tokens is rounded.
 
     Guarantees:
         A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
@@ -336,27 +336,27 @@ def clip_reduce(
     into: Tensor | None = None,
     noise: NoiseStream | None = None,
 ) -> Tensor:
-    """sum_i factors_i grads_i, and noise where asked for.
+    """Compute the clipped sum sum_i factors_i grads_i, and add noise if a stream is given.
 
     Args:
         grads: [B, ...], B samples, fp16, bf16, fp32 or fp64.
         factors: [B], fp32 or narrower (for fp64 grads also fp64), each from 0 to the bound
-            divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
-            one that is negative, NaN or greater breaks the bound.
+            divided by the sample's norm, rounded down. The factors are not checked, which would
+            wait for the GPU: one that is negative, NaN or greater breaks the bound.
         grid: a power of two: each factors_i grads_i is truncated toward zero onto the grid, and
-            the sum is exact. None for a sum in fp32 (fp64), rounded.
-        into: [...], contiguous, fp64, on the grid: the sum of earlier samples, which the sum of
-            these is added to in place. Only with a grid, and without noise.
-        noise: added to the sum, the stream's elements from its offset on in row-major order.
+            the sum is exact. None for a rounded sum in fp32 (fp64).
+        into: [...], contiguous, fp64, on the grid: the sum of earlier samples, to which the sum of
+            these samples is added in place. It requires a grid, and excludes noise.
+        noise: the stream whose elements, from its offset on, are added in row-major order.
 
     Returns:
-        [...]. With a grid and without noise fp64, exact multiples of the grid (`into`, if given);
-        else fp32 (fp64 for fp64 operands), rounded once, after the noise.
+        [...]. With a grid and without noise: fp64, exact multiples of the grid (`into`, if given).
+        Otherwise fp32 (fp64 for fp64 operands), rounded once, after the noise.
 
     Guarantees:
         A factor of exactly 0 removes its sample, even one that holds NaN or Inf. With a grid the
-        result has the same bits whatever the order of the samples and however they are cut into
-        batches, as long as sums stay below 2^53 grid, and sample i changes it by at most
+        result has the same bits for every order of the samples and every division into batches,
+        as long as sums stay below 2^53 grid, and sample i changes it by at most
         factors_i ||grads_i||.
     """
     factors, grads = _without_removed(factors, grads)
@@ -381,17 +381,17 @@ def clip_reduce_all(
     into: Sequence[Tensor] | None = None,
     noise: Sequence[NoiseStream] | None = None,
 ) -> Sequence[Tensor]:
-    """`clip_reduce` of each of several parameters; one call of C++ on the CPU.
+    """Compute `clip_reduce` of several parameters, on the CPU in one call of C++.
 
     Args:
         grads: `[B, ...]` of each parameter.
         factors: [B], as in `clip_reduce`.
         grid: as in `clip_reduce`.
-        into: one for each parameter, or None.
-        noise: one for each parameter, or None.
+        into: one tensor for each parameter, or None.
+        noise: one stream for each parameter, or None.
 
     Returns:
-        The sum of each. New ones may lie in one buffer.
+        The sum of each parameter. New sums may share one buffer.
     """
     return [
         clip_reduce(own, factors, grid=grid, into=total, noise=stream)
@@ -414,12 +414,12 @@ def of_each(
 def embedding_per_sample_grad(
     indices: Tensor, dy: Tensor, num_embeddings: int, *, spans: Spans | None = None
 ) -> Tensor:
-    """Per-sample gradient of an embedding table, dense.
+    """Compute the dense per-sample gradients of an embedding table.
 
     Args:
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
         dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of the looked-up rows.
-        num_embeddings: V, rows of the table; indices are below it, which is not checked.
+        num_embeddings: V, rows of the table. Indices must be below it, which is not checked.
         spans: see `per_sample_grad`.
 
     Returns:
@@ -438,7 +438,7 @@ def embedding_per_sample_grad(
 
 
 def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = None) -> Tensor:
-    """Squared norm of each sample's table gradient, by the distinct rows a sample touches.
+    """Compute the squared norm of each sample's table gradient, from the rows that it looks up.
 
     Args:
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
@@ -449,7 +449,7 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = No
         Squared norms [B], fp64: take the root before comparing them with a bound.
     """
     batch, tokens, width = dy.shape
-    # A pair (sample, row) is one segment; only touched rows exist.
+    # A segment is a pair (sample, row) that occurs.
     stride = int(indices.max()) + 1 if indices.numel() else 1
     samples = torch.arange(batch, device=indices.device).view(-1, 1)
     if spans is not None:
@@ -472,15 +472,15 @@ def embedding_clipped_grad(
     *,
     spans: Spans | None = None,
 ) -> Tensor:
-    """sum_i factors_i times sample i's table gradient.
+    """Compute the sum over samples of factors_i times sample i's table gradient.
 
     Args:
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
         dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of the looked-up rows.
         factors: [B], fp32 or narrower (for fp64 dy also fp64), each from 0 to the bound
-            divided by the sample's norm, rounded down. Not checked, which would wait for the GPU:
-            one that is negative, NaN or greater breaks the bound.
-        num_embeddings: V, rows of the table; indices are below it, which is not checked either.
+            divided by the sample's norm, rounded down. The factors are not checked, which would
+            wait for the GPU: one that is negative, NaN or greater breaks the bound.
+        num_embeddings: V, rows of the table. Indices must be below it, which is not checked.
         spans: see `per_sample_grad`; factors are then [U].
 
     Returns:
@@ -498,7 +498,7 @@ def embedding_clipped_grad(
 
 
 def embedding_grad_inner(indices: Tensor, dy: Tensor, x: Tensor, other_dy: Tensor) -> Tensor:
-    """<G_i, H_i> of a table's look-up gradient G and a linear gradient H = other_dy^T x.
+    """Compute <G_i, H_i> of a table's look-up gradient G and a linear gradient H = other_dy^T x.
 
     The cross term of tied weights: sum over s, t of (x_s . dy_t) other_dy_s[index_t], in fp64.
 
@@ -532,13 +532,13 @@ def layer_norm_backward(
 
     Args:
         dy, x: [B, ..., *S], B samples, S the normalised shape; fp16, bf16, fp32 or fp64.
-        mean, rstd: as torch.native_layer_norm returns them.
+        mean, rstd: the outputs of torch.native_layer_norm.
         weight: [*S] or None.
         ndim: number of dimensions of S, at least 1 and below that of x.
         spans: see `per_sample_grad`; dy and x are then [1, N, ..., *S].
 
     Returns:
-        dx like x; the weight's and the bias's per-sample gradients [B, *S], fp32 (fp64 for fp64
+        dx, like x, and the per-sample gradients of weight and bias, [B, *S], fp32 (fp64 for fp64
         operands).
     """
     shape = list(x.shape[x.ndim - ndim :])
@@ -575,7 +575,7 @@ def layer_norm_backward(
 
 
 def _sums_of_samples(x: Tensor, ndim: int, spans: Spans | None) -> Tensor:
-    """[B, *S]: sums of x [B, ..., *S] with `ndim` dimensions S; with spans [U, *S]."""
+    """Sum x [B, ..., *S], where S has `ndim` dimensions, to [B, *S], or with spans to [U, *S]."""
     first = 1 if spans is None else 2
     middle = tuple(range(first, x.ndim - ndim))
     x = x.sum(middle) if middle else x
@@ -601,7 +601,7 @@ def rms_norm_backward(
         spans: see `per_sample_grad`; dy and x are then [1, N, ..., *S].
 
     Returns:
-        dx like x; the weight's per-sample gradients [B, *S], fp32 (fp64 for fp64 operands).
+        dx, like x, and the weight's per-sample gradients [B, *S], fp32 (fp64 for fp64 operands).
     """
     last = tuple(range(x.ndim - ndim, x.ndim))
     normed = _wide(x) * rstd

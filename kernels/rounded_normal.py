@@ -1,10 +1,10 @@
-"""Normal numbers rounded to integers, exactly: a pure function of uniform words, on any machine.
+"""Normal numbers rounded exactly to integers: a function of uniform words, equal on any machine.
 
 Z = round(scale * N) for a standard normal N. A word gives a sign and a tail probability p up to
 its 64th bit, so N lies in an interval. In fp64 the interval's ends, widened by a proven bound on
-the arithmetic's error, nearly always round to one integer. Where they do not, the comparison is
-made again in as many bits as it takes, and with further words where the interval itself holds a
-border. So Z has the distribution of a rounded Gaussian exactly, and no libm decides its bits.
+the arithmetic's error, nearly always round to the same integer. If they do not, they are compared
+with the border in as many bits as this needs, and if the interval itself contains a border, with
+further words. So Z is exactly a rounded Gaussian, and its bits do not depend on a math library.
 
 Source of the fp64 quantile: Wichura, Algorithm AS 241: The Percentage Points of the Normal
 Distribution (1988), PPND16.
@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Numerator and denominator of AS 241, constant first: near the median, in the tail, far out.
+# Numerators and denominators of AS 241, constant first: near the median, in the tail, far out.
 CENTER = (
     (
         3.3871328727963666080e0,
@@ -85,29 +85,29 @@ FAR = (
         2.04426310338993978564e-15,
     ),
 )
-# |p - 1/2| up to which CENTER holds, and the argument of its polynomials there.
+# CENTER is used for q = 1/2 - p up to SPLIT, at SPLIT_SQUARE - q^2.
 SPLIT = 0.425
 SPLIT_SQUARE = 0.180625
-# -log(p)'s root from which FAR holds; the polynomials' origins.
+# FAR is used for sqrt(-log(p)) above FAR_FROM; the origins of FAR and TAIL are below.
 FAR_FROM = 5.0
 TAIL_ORIGIN = 1.6
 
-# Relative error of the fp64 quantile, in units of 2^-53. All coefficients and
-# arguments are positive, so no step cancels: two polynomials of degree 7 with rounded
-# coefficients (15 each), a quotient and a product (2), AS 241's own error (2). CENTER: q off by 2
-# moves the result by 2.1 times as much; q^2 and the difference are off by 0.5 absolutely, and
-# |log(CENTER)'| <= 3.1. TAIL: the logarithm off by 8 makes the root off by 5, which moves the
-# result by 1.91 times as much; the difference adds 4.2 times 1.2 at most. FAR: 1.2 and 0.3.
-# Together at most 50.
+# Bounds the relative error of the fp64 quantile, which is at most 50 in units of 2^-53. All
+# coefficients and arguments are positive, so no step cancels. Two polynomials of degree 7 with
+# rounded coefficients add 15 each, a quotient and a product 2, AS 241 itself 2. In CENTER an error
+# of 2 in q moves the result by 2.1 times as much; q^2 and the difference are off by 0.5
+# absolutely, and |log(CENTER)'| <= 3.1. In TAIL an error of 8 in the logarithm makes the root off
+# by 5, which moves the result by 1.91 times as much; the difference adds at most 4.2 times 1.2.
+# FAR: 1.2 and 0.3.
 RELATIVE_ERROR = 2.0**-47
 
 _MAGNITUDE = (1 << 63) - 1
-# From here on sums of integers in fp64 may round.
+# From this size on sums of integers in fp64 may be rounded.
 EXACT_INTEGERS = 2.0**53
 
 
 def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """round(scale * N) of one word each, in fp64, where fp64 decides.
+    """Compute round(scale * N) from one word for each element, where fp64 decides the rounding.
 
     Args:
         words: [N], int64, uniform over all 2^64 values.
@@ -118,25 +118,25 @@ def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         `settle` replaces.
     """
     magnitudes = words & _MAGNITUDE
-    # From integers: near the median, 1/2 - p in fp64 would lose its digits.
+    # Subtract integers: near the median, 1/2 - p in fp64 would lose its precision.
     q = (_MAGNITUDE - magnitudes).double() * 2.0**-64
     magnitudes = magnitudes.double()
     y = tail_quantiles(magnitudes * 2.0**-64, q).mul_(scale)
-    # An end of the interval is off by 2^-64 / density <= 2 / (magnitude of the word), in N.
+    # The ends of N's interval differ by 2^-64 / density <= 2 / (magnitude of the word).
     margins = y * RELATIVE_ERROR + 2 * scale / magnitudes
     whole = y.floor()
     undecided = ~((y - whole - 0.5).abs() > margins)
     rounded = torch.where(y - whole > 0.5, whole + 1, whole)
-    # No negative zeros: added to a zero, one would reveal that zero's sign.
+    # Return no negative zeros: added to a zero, a negative zero would reveal that zero's sign.
     return torch.where(words < 0, 0.0 - rounded, rounded), undecided
 
 
 def tail_quantiles(p: Tensor, q: Tensor) -> Tensor:
-    """X >= 0 with P(N > x) = p in fp64, to `RELATIVE_ERROR`.
+    """Return the x >= 0 with P(N > x) = p in fp64, to `RELATIVE_ERROR`.
 
     Args:
-        p: fp64, from 0 (infinity) to 1/2, rounded.
-        q: 1/2 - p, rounded by itself: relative to itself it is as exact as p.
+        p: fp64, from 0 (where x is infinity) to 1/2, rounded.
+        q: 1/2 - p, rounded separately, so that its relative error is as small as p's.
     """
     center = q * _ratio(CENTER, SPLIT_SQUARE - q * q)
     r = p.log().neg_().clamp_(min=0).sqrt_()
@@ -153,12 +153,12 @@ def _ratio(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: Tensor)
 
 
 def settle(word: int, scale: float, further: Callable[[int], int]) -> int:
-    """round(scale * N) of one word, however close to a border, from as many words as it takes.
+    """Compute round(scale * N) of one word exactly, with further words if they are needed.
 
     Args:
         word: 64 bits, as an integer of either sign.
         scale: as for `rounded_normals`.
-        further: from 0, 1, ... to independent uniform 64-bit words, as integers from 0 on.
+        further: a function from 0, 1, ... to independent uniform 64-bit words, as integers >= 0.
     """
     sign, p, bits = -1 if word >> 63 & 1 else 1, word & _MAGNITUDE, 64
     number = 0
@@ -180,7 +180,7 @@ def _guess(p: int, bits: int, scale: float) -> int:
 
 def _borders_below(p: int, bits: int, scale: float, guess: int) -> int:
     """How many k >= 0 have (k + 1/2) / scale < x for the x with P(N > x) = p / 2^bits."""
-    # The answer is the least k that is not below, nearly always the guess or a neighbour of it.
+    # The result is the least k that is not below x, nearly always the guess or a neighbour.
     low, high, stride = guess, guess, 1
     if _is_below(guess, p, bits, scale):
         low = guess + 1

@@ -1,6 +1,6 @@
 """Noise that is correlated over the steps: its coefficients, sensitivity and expected error.
 
-Nothing here draws noise or needs torch; the private step does.
+Nothing here draws noise or imports torch; `dpflash.step` draws the noise.
 """
 
 from typing import TYPE_CHECKING

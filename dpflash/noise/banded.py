@@ -19,32 +19,33 @@ from . import error
 from .reference import FRACTION_BITS
 
 _SHOWN = 4
-_BYTES = 8  # of an element of the noise that training keeps
+_BYTES = 8  # per element of the noise that training keeps
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Banded:
-    r"""Banded Toeplitz noise (BandMF): a release is a clipped sum s_t and y_t = (C^-1 z)_t.
+    r"""Banded Toeplitz noise (BandMF): a release is a clipped sum s_t plus y_t = (C^-1 z)_t.
 
     C is lower triangular with c_i at (t, t - i) for i < b, and z is independent Gaussian noise of
     standard deviation noise_multiplier * noise_scale() * max_grad_norm. The releases are
-    C^-1 (C s + z), so C s + z, one Gaussian mechanism, is what has to be private. Noise of one
-    step is partly taken back in the b - 1 next ones: sums over steps, which is what parameters
-    are, have less of it, for the price of a larger z.
+    C^-1 (C s + z), so it is enough that C s + z, one Gaussian mechanism, is private. Part of a
+    step's noise is subtracted again in the next b - 1 steps. Parameters are sums over steps, so
+    less noise is left in them, at the price of a larger z.
 
     Args:
-        bands: b >= 1. With 1 it is independent noise.
+        bands: b >= 1. With 1 the noise is independent.
         coefficients: c_0 = 1 >= c_1 >= ... >= c_(b-1) >= 0, each rounded to a multiple of 2^-8.
-            Left out, the first b of the square root of the prefix sums, which fit about b steps;
-            `optimized` has better ones for longer runs.
+            The default, which suits about b steps, is the first b coefficients of the square root
+            of the prefix sums; `optimized` finds better coefficients for longer runs.
 
     Raises:
         ValueError: an argument is out of its range.
 
     Guarantees:
-        Contributions of one unit at least b steps apart meet disjoint rows of C, so sensitivities
-        are exact for any direction and sign of them. Zeros of the polynomial of falling
-        coefficients are not inside the unit circle, so y does not grow exponentially.
+        Contributions of one unit that are at least b steps apart meet disjoint rows of C, so
+        sensitivities are exact for any direction and sign of the contributions. Because the
+        coefficients do not increase, their polynomial has no zeros inside the unit circle, so y
+        does not grow exponentially.
 
     Source:
         Choquette-Choo et al. 2023 (arXiv 2306.08153); Toeplitz: McKenna 2024 (arXiv 2405.15913),
@@ -60,17 +61,17 @@ class Banded:
         finite(**{f"coefficients[{i}]": value for i, value in enumerate(given)})
         if len(given) != self.bands:
             raise ValueError(
-                f"coefficients: {len(given)} with bands={self.bands!r}; expected one for each "
-                "band, 1 first; pass as many, or leave them out"
+                f"coefficients: got {len(given)} with bands={self.bands!r}; expected one for each "
+                "band, the first equal to 1; pass one for each band, or leave coefficients out"
             )
         unit = 1 << FRACTION_BITS
         rounded = tuple(round(value * unit) / unit for value in given)
         falls = all(x >= y for x, y in zip(rounded, (*rounded[1:], 0.0), strict=True))
         if rounded[0] != 1 or not falls:
             raise ValueError(
-                f"coefficients={tuple(map(float, given[:_SHOWN]))!r}...: expected 1 first, then "
-                "none above the one before it and none below 0; divide them by the first, or use "
-                "Banded.optimized(...)"
+                f"coefficients={tuple(map(float, given[:_SHOWN]))!r}...: expected 1 first, "
+                "none above the coefficient before it, and none below 0; divide all coefficients "
+                "by the first, or use Banded.optimized(...)"
             )
         object.__setattr__(self, "coefficients", rounded)
 
@@ -78,7 +79,7 @@ class Banded:
     def optimized(
         cls, *, bands: int, steps: int, momentum: float = 0.0, weight_decay: float = 0.0
     ) -> Banded:
-        """The noise of b bands with the least `expected_error`; equal calls compute it once.
+        """Find the noise of b bands with the least `expected_error`. Results are cached.
 
         Args:
             bands: b, at most `steps`.
@@ -95,27 +96,27 @@ class Banded:
 
     @property
     def integers(self) -> tuple[int, ...]:
-        """2^8 times the coefficients."""
+        """The coefficients times 2^8, which are integers."""
         return tuple(int(c * (1 << FRACTION_BITS)) for c in self.coefficients)
 
     def sensitivity(
         self, *, steps: int, participations: int | None = None, separation: int | None = None
     ) -> float:
-        """The most that one unit changes C s, in L2, over the bound of one contribution.
+        """Compute the largest L2 change of C s by one unit, over the bound of one contribution.
 
         Args:
             steps: T >= 1.
-            participations: the most contributions of a unit; None for as many as fit.
-            separation: the least number of steps from one to the next, at least b; None for b.
+            participations: the largest number of contributions of a unit; None for no limit.
+            separation: the least distance in steps of two contributions, at least b; None for b.
 
         Returns:
-            The root of the sum of the first columns' squared norms, 0, separation, 2 separation
-            and so on, of which the last may be cut by T: exact, rounded up to a float. It is
-            attained by contributions of the full bound. Without sampling, the releases are one
-            Gaussian mechanism of noise_multiplier * noise_scale() / sensitivity.
+            The root of the sum of the squared norms of C's columns 0, separation, 2 separation,
+            ..., one for each contribution; T may cut the last column. It is exact, rounded up to a
+            float, and attained by contributions of the full bound. Without sampling, the releases
+            are one Gaussian mechanism of noise_multiplier * noise_scale() / sensitivity.
 
         Raises:
-            ValueError: contributions may be closer than b steps, or an argument is no number >= 1.
+            ValueError: contributions may be closer than b steps, or an argument is not positive.
         """
         separation = self.bands if separation is None else separation
         positive_int(steps=steps, separation=separation)
@@ -127,12 +128,12 @@ class Banded:
             )
         count = -(-steps // separation)
         count = count if participations is None else min(count, participations)
-        whole = min(count, max(0, steps - self.bands) // separation)  # whose columns end before T
+        whole = min(count, max(0, steps - self.bands) // separation)  # columns that end before T
         rest = (self._squared_norm(steps - i * separation) for i in range(whole, count))
         return _root_up(whole * self._squared_norm(self.bands) + sum(rest))
 
     def noise_scale(self) -> float:
-        """Standard deviation of z over noise_multiplier and bound: the norm of c, a column of C.
+        """Return z's standard deviation over noise_multiplier and bound: the norm of C's columns.
 
         It is rounded up to a float.
         """
@@ -146,20 +147,20 @@ class Banded:
         steps: int,
         relation: str = ADD_REMOVE,
     ) -> Event:
-        """What all steps cost under cyclic Poisson sampling.
+        """Return the event of all steps under cyclic Poisson sampling.
 
-        The dataset is in b parts. Step t draws from part t mod b, each sample with probability
-        b * sample_rate, so the expected batch is that of `sample_rate` on the whole dataset.
+        The dataset is divided into b parts. Step t draws from part t mod b, each sample with
+        probability b * sample_rate. The expected batch is sample_rate times the dataset's size.
 
         Args:
-            noise_multiplier: >= 0.
+            noise_multiplier: >= 0, see `noise_scale`.
             sample_rate: expected batch size over the size of the dataset, at most 1 / b.
             steps: T >= 1.
-            relation: of the events.
+            relation: the neighboring relation of the event.
 
         Returns:
             ceil(T / b) Poisson-subsampled Gaussians at rate b * sample_rate. If b does not divide
-            T, the last one has more noise: its column of C is cut.
+            T, the last Gaussian has more noise, because its column of C is cut.
 
         Raises:
             ValueError: b * sample_rate is above 1, or an argument is out of its range.
@@ -190,7 +191,7 @@ class Banded:
         return Composed(events=(full, final), relation=relation)
 
     def rate_of_part(self, sample_rate: float) -> float:
-        """Probability of a sample in the step that draws from its part: b * sample_rate."""
+        """Return the probability of a sample in a step that draws from its part: b sample_rate."""
         rate = self.bands * sample_rate
         if rate > 1 and not math.isclose(rate, 1, rel_tol=1e-9):
             raise ValueError(
@@ -200,7 +201,7 @@ class Banded:
         return min(1.0, rate)
 
     def state_bytes(self, elements: int) -> int:
-        """Bytes of the b - 1 tensors of noise that training keeps, given their elements."""
+        """Return the bytes of the b - 1 tensors of `elements` elements that training keeps."""
         return (self.bands - 1) * _BYTES * elements
 
     def expected_error(
@@ -211,25 +212,25 @@ class Banded:
         weight_decay: float = 0.0,
         statistic: str = "rms",
     ) -> float:
-        r"""Error of the iterates by the noise, for noise_multiplier 1 and bound 1.
+        r"""Compute the error of the iterates by the noise, for noise_multiplier 1 and bound 1.
 
         Without momentum and weight decay, iterates are prefix sums of the releases. In general
-        iterate t is the sum over i <= t of a_(t-i) times release i, with a_0 = 1 and the others
-        the coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)). Let B = A C^-1, so
-        that A (s + y) = A s + B z.
+        iterate t is the sum over i <= t of a_(t-i) times release i, where a_0, a_1, ... are the
+        coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)). Let B = A C^-1 for the
+        matrix A of these coefficients, so that A (s + y) = A s + B z.
 
         Args:
             steps: T >= 1, the number of iterates.
             momentum: in [0, 1), as in torch.optim.SGD without dampening.
-            weight_decay: the share of a parameter that a step takes away, learning rate times
+            weight_decay: the fraction by which a step shrinks a parameter, learning rate times
                 decoupled weight decay, in [0, 1).
-            statistic: "rms" over all iterates, or "max", that of the last one.
+            statistic: "rms" for the root mean square over all iterates, "max" for the last one.
 
         Returns:
-            The standard deviation of an element of the iterates, the norm of c times
-            sqrt(mean over t of sum over i <= t of B_i^2), or of the last one. Times
-            noise_multiplier, bound and learning rate it is in units of the parameters (over the
-            expected batch size for mean gradients). The square of "rms" is `toeplitz.loss` of
+            The standard deviation of an element of the iterates, which is the norm of c times
+            sqrt(mean over t of sum over i <= t of B_i^2), or of an element of the last iterate.
+            A parameter's error is this value times noise_multiplier, bound and learning rate (over
+            the expected batch size for mean gradients). The square of "rms" is `toeplitz.loss` of
             jax_privacy.
         """
         _check_workload(steps, momentum, weight_decay)
@@ -240,10 +241,10 @@ class Banded:
         return self.noise_scale() * math.sqrt(of_z)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, steps: int) -> Path:
-        """Draws the coefficients of C and C^-1, and the error of prefix sums over the steps.
+        """Plot the coefficients of C and C^-1, and the error of prefix sums over the steps.
 
         Args:
-            path: of the PNG; None, ``Banded_b<bands>_T<steps>.png`` in the current folder.
+            path: of the PNG; None for ``Banded_b<bands>_T<steps>.png`` in the current folder.
             steps: T.
 
         Returns:
@@ -267,7 +268,7 @@ class Banded:
         return f"Banded(bands={self.bands}, coefficients=({', '.join(shown)}{comma}))"
 
     def _squared_norm(self, rows: int) -> int:
-        """Squared norm of a column of C with this many rows left, in units of 2^-16."""
+        """The squared norm of the first `rows` entries of a column of C, in units of 2^-16."""
         return sum(k * k for k in self.integers[:rows])
 
 
@@ -280,7 +281,7 @@ def _check_workload(steps: int, momentum: float, weight_decay: float) -> None:
 
 
 def _root_up(square: int) -> float:
-    """The least float of at least sqrt(square) / 2^8."""
+    """The least float that is at least sqrt(square) / 2^8."""
     exact = Fraction(square, 1 << 2 * FRACTION_BITS)
     root = math.sqrt(exact)
     while Fraction(root) ** 2 < exact:

@@ -1,4 +1,4 @@
-"""Which number of bands gives the least error at a target epsilon."""
+"""Compares numbers of bands by their error at a target epsilon."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .reference import MOST_NOISE
 
 @dataclass(frozen=True, kw_only=True)
 class BandsOfRun:
-    """A noise, and what it is for one run.
+    """A banded noise with its noise multiplier and error in one run.
 
     Attributes:
-        noise: optimized for the run; one band is independent noise.
-        batch_size: expected batch size.
-        epochs: of the run.
-        steps: of the run.
-        noise_multiplier: the least that meets the target under cyclic Poisson sampling.
-        expected_error: of the iterates of mean gradients (`Banded.expected_error` times the noise
-            multiplier, over the batch size), for bound and learning rate 1.
+        noise: the noise, optimized for the run; with one band it is independent.
+        batch_size: the run's expected batch size.
+        epochs: the run's epochs.
+        steps: the run's steps.
+        noise_multiplier: the least value that meets the target under cyclic Poisson sampling.
+        expected_error: the error of the iterates with mean gradients (`Banded.expected_error`
+            times the noise multiplier, over the batch size), for bound and learning rate 1.
     """
 
     noise: Banded
@@ -42,12 +42,11 @@ class BandsOfRun:
 
     @property
     def scaled_error(self) -> float:
-        """`expected_error` if the learning rates of all steps add up to 1, over the bound.
+        """The `expected_error` if the learning rates of all steps add up to 1, over the bound.
 
-        It compares runs of other batch sizes and epochs, which have other numbers of steps: the
-        learning rate grows with the batch size, and falls with the epochs. It is the error by the
-        noise alone. That a model learns less in fewer and larger steps, or more in more epochs,
-        is not in it.
+        It compares runs with different numbers of steps: the learning rate grows with the batch
+        size, and falls with the epochs. It is the error by the noise alone, and does not include
+        that a model learns less in fewer and larger steps, or more in more epochs.
         """
         return self.expected_error / self.steps
 
@@ -67,25 +66,24 @@ def compare_bands(
     relation: str = ADD_REMOVE,
     accountant: str | Accountant = "contour",
 ) -> list[BandsOfRun]:
-    """The error of a run's iterates at one epsilon, by number of bands.
+    """Compare numbers of bands by the error of a run's iterates at one epsilon.
 
     Args:
-        num_samples: size of the dataset (units, if these are drawn).
-        batch_size: expected batch size, at most num_samples; or several, to compare.
-        epochs: > 0, each of ceil(num_samples / batch_size) steps, as a loop over the loader makes.
-            Or several, to compare.
+        num_samples: size of the dataset (the number of units, if units are drawn).
+        batch_size: expected batch size, at most num_samples; or several sizes to compare.
+        epochs: > 0, or several to compare, each of ceil(num_samples / batch_size) steps.
         target_epsilon, target_delta, accountant: see `dpflash.accounting.get_noise_multiplier`.
         bands: numbers of bands to compare, each at most the number of steps and
             num_samples / batch_size; None for powers of two from 1 on, until the error has risen
             twice. Noise of several bands that training could not draw exactly is left out.
-        parameters: how many are trained, with max_memory.
-        max_memory: leave out bands whose states (`Banded.state_bytes`) take more bytes.
+        parameters: the number of trained parameters; pass it with max_memory.
+        max_memory: leave out noise whose tensors (`Banded.state_bytes`) take more bytes.
         momentum, weight_decay: see `Banded.expected_error`.
-        relation: of the events.
+        relation: the neighboring relation of target_epsilon.
 
     Returns:
         One entry for each number of bands, batch size and epochs, the least `scaled_error` first.
-        With one band among them, the first is never worse than independent noise with Poisson
+        If one band is compared, the first entry is never worse than independent noise with Poisson
         sampling. A last round of fewer steps than bands is charged whole, as in training.
 
     Raises:
@@ -144,7 +142,7 @@ def compare_bands(
             )
             found.append(run)
             errors.append(run.expected_error)
-            # More bands than those of the least error have more and more of it.
+            # Beyond the number of bands with the least error, the error only increases.
             if bands is None and len(errors) > 2 and errors[-3] < errors[-2] < errors[-1]:
                 break
     if not found:

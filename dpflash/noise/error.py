@@ -1,4 +1,4 @@
-"""Expected error of banded noise on a workload, and the coefficients with the least of it."""
+"""Expected error of banded noise on a workload, and the coefficients with the least error."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 _Array = NDArray[np.float64]
 
-# Terms of a divisor from which Fourier transforms are faster than a recursion.
+# From this many terms of a divisor on, Fourier transforms are faster than a recursion.
 _LONG = 256
 
 
 def workload(steps: int, momentum: float, weight_decay: float) -> _Array:
-    """`[T]`: how much a gradient moves the parameters of each later step, without learning rate.
+    """Return by how much a gradient moves the parameters of each later step, at learning rate 1.
 
-    The coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)); ones for 0 and 0.
+    These `[T]` are the coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)).
     """
     impulse = np.zeros(steps)
     impulse[0] = 1.0
@@ -25,27 +25,27 @@ def workload(steps: int, momentum: float, weight_decay: float) -> _Array:
 
 
 def squared_errors(coefficients: _Array, responses: _Array) -> _Array:
-    """`[T]`: variance of the workload's output at each step, for z of variance 1."""
+    """Return the variance of the workload's output at each step, `[T]`, for z of variance 1."""
     return np.cumsum(divided(responses, coefficients) ** 2)
 
 
 def square_root(bands: int) -> _Array:
-    """`[b]`: of the lower-triangular C with C C = A, the prefix sums: binom(2 i, i) / 4^i."""
+    """Return binom(2 i, i) / 4^i, `[b]`: the coefficients of C with C C = A, the prefix sums."""
     i = np.arange(1, bands)
     return np.cumprod(np.concatenate([[1.0], (2 * i - 1) / (2 * i)]))
 
 
 @functools.lru_cache(maxsize=256)
 def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> tuple[float, ...]:
-    """The coefficients, c_0 = 1, of least mean squared error times squared column norm."""
+    """Find the coefficients with c_0 = 1 and the least mean squared error times column norm^2."""
     from scipy.optimize import minimize
     from scipy.signal import correlate
 
     responses = workload(steps, momentum, weight_decay)
-    weights = np.arange(steps, 0, -1) / steps  # a coefficient of B is in so many rows
+    weights = np.arange(steps, 0, -1) / steps  # the fraction of rows that have a coefficient of B
 
     def loss(free: _Array) -> tuple[float, _Array]:
-        """Logarithm of |c|^2 sum of w_i B_i^2, and its gradient, for B = A / C as power series."""
+        """The log of |c|^2 sum of w_i B_i^2, and its gradient, for B = A / C as power series."""
         c = np.concatenate([[1.0], free])
         b = divided(responses, c)
         norm, error = c @ c, (weights * b) @ b
@@ -63,18 +63,18 @@ def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> t
         bounds=[(0.0, 1.0)] * (bands - 1),
         options={"maxiter": 1000, "ftol": 1e-14, "gtol": 1e-8},
     )
-    # The optimum falls in every workload that was tried; `Banded` requires it.
+    # `Banded` requires that coefficients do not increase; every optimum that was tried has this.
     return (1.0, *np.minimum.accumulate(found.x).tolist())
 
 
 def divided(series: _Array, divisor: _Array) -> _Array:
-    """The first coefficients of a quotient of power series, as many as the dividend has."""
+    """Divide power series; return as many coefficients as the dividend has."""
     from scipy.signal import fftconvolve, lfilter
 
     if len(divisor) < _LONG:
         return np.asarray(lfilter([1.0], divisor, series))
     count, inverse = len(series), 1.0 / divisor[:1]
-    while (have := len(inverse)) < count:  # Newton's iteration, which doubles the right ones
+    while (have := len(inverse)) < count:  # Newton's iteration doubles the correct coefficients
         size = min(2 * have, count)
         product = fftconvolve(divisor[:size], inverse)[:size]
         inverse = np.pad(2 * inverse, (0, size - have)) - fftconvolve(inverse, product)[:size]
