@@ -1,4 +1,4 @@
-"""Reads an attention pattern from text, as people write it. Letters: T tokens."""
+"""Parses an attention pattern from text, as on a command line. Letters: T tokens."""
 
 import ast
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _FULL_LENGTH = 4096
 def parse(
     text: str, kinds: Mapping[str, type[Pattern]], tokens: int
 ) -> tuple[type[Pattern], dict[str, Any]]:
-    """The class of ``name`` or ``Name(argument=value, ...)`` and its arguments; refuses others."""
+    """Parse ``name`` or ``Name(argument=value, ...)`` into the pattern's class and arguments."""
     known = {_snake_case(name): kind for name, kind in kinds.items()}
     try:
         call = ast.parse(text.strip(), mode="eval").body
@@ -45,10 +45,10 @@ def parse(
 
 
 def _usual_sizes(tokens: int) -> dict[str, dict[str, Any]]:
-    """Arguments of the patterns that are given by their names alone.
+    """Return the default arguments of patterns that are given by name alone.
 
-    Below 4,096 tokens windows, segments and blocks are a quarter as long; those of a long sequence
-    would leave nothing out.
+    Below 4,096 tokens, windows, segments and blocks are a quarter as long, since the sizes for
+    long sequences would make the patterns nearly dense.
     """
     part = 1 if tokens >= _FULL_LENGTH else 4
     block, lengths = 64 // part, [length // part for length in (2048, 4096, 8192)]
