@@ -282,7 +282,6 @@ def _checked_index(
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Convert to float32 unless the dtype is wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -112,7 +112,6 @@ def attention_backward(
 
 
 def _unpadded(x: Tensor, dim: int) -> Tensor:
-    """Remove the padding of the last dimension."""
     return x if x.shape[3] == dim else x.narrow(3, 0, dim).contiguous()
 
 

@@ -176,7 +176,6 @@ def _bias(ptr, rows, columns, stride_row, stride_column, seen):
 
 @triton.jit
 def _distance(rows, columns, shift):
-    """Return ``|row - column + shift|``, `[rows, columns]`, float32."""
     return tl.abs((rows + shift)[:, None] - columns[None, :]).to(tl.float32)
 
 

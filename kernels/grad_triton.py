@@ -84,7 +84,6 @@ def _grad_tile(
 
 @triton.jit
 def _sum_of_squares(tile):
-    """Return ``sum tile^2`` as an fp64 scalar."""
     wide = tile.to(tl.float64)
     return tl.sum(wide * wide)
 
@@ -253,7 +252,6 @@ def _gram_bound_kernel(
 
 @triton.jit
 def _sum_of(ptr, count, BLOCK: tl.constexpr):
-    """Return the sum of `count` fp64 numbers."""
     total = tl.zeros([BLOCK], dtype=tl.float64)
     for start in range(0, count, BLOCK):
         numbers = start + tl.arange(0, BLOCK)
