@@ -77,7 +77,7 @@ def cross_entropy(
     if sample_index is None:
         if num_samples is not None:
             raise ValueError(
-                f"num_samples={num_samples!r} without sample_index: pass both, of a packed batch"
+                f"num_samples={num_samples!r} without sample_index: pass both for a packed batch"
             )
         return _mean_of_valid(position_losses.view(targets.shape), valid, outside)
     index, num_samples = _checked_index(sample_index, num_samples, targets)
@@ -256,9 +256,9 @@ def require_known(criterion: nn.Module) -> type[nn.Module]:
     kind = type(criterion)
     if kind not in CRITERIA:
         raise ValueError(
-            f"criterion={kind.__name__}: its losses of single samples are not known, as those of "
-            f"{NAMES_OF_CRITERIA} are. Give it reduction='none', and pass engine.backward what it "
-            "returns, [B]"
+            f"criterion={kind.__name__}: dpflash knows the per-sample losses of "
+            f"{NAMES_OF_CRITERIA} only. Build this criterion with reduction='none', and pass the "
+            "losses [B] that it returns to engine.backward"
         )
     return kind
 

@@ -131,6 +131,6 @@ def refuse_capture(reason: str) -> None:
     # The second call raises without CUDA; no stream captures before CUDA is initialized.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"a CUDA stream is capturing a graph, and {reason}. Leave it out of the capture: call "
-            "it outside of torch.cuda.graph, make_graphed_callables and the like"
+            f"a CUDA stream is capturing a graph, and {reason}. Make this call outside of the "
+            "capture, that is, outside of torch.cuda.graph and make_graphed_callables"
         )

@@ -51,7 +51,7 @@ def describe() -> str:
     """Return which implementation of attention, exact sums and noise runs on this CPU."""
     found, missing = _load_once()
     if found is None:
-        return f"plain PyTorch, time and memory as the square of the tokens: {missing}"
+        return f"plain PyTorch, with O(T^2) time and memory for T tokens: {missing}"
     return f"C++ kernels, vectors of {8 * found.vector_bytes()} bits"
 
 
@@ -62,9 +62,9 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
         return load(), ""
     except OSError as error:
         warnings.warn(
-            "attention on the CPU, exact sums and noise run in plain PyTorch, for want of their "
-            "C++ kernels: attention takes time and memory as the square of the tokens, sums and "
-            f"noise some ten times as long: {error}",
+            "attention on the CPU, exact sums and noise run in plain PyTorch without their C++ "
+            "kernels: attention takes O(T^2) time and memory for T tokens, sums and noise take "
+            f"about ten times as long: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -229,8 +229,8 @@ def _compiled(
         except OSError as error:
             reason = f"{cache} cannot be written: {error}"
         warnings.warn(
-            f"CPU kernels are compiled again in each process, since {reason}; to keep them, "
-            "repair that or let XDG_CACHE_HOME name a folder that only you can write",
+            f"CPU kernels are compiled again in each process, since {reason}; to cache them, "
+            "correct this, or set XDG_CACHE_HOME to a folder that only you can write to",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -266,15 +266,15 @@ def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> P
         name = f"causal={causal}" if pattern is None else f"pattern={type(pattern).__name__}"
         raise ValueError(
             f"{name} with {queries} queries and {keys} keys: expected no more queries than keys, "
-            "whose last the queries are; pass the keys of all queries, or dense attention that is "
-            "not causal"
+            "since the queries are the last tokens of the sequence; pass the keys of all queries, "
+            "or use dense attention that is not causal"
         )
     inner = resolved.inner if isinstance(resolved, WithinDocuments) else resolved
     if queries < keys and isinstance(inner, Adaptive):
         raise ValueError(
             f"pattern={type(pattern).__name__} with {queries} queries and {keys} keys: expected "
-            "as many, since blocks of queries choose among the blocks before them; pass the whole "
-            "sequence"
+            "equal numbers, since blocks of queries choose among the blocks of the sequence; pass "
+            "the whole sequence"
         )
     return resolved
 

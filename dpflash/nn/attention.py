@@ -355,18 +355,18 @@ class MultiheadAttention(nn.Module):
         reason = None
         has_numbers = self.sinks is not None or self.alibi_slopes is not None
         if not self.self_attention:
-            reason = "keys of another source have other documents; pass self_attention=True"
+            reason = "self_attention=False is not supported; pass self_attention=True"
         elif any(mask is not None for mask in masks):
-            reason = "a mask beside it; leave the mask out, padding is a document of its own"
+            reason = "a mask beside it; leave the mask out, and make padding a document"
         elif self.context_parallel is not None and has_numbers:
             reason = (
-                "attention_sinks or alibi over several ranks, which have no gradient for each "
-                "document; leave them out, or train without context_parallel"
+                "attention_sinks or alibi over several ranks, where they have no per-document "
+                "gradients; leave them out, or train without context_parallel"
             )
         elif self.context_parallel is not None and isinstance(self.pattern, Adaptive):
             reason = (
-                f"pattern={self.pattern!r} over several ranks, which choose blocks in the whole "
-                "sequence; pass another pattern, or train without context_parallel"
+                f"pattern={self.pattern!r} over several ranks, where it chooses blocks across "
+                "documents; pass another pattern, or train without context_parallel"
             )
         elif self.training and self.dropout > 0:
             reason = f"dropout={self.dropout} of attention weights; pass dropout=0"

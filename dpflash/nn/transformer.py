@@ -59,7 +59,7 @@ class TransformerBlock(nn.Module):
         hidden_dim = round(mlp_ratio * embed_dim)
         if hidden_dim < 1 or hidden_dim != mlp_ratio * embed_dim:
             raise ValueError(
-                f"mlp_ratio={mlp_ratio}: {mlp_ratio} * {embed_dim} is no whole width; "
+                f"mlp_ratio={mlp_ratio}: {mlp_ratio} * {embed_dim} is not an integer; "
                 f"pass a multiple of 1/{embed_dim}"
             )
         if pattern is not None and require_pattern(pattern).causal != causal:

@@ -26,20 +26,20 @@ def parse(
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in words}
     except (SyntaxError, ValueError) as error:
         raise ValueError(
-            f"pattern={text!r}: expected a name with arguments; pass such as {_EXAMPLE!r}"
+            f"pattern={text!r}: expected a name with arguments; pass for example {_EXAMPLE!r}"
         ) from error
     name = _snake_case(function.id)
     if name not in known:
         raise ValueError(
-            f"pattern={text!r}: expected one of {', '.join(sorted(known))}; pass one of these, "
-            f"with arguments for other sizes than those of `dpflash bench`: {_EXAMPLE!r}"
+            f"pattern={text!r}: expected one of {', '.join(sorted(known))}; pass one of these; "
+            f"for other sizes than those of `dpflash bench` add arguments, as in {_EXAMPLE!r}"
         )
     allowed = [field.name for field in fields(known[name])]  # type: ignore[arg-type]
     unknown = sorted(arguments.keys() - allowed)
     if unknown:
         raise ValueError(
-            f"pattern={text!r}: {known[name].__name__} has no argument {unknown[0]!r}; pass some "
-            f"of {', '.join(allowed)}"
+            f"pattern={text!r}: {known[name].__name__} has no argument {unknown[0]!r}; its "
+            f"arguments are {', '.join(allowed)}"
         )
     return known[name], _usual_sizes(tokens).get(name, {}) if is_bare else arguments
 
