@@ -43,7 +43,7 @@ def table() -> dict[str, dict[str, Config]]:
 
 
 def entry(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> str:
-    """The name under which the table holds a kernel's config."""
+    """Return the table's key for a kernel, head dim and dtype."""
     bucket = next(size for size in HEAD_DIMS if size >= head_dim)
     bits = 32 if dtype == torch.float32 else 16
     return f"{kernel}/{bucket}/{bits}"
@@ -65,7 +65,7 @@ def config(
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The column of the table for a GPU."""
+    """Return the column of the table for a GPU."""
     if torch.version.hip is not None:
         return column("gfx")
     major, minor = torch.cuda.get_device_capability(device)

@@ -83,7 +83,7 @@ class AttentionGrads(NamedTuple):
 
 
 def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
-    """``o = sum_j m e^s v / sum_j m e^s`` with ``s = scale * q k - slope * |i - j| + bias``.
+    """Return ``o = sum_j m e^s v / sum_j m e^s``, ``s = scale * q k - slope * |i - j| + bias``.
 
     Args:
         inputs: see `AttentionInputs`.
@@ -119,7 +119,7 @@ def attention_backward(
     wide: bool = False,
     all_keys: bool = False,
 ) -> AttentionGrads:
-    """``ds = p (do v - delta)`` with ``delta = rowsum(do o) - dlse``; all gradients follow.
+    """Return the gradients, which follow from ds = p (do v - delta), delta = rowsum(do o) - dlse.
 
     Args:
         do: gradient of o, shape of o; its dtype, like that of o, may be wider than that of q.

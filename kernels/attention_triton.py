@@ -199,7 +199,7 @@ def _attention_forward_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``o = sum_j m e^s v / sum_j m e^s`` and ``lse = log sum_j m e^s`` for a tile of queries."""
+    """Write ``o = sum_j m e^s v / sum_j m e^s``, ``lse = log sum_j m e^s``, for a query tile."""
     log2e: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0)
     index = pid % num_tiles
@@ -288,7 +288,7 @@ def _attention_forward_kernel(
                 m_new = tl.maximum(m, tl.max(s, 1) * factor + bias)
                 pivot = m_new
                 if MASKED or HAS_BIAS:
-                    # A bias of -inf masks, too.
+                    # A bias of -inf masks keys too.
                     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
                 p = tl.exp2(s * factor - (pivot - bias)[:, None])
                 alpha = tl.exp2(m - pivot)
@@ -376,7 +376,7 @@ def _attention_dq_kernel(
     TOKEN_SUMS: tl.constexpr, RUN_GRADS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dq_i = scale sum_j ds_ij k_j`` for one tile of queries, and the optional sums."""
+    """Write ``dq_i = scale sum_j ds_ij k_j`` for one tile of queries, and the optional sums."""
     log2e: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0)
     index = pid % num_tiles
@@ -542,7 +542,7 @@ def _attention_dkdv_kernel(
     TOKEN_SUMS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dv_j = sum_i p_ij do_i`` and ``dk_j = scale sum_i ds_ij q_i`` for one tile of keys.
+    """Write ``dv_j = sum_i p_ij do_i`` and ``dk_j = scale sum_i ds_ij q_i`` for a tile of keys.
 
     Sums over `heads_per_program` query heads, which share a variant and a key head.
     """

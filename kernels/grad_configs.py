@@ -42,5 +42,5 @@ def table() -> dict[str, dict[str, GradConfig]]:
 
 
 def entry(kernel: Kernel, dtype: torch.dtype) -> str:
-    """The name under which the table holds a kernel's config."""
+    """Return the table's key for a kernel and dtype."""
     return f"{kernel}/{32 if dtype == torch.float32 else 16}"

@@ -503,7 +503,7 @@ def _norm_sums(
     if spans is None:
         products, totals = _token_sums(*operands, None, sums)
         return products.sum(1), totals.sum(1)
-    each = operands[0].shape[1] // max(1, x.shape[1])  # rows of a token
+    each = operands[0].shape[1] // max(1, x.shape[1])  # rows per token
     own = tuple((start * each, end * each) for start, end in spans)
     return _span_sums(operands[0], own, *operands[1:], sums=sums)
 

@@ -239,7 +239,7 @@ def _gram_bound_kernel(
         dy_sizes += dy
     size, x_size, dy_size = tl.sum(sizes, 0), tl.sum(x_sizes, 0), tl.sum(dy_sizes, 0)
     tokens = count.to(tl.float64)
-    # An underflowed product of inputs multiplies the product of outputs, and vice versa.
+    # The error of an underflowed product of inputs is multiplied by that of outputs, or vice versa.
     vanished = num_inputs * dy_size * dy_size + num_outputs * x_size * x_size
     rounding = as_fp64(rounding_bits) + tokens * tokens * 2.0**-52
     norm = tl.sqrt(total + rounding * size * size + _LEAST_NORMAL * vanished)

@@ -19,7 +19,7 @@ from .noise import NoiseStream, add_noise_
 from .noise_cpu import Part, call, noised_part, table, write_noised, written
 from .spans import Spans
 
-# Elements of per-sample gradients per thread.
+# Elements of per-sample gradients per thread; small calls use fewer threads.
 _WORK_OF_A_THREAD = 1 << 19
 # Elements of per-sample gradients that are stored at a time for a norm; they fit into the cache.
 _AT_ONCE = 1 << 17

@@ -18,7 +18,7 @@ from . import native
 from .layout import new_like
 from .noise_cpu import call, written
 
-# Elements per thread.
+# Elements per thread; small calls use fewer threads.
 _WORK_OF_A_THREAD = 1 << 18
 _CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -122,7 +122,7 @@ def _turned(
     back: bool,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`apply_rotary` by a kernel."""
+    """Compute `apply_rotary` by the device's kernel."""
     new_q, new_k = (new_like(q, q.dtype), new_like(k, k.dtype)) if out is None else out
     if q.is_cpu:
         threads = min(torch.get_num_threads(), 1 + (q.numel() + k.numel()) // _WORK_OF_A_THREAD)

@@ -22,7 +22,7 @@ from .ops import ReleasedAttention, attend, is_eager
 
 _MAX_HEAD_DIM = 576
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SHORT = 2**21  # multiplications of q k
+_SHORT = 2**21  # multiplications of q k up to which torch's kernel may run
 _DENSE = {False: Dense(causal=False), True: Dense(causal=True)}
 
 
@@ -218,7 +218,7 @@ def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
         # which `is_in_private_model` is False: both must take the same kernel.
         if trains and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
-        # torch's causal queries are the first tokens.
+        # In torch's causal attention, fewer queries than keys are the first tokens.
         if causal and not alone and q.shape[2] != k.shape[2]:
             return False
     return current_backend() != OWN and is_eager((q, k, v))
@@ -258,7 +258,7 @@ def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> P
     resolved = _DENSE[causal] if pattern is None else require_pattern(pattern)
     if causal and not resolved.causal:
         raise ValueError(
-            f"causal=True beside pattern={type(resolved).__name__}: the pattern is not causal; "
+            f"causal=True with pattern={type(resolved).__name__}: the pattern is not causal; "
             "build it with causal=True"
         )
     plain = isinstance(resolved, Dense) and not resolved.causal

@@ -127,7 +127,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 class _EagerAttention(torch.autograd.Function):
-    """`Attention` without support of torch.func, which makes each call slower."""
+    """`Attention` without torch.func, whose support costs time in each call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:

@@ -341,7 +341,7 @@ class MultiheadAttention(nn.Module):
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
     ) -> Tensor:
-        """Attention `[1, H, N, D]` within the documents of one row."""
+        """Return attention `[1, H, N, D]` within the documents of one row."""
         return attention(
             q,
             k,
@@ -499,7 +499,7 @@ class MultiheadAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The settings that the printed projections do not show."""
+        """Return the settings that the printed projections do not show."""
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"dropout={self.dropout}, rotary={self.rotary}, pattern={self.pattern}"

@@ -96,7 +96,7 @@ class TransformerBlock(nn.Module):
 
         Args:
             x: `[B, T, E]`.
-            key_padding_mask: `[B, T]`, True where a token is not attended to.
+            key_padding_mask: `[B, T]`, True if a token is not attended to.
             cu_seqlens: borders of documents that are packed into x, see `MultiheadAttention`.
             context: see `MultiheadAttention`.
 
