@@ -239,7 +239,7 @@ def _gram_bound_kernel(
         dy_sizes += dy
     size, x_size, dy_size = tl.sum(sizes, 0), tl.sum(x_sizes, 0), tl.sum(dy_sizes, 0)
     tokens = count.to(tl.float64)
-    # The error of an underflowed product of inputs is multiplied by that of outputs, or vice versa.
+    # An underflowed product of inputs has an error times a product of outputs, and vice versa.
     vanished = num_inputs * dy_size * dy_size + num_outputs * x_size * x_size
     rounding = as_fp64(rounding_bits) + tokens * tokens * 2.0**-52
     norm = tl.sqrt(total + rounding * size * size + _LEAST_NORMAL * vanished)
@@ -347,9 +347,9 @@ def _clip_reduce_kernel(
 ):  # fmt: skip
     """Write ``sum_i c_i G_i`` for each tensor of a table; samples with c_i = 0 are not read.
 
-    c_i is ``factors[i]``. The sum is in fp32. If EXACT, its terms are multiples of the grid and it
-    is in fp64; with INTO it is added to out. With NOISE, `noisy` adds the stream's noise, and the
-    result is rounded to fp32 once.
+    c_i is ``factors[i]``. The sum is in fp32. If EXACT, the sum is in fp64 and its terms are
+    multiples of the grid; with INTO it is added to out. With NOISE, `noisy` adds the stream's
+    noise, and the result is rounded to fp32 once.
     """
     place, row, program = row_of(rows_ptr, owners_ptr, tl.program_id(0))
     elements, inside, group = elements_of(row, program, BLOCK, ALIGNED, VECTORS)

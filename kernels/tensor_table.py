@@ -96,7 +96,7 @@ def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
 
 
 def has_vectors(*tensors: Tensor) -> bool:
-    """Whether kernels may load 16 bytes at a time from contiguous tensors."""
+    """Whether kernels may load 16 bytes at a time from these contiguous tensors."""
     for x in tensors:  # a generator takes twice as long
         if x.data_ptr() % 16 or x.numel() % 16:
             return False
