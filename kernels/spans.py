@@ -69,7 +69,7 @@ def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
 
 @functools.lru_cache(maxsize=16)
 def pairs_of_tiles(spans: Spans, tile: int, device: torch.device) -> tuple[Tensor, Spans]:
-    """Return ([3, pairs], int32: s, t >= s and sample of each pair of tiles; each span's pairs)."""
+    """Return ([3, pairs], int32: s, t >= s and sample of each tile pair; each span's pairs)."""
     own = [torch.triu_indices(n, n) for n in (-(-(end - start) // tile) for start, end in spans)]
     numbered = [F.pad(pairs, (0, 0, 0, 1), value=sample) for sample, pairs in enumerate(own)]
     table = torch.cat(numbered, 1) if numbered else torch.empty(3, 0)
