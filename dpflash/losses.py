@@ -1,12 +1,12 @@
 """Per-sample losses: one number for each sample of the batch, computed from that sample alone.
 
-A loss that divides by a number of the whole batch, such as its valid tokens (the default of
-Hugging Face models), couples the samples: removing one of them rescales the gradients of all
-others, and the clipped sum moves by several times the clipping bound. Here every divisor belongs
-to the sample itself, and the engine sums over the samples.
+A loss that divides by a number of the whole batch, such as its number of valid tokens (the default
+of Hugging Face models), couples the samples: removing one sample rescales the gradients of all
+others, and the clipped sum moves by several times the clipping bound. Here every divisor depends
+on the sample alone, and the engine sums over the samples.
 
-A sample with a target out of range has the loss NaN and a gradient of exact zeros. Nothing raises,
-since an error would depend on one private entry.
+A sample with a target out of range has the loss NaN and a gradient of exact zeros. The functions
+do not raise for it, since such an error would depend on one private entry.
 
 Letters: B samples, V classes.
 """
@@ -33,16 +33,16 @@ def cross_entropy(
     """Cross-entropy of each sample: the mean over that sample's own valid positions.
 
     Args:
-        logits: `[B, ..., V]`, floating point, classes last; narrower ones are
-            computed in float32.
+        logits: `[B, ..., V]`, floating point, classes last; dtypes narrower than float32 are
+            converted to float32.
         targets: `[B, ...]`, int64 class indices, already shifted for next-token prediction. A
-            sample with one outside of `0..V-1` has the loss NaN and a zero gradient.
+            sample with a target outside of `0..V-1` has the loss NaN and a zero gradient.
         ignore_index: targets of this value do not count. A sample with no other target has the
             loss 0 and a zero gradient.
-        sample_index: of a packed batch: the shape of `targets`, int64, the number of each
-            position's sample; positions with another number, such as -1, are of none. None where
-            row i is sample i.
-        num_samples: of a packed batch: B, its `max_documents`.
+        sample_index: for a packed batch: int64, shape of `targets`, the index of the sample to
+            which each position belongs; positions with an index outside of 0..B-1, such as -1,
+            belong to no sample. None means that row i is sample i.
+        num_samples: for a packed batch: B, its `max_documents`.
 
     Returns:
         `[B]`, float32 (float64 for float64 logits), in nats.
@@ -77,7 +77,7 @@ def cross_entropy(
     if sample_index is None:
         if num_samples is not None:
             raise ValueError(
-                f"num_samples={num_samples!r} without sample_index: pass both, of a packed batch"
+                f"num_samples={num_samples!r} without sample_index: pass both for a packed batch"
             )
         return _mean_of_valid(position_losses.view(targets.shape), valid, outside)
     index, num_samples = _checked_index(sample_index, num_samples, targets)
@@ -91,7 +91,7 @@ def cross_entropy(
 def kinds_of_targets(
     targets: Tensor, num_classes: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """(which targets count, which are out of range), bool, of the shape of `targets`."""
+    """Return two bool masks of the shape of `targets`: valid targets, and those out of range."""
     inside = (targets >= 0) & (targets < num_classes)
     counted = targets != ignore_index
     return counted & inside, counted & ~inside
@@ -107,18 +107,19 @@ def causal_lm(
 ) -> Tensor:
     """Next-token cross-entropy of each sample: the mean over that sample's own valid labels.
 
-    The logits of position t predict the label of position t + 1, as in the causal models of
-    Hugging Face, so pass labels that are not shifted, such as the input ids. The loss that such a
-    model returns is the mean over all valid tokens of the batch, which couples the samples.
+    The logits at position t predict the label at position t + 1, as in the causal models of
+    Hugging Face. So pass labels that are not shifted, such as the input ids. The loss that those
+    models return is the mean over all valid tokens of the batch, which couples the samples.
 
     Args:
-        logits: `[B, T, V]`, floating point; narrower than float32 is computed in float32.
-        labels: `[B, T]`, int64; the first one of each sample is predicted by nothing. A sample
-            with another one outside of `0..V-1` has the loss NaN and a zero gradient.
+        logits: `[B, T, V]`, floating point; narrower dtypes are converted to float32.
+        labels: `[B, T]`, int64; the first label of each sample is not used, since no logits
+            predict it. A sample with another label outside of `0..V-1` has the loss NaN and a
+            zero gradient.
         ignore_index: labels of this value, such as padding, do not count. A sample with no other
             label after its first has the loss 0 and a zero gradient.
-        sample_index, num_samples: of a packed batch, see `cross_entropy`. A label after one of
-            another sample does not count.
+        sample_index, num_samples: for a packed batch, see `cross_entropy`. A label that follows a
+            label of another sample does not count.
 
     Returns:
         `[B]`, float32 (float64 for float64 logits), in nats.
@@ -151,12 +152,12 @@ def mse(predictions: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error of each sample, over that sample's own elements.
 
     Args:
-        predictions: `[B]`, `[B, 1]` or `[B, ...]`, floating point; computed in float32 where
-            narrower.
-        targets: the shape of `predictions`, floating point.
+        predictions: `[B]`, `[B, 1]` or `[B, ...]`, floating point; narrower dtypes are converted
+            to float32.
+        targets: shape of `predictions`, floating point.
 
     Returns:
-        `[B]`, float32 (float64 where an argument is float64).
+        `[B]`, float32 (float64 if an argument is float64).
 
     Raises:
         ValueError: for unequal shapes ((B, 1) against (B,) would broadcast to all B x B pairs and
@@ -174,12 +175,12 @@ def binary_cross_entropy_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Binary cross-entropy of each sample, over that sample's own elements.
 
     Args:
-        logits: `[B]`, `[B, 1]` or `[B, ...]`, floating point; computed in float32 where narrower.
-        targets: the shape of `logits`, floating point, probabilities of the positive class. A
-            sample with one outside of [0, 1] has the loss NaN and a zero gradient.
+        logits: `[B]`, `[B, 1]` or `[B, ...]`, floating point; converted to float32 if narrower.
+        targets: shape of `logits`, floating point, probabilities of the positive class. A
+            sample with a target outside of [0, 1] has the loss NaN and a zero gradient.
 
     Returns:
-        `[B]`, float32 (float64 where an argument is float64), in nats.
+        `[B]`, float32 (float64 if an argument is float64), in nats.
 
     Raises:
         ValueError: for unequal shapes ((B, 1) against (B,) would broadcast to all B x B pairs and
@@ -208,23 +209,23 @@ NAMES_OF_CRITERIA = ", ".join(kind.__name__ for kind in CRITERIA)
 
 
 def of_criterion(criterion: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each sample by a criterion object of torch, whatever its reduction is.
+    """Return the loss of each sample under a criterion object of torch, ignoring its `reduction`.
 
     Args:
         criterion: CrossEntropyLoss, NLLLoss, MSELoss, L1Loss, SmoothL1Loss, HuberLoss,
             BCEWithLogitsLoss, BCELoss, KLDivLoss, PoissonNLLLoss or SoftMarginLoss. Class weights
-            multiply the losses; they are not divided by those of the batch. They must be public:
-            counts of private labels are not.
-        outputs: `[B, ...]`, as the criterion takes them (classes in dimension 1); computed in
-            float32 where narrower.
+            multiply the losses, but the losses are not divided by the batch's sum of weights.
+            Weights must be public: counts of private labels are not.
+        outputs: `[B, ...]`, in the shape that the criterion takes (classes in dimension 1);
+            narrower dtypes are converted to float32.
         targets: as the criterion takes them. A sample with a class out of range, or for BCELoss
             with an output or target outside of [0, 1], has the loss NaN and a zero gradient.
 
     Returns:
-        `[B]`: the mean over a sample's own elements, or over its valid classes.
+        `[B]`: the mean over each sample's elements or, with class indices, its valid targets.
 
     Raises:
-        ValueError: for another criterion, and for shapes that would broadcast.
+        ValueError: the criterion is not listed above, or the shapes would broadcast.
 
     Guarantees:
         Entry i depends on `outputs[i]` and `targets[i]` alone.
@@ -251,13 +252,13 @@ def of_criterion(criterion: nn.Module, outputs: Tensor, targets: Tensor) -> Tens
 
 
 def require_known(criterion: nn.Module) -> type[nn.Module]:
-    """The class of a criterion of `CRITERIA`; refuses others."""
+    """Return the criterion's class; raise ValueError unless it is one of `CRITERIA`."""
     kind = type(criterion)
     if kind not in CRITERIA:
         raise ValueError(
-            f"criterion={kind.__name__}: its losses of single samples are not known, as those of "
-            f"{NAMES_OF_CRITERIA} are. Give it reduction='none', and pass engine.backward what it "
-            "returns, [B]"
+            f"criterion={kind.__name__}: dpflash knows the per-sample losses of "
+            f"{NAMES_OF_CRITERIA} only. Build this criterion with reduction='none', and pass the "
+            "losses [B] that it returns to engine.backward"
         )
     return kind
 
@@ -265,7 +266,7 @@ def require_known(criterion: nn.Module) -> type[nn.Module]:
 def _checked_index(
     sample_index: Tensor, num_samples: int | None, targets: Tensor
 ) -> tuple[Tensor, int]:
-    """(the sample of each position, flat, with B for those of none; B)."""
+    """Return (flat sample indices, B if a position belongs to no sample; the number B)."""
     if num_samples is None:
         raise ValueError(
             "num_samples=None with sample_index: pass num_samples=batch.max_documents beside it"
@@ -281,12 +282,11 @@ def _checked_index(
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
-    """Converts to float32, except values that are wider."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _rows(shape: torch.Size) -> tuple[int, int]:
-    """`[B, n]`: one row a sample; n is written out because -1 is ambiguous for an empty batch."""
+    """Return (B, n), one row per sample; an explicit n, since -1 fails for an empty batch."""
     return shape[0], math.prod(shape[1:])
 
 
@@ -297,19 +297,18 @@ def _mean_of_each_sample(element_losses: Tensor) -> Tensor:
 
 
 def _mean_of_valid(position_losses: Tensor, valid: Tensor, outside: Tensor) -> Tensor:
-    """`[B, ...]` -> `[B]` over the valid positions; NaN where a target is out of range."""
+    """`[B, ...]` -> `[B]` over the valid positions; NaN if a target is out of range."""
     rows = _rows(valid.shape)
     losses = position_losses.reshape(rows).sum(1) / valid.reshape(rows).sum(1).clamp(min=1)
     return _nan_where(outside, losses)
 
 
 def _nan_where(outside: Tensor, losses: Tensor) -> Tensor:
-    """`[B]`: NaN, with a zero gradient, for samples with an entry in `outside` `[B, ...]`."""
+    """Set losses `[B]` to NaN, with zero gradient, if `outside` `[B, ...]` has a True entry."""
     return losses.masked_fill(outside.reshape(_rows(outside.shape)).any(1), math.nan)
 
 
 def _require_floating(**tensors: Tensor) -> None:
-    """Refuses tensors that are not floating point."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ValueError(
@@ -319,7 +318,7 @@ def _require_floating(**tensors: Tensor) -> None:
 
 
 def _require_alike(values: Tensor, targets: Tensor, name: str) -> None:
-    """Refuses tensors that are not floating point, have no batch dimension or differ in shape."""
+    """Raise unless both are floating point, with a batch dimension and equal shapes."""
     _require_floating(**{name: values, "targets": targets})
     if values.ndim < 1 or values.shape != targets.shape:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Attention over a tile graph: dispatches to the backend of the tensors' device.
+"""Attention over a tile graph, dispatched to the backend of the tensors' device.
 
-Dense and causal calls on a GPU may get another library's kernels, see `attention_vendor.py`.
+Dense and causal calls on a GPU may run in another library's kernels, see `attention_vendor.py`.
 
 Signatures and semantics are those of the reference implementation, `attention_reference.py`.
 """
@@ -45,10 +45,10 @@ def attention_backward(
     """See `attention_reference.attention_backward`.
 
     Args beyond those of the reference implementation:
-        out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
+        out: tensors to write dq, dk and dv to, for instance views of one buffer; last stride 1.
 
     Raises:
-        ValueError: `out` together with `wide`: the dtype of `out` decides.
+        ValueError: `out` together with `wide`, since `out` has a dtype.
     """
     if wide and out is not None:
         raise ValueError(
@@ -100,15 +100,15 @@ def attention_backward(
 
 
 def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
-    """Merge the result over further keys into o and lse, in place.
+    """Merge the results over further keys into o and lse, in place.
 
-    ``lse' = log(e^lse + e^lse_new)`` and ``o' = e^(lse - lse') o + e^(lse_new - lse') o_new``. A
-    fully masked query has o = 0 and lse = -inf, on either side.
+    ``lse' = log(e^lse + e^lse_new)`` and ``o' = e^(lse - lse') o + e^(lse_new - lse') o_new``. For
+    a fully masked query, o and lse, or o_new and lse_new, are 0 and -inf.
 
     Args:
         o: `[B, H, T, E]`, float32 or float64; may be a view.
-        lse: `[B, H, T]`, of the same dtype; may be a view.
-        o_new: `[B, H, T, E]`, over keys that o has not seen.
+        lse: `[B, H, T]`, dtype of o; may be a view.
+        o_new: `[B, H, T, E]`, the result over keys that o does not include.
         lse_new: `[B, H, T]`.
     """
     total = torch.logaddexp(lse, lse_new)
@@ -119,7 +119,7 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
 
 
 def _with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
-    """Negates or zeroes q, so that the scale is positive: -inf * scale must stay -inf."""
+    """Negate or zero q to make the scale positive, so that -inf * scale stays -inf."""
     if inputs.scale > 0:
         return inputs
     if inputs.scale < 0:
@@ -128,10 +128,10 @@ def _with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _backend(inputs: AttentionInputs) -> ModuleType:
-    """The module that runs on q's device.
+    """Return the module that runs on q's device.
 
-    It is `attention_reference` without a C++ compiler, and on a GPU for head dims above 256, whose
-    tiles its multiprocessors have no room for.
+    It is `attention_reference` on a CPU without a C++ compiler, and on a GPU for head dims above
+    256, whose tiles do not fit into shared memory.
     """
     q = inputs.q
     if q.device.type == "cpu":

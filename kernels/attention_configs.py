@@ -15,7 +15,7 @@ import torch
 
 Kernel = Literal["forward", "dq", "dkdv"]
 
-# Head dims of the table; others use the next one above.
+# Head dims of the table; other head dims use the next larger entry.
 HEAD_DIMS = (64, 128, 256)
 
 
@@ -28,7 +28,7 @@ class Config(NamedTuple):
     num_stages: int  # depth of the software pipeline
 
 
-# In the interpreter the sizes matter for coverage only: several tiles and chunks at small T.
+# Triton's interpreter uses small sizes, so that tests with small T have several tiles and chunks.
 INTERPRETED = Config(block_m=16, block_n=16, num_warps=4, num_stages=1)
 
 
@@ -43,7 +43,7 @@ def table() -> dict[str, dict[str, Config]]:
 
 
 def entry(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> str:
-    """The name under which the table holds a kernel's config."""
+    """Return the table's key for a kernel, head dim and dtype."""
     bucket = next(size for size in HEAD_DIMS if size >= head_dim)
     bits = 32 if dtype == torch.float32 else 16
     return f"{kernel}/{bucket}/{bits}"
@@ -52,10 +52,10 @@ def entry(kernel: Kernel, head_dim: int, dtype: torch.dtype) -> str:
 def config(
     kernel: Kernel, head_dim: int, dtype: torch.dtype, arch: str, *, has_bias: bool = False
 ) -> Config:
-    """The config of a kernel; `arch` is a column of the table.
+    """Return the config of a kernel; `arch` is a column of the table.
 
-    With a position bias half as many rows and columns, since a tile of the bias takes as many
-    registers as the scores; products take at least 16 of each.
+    With a position bias, tiles have half as many rows and columns (at least 16 each, as products
+    need), since a tile of the bias takes as many registers as the scores.
     """
     sizes = table()[arch][entry(kernel, head_dim, dtype)]
     if not has_bias:
@@ -65,7 +65,7 @@ def config(
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The column of the table for a GPU."""
+    """Return the column of the table for a GPU."""
     if torch.version.hip is not None:
         return column("gfx")
     major, minor = torch.cuda.get_device_capability(device)
@@ -73,7 +73,7 @@ def architecture(device: torch.device) -> str:
 
 
 def column(arch: str) -> str:
-    """The column for an architecture such as "sm_89"; unknown ones have one that fits them.
+    """Return the column for an architecture such as "sm_89", or one that fits an unknown one.
 
     A block has 163 KiB of shared memory on sm_80, 227 on sm_90 and sm_100, and 99 on sm_86, sm_89
     and sm_120. Source: CUDA Programming Guide, "Compute Capabilities".
@@ -87,5 +87,5 @@ def column(arch: str) -> str:
 
 
 def precision(hip: bool) -> str:
-    """How float32 products are taken: exactly, or with three TF32 products, which is as good."""
+    """Return Triton's input_precision of float32 products; three TF32 products are as accurate."""
     return "ieee" if hip else "tf32x3"

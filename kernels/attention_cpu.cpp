@@ -1,10 +1,10 @@
 // Attention over tile graphs on the CPU. attention_cpu.py calls it and describes the tensors.
 //
-// The queries of a tile are the lanes of vectors: scores stand as S[key][query]. So keys and
-// values are read where they lie, number by number, whatever their stride, and a query's
-// maximum, sum and lse need no sum over lanes. Keys of several runs go together, kKeys at a
+// The queries of a tile are the lanes of vectors, and scores are stored as S[key][query]. So keys
+// and values are read in place, one number at a time, with any stride, and a query's maximum, sum
+// and lse need no reduction over lanes. kKeys keys, of one or several runs, are processed at a
 // time.
-// Flash attention's recurrences: Dao, arXiv:2307.08691, algorithms 1 and 2.
+// Recurrences of flash attention: Dao, arXiv:2307.08691, algorithms 1 and 2.
 //
 // Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim, E that
 // of values.
@@ -18,7 +18,8 @@
 
 namespace {
 
-// Numbers that threads may hold for parts that wait for their turn, at least.
+// Threads may buffer this many numbers for parts that wait for their turn, or as many as all
+// gradients of keys and values have.
 constexpr int64_t kWaiting = int64_t(1) << 26;
 
 int64_t distance(const Problem& p, int64_t query, int64_t key) {
@@ -26,7 +27,7 @@ int64_t distance(const Problem& p, int64_t query, int64_t key) {
   return d < 0 ? -d : d;
 }
 
-// Applies weights, slope and bands to scores [key][query].
+// Adds log multiplicities and slopes to scores [key][query], and masks by the runs' bands.
 template <class F>
 void bias(const Problem& p, const Keys& keys, const Rows& rows, bool masked, F slope, F* scores) {
   using Integer = typename Number<F>::Integer;
@@ -51,7 +52,7 @@ void bias(const Problem& p, const Keys& keys, const Rows& rows, bool masked, F s
   }
 }
 
-// Scores become softcap * tanh(score / softcap), and `tangents` that tanh, unless null.
+// Replaces scores by softcap * tanh(score / softcap); writes the tanh to `tangents` unless null.
 template <class F>
 void cap(const Problem& p, int keys, int vectors, F* scores, F* tangents) {
   F bound = F(p.softcap), inverse = F(1 / p.softcap);
@@ -74,7 +75,7 @@ void add_bias(const Problem& p, const Keys& keys, const Rows& rows, const F* of_
   }
 }
 
-// What of a tile's sample and head enters its scores.
+// The slope and the bias of a tile's sample and head.
 template <class F>
 struct Added {
   F slope;
@@ -85,7 +86,7 @@ struct Added {
         bias(p.bias.data ? p.bias.of<F>(tile.b, tile.h) : nullptr) {}
 };
 
-// Scores [key][query] of keys that the rows see at least in part; false if they see none.
+// Computes scores [key][query]; returns false if the rows see none of the keys.
 template <class F>
 bool score(const Problem& p, const Keys& keys, const Rows& rows, const F* const* k, const F* q,
            const Added<F>& added, F* const* scores, F* tangents) {
@@ -100,7 +101,7 @@ bool score(const Problem& p, const Keys& keys, const Rows& rows, const F* const*
   return true;
 }
 
-// [D][query] of the rows of x, times `factor`; lanes without a query get 0.
+// Writes the rows of x, times `factor`, as [D][query]; lanes without a query are 0.
 template <class F>
 void transpose(const F* x, int64_t stride, const Rows& rows, int64_t dim, F factor, F* out) {
   for (int i = 0; i < rows.count; ++i) {
@@ -112,7 +113,7 @@ void transpose(const F* x, int64_t stride, const Rows& rows, int64_t dim, F fact
   }
 }
 
-// [query][padded] of the rows of x [query][dim], times `factor`.
+// Writes the rows of x [query][dim], times `factor`, as [query][padded].
 template <class F>
 void copy(const F* x, int64_t stride, const Rows& rows, int64_t dim, int64_t padded, F factor,
           F* out) {
@@ -125,7 +126,8 @@ void copy(const F* x, int64_t stride, const Rows& rows, int64_t dim, int64_t pad
 
 int64_t key_head(const Problem& p, const Tile& tile) { return tile.h / (p.heads / p.key_heads); }
 
-// Scores become e^(score - top), and top, sum and o [D][query] those of the keys so far.
+// A step of the online softmax: replaces scores by e^(score - top), and updates top, sum and
+// o [D][query] to include these keys.
 template <class F>
 void soften(int count, int64_t dim, int vectors, F* scores, F* top, F* sum, F* o) {
   for (int v = 0; v < vectors; ++v) {
@@ -135,7 +137,7 @@ void soften(int count, int64_t dim, int vectors, F* scores, F* top, F* sum, F* o
       Vector<F> value = load<F>(scores + x * kWidth<F> + lane);
       most = value > most ? value : most;
     }
-    // A query that has seen nothing yet has e^(-inf - 0) = 0.
+    // If a query has seen no key yet, e^(-inf - 0) = 0.
     Vector<F> pivot = most == -kInfinity<F> ? Vector<F>{} : most;
     Vector<F> total{};
     for (int x = 0; x < count; ++x) {
@@ -219,7 +221,7 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
   }
 }
 
-// Sums over keys, for each row of a tile: of ds, of p, and of both times the distance.
+// For each row of a tile, the sums over keys of ds, p, and the two times the distance.
 template <class F>
 struct RowSums {
   std::array<double, kTile + kWidth<F>> ds{}, p{}, ds_far{}, p_far{};
@@ -253,7 +255,7 @@ void add_to_row_sums(const Problem& p, const Keys& keys, const Rows& rows, const
   }
 }
 
-// Writes ds [key][query] where the bias' gradient [query][key] of a sample's head is.
+// Writes ds [key][query] to the bias' gradient [query][key] of a sample's head.
 template <class F>
 void write_bias_grad(const Problem& p, const Keys& keys, const Rows& rows, const F* ds, F* to) {
   for (int i = 0; i < rows.count; ++i) {
@@ -262,7 +264,7 @@ void write_bias_grad(const Problem& p, const Keys& keys, const Rows& rows, const
   }
 }
 
-// ds of bounded scores becomes that of the scores before the bound.
+// Replaces the gradient of scores after the softcap by that of the scores before it.
 template <class F>
 void uncap(int keys, int vectors, const F* tangents, F* ds) {
   for (int v = 0; v < vectors; ++v) {
@@ -274,14 +276,14 @@ void uncap(int keys, int vectors, const F* tangents, F* ds) {
   }
 }
 
-// Where a part's gradients of keys and values are summed: rows of the keys from `first` on.
+// Buffers for a part's gradients of keys and values; row 0 belongs to key `first`.
 template <class F>
 struct Sums {
   F *dk, *dv;
   int64_t first;
 };
 
-// Adds to the sums, and sets dq and the sums of rows.
+// Adds a tile's gradients to `sums`, and writes dq and the row sums.
 template <class F>
 void backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F* scratch) {
   constexpr int width = kWidth<F>;
@@ -320,7 +322,7 @@ void backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F* s
       int64_t row = all[i].at(r);
       F own = static_cast<const F*>(p.lse_in)[line + row];
       if (own != -kInfinity<F>) lse[i * width + r] = own;
-      // In double: an error here is one of every ds of the row.
+      // In double, since an error of delta enters every ds of the row.
       double sum = p.dlse ? -static_cast<const F*>(p.dlse)[line + row] : F(0);
       for (int64_t d = 0; d < p.value_dim; ++d) {
         sum += double(dout[row * p.dout.token + d]) * double(o[row * p.o_in.token + d]);
@@ -382,7 +384,7 @@ void backward_tile(const Problem& p, const Tile& tile, const Sums<F>& sums, F* s
   }
 }
 
-// Memory of a thread for one tile.
+// Number of scratch elements that a thread needs for one tile.
 template <class F>
 int64_t scratch_elements(const Problem& p) {
   int64_t rows = (kTile + kWidth<F> - 1) / kWidth<F> * kWidth<F>;
@@ -396,7 +398,7 @@ void forward(const Problem& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     for (int64_t h = 0; h < p.heads; ++h) add_tiles(p, b, h, tiles);
   }
-  // The last first: they are the long ones where queries are causal.
+  // The last tiles go first, since they see most keys if attention is causal.
   int64_t count = int64_t(tiles.size());
   Memory<F> scratch(p.threads, scratch_elements<F>(p));
   share<FlushToZero>(count, p.threads, [&](int64_t task, int64_t thread) {

@@ -1,6 +1,6 @@
 """Attention over tile graphs on the CPU, by the C++ kernels of attention_cpu.cpp.
 
-Memory is linear in T. Needs `native.library`; without it `attention` runs `attention_reference`.
+Memory is O(T). If `native.library` is None, `attention.py` runs `attention_reference` instead.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim
 of queries and keys, E that of values.
@@ -26,7 +26,7 @@ from .attention_reference import (
 )
 from .tile_graph import Side, TileGraph, real_cpu_tensors
 
-# Multiplications per thread.
+# Multiplications per thread; small calls use fewer threads.
 _WORK_OF_A_THREAD = 2**22
 
 
@@ -37,7 +37,7 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
     of threads or on other samples.
 
     Raises:
-        MemoryError: no memory for the kernel's own buffers; torch raises for tensors.
+        MemoryError: the kernel cannot allocate its own buffers; for tensors torch raises.
     """
     q, sinks = inputs.q, inputs.sinks
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -67,10 +67,10 @@ def attention_backward(
     """See `attention_reference.attention_backward`.
 
     No bit of a sample's dq, dk, dv and sums depends on the number of threads or on other samples.
-    With run_grads one thread works on each sample and key head, otherwise several may.
+    With run_grads, one thread works on each sample and key head; otherwise several threads may.
 
     Raises:
-        MemoryError: no memory for the kernel's own buffers; torch raises for tensors.
+        MemoryError: the kernel cannot allocate its own buffers; for tensors torch raises.
     """
     q, k, v, sinks = inputs.q, inputs.k, inputs.v, inputs.sinks
     dtype = lse.dtype
@@ -112,21 +112,20 @@ def attention_backward(
 
 
 def _unpadded(x: Tensor, dim: int) -> Tensor:
-    """A tensor without the padding of its last vectors."""
     return x if x.shape[3] == dim else x.narrow(3, 0, dim).contiguous()
 
 
 def _slopes_error(
     row_sums: Tensor, sinks: Tensor | None, lse: Tensor, delta: Tensor, dlse: Tensor | None
 ) -> Tensor:
-    """`[B, H, T]`: the error of dslopes that comes from delta, by which distances are multiplied.
+    """Return the error of dslopes that comes from the error of delta, `[B, H, T]`.
 
-    A row of all keys has ``sum_j p_ij (do_i v_j) = (delta_i + dlse_i) (sum_j p_ij + p_sink)``, so
-    that ds and p tell the error of a delta that was computed from a rounded o.
+    Over all keys, ``sum_j p_ij (do_i v_j) = (delta_i + dlse_i) (sum_j p_ij + p_sink)``. So the
+    error of a delta that was computed from a rounded o follows from the sums of ds and p.
 
     Args:
         row_sums: `[4, B, H, T]`: sums over keys of ds, p, ds |i - j| and p |i - j|.
-        sinks, lse, delta, dlse: of the backward.
+        sinks, lse, delta, dlse: arguments and intermediate results of the backward.
     """
     ds, p, _, far = row_sums.unbind(0)
     of_sink = torch.zeros_like(p)
@@ -138,12 +137,12 @@ def _slopes_error(
 
 
 def _visits_all_rows(graph: TileGraph) -> bool:
-    """Whether the kernels write every row of o, lse and dq: they visit no row without a group."""
+    """Whether the kernels write every row of o, lse and dq; they skip rows without a group."""
     return not graph.rows.runtime and graph.rows.is_complete(graph.num_queries)
 
 
 def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A tensor in the dtype of the computation, with the numbers of a token side by side."""
+    """Convert to the dtype of the computation, with last stride 1."""
     if x is None:
         return None
     x = x if x.dtype == dtype else x.to(dtype)
@@ -151,7 +150,7 @@ def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class _RunGrads:
-    """Gradients of the runs' weights: each head sums those of its own variant."""
+    """Gradients of the runs' log multiplicities; each head sums those of its variant's runs."""
 
     def __init__(self, graph: TileGraph, heads: torch.Size) -> None:
         side = graph.rows
@@ -173,7 +172,7 @@ class _RunGrads:
             self.of_heads = torch.zeros(int(self._lengths.sum()), dtype=torch.float64)
 
     def total(self) -> Tensor:
-        """`[R]`, float64, over samples and heads."""
+        """Return the gradients summed over samples and heads, `[R]`, float64."""
         with real_cpu_tensors():
             run = torch.arange(len(self.of_heads))
             run -= self.begin_of_runs.flatten().repeat_interleave(self._lengths)
@@ -181,8 +180,8 @@ class _RunGrads:
             return total.index_add_(0, run, self.of_heads)
 
 
-# The fields of tiles.h's Problem, in its order: six tensors with three strides each, pointers of
-# others, sizes, two numbers; then those of the graph's rows.
+# The fields of Problem in tiles.h, in its order: six tensors with three strides each, pointers to
+# other tensors, sizes, two floating-point numbers; then (_ROWS) the fields of the graph's rows.
 _CALL = struct.Struct(f"{6 * 4 + 14 + 11}q2d")
 _ROWS = struct.Struct("7q")
 _ABSENT = (0, 0, 0, 0)
@@ -197,7 +196,7 @@ def _lanes(dtype: torch.dtype) -> int:
 
 
 def _padded(dim: int, dtype: torch.dtype) -> int:
-    """A head dim, rounded up to whole vectors."""
+    """Round a head dim up to a multiple of the vector length."""
     lanes = _lanes(dtype)
     return -(-dim // lanes) * lanes
 
@@ -212,8 +211,8 @@ def _run(
 ) -> None:
     """Run a kernel, "forward" or "backward". Small calls spend most of their time here.
 
-    `others` are contiguous: o, lse, lse_in, dlse, dq, dk, dv, dbias, dweights, row_sums and
-    dweights_of, of which the kernel reads some and writes the others.
+    `others` are contiguous tensors that the kernel reads or writes: o, lse, lse_in, dlse, dq, dk,
+    dv, dbias, dweights, row_sums and dweights_of.
     """
     q, k, v, graph = inputs.q, inputs.k, inputs.v, inputs.graph
     sinks, slopes, key_range = inputs.sinks, inputs.slopes, inputs.key_range
@@ -223,7 +222,7 @@ def _run(
     batch, heads, queries, dim = q.shape
     _, key_heads, keys, value_dim = v.shape
     fields: list[int] = []
-    # These lists hold the tensors' memory until the kernel has run.
+    # These lists keep the tensors alive until the kernel has run.
     strided = [_aligned(x, dtype) for x in (q, k, v, o_in, dout, inputs.bias)]
     for x in strided:
         fields += _ABSENT if x is None else (x.data_ptr(), *x.stride()[:3])
@@ -244,7 +243,7 @@ def _run(
 
 
 class _Tables(NamedTuple):
-    """The tables of a graph's rows, as the kernels read them."""
+    """The tables of a graph's rows in the format of the kernels."""
 
     side: Side
     row_variants: Tensor
@@ -255,7 +254,7 @@ class _Tables(NamedTuple):
 def _tables(graph: TileGraph) -> _Tables:
     side, variants = graph.rows, graph.row_variants
     known: _Tables | None = graph.plans.get("cpu")
-    # Copies of a graph with other rows or variants share its plans.
+    # A copy of a graph with other rows or variants shares the graph's `plans`.
     if known is not None and known.side is side and known.row_variants is variants:
         return known
     assert all(x.dtype == torch.int32 for x in (side.groups, side.runs, side.variants, variants))

@@ -1,6 +1,6 @@
-"""Launches the Triton attention kernels: allocation, grids, sums outside of them.
+"""Launches the Triton attention kernels: allocation, grids, and sums of their partial results.
 
-Signatures are those of `attention_reference.py`, plus the buffers to write into.
+Signatures are those of `attention_reference.py`, plus the tensors to write to.
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim
 of queries and keys, E that of values.
 """
@@ -77,13 +77,13 @@ def attention_backward(
     """See `attention_reference.attention_backward`; scale > 0.
 
     Args beyond those of the reference implementation:
-        out: where to write dq, dk and dv, for instance views of one buffer; last stride 1.
+        out: tensors to write dq, dk and dv to, for instance views of one buffer; last stride 1.
     """
     do, o, q, k, v = (_unit_stride(x) for x in (do, o, inputs.q, inputs.k, inputs.v))
     inputs = replace(inputs, q=q, k=k, v=v, slopes=_vector(inputs.slopes))
     graph, sinks = inputs.graph, inputs.sinks
     statistics = _row_statistics(o, do, lse.contiguous(), dlse)
-    # Products take both sides in one dtype; delta has seen the unrounded do.
+    # Triton's products need operands of one dtype; delta was computed from the unrounded do.
     do = do.to(q.dtype)
     if out is None:
         rows_complete = graph.rows.is_complete(q.shape[2])
@@ -116,7 +116,7 @@ def attention_backward(
 
 
 def _row_statistics(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """`[B, H, T, 2]`, float32: lse in base 2, +inf where it was -inf; ``rowsum(o do) - dlse``."""
+    """Return (lse in base 2, +inf for -inf; ``rowsum(o do) - dlse``): `[B, H, T, 2]`, float32."""
     batch, heads, queries, head_dim = o.shape
     statistics = o.new_empty((batch, heads, queries, 2), dtype=torch.float32)
     block = 64
@@ -143,7 +143,7 @@ def _launch_dq(
     run_grads: bool,
     squares: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Writes dq and dbias.
+    """Write dq and dbias.
 
     Returns:
         The sum of dq over tokens, dslopes, the runs' gradient, the squared norms of dq.
@@ -157,7 +157,7 @@ def _launch_dq(
     num_tiles = tiles.shape[1]
     num_runs = side.runs.shape[0]
     places = -(-side.max_length // sizes.block_m)
-    # Variants may have fewer tiles than the longest one: unwritten entries must be 0.
+    # Variants may have fewer tiles than `num_tiles`: entries that no tile writes must be 0.
     zeros = functools.partial(torch.zeros, dtype=torch.float32, device=q.device)
     q_sums = zeros((batch, heads, num_tiles, head_dim)) if token_sums else None
     slope_sums = zeros((batch, heads, queries)) if slopes is not None else None
@@ -200,10 +200,10 @@ def _launch_dkdv(
     token_sums: bool,
     squares: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Writes dk and dv; returns their sums over tokens and their squared norms.
+    """Write dk and dv; return their sums over tokens and their squared norms.
 
-    Query heads of one key head that use different variants get a program each; their results
-    are added afterwards, and squares are taken of the sum.
+    If query heads of one key head use different variants, each query head has its own program.
+    The results are added afterwards, and squares are taken of the sum.
     """
     q, k, v, graph, scale = inputs.q, inputs.k, inputs.v, inputs.graph, inputs.scale
     slopes, key_range = inputs.slopes, inputs.key_range
@@ -262,7 +262,7 @@ def _launch_dkdv(
 
 
 def _grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
-    """One program for each tile of each head of each sample."""
+    """Return the grid with one program for each tile of each head of each sample."""
     programs = num_tiles * batch * heads
     if programs >= 2**31:
         raise ValueError(
@@ -273,17 +273,17 @@ def _grid(num_tiles: int, batch: int, heads: int) -> tuple[int]:
 
 
 def _distance_shift(inputs: AttentionInputs) -> int:
-    """The graph's `distance_shift`; kernels without slopes do not read it."""
+    """Return the graph's `distance_shift`; kernels without slopes do not read it."""
     return 0 if inputs.slopes is None else inputs.graph.distance_shift
 
 
 def _sample_stride(variants: Tensor) -> int:
-    """Elements between the variants of two samples; 0 where all samples share them."""
+    """Return the stride between the variants of two samples; 0 if the samples share them."""
     return variants.shape[1] if variants.ndim == 2 else 0
 
 
 def _softcap(inputs: AttentionInputs) -> float:
-    """The bound of the scores in base 2; kernels without a bound do not read it."""
+    """Return the softcap in base 2; kernels without softcap do not read it."""
     return 0.0 if inputs.softcap is None else inputs.softcap * _LOG2E
 
 
@@ -293,17 +293,17 @@ def _bias_strides(inputs: AttentionInputs) -> tuple[int, int, int, int]:
 
 
 def _head_dims(head_dim: int, value_dim: int, aligned: bool) -> dict[str, int]:
-    """D and E with the parts in which kernels take them."""
+    """Return D and E, and the parts into which kernels divide them."""
     d0, d1 = _parts(head_dim, aligned)
     e0, e1 = _parts(value_dim, aligned)
     return {"D": head_dim, "D0": d0, "D1": d1, "E": value_dim, "E0": e0, "E1": e1}
 
 
 def _parts(head_dim: int, aligned: bool) -> tuple[int, int]:
-    """One power of two, or two where that wastes less: 80 = 64 + 16.
+    """Cover a head dim by one power of two, or by two if this wastes less: 80 = 64 + 16.
 
-    One where tensors are not aligned: Triton 3.6 compiles two parts of those wrongly for
-    sm_90 (seen on an H100; `tests/kernels/test_attention_triton.py` compares both).
+    Tensors that are not aligned have one part: Triton 3.6 miscompiles two parts of such tensors
+    for sm_90 (seen on an H100; `tests/kernels/test_attention_triton.py` compares both).
     """
     whole = max(16, 1 << (head_dim - 1).bit_length())
     low = whole // 2
@@ -322,7 +322,7 @@ def _config(kernel: Kernel, inputs: AttentionInputs) -> Config:
 
 
 def _options(q: Tensor, sizes: Config) -> dict[str, object]:
-    """Constexprs and launch options that follow from dtype, device and config."""
+    """Return constexprs and launch options that depend on dtype, device and config."""
     return {
         "BLOCK_M": sizes.block_m,
         "BLOCK_N": sizes.block_n,

@@ -1,4 +1,4 @@
-"""Reference implementation of the attention kernels: holds every score of the tile graph.
+"""Reference implementation of the attention kernels, which holds the whole score matrix.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim of
 queries and keys, E head dim of values.
@@ -24,18 +24,18 @@ class AttentionInputs:
         q: `[B, H, T, D]`; query head h reads key/value head `h // (H // G)`.
         k: `[B, G, S, D]`.
         v: `[B, G, S, E]`.
-        graph: whose runs give m, the multiplicity of key j for query i in head h.
+        graph: the tile graph, whose runs give m, the multiplicity of key j for query i in head h.
         scale: factor of q k.
-        sinks: `[B, H]`, the score of one more key whose value is 0.
-        slopes: `[B, H]`, of ALiBi (Press et al., arXiv:2108.12409); |i - j| is
-            ``|i - j + graph.distance_shift|``.
-        key_range: `[B, 2]`, int32: sample b sees only keys of ``key_range[b, 0]`` up to, not
-            including, ``key_range[b, 1]``.
-        softcap: a bound c of the scores: ``c tanh(scale q k / c)`` takes the place of scale q k
-            (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
-        bias: `[B, H, T, S]`, added to the scores after the bound; any strides, 0 included.
-        backend: one of `attention_vendor.BACKENDS`: whose kernels may run. A backward gets the
-            choice of its forward.
+        sinks: `[B, H]`, the score of an extra key, whose value is 0.
+        slopes: `[B, H]`, slopes of ALiBi (Press et al., arXiv:2108.12409); the distance of query
+            i and key j is ``|i - j + graph.distance_shift|``.
+        key_range: `[B, 2]`, int32: sample b sees only the keys from ``key_range[b, 0]`` up to, but
+            not including, ``key_range[b, 1]``.
+        softcap: a bound c of the scores: ``c tanh(scale q k / c)`` replaces scale q k
+            (Gemma 2, arXiv:2408.00118, section 2); None means no bound.
+        bias: `[B, H, T, S]`, added to the scores after the softcap; any strides, also 0.
+        backend: one of `attention_vendor.BACKENDS`: whose kernels may run. A backward uses the
+            backend of its forward.
     """
 
     q: Tensor
@@ -55,18 +55,18 @@ class AttentionGrads(NamedTuple):
     """The results of attention's backward.
 
     Attributes:
-        dq, dk, dv: shapes and dtypes of q, k and v; dtype of lse if asked for as wide.
-        dsinks: `[B, H, T]`, or None without sinks: the terms of each query, whose sum over the
-            queries is the gradient.
-        dslopes: `[B, H, T]`, or None without slopes: likewise.
-        dlog_multiplicity: `[R]`, of the runs of `graph.rows`, or None if not asked for.
-        q_sum, k_sum, v_sum: `[B, H, D]`, `[B, G, D]` twice: dq, dk and dv summed over tokens,
-            which is each sample's gradient of a bias of q, k or v; or None.
-        squares: `[B]`, float64: squared L2 norm of each sample's (dq, dk, dv) together, of the
-            values returned, rounded as they are; not finite where one of them is not. Or None.
-        dbias: `[B, H, T, S]`, or None if not asked for.
+        dq, dk, dv: gradients, with the shapes and dtypes of q, k and v; dtype of lse if `wide`.
+        dsinks: `[B, H, T]`: each query's term of the gradient of the sinks, which is the sum over
+            the queries; None without sinks.
+        dslopes: `[B, H, T]`: each query's term of the gradient of the slopes, or None.
+        dlog_multiplicity: `[R]`, for the runs of `graph.rows`, or None.
+        q_sum, k_sum, v_sum: `[B, H, D]`, `[B, G, D]`, `[B, G, E]`: dq, dk and dv summed over
+            tokens, that is, the per-sample gradients of biases of q, k and v; or None.
+        squares: `[B]`, float64: squared L2 norm of each sample's (dq, dk, dv) as returned, that
+            is, after rounding; not finite if one of the values is not finite; or None.
+        dbias: `[B, H, T, S]`, or None.
 
-    The other optional ones are float32 (float64 for float64).
+    Optional fields except squares are float32 (float64 for float64 inputs).
     """
 
     dq: Tensor
@@ -83,15 +83,15 @@ class AttentionGrads(NamedTuple):
 
 
 def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
-    """``o = sum_j m e^s v / sum_j m e^s`` with ``s = scale * q k - slope * |i - j| + bias``.
+    """Return ``o = sum_j m e^s v / sum_j m e^s``, ``s = scale * q k - slope * |i - j| + bias``.
 
     Args:
         inputs: see `AttentionInputs`.
-        wide: return o in the dtype of lse, before it is rounded.
+        wide: return o in the dtype of lse, without rounding it to the dtype of q.
 
     Returns:
         o `[B, H, T, E]`, dtype of q, and lse `[B, H, T]`, natural log of the denominator, float32
-        (float64 for float64). A query without key (and sink) has o = 0 and lse = -inf.
+        (float64 for float64). A query with no key and no sink has o = 0 and lse = -inf.
     """
     dtype = torch.promote_types(inputs.q.dtype, torch.float32)
     scores, _ = _scores(inputs, dtype)
@@ -119,26 +119,26 @@ def attention_backward(
     wide: bool = False,
     all_keys: bool = False,
 ) -> AttentionGrads:
-    """``ds = p (do v - delta)`` with ``delta = rowsum(do o) - dlse``; all gradients follow.
+    """Return the gradients, which follow from ds = p (do v - delta), delta = rowsum(do o) - dlse.
 
     Args:
-        do: gradient of o, shape of o; may be wider than q, as o may.
+        do: gradient of o, shape of o; its dtype, like that of o, may be wider than that of q.
         dlse: gradient of lse, shape of lse; None means 0.
-        o, lse: results of `attention_forward`; or results over more keys than the graph has: the
-            gradients are then the part that flows through the graph's keys.
-        inputs: of `attention_forward`.
+        o, lse: results of `attention_forward`, or results over more keys than the graph has. The
+            gradients are then those that flow through the graph's keys.
+        inputs: inputs of `attention_forward`.
         token_sums: also return the sums of dq, dk and dv over tokens.
         run_grads: also return the gradient of ``graph.rows.log_multiplicity``.
         bias_grad: also return the gradient of the bias.
         squares: also return the squared norms of (dq, dk, dv).
-        wide: return dq, dk and dv in the dtype of lse, before they are rounded.
-        all_keys: o and lse are over the keys of the graph, not more. With that a backend that
-            sums in float64 takes the error of delta from the gradient of slopes; here and on a
-            GPU, where sums are float32, their own error is as large, and nothing changes.
+        wide: return dq, dk and dv in the dtype of lse, without rounding them.
+        all_keys: o and lse are over exactly the keys of the graph. A backend that sums in float64
+            then subtracts the error of delta from the gradient of the slopes. It has no effect
+            here and on a GPU, where float32 sums have an error of the same size.
 
     Returns:
-        See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded, squared
-        norms in float64 after.
+        See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded; squared
+        norms are taken in float64 after rounding.
     """
     dtype = lse.dtype
     q, k, v, scale = inputs.q, inputs.k, inputs.v, inputs.scale
@@ -167,40 +167,40 @@ def attention_backward(
 
 
 def delta_of(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """`[B, H, T]`, dtype of lse: ``rowsum(do o) - dlse``."""
+    """Return ``rowsum(do o) - dlse``, `[B, H, T]`, in the dtype of lse."""
     delta = (do.to(lse.dtype) * o.to(lse.dtype)).sum(3)
     return delta if dlse is None else delta - dlse.to(lse.dtype)
 
 
 def needs_wide_o(q: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> bool:
-    """Whether the backward needs o before it is rounded to the 16 bits of q.
+    """Whether the backward needs o before it is rounded to the 16-bit dtype of q.
 
-    Gradients of sinks and slopes are sums over all queries, in which the rounding of o stays.
+    Gradients of sinks and slopes are sums over all queries, in which rounding errors of o add up.
     """
     return q.dtype.itemsize == 2 and not (sinks is None and slopes is None)
 
 
 def sinks_grad(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """`[B, H, T]`, dtype of lse: ``-e^(sink - lse_i) delta_i``; a sink's value is 0."""
+    """Return ``-e^(sink - lse_i) delta_i``, `[B, H, T]`, dtype of lse; a sink's value is 0."""
     p = (sinks.to(lse.dtype).unsqueeze(2) - _finite(lse)).exp()
     return -(p * delta.masked_fill(lse == -math.inf, 0.0))
 
 
 def squared_norms(*grads: Tensor) -> Tensor:
-    """`[B]`, float64: the squared norm of each sample's gradients `[B, ...]`, all together."""
+    """Return the squared joint norm of each sample's gradients `[B, ...]`: `[B]`, float64."""
     norms = [torch.linalg.vector_norm(x, dim=(1, 2, 3), dtype=torch.float64) for x in grads]
     return torch.stack(norms).square().sum(0)
 
 
 def _of_query_heads(x: Tensor, inputs: AttentionInputs, dtype: torch.dtype) -> Tensor:
-    """`[B, H, S, D]`: keys or values, repeated for the query heads that read them."""
+    """Repeat keys or values for the query heads that read them: `[B, H, S, D]`."""
     return x.to(dtype).repeat_interleave(inputs.q.shape[1] // x.shape[1], dim=1)
 
 
 def _scores(inputs: AttentionInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`[B, H, T, S]` twice: scores with all that is added to them, and without, after the bound.
+    """Return scores with all added terms, and scores after the softcap only, `[B, H, T, S]` each.
 
-    Added are bias, slopes and the log of the multiplicity, -inf where nothing is seen.
+    The added terms are bias, slopes and the log of the multiplicity, -inf for unseen keys.
     """
     q, graph, key_range = inputs.q, inputs.graph, inputs.key_range
     keys = _of_query_heads(inputs.k, inputs, dtype)
@@ -222,19 +222,19 @@ def _scores(inputs: AttentionInputs, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def _distances(graph: TileGraph, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`[T, S]`: |i - j|, of positions in the whole sequence."""
+    """Return the distances |i - j| of positions in the whole sequence, `[T, S]`."""
     queries = torch.arange(graph.num_queries, device=device)
     keys = torch.arange(graph.num_keys, device=device)
     return (queries.unsqueeze(1) - keys + graph.distance_shift).abs().to(dtype)
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """The lse, +inf for fully masked rows, so that their probabilities are 0."""
+    """Replace -inf, the lse of fully masked rows, by +inf, so that their probabilities are 0."""
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def _run_grads(ds: Tensor, graph: TileGraph) -> Tensor:
-    """`[R]`: ds summed over the pairs of each run."""
+    """Sum ds over the pairs of each run: `[R]`."""
     side = graph.rows
     grads = torch.zeros(side.runs.shape[0], dtype=ds.dtype, device=ds.device)
     variants = graph.row_variants.expand(ds.shape[0], ds.shape[1])

@@ -1,12 +1,12 @@
 """Flash attention over a tile graph: a forward kernel and a deterministic split backward.
 
-A program owns one tile of rows and walks the runs of its group. The band of a run is clipped to
-the tile in closed form: columns that no row sees are never touched, columns that every row sees
-need no mask. Scores are kept in base 2. No kernel uses atomics, so results repeat bit for bit.
+A program processes one tile of rows and all runs of the tile's group. It clips the band of a run
+to the tile in closed form: columns that no row sees are not loaded, and columns that every row
+sees need no mask. Scores are in base 2. There are no atomics: results are bitwise reproducible.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim
-of queries and keys, E that of values. A head dim is taken in one part or two, powers of two: D0
-and D1, E0 and E1.
+of queries and keys, E that of values. A head dim is processed in one or two parts, which are
+powers of two: D0 and D1, E0 and E1.
 """
 
 import triton
@@ -21,7 +21,7 @@ def _load(
     FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Head dims FIRST.. of the rows at `offsets`, `[rows, WIDTH]`; 0 beyond D and where unseen."""
+    """Load dims FIRST.. of the rows at `offsets`, `[rows, WIDTH]`; 0 beyond D and if unseen."""
     dims = FIRST + tl.arange(0, WIDTH)
     ptrs = ptr + offsets[:, None] + dims[None, :]
     if FIRST + WIDTH > D:
@@ -35,14 +35,14 @@ def _load(
         else:
             x = tl.load(ptrs)
     if UPCAST:
-        # Triton's interpreter gets products of bfloat16 wrong.
+        # Triton's interpreter computes products of bfloat16 incorrectly.
         x = x.to(tl.float32)
     return x
 
 
 @triton.jit
 def _store(ptr, offsets, seen, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Writes the layout that `_load` reads."""
+    """Store x in the layout that `_load` reads."""
     dims = FIRST + tl.arange(0, WIDTH)
     ptrs = ptr + offsets[:, None] + dims[None, :]
     tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=seen[:, None] & (dims < D)[None, :])
@@ -50,14 +50,14 @@ def _store(ptr, offsets, seen, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: t
 
 @triton.jit
 def _store_sum(ptr, x, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Writes the sum over the rows that are there to head dims FIRST.. at `ptr`."""
+    """Store the sum over existing rows to head dims FIRST.. at `ptr`."""
     dims = FIRST + tl.arange(0, WIDTH)
     tl.store(ptr + dims, tl.sum(tl.where(there[:, None], x, 0.0), 0), mask=dims < D)
 
 
 @triton.jit
 def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Each row's sum of squares, as rounded by `_store`; in fp64, which holds 1e30^2."""
+    """Return each row's sum of squares, after rounding as in `_store`; in fp64, as for 1e30^2."""
     stored = x.to(ptr.dtype.element_ty).to(tl.float64)
     if FIRST + WIDTH > D:
         dims = FIRST + tl.arange(0, WIDTH)
@@ -67,16 +67,16 @@ def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _wide(positions):
-    """Positions as int64, through uint32: they are not negative, which saves instructions."""
+    """Convert nonnegative positions to int64, through uint32, which takes fewer instructions."""
     return positions.to(tl.uint32).to(tl.int64)
 
 
 @triton.jit
 def _tile(tiles_ptr, head_variants_ptr, variant_at, index, num_tiles, HAS_VARIANTS: tl.constexpr):
-    """Tile number `index` of the variant of a head, see `Side.tiles`.
+    """Load tile number `index` of the variant of a head, see `Side.tiles`.
 
     Returns position of the first row, stride and number of the rows, position of the last row,
-    first and end run, and the tile's place in its group.
+    first and end run, and the tile's index in its group.
     """
     tile = index.to(tl.int64)
     if HAS_VARIANTS:
@@ -93,7 +93,7 @@ def _tile(tiles_ptr, head_variants_ptr, variant_at, index, num_tiles, HAS_VARIAN
 
 @triton.jit
 def _columns_below(bound, start, stride, reciprocal, shift):
-    """How many columns ``start + n stride`` of an endless run lie below a bound.
+    """Return the number of columns ``start + n stride``, n = 0, 1, ..., that are below a bound.
 
     Divides by multiplication, see `Side.run_records`.
     """
@@ -103,11 +103,11 @@ def _columns_below(bound, start, stride, reciprocal, shift):
 
 @triton.jit
 def _clip(runs_ptr, run, rows, first, last, column_begin, column_end, BLOCK_N: tl.constexpr):
-    """A run, and its columns seen by some row of a tile, in chunks of BLOCK_N.
+    """Load a run, and clip it to the columns that some row of a tile sees, in chunks of BLOCK_N.
 
-    Returns its start, stride and log multiplicity in base 2; begin <= left <= right <= end: the
-    chunks of [left, right) are whole and seen by every row, those of [begin, left) and
-    [right, end) need a mask; and the first column that each row sees, and how many.
+    Returns the run's start, stride and log multiplicity in base 2; begin <= left <= right <= end,
+    where the chunks of [left, right) are full and seen by every row, and those of [begin, left)
+    and [right, end) need a mask; each row's first column, and number of columns.
     """
     record = runs_ptr + run * 8
     start = tl.load(record)
@@ -134,7 +134,7 @@ def _clip(runs_ptr, run, rows, first, last, column_begin, column_end, BLOCK_N: t
 
 @triton.jit
 def _at_run(x_ptr, y_ptr, start, stride, stride_xt, stride_yt):
-    """Where two tensors hold the first column of a run, and the elements between its columns."""
+    """Return two tensors' pointers to a run's first column, and the strides of its columns."""
     wide_start, wide_stride = start.to(tl.int64), stride.to(tl.int64)
     x_ptr += wide_start * stride_xt
     y_ptr += wide_start * stride_yt
@@ -143,20 +143,20 @@ def _at_run(x_ptr, y_ptr, start, stride, stride_xt, stride_yt):
 
 @triton.jit
 def _is_seen(columns, row_begin, row_seen):
-    """`[rows, columns]`: ``row_begin <= column < row_begin + row_seen``, by one comparison."""
+    """Return ``row_begin <= column < row_begin + row_seen``, `[rows, columns]`, in one compare."""
     return (columns[None, :] - row_begin[:, None]).to(tl.uint32) < row_seen[:, None]
 
 
 @triton.jit
 def _plus_product(total, weights, x, ptr, PRECISION: tl.constexpr):
-    """``total + weights x``, with weights rounded to the dtype of the tensor at `ptr`."""
+    """Return ``total + weights x``, with weights rounded to the dtype of the tensor at `ptr`."""
     rounded = weights.to(ptr.dtype.element_ty).to(x.dtype)
     return tl.dot(rounded, x, total, input_precision=PRECISION)
 
 
 @triton.jit
 def _tanh(x):
-    """tanh, to some units in the last place also near 0."""
+    """Return tanh(x), to a few units in the last place, also near 0."""
     square = x * x
     series = 62.0 / 2835.0
     series = series * square - 17.0 / 315.0
@@ -169,14 +169,13 @@ def _tanh(x):
 
 @triton.jit
 def _bias(ptr, rows, columns, stride_row, stride_column, seen):
-    """The bias in base 2 of `[rows, columns]`, 0 where unseen."""
+    """Load the bias of `[rows, columns]`, in base 2; 0 if unseen."""
     offsets = _wide(rows)[:, None] * stride_row + _wide(columns)[None, :] * stride_column
     return tl.load(ptr + offsets, mask=seen, other=0.0).to(tl.float32) * 1.4426950408889634
 
 
 @triton.jit
 def _distance(rows, columns, shift):
-    """``|row - column + shift|``, `[rows, columns]`, float32."""
     return tl.abs((rows + shift)[:, None] - columns[None, :]).to(tl.float32)
 
 
@@ -200,7 +199,7 @@ def _attention_forward_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``o = sum_j m e^s v / sum_j m e^s`` and ``lse = log sum_j m e^s`` for a tile of queries."""
+    """Write ``o = sum_j m e^s v / sum_j m e^s``, ``lse = log sum_j m e^s``, for a query tile."""
     log2e: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0)
     index = pid % num_tiles
@@ -289,7 +288,7 @@ def _attention_forward_kernel(
                 m_new = tl.maximum(m, tl.max(s, 1) * factor + bias)
                 pivot = m_new
                 if MASKED or HAS_BIAS:
-                    # A bias of -inf masks, too.
+                    # A bias of -inf masks keys too.
                     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
                 p = tl.exp2(s * factor - (pivot - bias)[:, None])
                 alpha = tl.exp2(m - pivot)
@@ -303,7 +302,7 @@ def _attention_forward_kernel(
                     acc1 = tl.dot(rounded, v1, acc1 * alpha[:, None], input_precision=PRECISION)
                 m = m_new
 
-    # Not "total > 0": a NaN must stay one.
+    # Not "total > 0", since a NaN must stay NaN.
     fully_masked = total == 0.0
     total = tl.where(fully_masked, 1.0, total)
     inverse = tl.where(fully_masked, 0.0, 1.0 / total)
@@ -325,9 +324,9 @@ def _attention_delta_kernel(
     heads, num_queries, num_blocks,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
-    """Row statistics: ``pivot``, the lse in base 2, and ``delta = rowsum(o do) - dlse``.
+    """Write row statistics: ``pivot``, the lse in base 2, and ``delta = rowsum(o do) - dlse``.
 
-    A row without key has lse = -inf; its pivot is +inf, which makes its probabilities 0.
+    A fully masked row has lse = -inf; its pivot is +inf, which makes its probabilities 0.
     """
     pid = tl.program_id(0)
     rows = (pid % num_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -350,7 +349,7 @@ def _attention_delta_kernel(
 
 @triton.jit
 def _pivot_and_delta(statistics):
-    """The two float32 of a row's 8 bytes, which are loaded at once."""
+    """Split the 8 bytes of a row's statistics, loaded at once, into their two float32."""
     pivot = statistics.to(tl.int32).to(tl.float32, bitcast=True)
     return pivot, (statistics >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -377,7 +376,7 @@ def _attention_dq_kernel(
     TOKEN_SUMS: tl.constexpr, RUN_GRADS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dq_i = scale sum_j ds_ij k_j`` for one tile of queries, and the optional sums."""
+    """Write ``dq_i = scale sum_j ds_ij k_j`` for one tile of queries, and the optional sums."""
     log2e: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0)
     index = pid % num_tiles
@@ -425,7 +424,7 @@ def _attention_dq_kernel(
         dq1 = tl.zeros([BLOCK_M, D1], tl.float32)
     if E1 > 0:
         do1 = _load(do_ptr, offsets * (wide_stride * stride_dt), there, E0, E1, E, True, UPCAST)
-    # Where no row is, pivot = +inf and delta = 0.
+    # For rows that do not exist, pivot = +inf and delta = 0.
     statistics = tl.load(statistics_ptr + at + rows, mask=there, other=0x7F800000)
     pivot, delta = _pivot_and_delta(statistics)
     slope_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -500,14 +499,14 @@ def _attention_dq_kernel(
     if D1 > 0:
         dq1 *= scale
         _store(dq_ptr, offsets * (wide_stride * stride_dqt), there, dq1, D0, D1, D)
-    # The loops need nearly all registers, so offsets are computed here and not before them. The
-    # slopes' terms, one for each query, are stored as a column: that is dq's layout.
+    # The loops need nearly all registers, so offsets are computed after them. The terms of the
+    # slopes' gradient, one per query, are stored as a column, in the layout of dq.
     partial = pid.to(tl.int64)
     if HAS_SLOPES:
         at = partial // num_tiles * num_queries
         tl.store(slope_sums_ptr + at + rows[:, None], -slope_sum[:, None], mask=there[:, None])
     if TOKEN_SUMS:
-        # Rows that are not there have p = 0 through pivot = inf, so they add nothing.
+        # Rows that do not exist have pivot = inf, so p = 0, and add nothing.
         dims = tl.arange(0, D0)
         tl.store(q_sums_ptr + partial * D + dims, tl.sum(dq0, 0), mask=dims < D)
         if D1 > 0:
@@ -543,9 +542,9 @@ def _attention_dkdv_kernel(
     TOKEN_SUMS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dv_j = sum_i p_ij do_i`` and ``dk_j = scale sum_i ds_ij q_i`` for one tile of keys.
+    """Write ``dv_j = sum_i p_ij do_i`` and ``dk_j = scale sum_i ds_ij q_i`` for a tile of keys.
 
-    Sums over `heads_per_program` query heads, which use the same variant and key head.
+    Sums over `heads_per_program` query heads, which share a variant and a key head.
     """
     log2e: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0)
@@ -594,7 +593,7 @@ def _attention_dkdv_kernel(
         dv1 = tl.zeros([BLOCK_M, E1], tl.float32)
 
     offs_n = tl.arange(0, BLOCK_N)
-    # What is known to be at least 0 has no second register for its sign.
+    # A value that is known to be at least 0 needs no second register for its sign.
     tl.assume(stride_qh >= 0)
     wide_head = first_head.to(tl.int64)
     q_ptr += sample * stride_qb + wide_head * stride_qh
@@ -646,7 +645,7 @@ def _attention_dkdv_kernel(
                         inside = there[:, None] & seen_columns[None, :]
                         s += _bias(bias_ptr, rows, queries, stride_is, stride_it, inside)
                     if HAS_SLOPES:
-                        # The shift is one of query - key, and keys are rows here.
+                        # The shift applies to query - key, but here keys are the rows.
                         s -= slope * _distance(rows, queries, -distance_shift)
                     p = tl.exp2(s - (pivot - bias)[None, :])
                     if MASKED:
@@ -684,7 +683,7 @@ def _attention_dkdv_kernel(
     if E1 > 0:
         _store(dv_ptr, offsets * (wide_stride * stride_dvt), there, dv1, E0, E1, E)
     if TOKEN_SUMS:
-        # Rows that are not there have k = v = 0, but p = e^-lse; they are masked out here.
+        # Rows that do not exist have k = v = 0, but p = e^-lse; they are masked out here.
         partial = (sample * programs + out_head) * num_tiles + index
         _store_sum(k_sums_ptr + partial * D, dk0, there, 0, D0, D)
         _store_sum(v_sums_ptr + partial * E, dv0, there, 0, E0, E)
@@ -698,6 +697,6 @@ def _attention_dkdv_kernel(
             squares += _squares(dk_ptr, dk1, D0, D1, D)
         if E1 > 0:
             squares += _squares(dv_ptr, dv1, E0, E1, E)
-        # Existing rows, from values that the loop holds in registers anyway.
+        # Mask by rows and last, which the loop holds in registers anyway.
         squares = tl.where(rows <= last, squares, 0.0)
         tl.store(squares_ptr + pid, tl.sum(squares, 0))

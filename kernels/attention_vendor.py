@@ -1,7 +1,7 @@
-"""Whose attention kernels run: this library's, cuDNN's or FlashAttention's.
+"""Chooses whose attention kernels run, dpflash's, cuDNN's or FlashAttention's, and calls them.
 
-`choose` says it for a call, by what the vendors' kernels take and what repeats bit for bit; the
-rest calls them. They are called as operators of their own, never through
+`choose` decides for a call, by the arguments that each kernel supports and by which kernels are
+bitwise reproducible. The kernels are called as separate operators, never through
 `F.scaled_dot_product_attention`, whose choice is a setting of the process.
 
 Sources: PyTorch 2.9 to 2.13, `aten/src/ATen/native/cudnn/MHA.cpp` and
@@ -45,25 +45,25 @@ _VENDORS_HEAD_DIM, _WIDE_HEAD_DIM = 128, 256
 
 
 class Machine(NamedTuple):
-    """What a device can run."""
+    """The attention kernels that a device can run."""
 
     capability: tuple[int, int] | None  # of an NVIDIA GPU; None for other devices
-    cudnn: int = 0  # version as 91600; 0 where there is none
+    cudnn: int = 0  # version, such as 91600; 0 if there is no cuDNN
     fa4: bool = False  # whether FlashAttention 4 is installed
 
 
 class Call(NamedTuple):
-    """What decides whose kernels a call gets.
+    """The properties of a call that determine whose kernels it runs in.
 
     Attributes:
-        machine: of the tensors' device.
+        machine: the kernels that the tensors' device can run.
         backend: one of BACKENDS.
         deterministic: whether torch.use_deterministic_algorithms is on.
         kind: "dense" or "causal"; None for any other graph.
-        is_plain: no sinks, slopes, key ranges, bound of the scores or bias, and no result asked
-            for that only the own kernels have.
-        is_aligned: whether rows of all tensors begin at multiples of 16 bytes, none repeated.
-        dtype: of q, k and v.
+        is_plain: no sinks, slopes, key ranges, softcap or bias, and no request for a result that
+            only dpflash's kernels return.
+        is_aligned: whether rows of all tensors begin at multiples of 16 bytes and do not overlap.
+        dtype: dtype of q, k and v.
         shape: B, H, G, T, S, D, E.
         has_dlse: whether lse has a gradient.
     """
@@ -91,10 +91,10 @@ _ON_OTHERS = Choice(OWN, OWN, "the device is no NVIDIA GPU")
 
 
 def choose(call: Call) -> Choice:
-    """Whose forward and backward a call gets.
+    """Choose whose forward and backward a call runs in.
 
-    With "auto" and "own", forward and backward repeat bit for bit. Only dpflash's own kernels
-    also give a sample the same bits whatever the other samples are.
+    With "auto" and "own", forward and backward are bitwise reproducible. Only with dpflash's own
+    kernels are the bits of a sample's result also independent of the other samples.
     """
     machine, fast = call.machine, call.backend == FAST
     if machine.capability is None:
@@ -126,7 +126,7 @@ def choose(call: Call) -> Choice:
 
 
 def _only_own(call: Call) -> str | None:
-    """Why no other kernel may take a call; None where one may."""
+    """Return why a call must run in dpflash's own kernels, or None if others may be used."""
     batch, heads, groups, queries, keys, head_dim, value_dim = call.shape
     if call.backend == OWN:
         return "attention_backend is 'own'"
@@ -134,7 +134,7 @@ def _only_own(call: Call) -> str | None:
         return "torch.use_deterministic_algorithms is on"
     if call.kind is None or not call.is_plain:
         return "the call is more than dense or causal attention"
-    # Others align a causal mask to the first key where T and S differ.
+    # Other kernels align a causal mask to the first key if T and S differ.
     if queries != keys or queries < 2 or 0 in (batch, heads, groups):
         return "the call has one query, none, or fewer than keys"
     if max(batch, heads) > _MOST:
@@ -148,17 +148,17 @@ def _only_own(call: Call) -> str | None:
 
 @functools.cache
 def machine(device: torch.device) -> Machine:
-    """What a device can run."""
+    """Return the attention kernels that a device can run."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return Machine(None)
-    # With this setting torch reads lse in another layout than the own forward writes.
+    # With this setting torch expects lse in another layout than dpflash's forward writes.
     is_ragged = os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") != "0"
     cudnn = 0 if is_ragged else torch.backends.cudnn.version() or 0
     return Machine(torch.cuda.get_device_capability(device), cudnn, _fa4() is not None)
 
 
 def describe(device: torch.device, backend: str = AUTO) -> str:
-    """In a sentence, whose kernels dense and causal calls get on a device, and why."""
+    """Describe in a sentence whose kernels dense and causal calls run in on a device, and why."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     shape = (1, 1, 1, 1024, 1024, 128, 128)
     options = (backend, deterministic, "causal", True, True, torch.bfloat16, shape)
@@ -173,12 +173,12 @@ def describe(device: torch.device, backend: str = AUTO) -> str:
 def choice_of(
     inputs: AttentionInputs, *, has_dlse: bool = False, only_grads: bool = True
 ) -> Choice:
-    """Whose kernels a call gets.
+    """Choose whose kernels a call runs in.
 
     Args:
-        inputs: of the call.
-        has_dlse: of a backward, whether lse has a gradient.
-        only_grads: of a backward, whether nothing but dq, dk, dv and their norms is asked for.
+        inputs: inputs of the call.
+        has_dlse: for a backward, whether lse has a gradient.
+        only_grads: for a backward, whether only dq, dk, dv and their norms are requested.
     """
     q, k, v = _qkv(inputs)
     found = machine(q.device)
@@ -203,7 +203,7 @@ def choice_of(
 def attention_forward(
     inputs: AttentionInputs, kernel: str, *, wide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See `attention_reference.attention_forward`; o has 16 bits, as wide too."""
+    """See `attention_reference.attention_forward`; o is rounded to 16 bits even if `wide`."""
     q, k, v, scale, causal = *_qkv(inputs), inputs.scale, kind_of(inputs.graph) == "causal"
     if kernel == CUDNN:
         o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
@@ -235,11 +235,11 @@ def attention_backward(
     squares: bool = False,
     wide: bool = False,
 ) -> AttentionGrads:
-    """See `attention_reference.attention_backward`; gradients have 16 bits, as wide too."""
+    """See `attention_reference.attention_backward`; gradients are rounded even if `wide`."""
     q, k, v, scale, causal = *_qkv(inputs), inputs.scale, kind_of(inputs.graph) == "causal"
     do, o = _as_result(do, q), _as_result(o, q)
     lse, tokens = lse.contiguous(), q.shape[2]
-    # No dropout: seed and offset are not read.
+    # Without dropout, seed and offset are not read.
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     if kernel == CUDNN:
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
@@ -271,9 +271,9 @@ def attention_backward(
 
 
 def kind_of(graph: TileGraph) -> str | None:
-    """What a graph is: "dense", where each query sees all keys, or "causal", all up to its own.
+    """Return "dense" if each query sees all keys, "causal" if it sees the keys up to its own.
 
-    None for any other, and for those that the host has not seen.
+    Return None for other graphs, and for graphs that were built on the device.
     """
     if graph.rows.runtime:
         return None
@@ -298,7 +298,7 @@ def _read_kind(graph: TileGraph) -> str | None:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether the other kernels can load the rows: 16 bytes at a time, without overlap."""
+    """Whether rows begin at multiples of 16 bytes and do not overlap, as other kernels need."""
     *outer, last = zip(x.shape, x.stride(), strict=True)
     return (
         x.data_ptr() % 16 == 0
@@ -314,10 +314,10 @@ def _qkv(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _as_result(x: Tensor, q: Tensor) -> Tensor:
-    """An o, or its gradient, in the dtype of q and the one layout that goes with q.
+    """Convert o or its gradient to the dtype and the memory layout of q.
 
-    PyTorch finds a plan of cuDNN by the layouts of q, k and v alone (a later one by all): o or do
-    in another layout would be read as if they had that of an earlier call.
+    PyTorch caches cuDNN plans by the layouts of q, k and v only (later versions by all layouts).
+    So o or do in another layout would be read as if it had the layout of an earlier call.
     """
     result = torch.empty_like(q)
     if x.dtype == q.dtype and x.stride() == result.stride() and x.data_ptr() % 16 == 0:
@@ -326,15 +326,15 @@ def _as_result(x: Tensor, q: Tensor) -> Tensor:
 
 
 class _FlashAttention4(NamedTuple):
-    """Functions of FlashAttention 4, of tensors `[B, T, H, D]`."""
+    """Functions of FlashAttention 4, which take tensors `[B, T, H, D]`."""
 
-    forward: Callable[..., Any]  # o, and lse `[B, H, T]`
+    forward: Callable[..., Any]  # returns o, and lse `[B, H, T]`
     backward: Callable[..., Any]
 
 
 @functools.cache
 def _fa4() -> _FlashAttention4 | None:
-    """FlashAttention 4 (the package flash-attn-4), or None where it is not or does not fit."""
+    """Return FlashAttention 4, or None if flash-attn-4 is missing or has another signature."""
     try:
         interface = import_module("flash_attn.cute.interface")
         found = _FlashAttention4(interface.flash_attn_func, interface._flash_attn_bwd)

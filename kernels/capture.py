@@ -1,9 +1,9 @@
-"""Captures of CUDA graphs: what a replay reads stays where the capture found it.
+"""Captures of CUDA graphs: keeps alive the memory that a replay reads.
 
-A graph keeps the addresses of what its kernels read, and no reference to it. What was copied from
-the CPU while a stream captured would be copied again in each replay, from memory that others have
-by then. So `Kept` holds what launches made or looked up during a capture, and writes tables from
-the CPU once, after it.
+A graph stores the addresses that its kernels read, but no references to the tensors. A copy from
+the CPU that is captured would be repeated in each replay, from memory that may have been reused.
+So `Kept` holds the tensors that launches made or looked up during a capture, and copies tables
+from the CPU once, after the capture.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# Of the capture under way. Not by thread: autograd runs a GPU's nodes in threads of its own.
+# The `Kept` of the current capture. Not thread-local: autograd runs GPU nodes in other threads.
 _kept: Kept | None = None
 
 
 class Kept:
-    """What the kernels of a captured graph read beside the tensors of the model.
+    """Holds what the kernels of a captured graph read besides the tensors of the model.
 
-    It must live as long as the graph. A rehearsal, a run of what is then captured, makes the
-    memory of its tables: memory of the graph's own would be that of other results too.
+    It must live as long as the graph. The memory of its tables is allocated in a rehearsal, a run
+    of the block before its capture: the graph's own memory pool would reuse it for other results.
     """
 
     def __init__(self) -> None:
@@ -47,26 +47,26 @@ class Kept:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Run the block as ever, and hold what launches use; before `capturing`."""
+        """Run the block without capture, before `capturing`, and hold what its launches use."""
         self._rehearses = True
         with self._is_current():
             yield
         self._rehearses = False
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Launches inside the block, which was rehearsed, use what is held."""
+        """Context manager for the capture of a rehearsed block, which uses what is held."""
         return self._is_current()
 
     def serves(self, device: torch.device) -> bool:
-        """Whether a table is for this block, not for another thread that captures nothing."""
+        """Whether a table on a device belongs to this block, not to a thread without capture."""
         is_cuda = device.type == "cuda" and not self._rehearses
         return not is_cuda or torch.cuda.is_current_stream_capturing()
 
     def place_of(self, table: Tensor, device: torch.device) -> Tensor:
-        """Memory on the device for a table on the CPU, which `write` copies there.
+        """Return memory on the device for a table on the CPU, which `write` copies there.
 
         Raises:
-            RuntimeError: the rehearsal sent other tables.
+            RuntimeError: the rehearsal had other tables.
         """
         if self._rehearses:
             self._places.append(table.to(device, copy=True))
@@ -80,17 +80,17 @@ class Kept:
         raise RuntimeError("a capture launches other kernels than its rehearsal")
 
     def hold(self, found: object) -> None:
-        """Hold what holds tensors."""
+        """Keep a reference to an object that holds tensors."""
         self._objects.append(found)
 
     def write(self) -> None:
-        """Copy the tables to the device; once, after the capture and before the first replay."""
+        """Copy the tables to the device, once, after the capture and before the first replay."""
         for there, table in zip(self._places, self._tables, strict=True):
             there.copy_(table)
 
 
 def kept_in_captures(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorates a function with a cache of tensors: a captured graph holds those that it used."""
+    """Decorate a function that returns cached tensors, so that a capture keeps them alive."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -103,7 +103,7 @@ def kept_in_captures(function: Callable[_Arguments, _Result]) -> Callable[_Argum
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy x from the CPU to a device, without waiting for it.
+    """Copy x from the CPU to a device, without synchronizing.
 
     Raises:
         RuntimeError: a CUDA stream captures a graph without `Kept`.
@@ -117,7 +117,7 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 
 
 def is_captured_by_others(device: torch.device) -> bool:
-    """Whether a stream captures a graph without `Kept`, so that caches must not be used."""
+    """Whether a stream captures a graph without `Kept`, in which caches must not be used."""
     is_cuda = device.type == "cuda" and _kept is None
     return is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -126,11 +126,11 @@ def refuse_capture(reason: str) -> None:
     """Raise RuntimeError while the current CUDA stream is capturing.
 
     Args:
-        reason: the effect of a replay, for the message.
+        reason: the effect of a replay, for the error message.
     """
-    # The second call raises without CUDA; nothing captures before CUDA is initialized.
+    # The second call raises without CUDA; no stream captures before CUDA is initialized.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"a CUDA stream is capturing a graph, and {reason}. Leave it out of the capture: call "
-            "it outside of torch.cuda.graph, make_graphed_callables and the like"
+            f"a CUDA stream is capturing a graph, and {reason}. Make this call outside of the "
+            "capture, that is, outside of torch.cuda.graph and make_graphed_callables"
         )

@@ -1,13 +1,13 @@
-// ChaCha20 of RFC 8439: a run of its keystream, a lane of a vector for each block.
+// The keystream of ChaCha20 (RFC 8439), vectorized with one lane per block.
 #pragma once
 
 #include "vectors.h"
 
-constexpr int kBlockWords = 8;  // of 64 bits
+constexpr int kBlockWords = 8;  // 64-bit words per block
 
 struct Stream {
   uint32_t key[8];
-  uint32_t nonce[3];  // the step's two words, and the parameter
+  uint32_t nonce[3];  // two words of the step, and the parameter's number
 };
 
 // One 32-bit word of each block.
@@ -26,7 +26,7 @@ inline void quarter(Words& a, Words& b, Words& c, Words& d) {
   c += d, b = rotated<7>(b ^ c);
 }
 
-// The kBlocks * kBlockWords words from a block on, as the little-endian numbers that they are.
+// Writes kBlocks * kBlockWords words from `block` on, read as little-endian numbers.
 inline void keystream(const Stream& stream, uint32_t block, int64_t* words) {
   const uint32_t constants[4] = {0x61707865, 0x3320646E, 0x79622D32, 0x6B206574};
   Words first[16], x[16];

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-# Triton's README supports this compute capability and above. Compiled for less all the same, tiles
-# of 16 bit spill kilobytes (7.0, 7.5: no products on tensor cores), and noise has no code (6.1).
+# Triton's README names this as the oldest supported compute capability. Compiled for older ones,
+# 16-bit tiles spill kilobytes (7.0, 7.5: no tensor cores), and noise does not compile (6.1).
 _OLDEST_CAPABILITY = (8, 0)
 _CPU = "train on the CPU, as after module.to('cpu')"
 
 
 def problem_with(device: torch.device) -> str | None:
-    """Why nothing trains on a device, and what to use instead; or None."""
+    """Return why a device is not supported and what to use instead, or None if it is."""
     if device.type == "cpu":
         return None
     if device.type != "cuda":

@@ -1,9 +1,9 @@
-"""Products of float8 matrices (e4m3), in which each row of both operands has a scale of its own.
+"""Products of float8 matrices (e4m3), with one scale for each row of both operands.
 
-The scale of a row is the least power of two by which its greatest entry fits into e4m3. So it
-depends on no other row, and division by it is exact: what is lost is the rounding to e4m3 alone
-(3 bits of mantissa; entries below 2^-13 of the row's greatest lose digits, below 2^-17 become 0).
-A row of zeros stays one. A row that is not finite gives NaN in its own products, nowhere else.
+The scale of a row is the least power of two that brings the row's largest entry into the range of
+e4m3. So it does not depend on other rows, and division by it is exact: only rounding to e4m3 loses
+digits (3 bits of mantissa; entries below 2^-13 of the largest lose more, below 2^-17 they are 0).
+Rows of zeros stay zero. A row that is not finite makes its own products NaN, and no others.
 
 Letters: N rows of a, M rows of b, K entries of a row.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 _E4M3 = torch.float8_e4m3fn  # has no infinity; the greatest value is 448 = 1.75 * 2^8
 _EXPONENT_OF_GREATEST = 8
 _MANTISSA_BITS, _BIAS = 23, 127  # of float32
-# Added to a float32's bits it carries into the exponent where the mantissa is above 1.75.
+# Added to a float32's bits, this carries into the exponent if the mantissa is above 1.75.
 _ABOVE_GREATEST = (1 << 21) - 1
 
 
@@ -35,7 +35,7 @@ class ScaledRows(NamedTuple):
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether a device multiplies e4m3 matrices itself; elsewhere `scaled_product` emulates it."""
+    """Whether a device multiplies e4m3 matrices; for others `scaled_product` emulates it."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -45,26 +45,25 @@ def scaled_rows(x: Tensor) -> ScaledRows:
     """Round x `[N, K]`, of 16 or 32 bits, to float8, each row with its own scale."""
     wide = x.float()
     greatest = _greatest(wide)
-    # In integers, since a logarithm would round.
+    # Computed in integers, since a logarithm would round.
     exponent = (greatest.view(torch.int32) + _ABOVE_GREATEST) >> _MANTISSA_BITS
     exponent = exponent.clamp(min=_EXPONENT_OF_GREATEST + 1) - _EXPONENT_OF_GREATEST
     scales = (exponent << _MANTISSA_BITS).view(torch.float32)
     inverse = ((2 * _BIAS - exponent) << _MANTISSA_BITS).view(torch.float32)
     values = (wide * inverse).to(_E4M3, memory_format=torch.contiguous_format)
-    # Of what is not finite, e4m3 keeps 448 in some versions of torch.
+    # Some versions of torch convert entries that are not finite to 448.
     return ScaledRows(values, torch.where(greatest.isfinite(), scales, torch.nan))
 
 
 def _greatest(x: Tensor) -> Tensor:
-    """`[N, 1]`: the greatest absolute value of each row."""
     return x.abs().amax(-1, keepdim=True)
 
 
 def scaled_product(a: Tensor, b: ScaledRows) -> Tensor:
-    """The product of a `[..., K]`, rounded to float8, and the transpose of b `[M, K]`; fp32 sums.
+    """Return the product of a `[..., K]`, rounded to float8, and the transpose of b `[M, K]`.
 
     Returns:
-        `[..., M]`, in a's dtype.
+        `[..., M]`, in the dtype of a; accumulated in fp32.
     """
     rows = scaled_rows(a.reshape(a.shape[:-1].numel(), a.shape[-1]))
     transposed = b.values.t()
@@ -75,7 +74,7 @@ def scaled_product(a: Tensor, b: ScaledRows) -> Tensor:
             scales = rows.scales, b.scales.t()
             product = torch._scaled_mm(rows.values, transposed, *scales, out_dtype=a.dtype)
             return product.view(*a.shape[:-1], product.shape[1])
-        else:  # With scales of rows it returns bfloat16 alone.
+        else:  # With scales of rows, _scaled_mm returns bfloat16 only.
             one = torch.ones((), device=a.device)
             product = torch._scaled_mm(rows.values, transposed, one, one, out_dtype=torch.float32)
         product = (product * b.scales.t() * rows.scales).to(a.dtype)

@@ -22,12 +22,12 @@ class GradConfig(NamedTuple):
 
     block_m: int  # rows of a tile (outputs; tokens for gram)
     block_n: int  # columns of a tile (inputs; tokens for gram, then equal to block_m)
-    block_k: int  # terms of a step (tokens; inputs or outputs for gram)
+    block_k: int  # length of the reduction per step (tokens; inputs or outputs for gram)
     num_warps: int  # of a program
     num_stages: int  # depth of the software pipeline
 
 
-# In the interpreter the sizes matter for coverage only: several tiles and steps at small sizes.
+# Triton's interpreter uses small sizes, so that small tests have several tiles and steps.
 INTERPRETED = GradConfig(block_m=32, block_n=32, block_k=16, num_warps=4, num_stages=1)
 
 
@@ -42,5 +42,5 @@ def table() -> dict[str, dict[str, GradConfig]]:
 
 
 def entry(kernel: Kernel, dtype: torch.dtype) -> str:
-    """The name under which the table holds a kernel's config."""
+    """Return the table's key for a kernel and dtype."""
     return f"{kernel}/{32 if dtype == torch.float32 else 16}"

@@ -1,8 +1,8 @@
-"""Launches the Triton per-sample gradient kernels: allocation, grids, sums outside of them.
+"""Launches the Triton per-sample gradient kernels: allocation, grids, sums of partial results.
 
 Signatures are those of `reference.py`; `grads.py` checks the arguments.
 Letters: B samples, T tokens of a sample; U samples that are spans of N tokens; I inputs,
-O outputs, V rows of a table, E its width.
+O outputs, V rows of an embedding table, E its width.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from .tensor_table import TYPES, alike, has_vectors, tensor_table
 
 _INTERPRETED = not isinstance(kernels._clipped_grad_kernel, triton.JITFunction)
 
-# Elements, tokens, columns and rows that a program of a reduction takes at a time.
+# Numbers of elements, tokens and columns that a program of a reduction processes at a time.
 REDUCE_BLOCK = 1024
 SQUARES_CHUNK = 8192
 TOKEN_CHUNK = 512
 TOKEN_BLOCK = 32
 WIDTH_BLOCK = 128
-# Steps of a Gram product that are added up before their sum is added to that of others.
+# Steps of a Gram product that are summed before their sum is added to the total.
 GRAM_STEPS = 4
-# Where noise starts within a block of its words, 4 warps would spill under Triton 3.6.
+# If noise starts within a block of its words, 4 warps would spill under Triton 3.6.
 OFFSET_OPTIONS = OPTIONS | {"num_warps": 8}
 
-# Relative rounding error of an fp32 addition: tensor cores truncate.
+# Relative rounding error of an fp32 addition on tensor cores, which truncate.
 _ROUNDING = 2.0**-23
 
 
 def per_sample_grad(
     x: Tensor, dy: Tensor, *, spans: Spans | None = None, return_squares: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `reference.per_sample_grad`; the squares come from the fp32 tiles, still on chip."""
+    """See `reference.per_sample_grad`; squares are taken of the fp32 tiles while on chip."""
     x, dy = _operands(x, dy)
     batch, tokens, inputs, outputs = _samples(x, spans), *x.shape[1:], dy.shape[2]
     grads = torch.empty((batch, outputs, inputs), dtype=torch.float32, device=x.device)
@@ -83,18 +83,19 @@ def per_sample_grad(
 def grad_norm(
     x: Tensor, dy: Tensor, *, form: str | None = None, spans: Spans | None = None
 ) -> Tensor:
-    """See `reference.grad_norm`; an upper bound of ||H_i||^2, H_i what `clipped_grad` sums.
+    """See `reference.grad_norm`; returns an upper bound of ||H_i||^2.
 
-    Its products and sums are in fp32 (of fp32 operands, with three TF32 products for each), so it
-    differs from G_i by the rounding of T products, at most T 2^-20 `grad_magnitude`.
+    H_i is the per-sample gradient that `clipped_grad` sums. Its products and sums are in fp32
+    (three TF32 products for each product of fp32 operands), so it differs from G_i by the rounding
+    of T products, at most T 2^-20 `grad_magnitude`.
 
-    "tile": by making H_i, with the kernel of `clipped_grad`.
+    "tile": computes H_i, with the kernel of `clipped_grad`.
 
-    "gram": by ||G_i||^2 in real arithmetic and that rounding. The rounding error of fp32 in the
-    products of tokens, see `_gram_rounding`, is added relative to `grad_magnitude` squared: where
-    tokens are orthogonal and I + O = 2048, that is T 8e-5 of ||G_i||^2 in 16 bits and T 1.2e-4 in
-    32. Where a sample's tokens nearly cancel, or products overflow, H_i is made, which the device
-    decides.
+    "gram": computes ||G_i||^2 and adds bounds of the rounding errors: that of H_i, and that of the
+    products of tokens in fp32, see `_gram_rounding`. The latter is relative to `grad_magnitude`
+    squared: for orthogonal tokens and I + O = 2048 it is T 8e-5 of ||G_i||^2 in 16 bits and T
+    1.2e-4 in 32. If a sample's tokens nearly cancel, or products overflow, H_i is computed; the
+    device decides this.
     """
     x, dy = _operands(x, dy)
     if spans is not None:
@@ -110,7 +111,7 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
-    """`grad_norm` of spans, one launch for each form; spans of the other form are empty in it."""
+    """`grad_norm` of spans, with one launch per form, in which spans of the other are empty."""
     forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
@@ -137,7 +138,7 @@ def clip_reduce(
     into: Tensor | None = None,
     noise: NoiseStream | None = None,
 ) -> Tensor:
-    """See `reference.clip_reduce`; noise waits for the device, unless it is settled later."""
+    """See `reference.clip_reduce`; with noise it synchronizes, unless noise is settled later."""
     intos = None if into is None else [into]
     noises = None if noise is None else [noise]
     return clip_reduce_all([grads], factors, grid=grid, into=intos, noise=noises)[0]
@@ -155,7 +156,7 @@ def clip_reduce_all(
     grads, factors = [own.contiguous() for own in grads], factors.float().contiguous()
     dtype = torch.float32 if grid is None or noise is not None else torch.float64
     outs = into or [torch.empty(g.shape[1:], dtype=dtype, device=g.device) for g in grads]
-    # Of a sum that is not on the grid the noise is added to its fp32 value.
+    # To a sum that is not on the grid, noise is added afterwards, to its fp32 value.
     streams: list[NoiseStream | None] = [None] * len(grads)
     if noise is not None and grid is not None:
         streams = [stream if stream.std else None for stream in noise]
@@ -177,13 +178,13 @@ def clip_reduce_all(
 
 
 def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
-    """See `reference.squared_norm`; everything in fp64, one launch for all tensors of a dtype."""
+    """See `reference.squared_norm`; computed in fp64, one launch for all tensors of a dtype."""
     first, is_new = grads[0], into is None
     batch = first.shape[0]
     if into is None:
         into = torch.empty(batch, dtype=torch.float64, device=first.device)
     flat = [own.contiguous() for own in grads if own.numel()]
-    # A sample's part begins at 16 bytes where it has a multiple of 16 elements.
+    # Each sample's part is aligned to 16 bytes if it has a multiple of 16 elements.
     counts = [own.numel() // batch for own in flat]
     kinds = [
         (own.dtype, own.data_ptr() % 16 == 0 and count % 16 == 0)
@@ -198,7 +199,7 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
                 table.rows, table.owners, parts, table.programs, GRADS=TYPES[own[0].dtype],
                 CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK, VECTORS=kinds[numbers[0]][1],
             )  # fmt: skip
-        # A square is rounded, and a sum for each term of its own program and each program.
+        # Rounding errors: one of the square, one per term in its program, one per program.
         terms = min(sum(sizes), SQUARES_CHUNK + table.programs)
         _sum_squares(parts, terms, into, is_into=not is_new)
         is_new = False
@@ -226,9 +227,9 @@ def clip_factors(
 def embedding_per_sample_grad(
     indices: Tensor, dy: Tensor, num_embeddings: int, *, spans: Spans | None = None
 ) -> Tensor:
-    """See `reference.embedding_per_sample_grad`; nothing is atomic, so its bits repeat."""
+    """See `reference.embedding_per_sample_grad`; without atomics, so bitwise reproducible."""
     batch, width = _samples(dy, spans), dy.shape[2]
-    # Each sample has a table of its own, and so do the tokens of no sample, which is not returned.
+    # Each sample has its own table; tokens of no sample share another, which is not returned.
     tables = batch if spans is None else batch + 1
     rows = indices.long() + _sample_of_tokens(dy, spans) * num_embeddings
     factors = _ones(batch, dy.device)
@@ -237,16 +238,16 @@ def embedding_per_sample_grad(
 
 
 def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = None) -> Tensor:
-    """See `reference.embedding_grad_norm`; a sample's tokens sorted by row, a program a row.
+    """See `reference.embedding_grad_norm`; tokens are sorted by row, with one program per row.
 
-    An upper bound of the squared norm, both in real arithmetic and as `embedding_clipped_grad`
-    sums the gradient: it includes the rounding errors of fp64.
+    The result is an upper bound of the squared norm, in real arithmetic and of the gradient as
+    `embedding_clipped_grad` sums it: it includes the rounding errors of fp64.
     """
     batch, tokens, width = dy.shape
     dy = _unit_stride(dy)
     keys = indices.long()
     if spans is not None:
-        # First by sample, in the order of the spans; those of no sample come last.
+        # Sort by sample first, in the order of the spans; tokens of no sample come last.
         keys = keys + (_sample_of_tokens(dy, spans) << 32)
     in_order, order = torch.sort(keys, dim=1, stable=True)
     ends = torch.searchsorted(in_order, in_order, right=True)
@@ -274,9 +275,9 @@ def embedding_clipped_grad(
     *,
     spans: Spans | None = None,
 ) -> Tensor:
-    """See `reference.embedding_clipped_grad`; all tokens sorted by row, so nothing is atomic.
+    """See `reference.embedding_clipped_grad`; tokens are sorted by row, which avoids atomics.
 
-    Each sample's gradient is summed in fp64 by itself, so `embedding_grad_norm` bounds its norm.
+    Each sample's gradient is summed separately in fp64, so `embedding_grad_norm` bounds its norm.
     """
     tokens, width = dy.shape[1:]
     dy = _unit_stride(dy)
@@ -348,9 +349,10 @@ def rms_norm_backward(
 def _launch_products(
     x: Tensor, dy: Tensor, spans: Spans | None, factors: Tensor, out: Tensor | None
 ) -> Tensor:
-    """Writes sum_i c_i H_i to `out`; without it returns the parts of ||H_i||^2 where c_i is not 0.
+    """Write sum_i c_i H_i to `out` or, without `out`, return each tile's part of ||H_i||^2.
 
-    Both with one compiled kernel, for norms of what is summed: with arguments of the same types.
+    Parts are written if c_i is not 0. Both uses have arguments of the same types, so that they run
+    the same compiled kernel, and the norms are those of the H_i that are summed.
 
     Returns:
         [B, tiles], fp64; [0, tiles] with `out`.
@@ -374,13 +376,13 @@ def _launch_products(
 
 
 def _tile_squares(x: Tensor, dy: Tensor, spans: Spans | None) -> Tensor:
-    """Bounds of ||H_i||^2 [B] from H_i itself."""
+    """Return upper bounds of ||H_i||^2, [B], computed from H_i."""
     parts = _launch_products(x, dy, spans, _ones(_samples(x, spans), x.device), None)
     return _sum_squares(parts, x.shape[2] * dy.shape[2])
 
 
 def _gram_squares(x: Tensor, dy: Tensor, spans: Spans | None) -> Tensor:
-    """Bounds of ||H_i||^2 [B] by pairs of token tiles, from H_i itself where tokens cancel."""
+    """Return upper bounds of ||H_i||^2, [B], from Gram products or, if tokens cancel, from H_i."""
     batch, tokens, inputs, outputs = *x.shape, dy.shape[2]
     sizes = _config("gram", x, dy)
     run = GRAM_STEPS * sizes.block_k
@@ -424,11 +426,13 @@ def _sum_squares(
     apart: Tensor | None = None,
     is_into: bool = False,
 ) -> Tensor:
-    """Bounds [B] of the sums of parts [B, parts], given the number of squares in all.
+    """Return upper bounds, [B], of the sums of parts [B, parts].
 
     Args:
-        squares: written, and returned; with `is_into` added to.
-        apart: [B], fp32: where 0, squares stays as it is.
+        parts: partial sums of squares.
+        terms: total number of squares, for the bound of the rounding error.
+        squares: output; with `is_into` the bounds are added to it.
+        apart: [B], fp32: if an entry is 0, the entry of squares is not changed.
     """
     batch, count = parts.shape
     if squares is None:
@@ -443,11 +447,11 @@ def _sum_squares(
 
 
 def _gram_rounding(width: int, run: int, dtype: torch.dtype) -> float:
-    """Error bound of a Gram kernel's product of two tokens, relative to their norms.
+    """Return the error bound of a Gram kernel's product of two tokens, relative to their norms.
 
-    Each addition rounds by at most 2^-23 of the terms added up so far, and a tensor core's block
-    of four or more terms by once more. A product of fp32 is three chains of TF32 products, which
-    leave out 2^-21 of it.
+    Each addition rounds by at most 2^-23 of the sum so far, and a tensor core's block of four or
+    more terms rounds once more. A product of fp32 operands is computed as three chains of TF32
+    products, which omit 2^-21 of the product.
     """
     chains = 3 if dtype == torch.float32 else 1
     return (chains * min(width, run) * 5 / 4 + _blocks(width, run) + 8) * _ROUNDING
@@ -462,9 +466,9 @@ def _launch_reduce(
     *,
     is_into: bool,
 ) -> None:
-    """sum_i c_i G_i of contiguous grads of one kind, with a factor for each sample.
+    """Write sum_i c_i G_i to outs, for contiguous grads of one kind and one factor per sample.
 
-    The sum is fp32; with a grid it is fp64 and exact, or with noise rounded to fp32.
+    The sum is fp32. With a grid it is exact, in fp64, or rounded to fp32 after noise is added.
     """
     noise = [stream for stream in streams if stream is not None]
     found = open_list(outs, noise) if noise else None
@@ -494,12 +498,12 @@ def _norm_sums(
     *,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of dy (x - mean) rstd and of dy over all but samples and the normalised shape."""
+    """Sum dy (x - mean) rstd and dy over all dimensions but samples and the normalised shape."""
     operands = _rows(dy, shape), _rows(x, shape), mean, rstd
     if spans is None:
         products, totals = _token_sums(*operands, None, sums)
         return products.sum(1), totals.sum(1)
-    each = operands[0].shape[1] // max(1, x.shape[1])  # rows of a token
+    each = operands[0].shape[1] // max(1, x.shape[1])  # rows per token
     own = tuple((start * each, end * each) for start, end in spans)
     return _span_sums(operands[0], own, *operands[1:], sums=sums)
 
@@ -513,7 +517,7 @@ def _span_sums(
     *,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`_token_sums` of spans, [U, E]: of chunks of them first, and then of the chunks' sums."""
+    """`_token_sums` of spans, [U, E]: sum chunks of spans first, and then the chunks' sums."""
     parts, of_spans = chunks(spans, TOKEN_CHUNK)
     found = _token_sums(dy, x, mean, rstd, parts, sums)
     if len(parts) == len(spans):
@@ -532,11 +536,11 @@ def _token_sums(
     spans: Spans | None,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sums over tokens of dy (x - mean) rstd and of dy, by chunks of tokens.
+    """Sum dy (x - mean) rstd and dy over chunks of tokens.
 
     Returns:
-        [B, chunks, E], or for spans, none longer than a chunk, [1, U, E]; fp32, fp64 for fp64 dy.
-        Without x and without `sums` empty.
+        Two tensors [B, chunks, E] or, for spans no longer than a chunk, [1, U, E]; fp32, fp64 for
+        fp64 dy. The first is empty without x, the second without `sums`.
     """
     batch, tokens, width = dy.shape
     dy, x = _unit_stride(dy), None if x is None else _unit_stride(x)
@@ -563,14 +567,14 @@ def _token_sums(
 
 
 def _rows(x: Tensor, shape: torch.Size) -> Tensor:
-    """[B, T, E] of a tensor [B, ..., *shape]."""
+    """Reshape a tensor [B, ..., *shape] to [B, T, E]."""
     batch, width = x.shape[0], shape.numel()
     middle = x.shape[1 : x.ndim - len(shape)].numel()
     return x.reshape(batch, middle, width)
 
 
 def _operands(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """The operands in one dtype, with the last dimension adjacent in memory."""
+    """Convert both operands to one dtype, with last stride 1."""
     dtype = torch.promote_types(x.dtype, dy.dtype)
     return _unit_stride(x.to(dtype)), _unit_stride(dy.to(dtype))
 
@@ -588,7 +592,7 @@ def _samples(x: Tensor, spans: Spans | None) -> int:
 
 
 def _sample_of_tokens(x: Tensor, spans: Spans | None) -> Tensor:
-    """The sample of each token of x [B, T, ...]: [B, 1], or for spans [N], U for none."""
+    """Return the sample of each token of x [B, T, ...]: [B, 1] or, for spans, [N], U for none."""
     if spans is None:
         return torch.arange(x.shape[0], device=x.device).view(-1, 1)
     return samples_of_tokens(spans, x.shape[1], x.device)
@@ -597,14 +601,14 @@ def _sample_of_tokens(x: Tensor, spans: Spans | None) -> Tensor:
 @kept_in_captures
 @functools.lru_cache(maxsize=64)
 def _ones(samples: int, device: torch.device) -> Tensor:
-    """[B], fp32. Not to be changed."""
+    """Return cached ones, [B], fp32. Do not modify them."""
     return torch.ones(samples, device=device)
 
 
 @kept_in_captures
 @functools.lru_cache(maxsize=64)
 def _pairs(tiles: int, device: torch.device) -> Tensor:
-    """[2, pairs]: the tiles (s, t) with t >= s."""
+    """Return the pairs of tiles (s, t) with t >= s: [2, pairs]."""
     return torch.triu_indices(tiles, tiles, dtype=torch.int32, device=device)
 
 
@@ -612,12 +616,12 @@ def _config(kernel: Kernel, x: Tensor, dy: Tensor) -> GradConfig:
     if _INTERPRETED:
         return INTERPRETED
     sizes = table()[architecture(x.device)][entry(kernel, x.dtype)]
-    # Where loads are narrow, only tiles of 128 x 128 were tried on a GPU.
+    # For unaligned operands, only tiles of 128 x 128 were tried on a GPU.
     return sizes if is_aligned(x, dy) else sizes._replace(block_n=min(128, sizes.block_n))
 
 
 def _options(sizes: GradConfig) -> dict[str, object]:
-    """Constexprs and launch options that follow from the config and the place of running."""
+    """Return constexprs and launch options that depend on the config and the device."""
     return {
         "BLOCK_K": sizes.block_k,
         "UPCAST": _INTERPRETED,
@@ -629,7 +633,7 @@ def _options(sizes: GradConfig) -> dict[str, object]:
 
 
 def _noise_options(found: OpenList | None) -> dict[str, object]:
-    """Constexprs and launch options that follow from the noise."""
+    """Return constexprs and launch options that depend on the noise."""
     if found is None:
         return {"NOISE": False, "ALIGNED": True, "PHILOX": False, **OPTIONS}
     stream = found.streams[0]

@@ -1,14 +1,14 @@
 """Per-sample gradient kernels: products, norms, clipped sums and the reductions of norm layers.
 
-Each program owns its outputs and walks samples and tokens in order. No result depends on the order
-of atomics: programs write partial sums, which are added outside, so results repeat bit
-for bit. Products accumulate in fp32; squares are taken and added in fp64, where neither 1e30
-overflows nor 1e-30 vanishes.
+Each program writes its own outputs and visits samples and tokens in order. There are no atomics:
+programs write partial sums, which are added outside, so results are bitwise reproducible. Products
+accumulate in fp32. Squares are taken and added in fp64, where neither 1e30 overflows nor 1e-30
+vanishes.
 
-A sample is a row of T tokens, or, with ``spans_ptr`` [U, 2], a span of the only row. Its program
-walks it from its first token on, so its bits do not depend on where it is.
+A sample is a row of T tokens or, with ``spans_ptr`` [U, 2], a span of the only row. A program
+starts at the sample's first token, so the result's bits do not depend on the sample's position.
 
-No kernel is compiled again for another number of samples or tokens.
+Kernels are not recompiled for another number of samples or tokens.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, E width, P elements of a parameter.
 """
@@ -41,7 +41,7 @@ _PRODUCT_ROUNDING = tl.constexpr(2.0 ** PRODUCT_BITS[True])
 
 @triton.jit
 def _place(spans_ptr, sample, num_tokens):
-    """A sample's row, its first token there, both int64, and its number of tokens."""
+    """Return a sample's row and first token in it, both int64, and its number of tokens."""
     if spans_ptr is None:
         row = sample
         first = sample * 0
@@ -55,13 +55,13 @@ def _place(spans_ptr, sample, num_tokens):
 
 @triton.jit
 def _load_tile(ptr, stride, tokens, num_tokens, columns, num_columns, UPCAST: tl.constexpr):
-    """``[tokens, columns]`` of one sample; 0 beyond either end."""
+    """Load ``[tokens, columns]`` of one sample; entries out of range are 0."""
     mask = (tokens < num_tokens)[:, None] & (columns < num_columns)[None, :]
     tile = tl.load(
         ptr + tokens.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0
     )
     if UPCAST:
-        # Triton's interpreter gets products of bfloat16 wrong.
+        # Triton's interpreter computes products of bfloat16 incorrectly.
         tile = tile.to(tl.float32)
     return tile
 
@@ -72,7 +72,7 @@ def _grad_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``dy_i[:, rows]^T x_i[:, columns]`` of one sample, fp32."""
+    """Return ``dy_i[:, rows]^T x_i[:, columns]`` of one sample, fp32."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, num_tokens, BLOCK_K):
         tokens = start + tl.arange(0, BLOCK_K)
@@ -84,7 +84,6 @@ def _grad_tile(
 
 @triton.jit
 def _sum_of_squares(tile):
-    """``sum tile^2`` as an fp64 scalar."""
     wide = tile.to(tl.float64)
     return tl.sum(wide * wide)
 
@@ -97,7 +96,7 @@ def _per_sample_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SQUARES: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``G_i = dy_i^T x_i``, with SQUARES its sum of squares too, [B, tiles]."""
+    """Write a tile of ``G_i = dy_i^T x_i`` and, with SQUARES, its sum of squares, [B, tiles]."""
     pid = tl.program_id(0)
     tile = pid % num_tiles
     b = (pid // num_tiles).to(tl.int64)
@@ -123,9 +122,9 @@ def _gram_tile(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``z_s . z_t`` for the tokens s of one tile and t of another, fp32.
+    """Return ``z_s . z_t`` for the tokens s of one tile and t of another, fp32.
 
-    Columns are added up in runs, and the runs' sums after that: each rounding is of fewer terms.
+    Columns are summed in runs, and then the runs' sums, so that fewer terms share each rounding.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32)
     for run in range(0, width, RUN):
@@ -147,10 +146,10 @@ def _grad_norm_gram_kernel(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``sum_st (x_s . x_t)(dy_s . dy_t)`` for a pair of token tiles t >= s; [B, pairs].
+    """Write ``sum_st (x_s . x_t)(dy_s . dy_t)`` for a pair of token tiles t >= s; [B, pairs].
 
-    The matrix is symmetric, so a pair of different tiles counts twice. Spans have pairs of their
-    own, each with its sample: [pairs].
+    The matrix is symmetric, so a pair of different tiles counts twice. For spans, the table of
+    pairs has the sample of each pair, and the output is [pairs].
     """
     pid = tl.program_id(0)
     pair = pid % num_pairs
@@ -183,7 +182,7 @@ def _token_norms_kernel(
     num_tokens, num_inputs, num_outputs, num_blocks,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """``||x_t||`` and ``||dy_t||`` in fp64 for a block of tokens, [B, T, 2]."""
+    """Write ``||x_t||`` and ``||dy_t||`` in fp64 for a block of tokens, [B, T, 2]."""
     pid = tl.program_id(0)
     b = (pid // num_blocks).to(tl.int64)
     tokens = pid % num_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -216,15 +215,15 @@ def _gram_bound_kernel(
     num_tokens, num_pairs, num_inputs, num_outputs, rounding_bits: tl.uint64,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A bound of ``||H_i||^2`` of a sample from its Gram products, see `grad_launch.grad_norm`.
+    """Write a bound of a sample's ``||H_i||^2`` from Gram products, see `grad_launch.grad_norm`.
 
-    parts: of pairs of tiles; of_samples: the pairs of each span. apart is 1 where the bound is not
-    used, since tokens cancel too far or may overflow, else 0.
+    parts: sums of the pairs of tiles; of_samples: the pairs of each span; apart: output, 1 if the
+    bound is not used, since tokens nearly cancel or may overflow, else 0.
     """
     b = tl.program_id(0).to(tl.int64)
     row, first, count = _place(of_samples_ptr, b, num_pairs)
     total = _sum_of(parts_ptr + row * num_pairs + first, count, BLOCK)
-    # A product of two tokens that overflows is no cancellation.
+    # -inf comes from an overflow, not from cancellation.
     total = tl.where(total < 0, tl.where(total == float("-inf"), float("inf"), 0.0), total)
     row, first, count = _place(spans_ptr, b, num_tokens)
     norms_ptr += 2 * (row * num_tokens + first)
@@ -240,20 +239,19 @@ def _gram_bound_kernel(
         dy_sizes += dy
     size, x_size, dy_size = tl.sum(sizes, 0), tl.sum(x_sizes, 0), tl.sum(dy_sizes, 0)
     tokens = count.to(tl.float64)
-    # An underflowed product of inputs multiplies the product of outputs, and vice versa.
+    # An underflowed product of inputs has an error times a product of outputs, and vice versa.
     vanished = num_inputs * dy_size * dy_size + num_outputs * x_size * x_size
     rounding = as_fp64(rounding_bits) + tokens * tokens * 2.0**-52
     norm = tl.sqrt(total + rounding * size * size + _LEAST_NORMAL * vanished)
     bound = norm + (tokens + 2) * _PRODUCT_ROUNDING * size
     tl.store(squares_ptr + b, bound * bound)
-    # Sums of terms so large may overflow in fp32, where their sum in real arithmetic need not.
+    # A sum of terms this large may overflow in fp32, even if the exact sum is smaller.
     is_harmless = (size <= _HARMLESS_CANCELLATION * norm) & (size < _LARGEST_TERMS)
     tl.store(apart_ptr + b, tl.where(is_harmless, 0.0, 1.0))
 
 
 @triton.jit
 def _sum_of(ptr, count, BLOCK: tl.constexpr):
-    """The sum of `count` fp64 numbers."""
     total = tl.zeros([BLOCK], dtype=tl.float64)
     for start in range(0, count, BLOCK):
         numbers = start + tl.arange(0, BLOCK)
@@ -266,9 +264,9 @@ def _sum_squares_kernel(
     parts_ptr, apart_ptr, squares_ptr, num_parts, scale_bits: tl.uint64,
     INTO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``scale`` times the sum of a sample's parts, [B, num_parts]; with INTO added to squares.
+    """Write ``scale`` times the sum of a sample's parts, [B, num_parts], or add it with INTO.
 
-    Where apart is given and 0, squares stays as it is.
+    If the sample's entry of apart is 0, its entry of squares is not changed.
     """
     b = tl.program_id(0).to(tl.int64)
     is_due = True
@@ -289,12 +287,12 @@ def _clipped_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``sum_i c_i H_i`` in fp32, H_i the fp32 product ``dy_i^T x_i``, none in memory.
+    """Write a tile of ``sum_i c_i H_i`` in fp32, with H_i the fp32 product ``dy_i^T x_i``.
 
-    c_i is ``factors[i]``. Where it is 0, H_i is not made.
+    No H_i is stored in memory. c_i is ``factors[i]``; if it is 0, H_i is not computed.
 
-    With is_norm a program has one sample, and writes the sum of squares of its tile of H_i,
-    [B, tiles]. Both are one compiled kernel, so these are the squares of the H_i that are summed.
+    With is_norm, a program has one sample, and writes the sum of squares of its tile of H_i,
+    [B, tiles]. Since both run the same compiled kernel, the norms are those of the summed H_i.
     """
     pid = tl.program_id(0)
     tile = pid % num_tiles
@@ -327,9 +325,9 @@ def _clipped_grad_kernel(
 
 @triton.jit
 def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
-    """``total + factor grad`` in fp32; if EXACT in grid units, fp64, the product truncated."""
+    """Return ``total + factor grad`` in fp32; if EXACT, in grid steps in fp64, truncated."""
     if EXACT:
-        # Both products are exact: 24 bits times 24 bits, and a power of two.
+        # Both products are exact: 24 bits times 24 bits, then times a power of two.
         steps = grad.to(tl.float64) * factor.to(tl.float64) * reciprocal
         size = tl.floor(tl.abs(steps))
         return total + tl.where(steps < 0, -size, size)
@@ -347,11 +345,11 @@ def _clip_reduce_kernel(
     INTO: tl.constexpr, NOISE: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr,
     PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``sum_i c_i G_i`` for each tensor of a table; samples with c_i = 0 are not read.
+    """Write ``sum_i c_i G_i`` for each tensor of a table; samples with c_i = 0 are not read.
 
-    c_i is ``factors[i]``. The sum is in fp32, or if EXACT of multiples of the grid in fp64, with
-    INTO added to out. With NOISE `noisy` adds that of the stream and the sum is rounded to fp32
-    once.
+    c_i is ``factors[i]``. The sum is in fp32. If EXACT, the sum is in fp64 and its terms are
+    multiples of the grid; with INTO it is added to out. With NOISE, `noisy` adds the stream's
+    noise, and the result is rounded to fp32 once.
     """
     place, row, program = row_of(rows_ptr, owners_ptr, tl.program_id(0))
     elements, inside, group = elements_of(row, program, BLOCK, ALIGNED, VECTORS)
@@ -382,8 +380,8 @@ def _squares_kernel(
     rows_ptr, owners_ptr, parts_ptr, num_programs, GRADS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of squares in fp64 of a chunk of each sample's elements of a table: [B, programs]."""
-    # Of one dimension: no other one of a grid takes more than 65,535 samples.
+    """Write the sum of squares, in fp64, of a chunk of a sample's elements: [B, programs]."""
+    # The grid has one dimension, since the other dimensions are limited to 65,535 programs.
     pid = tl.program_id(0)
     _, row, program = row_of(rows_ptr, owners_ptr, pid % num_programs)
     sample, size = (pid // num_programs).to(tl.int64), size_of(row, VECTORS)
@@ -401,7 +399,7 @@ def _clip_factors_kernel(
     squares_ptr, keep_ptr, factors_ptr, batch, bound_bits: tl.uint64,
     HARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`reference.clip_factors`."""
+    """See `reference.clip_factors`."""
     samples = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there, bound = samples < batch, as_fp64(bound_bits)
     norms = tl.sqrt(tl.load(squares_ptr + samples, mask=there, other=0.0))
@@ -412,7 +410,7 @@ def _clip_factors_kernel(
     else:
         factors = bound / (norms + _STABILITY) * (1 - 2 * _SLACK)
     narrow = factors.to(tl.float32)
-    # The next number towards 0 where it was rounded up.
+    # If a factor was rounded up, take the next number towards 0.
     bits = narrow.to(tl.int32, bitcast=True) - (narrow.to(tl.float64) > factors).to(tl.int32)
     narrow = bits.to(tl.float32, bitcast=True)
     narrow = tl.where(narrow >= _LEAST_NORMAL, narrow, 0.0)
@@ -429,9 +427,9 @@ def _token_sums_kernel(
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     PRODUCTS: tl.constexpr, HAS_MEAN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """``sum_t dy (x - mean) rstd`` and ``sum_t dy`` over a chunk of tokens; [B, chunks, E].
+    """Write ``sum_t dy (x - mean) rstd`` and ``sum_t dy`` of a chunk of tokens, [B, chunks, E].
 
-    Spans are chunks already: [U, E]. ``sum_t dy`` is in fp32, or fp64 as sums_ptr.
+    Each span is one chunk: [U, E]. ``sum_t dy`` is in the dtype of sums_ptr, fp32 or fp64.
     """
     pid = tl.program_id(0)
     columns = pid % num_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -473,12 +471,12 @@ def _embedding_grad_norm_kernel(
     stride_dyb, stride_dyt, num_tokens, width, num_blocks,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """``||sum of dy_t over the tokens of one row||^2``, written where the row's tokens start.
+    """Write ``||sum of dy_t over the tokens of one row||^2`` at the place of the first token.
 
-    Each element of the sum is raised by the rounding errors of adding its n terms in fp64, here
-    and in the clipped sum, each below (n - 1) 2^-53 of the sum of their sizes.
+    The magnitude of each element of the sum is raised by the rounding errors of adding its n terms
+    in fp64, here and in the clipped sum; each is below (n - 1) 2^-53 of the sum of magnitudes.
 
-    order: a sample's tokens sorted by row; ends: for each, the place after its row's last one.
+    order: a sample's tokens sorted by row; ends: for each place, the end of its row's tokens.
     """
     pid = tl.program_id(0)
     block = pid % num_blocks
@@ -487,7 +485,7 @@ def _embedding_grad_norm_kernel(
     columns = block * BLOCK_E + tl.arange(0, BLOCK_E)
     end = tl.load(ends_ptr + b * num_tokens + place).to(tl.int32)
     before = tl.load(ends_ptr + b * num_tokens + place - 1, mask=place > 0, other=0)
-    # A place that does not start a row has no tokens of its own.
+    # Only the place of a row's first token has work.
     end = tl.where(before.to(tl.int32) <= place, end, place)
     total = tl.zeros([BLOCK_E], dtype=tl.float64)
     sizes = tl.zeros([BLOCK_E], dtype=tl.float64)
@@ -522,9 +520,10 @@ def _embedding_clipped_grad_kernel(
     stride_dyb, stride_dyt, batch, num_tokens, width, num_blocks,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """``sum_i c_i H_i`` for one row of the table, H_i in fp64: ``sum_t dy_it`` over its tokens.
+    """Write ``sum_i c_i H_i`` of one table row, with H_i = ``sum_t dy_it`` over the row's tokens.
 
-    order: all tokens sorted by row, and so by sample there. samples: of each token, of spans.
+    H_i is in fp64. order: all tokens sorted by row, then by sample; samples: the sample of each
+    token, for spans.
     """
     pid = tl.program_id(0)
     columns = pid % num_blocks * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -555,7 +554,7 @@ def _embedding_clipped_grad_kernel(
                 mask = theirs[:, None] & (columns < width)[None, :]
                 dy = tl.load(dy_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
                 own += tl.sum(dy.to(tl.float64), 0)
-            # Others may be between tokens of no sample.
+            # Tokens of samples may lie between tokens of no sample: skip only one of the latter.
             place += tl.where(sample < batch, tl.sum(theirs.to(tl.int32), 0), 1)
         total += own * factor
         tl.store(out_ptr + row * width + columns, total, mask=columns < width)

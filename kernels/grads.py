@@ -1,9 +1,10 @@
-"""Per-sample gradient operations: dispatches to the backend of the tensors' device.
+"""Per-sample gradient operations, dispatched to the backend of the tensors' device.
 
-Signatures and semantics are those of the reference implementations in `reference.py`. On a CPU
-`grads_cpu.py` runs, or where its C++ cannot be compiled, and inside of `torch.compile`, the
-reference implementations. On a GPU the Triton kernels run, except where
-operands are float64: for those the reference implementations run.
+Signatures and semantics are those of the reference implementations in `reference.py`.
+
+- On a CPU `grads_cpu.py` runs. The reference implementations run if its C++ cannot be compiled,
+  and inside of `torch.compile`.
+- On a GPU the Triton kernels run, and the reference implementations for float64 operands.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table, E its width.
 """
@@ -37,7 +38,7 @@ Raises:
 def _documented_by(
     reference_function: Callable[..., object],
 ) -> Callable[[_Operation], _Operation]:
-    """Gives an operation the docstring of its reference, and the errors of the dispatch."""
+    """Decorator: set an operation's docstring to that of its reference, plus `_RAISES`."""
     text, guarantees, rest = inspect.cleandoc(reference_function.__doc__ or "").partition(
         "\n\nGuarantees:"
     )
@@ -227,7 +228,7 @@ def rms_norm_backward(
 
 
 def _backend(*tensors: Tensor, any_dtype: bool = False) -> ModuleType:
-    """The module that runs on these tensors; Triton on float64 only if `any_dtype`."""
+    """Return the module that runs on these tensors; Triton for float64 only if `any_dtype`."""
     device = tensors[0].device
     if device.type == "cpu" and not torch.compiler.is_compiling():
         return reference if native.library() is None else grads_cpu
@@ -247,7 +248,7 @@ def _backend(*tensors: Tensor, any_dtype: bool = False) -> ModuleType:
 
 
 def _check(name: str, tensor: Tensor, ndim: int | None = None) -> None:
-    """Check for a floating tensor with `ndim` dimensions, or at least one."""
+    """Check for a floating-point tensor with `ndim` dimensions or, if None, at least one."""
     _check_dtype(name, tensor)
     if ndim is None:
         if tensor.ndim == 0:
@@ -276,7 +277,7 @@ def _check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def _check_same(names: str, tensors: Sequence[Tensor], ndim: int) -> None:
-    """Check for equal leading dimensions and one device."""
+    """Check that two tensors have the same first `ndim` dimensions and the same device."""
     first, second = tensors
     if first.shape[:ndim] != second.shape[:ndim]:
         raise ValueError(
@@ -294,7 +295,7 @@ def _check_device(names: str, first: Tensor, second: Tensor) -> None:
 
 
 def _check_widths(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that both are fp64, or neither; narrower dtypes may differ."""
+    """Check that both tensors are fp64, or neither; other dtypes may differ."""
     double = torch.float64
     if tensor.dtype == other.dtype or double not in (tensor.dtype, other.dtype):
         return
@@ -324,7 +325,7 @@ def _check_look_ups(indices: Tensor, dy: Tensor) -> None:
 
 
 def _check_spans(spans: Spans | None, of_tokens: Tensor) -> int:
-    """The number of samples in a tensor of tokens; raises if spans are none of its only row."""
+    """Return the number of samples; raise unless spans lie in the only row of `of_tokens`."""
     if spans is None:
         return of_tokens.shape[0]
     if of_tokens.shape[0] != 1:
@@ -349,7 +350,7 @@ def _check_keep(keep: Tensor, squares: Tensor) -> None:
 
 
 def _check_factors(factors: Tensor, of_samples: Tensor, batch: int) -> None:
-    """Check factors, except their values: reading these would wait for the GPU."""
+    """Check factors, but not their values: reading values would synchronize with the GPU."""
     _check_dtype("factors", factors)
     if factors.shape != (batch,):
         raise ValueError(
@@ -387,7 +388,7 @@ def _check_noise(noise: NoiseStream | None, elements: int) -> None:
     if noise is None:
         return
     if not isinstance(noise, NoiseStream):
-        # Not its value, which may be a key.
+        # The message must not show the value, which may be a key.
         raise ValueError(
             f"noise is a {type(noise).__name__}: give a NoiseStream, or None for no noise"
         )
@@ -405,7 +406,7 @@ def _check_into(into: Tensor | None, grid: float | None, shape: torch.Size) -> N
 
 
 def _check_wide(name: str, into: Tensor, shape: torch.Size) -> None:
-    """Check the tensors that a kernel adds to in place."""
+    """Check a tensor that a kernel adds to in place."""
     _check_tensor(name, into)
     if into.dtype != torch.float64 or into.shape != shape or not into.is_contiguous():
         raise ValueError(

@@ -1,7 +1,7 @@
-// Squared norms of per-sample gradients, sums of clipped ones on a grid, and noise on it, on the
-// CPU. grads_cpu.py and noise_cpu.py call it and describe the tensors.
+// Squared norms of per-sample gradients, sums of clipped gradients on a grid, and noise on this
+// grid, on the CPU. grads_cpu.py and noise_cpu.py call it and describe the tensors.
 //
-// A call takes all parameters of a clipping gate, a Part each.
+// A call takes all parameters of a clipping gate, as one Part for each.
 
 #include <cmath>
 #include <limits>
@@ -15,22 +15,23 @@
 
 namespace {
 
-// Sums of squares that a block of elements keeps, in an order that no processor changes.
+// A block of kSquaresBlock elements has kSums sums of squares, added in an order that is the same
+// on all processors.
 constexpr int kSums = 32;
 constexpr int64_t kSquaresBlock = 4096;
 
-// A parameter: per-sample gradients of so many elements, and the result. noise_cpu.py makes them.
+// A parameter: its per-sample gradients and the result. noise_cpu.py makes Parts.
 struct Part {
   const void* grads;
-  int64_t stride, elements;  // stride: from one sample to the next
+  int64_t stride, elements;  // stride: between samples; elements: per sample
   void* out;
-  int64_t threads, offset, id;  // offset, id: of the noise
+  int64_t threads, offset, id;  // offset, id: position in the noise stream, parameter's number
 
   template <class F>
   const F* of_sample(int64_t i) const { return static_cast<const F*>(grads) + i * stride; }
 };
 
-// `count` numbers in fp64, zeros behind them.
+// Loads `count` numbers as fp64; the remaining lanes are 0.
 template <class F>
 inline Doubles wide(const F* from, int64_t count = kDoubles) {
   typedef F Narrow __attribute__((vector_size(kDoubles * sizeof(F))));
@@ -43,7 +44,7 @@ inline void store_some(double* to, Doubles x, int64_t count) {
   std::memcpy(to, &x, size_t(count) * sizeof(double));
 }
 
-// Calls work(i, n) for the n numbers from i on of each vector; n is a constant for full vectors.
+// Calls work(i, n) for each vector of n numbers from i on; n is a constant for full vectors.
 template <class Work>
 inline void for_vectors(int64_t count, Work work) {
   int64_t i = 0;
@@ -84,7 +85,7 @@ inline double total(double* sums) {
 template <class F>
 void squared_norms(const Part& part, int64_t batch, double* squares) {
   int64_t blocks = (part.elements + kSquaresBlock - 1) / kSquaresBlock;
-  // A square goes through at most 127 additions to its sum, 5 to its block's, 1 for each block.
+  // A square is in at most 127 additions to one of the sums, 5 within its block, and 1 per block.
   int64_t terms = std::min(part.elements, 132 + blocks);
   double rounding = 1 + double(terms + 1) * 0x1p-52;
   std::vector<double> of_blocks(size_t(batch * blocks));
@@ -98,13 +99,13 @@ void squared_norms(const Part& part, int64_t batch, double* squares) {
   for (int64_t i = 0; i < batch; ++i) {
     double sum = 0;
     for (int64_t k = 0; k < blocks; ++k) sum += of_blocks[size_t(i * blocks + k)];
-    // Not fused into the sum, as in the reference implementation.
+    // volatile: not fused into the sum, as in the reference implementation.
     volatile double bounded = sum * rounding;
     squares[i] += bounded;
   }
 }
 
-// min(1, bound / norm), rounded down; 0 where a norm is not finite or a factor subnormal.
+// min(1, bound / norm), rounded down; 0 if the norm is not finite or the factor is subnormal.
 void clip_factors(const double* squares, double bound, double above, double below, int64_t batch,
                   float* factors) {
   for (int64_t i = 0; i < batch; ++i) {
@@ -116,8 +117,8 @@ void clip_factors(const double* squares, double bound, double above, double belo
   }
 }
 
-// Toward zero. The sign leaves and comes back as bits, so that the compiler fuses no product
-// before it and no sum after it.
+// Truncates toward zero. The sign is removed and restored as bits, so that the compiler does not
+// fuse a product before or a sum after this function.
 inline Doubles truncated(Doubles x) {
   Longs bits = as_longs(x), sign = bits & ~kMagnitude;
   Doubles size = as_doubles(bits & kMagnitude), whole = rounded(size);
@@ -130,8 +131,7 @@ struct Grid {
   explicit Grid(double grid) : step(grid), inverse(1 / grid) {}
 };
 
-// The `samples` numbers of an element times their factors, each truncated to the grid, added to its
-// sum.
+// For each element, adds the numbers of all `samples` times their factors, truncated to the grid.
 template <int samples, class F>
 inline void add_clipped(const F* const* grads, const double* factors, int64_t begin, int64_t count,
                         Grid grid, double* sums) {
@@ -148,14 +148,14 @@ inline void add_clipped(const F* const* grads, const double* factors, int64_t be
 // Clipping factors, float or double.
 struct Factors {
   const void* of_samples;
-  int64_t bytes;  // of a factor
+  int64_t bytes;  // bytes per factor
   double operator[](int64_t i) const {
     return bytes == 4 ? static_cast<const float*>(of_samples)[i]
                       : static_cast<const double*>(of_samples)[i];
   }
 };
 
-// Samples that a sum has: those whose factor is not 0.
+// The samples of a sum, that is, those whose factor is not 0.
 template <class F>
 struct Samples {
   std::vector<const F*> grads;
@@ -183,7 +183,8 @@ struct Samples {
 
 }  // namespace
 
-// An element whose word leaves its rounding open, and the sum before noise, in steps of the grid.
+// An element whose noise its first word does not determine; steps: its sum before noise, in grid
+// steps.
 struct Open {
   int64_t part, index, word;
   double steps;
@@ -192,14 +193,14 @@ struct Open {
 struct Noise {
   Stream stream;
   double scale, grid;
-  Open* open;  // of the caller, who gives it to `forget`
+  Open* open;  // owned by the caller, who frees it by `forget`
   int64_t open_count;
 };
 
 namespace {
 
-// out = grid * (sums / grid + Z) of all elements, rounded once; NaN where Z is open. get(begin,
-// count, sums) writes the sums.
+// Writes out = grid * (sums / grid + Z) for all elements, rounded once; NaN if Z is open.
+// get(begin, count, sums) writes the sums.
 template <class F, class Get>
 void add_noise(const Noise& noise, const Part& part, int64_t number, std::vector<Open>& all,
                Get get) {
@@ -216,7 +217,7 @@ void add_noise(const Noise& noise, const Part& part, int64_t number, std::vector
     Run& run = *memory.of(thread);
     int64_t from = (first + task) * kRun, word = std::max(from, part.offset);
     int count = int(std::min(from + kRun, end) - word);
-    // Vectors of blocks begin at multiples of their size, of which a run has a whole number.
+    // The keystream is made in vectors of kBlocks blocks, which begin at multiples of kBlocks.
     int64_t block = word / kBlockWords / kBlocks * kBlocks, skip = word - block * kBlockWords;
     for (int64_t made = 0; made < skip + count; made += kBlocks * kBlockWords) {
       keystream(stream, uint32_t(block + made / kBlockWords), run.words + made);
@@ -240,7 +241,7 @@ void add_noise(const Noise& noise, const Part& part, int64_t number, std::vector
   if (full) throw std::bad_alloc();
 }
 
-// Calls add(part, number, open) for each of the parts, and gives what they leave open to `noise`.
+// Calls add(part, number, open) for each part, and stores the open elements in `noise`.
 template <class Add>
 void for_noised(Noise& noise, const Part* parts, int64_t count, Add add) {
   std::vector<Open> all;
@@ -255,7 +256,7 @@ inline Doubles nearest(Doubles x) {
   return as_doubles(as_longs(rounded(as_doubles(bits & kMagnitude))) | (bits & ~kMagnitude));
 }
 
-// round(scale * N) of words; NaN where it is open.
+// round(scale * N) of words; NaN if it is open.
 void normals_of_words(const int64_t* words, int64_t count, double scale, double* normals) {
   Memory<Run> memory(1, 1);
   share<PlainArithmetic>((count + kRun - 1) / kRun, 1, [&](int64_t task, int64_t) {
@@ -267,7 +268,7 @@ void normals_of_words(const int64_t* words, int64_t count, double scale, double*
   });
 }
 
-// out, rounded to the grid, plus noise.
+// Rounds out to the grid and adds noise.
 template <class F>
 void noise_alone(Noise& noise, const Part* parts, int64_t count) {
   Grid grid(noise.grid);
@@ -293,7 +294,7 @@ void noised_sums(Noise& noise, const Part* parts, int64_t count, Factors factors
   });
 }
 
-// The results, or 0 where `fresh`, and the samples', truncated to the grid.
+// Adds the samples' clipped gradients, truncated to the grid, to the results, or to 0 if `fresh`.
 template <class F>
 void clipped_sums(double step, const Part* parts, int64_t count, Factors factors, int64_t batch,
                   int64_t fresh) {

@@ -1,6 +1,6 @@
 """Per-sample gradient operations on the CPU: products by torch, norms and sums by grads_cpu.cpp.
 
-Other operations are those of `reference.py`. The kernels need `native.library`.
+All other operations are those of `reference.py`. The kernels need `native.library`.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs of a linear layer.
 """
@@ -19,9 +19,9 @@ from .noise import NoiseStream, add_noise_
 from .noise_cpu import Part, call, noised_part, table, write_noised, written
 from .spans import Spans
 
-# Elements of per-sample gradients per thread.
+# Elements of per-sample gradients per thread; small calls use fewer threads.
 _WORK_OF_A_THREAD = 1 << 19
-# Elements of per-sample gradients that are kept for a norm; they stay in the cache.
+# Elements of per-sample gradients that are stored at a time for a norm; they fit into the cache.
 _AT_ONCE = 1 << 17
 
 
@@ -47,7 +47,7 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     batch = grads[0].shape[0]
     squares = torch.zeros(batch, dtype=torch.float64, device="cpu") if into is None else into
     grads = tuple(map(_readable, grads))
-    for dtype in dict.fromkeys(g.dtype for g in grads):  # in an order that repeats
+    for dtype in dict.fromkeys(g.dtype for g in grads):  # in a deterministic order
         own = [_part(g) for g in grads if g.dtype == dtype]
         call("squared_norms", dtype, *table(own), batch, squares)
     return written(squares)
@@ -76,7 +76,7 @@ def grad_norm(
     squares = torch.empty(count, dtype=torch.float64, device="cpu")
     size = min(count, max(1, _AT_ONCE // (x.shape[2] * dy.shape[2])))
     for begin in range(0, count, max(1, size)):
-        # All of one size: a product's bits may depend on how many samples it is of.
+        # All parts have one size, since a product's bits may depend on its number of samples.
         begin = min(begin, count - size)
         part = slice(begin, begin + size)
         grads = reference.per_sample_grad(x[part], dy[part])
@@ -134,16 +134,16 @@ def clip_reduce_all(
 
 
 def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
-    """Whether the kernel adds the noise of all streams: they must be of one release."""
+    """Whether the kernel can add the noise of all streams, which must belong to one release."""
     first = noise[0]
     fit = first.std > 0 and noise_cpu.serves(factors, first)
     return fit and all(stream.release == first.release for stream in noise)
 
 
 def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """A tensor for the sum of each, one after another in memory."""
+    """Allocate a tensor for the sum of each tensor of grads, adjacent in memory."""
     shapes = [g.shape[1:] for g in grads]
-    if len(shapes) == 1:  # not a view: autograd refuses some writes to views in place
+    if len(shapes) == 1:  # not a view, since autograd refuses some in-place writes to views
         return [torch.empty(shapes[0], dtype=dtype, device="cpu")]
     sizes = [shape.numel() for shape in shapes]
     buffer = torch.empty(sum(sizes), dtype=dtype, device="cpu")
@@ -158,7 +158,7 @@ def _part(grads: Tensor, out: Tensor | None = None) -> Part:
 
 
 def _readable(grads: Tensor) -> Tensor:
-    """A tensor in fp32 or fp64 whose samples are each contiguous in memory."""
+    """Convert to fp32 or fp64, and make each sample contiguous in memory."""
     grads = grads.resolve_neg()
     if grads.dtype not in (torch.float32, torch.float64):
         grads = grads.float()
@@ -166,7 +166,7 @@ def _readable(grads: Tensor) -> Tensor:
 
 
 def _is_readable(grads: Tensor) -> bool:
-    # By hand: grads[0] is a tensor more for each parameter of a step.
+    # Without grads[0].is_contiguous(), which would make another tensor for each parameter.
     step = 1
     for size, stride in zip(grads.shape[:0:-1], grads.stride()[:0:-1], strict=True):
         if size != 1 and stride != step:

@@ -15,13 +15,13 @@ def heads_outside(x: Tensor) -> bool:
 def new_like(
     x: Tensor, dtype: torch.dtype, *, zeros: bool = False, head_dim: int | None = None
 ) -> Tensor:
-    """A tensor `[B, H, T, D]` with the shape and memory layout of x, uninitialized or zero.
+    """Make a tensor `[B, H, T, D]` with the shape and memory layout of x.
 
     Args:
         x: `[B, H, T, D]`.
-        dtype: of the result.
-        zeros: fill it with zeros.
-        head_dim: of the result, in place of x's.
+        dtype: dtype of the result.
+        zeros: whether the result is filled with zeros or uninitialized.
+        head_dim: D of the result; None means that of x.
     """
     make = x.new_zeros if zeros else x.new_empty
     batch, heads, tokens, own = x.shape
@@ -40,12 +40,12 @@ def is_aligned(*tensors: Tensor) -> bool:
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Kernels launched inside run on the tensor's GPU, whichever is the current one."""
+    """Context manager in which kernels run on the tensor's GPU, not on the current GPU."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The tensors in these dtypes, each as it is where it has its own; one launch on a GPU."""
+    """Convert each tensor that has another dtype, with one launch on a GPU for all of them."""
     pairs = list(zip(tensors, dtypes, strict=True))
     if sum(x.dtype != dtype for x, dtype in pairs) < 2:
         return [x.to(dtype) for x, dtype in pairs]

@@ -1,9 +1,9 @@
 """Compiles the C++ sources of this folder for this machine, once, and loads the library.
 
-No torch headers, no build system: one call of the compiler, some seconds. The library is cached in
-the user's cache folder. Its name is a hash of the sources, options, CXX, the processor and the
-system libraries. A cached library is code: it is loaded only if nobody but the user and root could
-have written it.
+The sources need no torch headers and no build system: one call of the compiler takes some seconds.
+The library is cached in the user's cache folder, under a hash of the sources, options, CXX, the
+processor and the system libraries. Since a cached library is code, it is loaded only if nobody but
+the user and root could have written it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SOURCES = (
     *("grads_cpu.cpp", "chacha20.h", "normal_tail.h", "rounded_normal.h", "rotary_cpu.cpp"),
 )
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
-# The last resort is the compiler's default for this kind of machine.
+# Options to try in turn; the last is none, which means the compiler's default processor.
 _PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 600
@@ -43,28 +43,28 @@ _loads = itertools.count()
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None, after one warning, if they cannot be compiled or loaded."""
+    """Return the compiled kernels, or None, with one warning, if they do not compile or load."""
     return _load_once()[0]
 
 
 def describe() -> str:
-    """Names the implementation of attention, exact sums and noise on this machine's CPU."""
+    """Return which implementation of attention, exact sums and noise runs on this CPU."""
     found, missing = _load_once()
     if found is None:
-        return f"plain PyTorch, time and memory as the square of the tokens: {missing}"
+        return f"plain PyTorch, with O(T^2) time and memory for T tokens: {missing}"
     return f"C++ kernels, vectors of {8 * found.vector_bytes()} bits"
 
 
 @functools.cache
 def _load_once() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or the reason why there is none."""
+    """Return (library, "") or (None, the reason why there is no library)."""
     try:
         return load(), ""
     except OSError as error:
         warnings.warn(
-            "attention on the CPU, exact sums and noise run in plain PyTorch, for want of their "
-            "C++ kernels: attention takes time and memory as the square of the tokens, sums and "
-            f"noise some ten times as long: {error}",
+            "attention on the CPU, exact sums and noise run in plain PyTorch without their C++ "
+            "kernels: attention takes O(T^2) time and memory for T tokens, sums and noise take "
+            f"about ten times as long: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -72,16 +72,16 @@ def _load_once() -> tuple[ctypes.CDLL | None, str]:
 
 
 def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
-    """Compile the library unless that was done before, and load it.
+    """Load the library from the cache, or compile and load it.
 
     Args:
-        processor: compiler options that select the processor; None for this machine's.
+        processor: compiler options that select the processor; None means this machine's.
 
     Returns:
-        The library; its `_name` is its path in the cache, or the reason why it has none.
+        The library; its `_name` is its path in the cache, or the reason why it is not cached.
 
     Raises:
-        OSError: there is no C++ compiler, or it failed; the message names the way out.
+        OSError: there is no C++ compiler, or it failed; the message names a remedy.
     """
     origin = _origin()
     names = {
@@ -96,17 +96,17 @@ def load(processor: tuple[str, ...] | None = None) -> ctypes.CDLL:
     if found is not None:
         return found
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # without a lock each process compiles
+        with contextlib.suppress(OSError):  # without a lock, each process compiles
             stack.enter_context(_locked(cache / "kernels.lock"))
-        # Another process may have compiled since.
+        # Another process may have compiled the library in the meantime.
         return _cached(cache, names.values()) or _compiled(names, cache, "")
 
 
 def _cache() -> Path:
-    """The user's cache folder, made if it is missing.
+    """Return the user's cache folder; create it if it is missing.
 
     Raises:
-        OSError: there is no home folder, or others could change its files.
+        OSError: there is no home folder, or other users could change the folder's files.
     """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = named if named.is_absolute() else Path(os.path.expanduser("~"), ".cache")
@@ -119,10 +119,10 @@ def _cache() -> Path:
 
 
 def _require_owner(path: Path, status: os.stat_result) -> None:
-    """Raises OSError unless the user or root owns the path and nobody else can write it."""
+    """Raise OSError unless the user or root owns the path and nobody else can write to it."""
     if stat.S_ISLNK(status.st_mode):
         raise OSError(f"{path} is a symbolic link")
-    if not hasattr(os, "geteuid"):  # Windows has no owners of files
+    if not hasattr(os, "geteuid"):  # Windows has no user ids
         return
     if status.st_uid not in (0, os.geteuid()):
         raise OSError(
@@ -137,7 +137,7 @@ def _require_owner(path: Path, status: os.stat_result) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time; the system releases the lock of a crashed process."""
+    """Hold a lock between processes; the system releases the lock of a crashed process."""
     lock = filelock.FileLock(path, mode=0o600)
     try:
         lock.acquire(timeout=0)
@@ -151,29 +151,29 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _cached(folder: Path, names: Iterable[str]) -> ctypes.CDLL | None:
-    """The first cached library that only the user can have written, undamaged, and that loads."""
+    """Return the first cached library that only the user could write and that is intact."""
     for path in (folder / name for name in names):
-        # Missing, not the user's, damaged, or made for other system libraries.
+        # An OSError means: missing, not the user's, damaged, or made for other system libraries.
         with contextlib.suppress(OSError):
             with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
-                # What is read is what was checked, also if somebody swaps the folder.
+                # The owner of the open file is checked, since the path may be replaced meanwhile.
                 _require_owner(path, os.fstat(file.fileno()))
                 content = file.read()
-            # The loader of a damaged library may crash.
+            # Loading a damaged library may crash.
             if content[-32:] == hashlib.sha256(content[:-32]).digest():
                 return _dlopen(content, str(path))
     return None
 
 
 def _dlopen(content: bytes, name: str) -> ctypes.CDLL:
-    """Loads a library from memory, or from a temporary file where the system has no such memory.
+    """Load a library from a file in memory or, if the system has none, from a temporary file.
 
-    Thus the file that was read is the one that runs, and its file system may forbid programs.
+    So the bytes that were checked are those that run, even if the cache is mounted noexec.
     """
     with contextlib.ExitStack() as stack:
         if hasattr(os, "memfd_create"):
             file = stack.enter_context(open(os.memfd_create("dpflash-kernels"), "wb"))
-            # A unique path: for a known one the loader returns the library that it loaded before.
+            # The path is unique: for a known path, the loader returns the library loaded before.
             path = f"/proc/self/{'./' * next(_loads)}fd/{file.fileno()}"
         else:
             folder = tempfile.TemporaryDirectory(prefix="dpflash-", ignore_cleanup_errors=True)
@@ -194,12 +194,12 @@ def _dlopen(content: bytes, name: str) -> ctypes.CDLL:
 def _compiled(
     names: Mapping[tuple[str, ...], str], cache: Path | None, reason: str
 ) -> ctypes.CDLL:
-    """Compiles for the first processor that the compiler supports, loads and caches the library.
+    """Compile for the first processor that the compiler supports; load and cache the library.
 
     Args:
-        names: the library's file name by the compiler's options for a processor.
-        cache: the folder to cache it in, or None.
-        reason: of no cache.
+        names: file names of the library, by the compiler options that select a processor.
+        cache: folder to cache the library in, or None.
+        reason: the reason why there is no cache.
 
     Raises:
         OSError: there is no compiler, or it failed.
@@ -229,8 +229,8 @@ def _compiled(
         except OSError as error:
             reason = f"{cache} cannot be written: {error}"
         warnings.warn(
-            f"CPU kernels are compiled again in each process, since {reason}; to keep them, "
-            "repair that or let XDG_CACHE_HOME name a folder that only you can write",
+            f"CPU kernels are compiled again in each process, since {reason}; to cache them, "
+            "correct this, or set XDG_CACHE_HOME to a folder that only you can write to",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -240,10 +240,10 @@ def _compiled(
 
 
 def _compiler() -> list[str]:
-    """The command of the C++ compiler: the environment's CXX, or the first that is installed.
+    """Return the command of the C++ compiler: CXX, or the first that is installed.
 
     Raises:
-        OSError: there is none; the message names the way out.
+        OSError: there is no C++ compiler; the message names a remedy.
     """
     named = os.environ.get("CXX")
     try:
@@ -265,7 +265,7 @@ def _compiler() -> list[str]:
 
 
 def _compile(command: list[str]) -> bytes:
-    """The library that a compiler with these options makes; OSError with its complaint."""
+    """Compile and return the library's bytes; raise OSError with the compiler's message."""
     sources = [str(_FOLDER / name) for name in _SOURCES if name.endswith(".cpp")]
     with tempfile.TemporaryDirectory(prefix="dpflash-", ignore_cleanup_errors=True) as folder:
         made = Path(folder, "kernels.so")
@@ -287,7 +287,7 @@ def _compile(command: list[str]) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replaces a file in one step, with mode 0600; on an OSError the old one stays."""
+    """Replace a file atomically, with mode 0600; on an OSError the old file stays."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as copy:
         try:
             copy.write(content)
@@ -299,9 +299,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _origin() -> bytes:
-    """The inputs of a library, but for the options.
+    """Return what determines a library besides the options, for its hash.
 
-    The compiler counts only if CXX names it: without one, a cached library still runs.
+    The compiler is included only if CXX names it, so a cached library runs without a compiler.
     """
     sources = [(_FOLDER / name).read_bytes() for name in _SOURCES]
     machine = (platform.machine(), *_processor(), *_system_libraries())
@@ -314,7 +314,7 @@ def _digest(origin: bytes, options: tuple[str, ...]) -> str:
 
 
 def _processor() -> Iterator[str]:
-    """The processor's features: home folders are shared between machines that differ."""
+    """Yield the processor's features, since machines that share a home folder may differ."""
     yield platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -324,7 +324,7 @@ def _processor() -> Iterator[str]:
 
 
 def _system_libraries() -> Iterator[str]:
-    """Versions of libc and libstdc++: libraries linked against newer ones do not load."""
+    """Yield versions of libc and libstdc++: a library linked with newer ones does not load."""
     yield from platform.libc_ver()
     yield sysconfig.get_config_var("MULTIARCH") or ""
     yield platform.mac_ver()[0]

@@ -1,16 +1,16 @@
-// P(N > x) of a standard normal N in integers of 128 bits, and on which side of a border the
-// normal lies that a word stands for. No floating-point rounding takes part in it.
+// P(N > x) of a standard normal N in 128-bit integers, and on which side of a border the normal
+// lies that a word stands for. It does not depend on floating-point rounding.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 typedef unsigned __int128 Wide;
-// In units of 2^-120, and below 16 in size.
+// A fixed-point number in units of 2^-120, with magnitude below 16.
 typedef __int128 Fixed;
 constexpr int kFraction = 120;
 
-// a b, rounded toward zero.
+// The product a b, rounded toward zero.
 inline Fixed product(Fixed a, Fixed b) {
   bool negative = (a < 0) != (b < 0);
   Wide x = Wide(a < 0 ? -a : a), y = Wide(b < 0 ? -b : b);
@@ -20,20 +20,21 @@ inline Fixed product(Fixed a, Fixed b) {
   return negative ? -size : size;
 }
 
-// At a place x of a standard normal's density.
+// The tail probability and the density of a standard normal N at x.
 struct Tail {
   Fixed above;  // P(N > x)
   Fixed density;
 };
 
-// Terms of the density's Taylor series, and nodes a unit, from which steps are made.
+// Number of terms of the density's Taylor series, and number of nodes per unit of x.
 constexpr int kTerms = 16, kNodes = 64;
-// The tail behind it is less than a word resolves: P(N > 9.2) < 2^-65.
+// The end of the nodes: the tail beyond it is below the resolution of a word, P(N > 9.2) < 2^-65.
 constexpr double kEnd = 9.2;
 
-// From x to x + d, for 0 <= d <= 1 / kNodes. The terms b_n = d^n times the density's derivatives
-// over n! follow (n + 1) b_(n+1) = -(x d b_n + d^2 b_(n-1)). After 16 of them the rest is
-// below 2^-118 (Cramer: |b_n| < 0.44 d^n / sqrt(n!)), and the roundings make less than 2^-113.
+// The tail and density at x + d, from those at x, for 0 <= d <= 1 / kNodes. The Taylor terms
+// b_n = d^n f^(n)(x) / n! of the density f satisfy (n + 1) b_(n+1) = -(x d b_n + d^2 b_(n-1)).
+// After 16 terms the remainder is below 2^-118 (Cramer: |b_n| < 0.44 d^n / sqrt(n!)), and the
+// rounding errors are below 2^-113.
 inline Tail moved(Tail at, Fixed x, Fixed d) {
   Fixed xd = product(x, d), dd = product(d, d), before = 0, term = at.density;
   Fixed density = 0, integral = 0;
@@ -49,8 +50,9 @@ inline Tail moved(Tail at, Fixed x, Fixed d) {
   return {at.above - product(d, integral), density};
 }
 
-// The tail at x = j / kNodes, each made from the one before. Steps fewer than 2^10 leave the error
-// of densities below 2^-103, and that of tails, 1 / kNodes of it at a step, below 2^-98.
+// The tails at x = j / kNodes, each computed from the one before. Since there are fewer than 2^10
+// steps, the error of densities is below 2^-103, and that of tails, to which each step adds
+// 1 / kNodes of the density's error, is below 2^-98.
 class Nodes {
  public:
   Nodes() {
@@ -78,7 +80,7 @@ class Nodes {
 
 const Nodes kTails;
 
-// (k + 1/2) / scale, rounded down, where it is below kEnd; for 0 <= k and scale < 2^46.
+// (k + 1/2) / scale, rounded down, for 0 <= k and scale < 2^46; the result must be below kEnd.
 inline Fixed border(int64_t k, double scale) {
   int exponent;
   uint64_t mantissa = uint64_t(std::ldexp(std::frexp(scale, &exponent), 53));
@@ -94,8 +96,9 @@ inline Fixed border(int64_t k, double scale) {
 
 enum Side { kBelow, kAbove, kWithin };
 
-// Where the border (k + 1/2) / scale lies of all x with P(N > x) from m 2^-64 to (m + 1) 2^-64,
-// for 0 < m < 2^63. kWithin also where 2^-96 could change the answer.
+// The side on which the border (k + 1/2) / scale lies of the interval of all x with P(N > x) from
+// m 2^-64 to (m + 1) 2^-64, for 0 < m < 2^63. kWithin also if an error of 2^-96 could change the
+// answer.
 inline Side side(int64_t k, double scale, int64_t m) {
   if (double(k) + 0.5 >= kEnd * scale) return kAbove;
   Fixed above = kTails.above(border(k, scale));

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys turned by each token's angles, in one kernel.
+"""Rotary position embeddings: rotate queries and keys by each token's angles, in one kernel.
 
 Letters: B samples, H query heads, G key heads, T tokens, D head dim.
 """
@@ -18,7 +18,7 @@ from . import native
 from .layout import new_like
 from .noise_cpu import call, written
 
-# Elements per thread.
+# Elements per thread; small calls use fewer threads.
 _WORK_OF_A_THREAD = 1 << 18
 _CPU_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _GPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -34,23 +34,23 @@ def apply_rotary(
     back: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turn the coordinate pairs (j, D / 2 + j) of queries and keys, see `rotate`.
+    """Rotate the coordinate pairs (j, D / 2 + j) of queries and keys, see `rotate`.
 
     A C++ kernel runs on a CPU, and one launch of a Triton kernel on a GPU. `rotate` runs instead
-    without a compiler or Triton, for float16 on a CPU and float64 on a GPU, on other devices,
-    where operations are traced or transformed, and where autograd records a call with `out`.
-    Without `out` the result is differentiable, any number of times.
+    if there is no compiler or no Triton, for float16 on a CPU and float64 on a GPU, on other
+    devices, if operations are traced or transformed, and if autograd records a call with `out`.
+    Without `out` the result is differentiable any number of times.
 
     Args:
         q: `[B, H, T, D]`; may be a view.
-        k: `[B, G, T, D]`, of the same dtype.
-        cos: `[T, D / 2]` of the angles, float32, or float64 for float64.
-        sin: like `cos`.
-        back: turn by the opposite angles, which is the transpose, and so the gradient.
-        out: where to write the results, for instance (q, k); None for new tensors.
+        k: `[B, G, T, D]`, dtype of q.
+        cos: `[T, D / 2]`, cosines of the angles, float32 (float64 for float64).
+        sin: sines of the angles, like `cos`.
+        back: rotate by the negative angles. This is the transpose, as the gradient needs.
+        out: tensors to write the results to, for instance (q, k); None means new tensors.
 
     Returns:
-        (q, k) turned, in their dtype, rounded once.
+        The rotated (q, k), in their dtype, rounded once.
 
     Guarantees:
         No bit of a sample's result depends on other samples.
@@ -77,7 +77,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
 
 
 def is_traced() -> bool:
-    """Whether something records or transforms the operations that run now."""
+    """Whether the current operations are traced, intercepted or transformed."""
     return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
@@ -88,7 +88,7 @@ def is_traced() -> bool:
 
 
 def _is_fused(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
-    """Whether a kernel can replace `rotate`; the tensors are q, k, and the outputs."""
+    """Whether a kernel can replace `rotate`; `tensors` are q, k, and the outputs, if any."""
     q, k, *outs = tensors
     every = (*tensors, cos, sin)
     if is_traced() or not all(type(x) is Tensor and torch._C._has_storage(x) for x in every):
@@ -110,7 +110,7 @@ def _is_fused(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether the coordinates of a token lie next to each other in memory, as they are."""
+    """Whether the coordinates of a token are adjacent in memory, without a lazy negation."""
     return x.ndim == 4 and x.stride(3) == 1 and not x.is_neg()
 
 
@@ -122,7 +122,7 @@ def _turned(
     back: bool,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`apply_rotary` by a kernel."""
+    """Compute `apply_rotary` by the device's kernel."""
     new_q, new_k = (new_like(q, q.dtype), new_like(k, k.dtype)) if out is None else out
     if q.is_cpu:
         threads = min(torch.get_num_threads(), 1 + (q.numel() + k.numel()) // _WORK_OF_A_THREAD)
@@ -138,7 +138,7 @@ def _turned(
 
 
 class _Rotary(torch.autograd.Function):
-    """`apply_rotary` as an autograd node, which is differentiable again where that is recorded."""
+    """`apply_rotary` as an autograd node, whose backward is differentiable too."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-// Rotary positions on the CPU. rotary.py calls it and describes the tensors.
+// Rotary position embeddings on the CPU. rotary.py calls it and describes the tensors.
 
 #include <type_traits>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t kTokens = 32;  // of a task
+constexpr int64_t kTokens = 32;  // tokens per task
 
 // A tensor [B, count, T, D] with stride 1 in its last dimension; strides in elements.
 struct Heads {
@@ -15,9 +15,9 @@ struct Heads {
   int64_t sample, head, token, count;
 };
 
-// The fields of rotary.py's _Rotation, in its order.
+// The fields of _Rotation in rotary.py, in its order.
 struct Rotation {
-  Heads q, k, new_q, new_k;  // the new ones may be the old ones
+  Heads q, k, new_q, new_k;  // new_q and new_k may be q and k
   const void *cos, *sin;     // [T, D / 2]
   int64_t batch, tokens, pairs, back, narrow, threads;  // narrow: q and k are bfloat16
 };
@@ -34,7 +34,7 @@ inline To bits_of(From x) {
   return y;
 }
 
-// The first `count` numbers of a vector in memory.
+// Loads `count` numbers into a vector; the others are 0.
 template <class V>
 inline V load_some(const void* from, int64_t count, size_t bytes) {
   V x{};
@@ -57,7 +57,7 @@ inline void store_some(F* to, Vector<F> x, int64_t count) {
   std::memcpy(to, &x, size_t(count) * sizeof(F));
 }
 
-// Rounded to nearest, ties to even.
+// Rounds to bfloat16, to nearest, ties to even.
 inline void store_some(Bfloat16* to, Vector<float> x, int64_t count) {
   auto bits = bits_of<Unsigned>(x);
   bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -66,8 +66,9 @@ inline void store_some(Bfloat16* to, Vector<float> x, int64_t count) {
   std::memcpy(to, &narrow, size_t(count) * sizeof(Bfloat16));
 }
 
-// Signs of the second products. All signs are applied as bits, also one that never changes, so that
-// the compiler fuses no product with the sum behind it: bits equal the reference implementation's.
+// Signs of the products. All signs are applied as bits, also one that never changes, so that the
+// compiler does not fuse a product with the following sum: the result's bits then equal those of
+// the reference implementation.
 template <class F>
 struct Signs {
   Integers<F> same{}, first{}, second{};
@@ -86,7 +87,7 @@ inline Vector<F> changed(Vector<F> x, Integers<F> sign) {
   return bits_of<Vector<F>>(bits_of<Integers<F>>(x) ^ sign);
 }
 
-// Turns the pairs (x[j], x[j + pairs]) of one token; `to` may be x.
+// Rotates the pairs (x[j], x[j + pairs]) of one token; `to` may be x.
 template <class F, class X>
 inline void turn(const X* x, X* to, const F* cos, const F* sin, int64_t pairs,
                  const Signs<F> signs) {

@@ -1,4 +1,4 @@
-"""Rotary positions in one Triton kernel for queries and keys, with its launch.
+"""Rotary position embeddings: one Triton kernel for queries and keys, and its launch.
 
 Letters: B samples, H query heads, G key heads, T tokens, D head dim.
 """
@@ -12,10 +12,10 @@ from .layout import on_device
 # ruff: noqa: N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
-# Pairs of a head that a program turns at a time, and heads that it turns by the same angles.
+# Coordinate pairs of one head per program, and heads that a program rotates by the same angles.
 PAIRS_AT_ONCE = 1024
 HEADS = 4
-# Without fused products the bits are those of the reference implementation.
+# Without fused multiply-add, the bits equal those of the reference implementation.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -24,11 +24,11 @@ def _turn(
     x_ptr, new_ptr, stride_xh, stride_nh, first_head, heads, there, cos, sin,
     PAIRS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """``(a cos - b sin, b cos + a sin)`` of the pairs (a, b) of heads from the first one on."""
+    """Write ``(a cos - b sin, b cos + a sin)`` for the pairs (a, b) of HEADS heads."""
     for i in tl.static_range(HEADS):
         head = (first_head + i).to(tl.int64)
         x, new = x_ptr + head * stride_xh, new_ptr + head * stride_nh
-        mask = tl.where(head < heads, there, False)  # Triton 3.9 interprets no & here
+        mask = tl.where(head < heads, there, False)  # Triton 3.9's interpreter fails for & here
         a = tl.load(x, mask=mask, other=0.0).to(cos.dtype)
         b = tl.load(x + PAIRS, mask=mask, other=0.0).to(cos.dtype)
         tl.store(new, (a * cos - b * sin).to(new_ptr.dtype.element_ty), mask=mask)
@@ -44,7 +44,7 @@ def _rotary_kernel(
     PAIRS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr, HEADS: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """Turns HEADS heads of q or of k in a block of a sample's tokens."""
+    """Rotate HEADS heads of q or of k in a block of a sample's tokens."""
     pid = tl.program_id(0)
     query_groups = tl.cdiv(heads, HEADS)
     groups = query_groups + tl.cdiv(key_heads, HEADS)
@@ -72,7 +72,7 @@ def _rotary_kernel(
 
 
 def blocks(pairs: int) -> dict[str, int]:
-    """Tile sizes of a program, for heads of this many pairs."""
+    """Return the tile sizes of a program, for heads with this number of coordinate pairs."""
     block = triton.next_power_of_2(pairs)
     tokens = max(1, PAIRS_AT_ONCE // block)
     return {"PAIRS": pairs, "BLOCK_P": block, "BLOCK_T": tokens, "HEADS": HEADS}
@@ -81,7 +81,7 @@ def blocks(pairs: int) -> dict[str, int]:
 def launch(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool, new_q: Tensor, new_k: Tensor
 ) -> None:
-    """Write q and k, turned, to new_q and new_k, see `rotary.apply_rotary`."""
+    """Write the rotated q and k to new_q and new_k, see `rotary.apply_rotary`."""
     (batch, heads, tokens, _), key_heads = q.shape, k.shape[1]
     sizes = blocks(cos.shape[1])
     num_blocks = triton.cdiv(tokens, sizes["BLOCK_T"])

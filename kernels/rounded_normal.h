@@ -1,7 +1,6 @@
-// round(scale * N) for a standard normal N, of the words described in rounded_normal.py,
-// which proves that it is exact. Each of three steps decides the cases that the one before leaves
-// open: fp64
-// in vectors, integers of 128 bits, and the caller, who has further words.
+// round(scale * N) for a standard normal N, made from the words described in rounded_normal.py,
+// which proves that the result is exact. Three steps decide, each the cases that the step before
+// leaves open: fp64 in vectors, 128-bit integers, and the caller, who has further words.
 #pragma once
 
 #include "normal_tail.h"
@@ -34,10 +33,11 @@ constexpr double k2_32 = 4294967296.0, k2_52 = 4503599627370496.0;
 constexpr double k2_minus_47 = 32 / k2_52, k2_minus_51 = 2 / k2_52;
 constexpr double k2_minus_64 = 1 / (k2_32 * k2_32);
 
-// Numbers from 0 on to the nearest integer, ties to even.
+// Rounds numbers >= 0 to the nearest integer, ties to even.
 inline Doubles rounded(Doubles x) { return x < k2_52 ? (x + k2_52) - k2_52 : x; }
 
-// Integers from 0 to 2^63 - 1, rounded once: each half's bits stand in the mantissa of a number.
+// Converts integers from 0 to 2^63 - 1 with one rounding: each half's bits are put into the
+// mantissa of a double.
 inline Doubles to_doubles(Longs x) {
   constexpr double k2_84 = k2_52 * k2_32;
   Doubles low = as_doubles((x & 0xFFFFFFFF) | as_longs(splat(k2_52)));
@@ -45,7 +45,8 @@ inline Doubles to_doubles(Longs x) {
   return (high - (k2_84 + k2_52)) + low;
 }
 
-// AS 241's rational functions, constants first: near the median, in the tail, far out.
+// The rational functions of AS 241 for the center, the tail and the far tail; coefficients in
+// ascending order.
 struct Ratio {
   double above[8], below[8];
 };
@@ -79,15 +80,15 @@ inline X ratio(const Ratio& of, X x) {
 }
 
 typedef uint64_t Naturals __attribute__((vector_size(kVectorBytes)));
-// 1/2 in units of 2^-64. Subtracted as integers, p loses no digits near the median.
+// 1/2 in units of 2^-64. p is subtracted from it as an integer, without cancellation near 1/2.
 constexpr uint64_t kHalf = uint64_t(1) << 63;
 constexpr double kSplitSquare = 0.180625, kTailOrigin = 1.6, kFarFrom = 5.0;
-// Words from which p = m 2^-64 is at least 0.075, where the median's function ends.
+// The least m for which p = m 2^-64 >= 0.075, where the range of kCenter ends.
 constexpr int64_t kMedian = 0x1333333333333333;
-// From here on vectors decide: an end of a word's interval is off by 2 / m <= 2^-51, in N.
+// The least m that vectors decide: in N, the ends of a word's interval are off by 2 / m <= 2^-51.
 constexpr int64_t kVectorsFrom = int64_t(1) << 52;
-// Of a quantile, relative to itself: rounded_normal.py has the sum. Multiplications and additions
-// that a processor fuses round once less.
+// Relative error of a quantile, derived in rounded_normal.py. A fused multiplication and addition
+// rounds once less.
 constexpr double kRelativeError = k2_minus_47;
 
 // For m >= kMedian.
@@ -96,15 +97,16 @@ inline Doubles median_quantiles(Longs m) {
   return q * ratio(kCenter, kSplitSquare - q * q);
 }
 
-// -log(m 2^-64) for 0 < m < kMedian, to 4 units of 2^-53 relative to itself. With m = 2^e f and
-// |log f| <= log(2) / 2 it is (64 - e) log(2) - 2 artanh(s), s = (f - 1) / (f + 1), |s| < 0.172.
-// The series without its terms from s^21 on is off by 2^-56. With that, 4 units of log f <= 0.35,
-// the rounding of m (1 unit, absolute), 2 units of (64 - e) log(2) and 1 of the difference make at
-// most 4, since the result is at least 2.59.
+// -log(m 2^-64) for 0 < m < kMedian, with a relative error of at most 4 units of 2^-53.
+// With m = 2^e f and |log f| <= log(2) / 2 it is (64 - e) log(2) - 2 artanh(s), where
+// s = (f - 1) / (f + 1), |s| < 0.172. Truncating the series before s^21 has an error of 2^-56.
+// Together with 4 units of log f <= 0.35, the rounding of m (1 unit, absolute), 2 units of
+// (64 - e) log(2) and 1 unit of the difference, this is at most 4 units, since the result is at
+// least 2.59.
 inline Doubles negative_logs(Longs m) {
   constexpr double kRootOfHalf = 0.70710678118654752, kLog2 = 0.69314718055994531;
   Longs bits = as_longs(to_doubles(m));
-  // From 0 on, so that a shift of unsigned numbers does.
+  // The difference is not negative, so the shift needs no sign extension.
   Longs e = (bits - as_longs(splat(kRootOfHalf))) >> 52;
   Doubles f = as_doubles(bits - (e << 52));
   Doubles left = (k2_52 + 64) - as_doubles(e | as_longs(splat(k2_52)));
@@ -120,7 +122,7 @@ inline Doubles tail_quantiles(Longs m) {
   return ratio(kTail, r - kTailOrigin);
 }
 
-// For any m > 0; the library's logarithm is good to a unit or two.
+// For any m > 0; the error of std::log is one or two units in the last place.
 inline double quantile(int64_t m) {
   if (m >= kMedian) {
     double q = double(kHalf - uint64_t(m)) * k2_minus_64;
@@ -132,12 +134,12 @@ inline double quantile(int64_t m) {
 
 constexpr double kOpen = std::numeric_limits<double>::quiet_NaN();
 
-// One word's value, or kOpen.
+// round(scale * N) of one word, or kOpen.
 inline double settled(int64_t word, double scale) {
   int64_t m = word & kMagnitude;
   if (m == 0) return kOpen;
   double y = quantile(m) * scale, margin = y * kRelativeError + 2 * scale / double(m);
-  // kRelativeError leaves room for the roundings of these.
+  // kRelativeError includes the rounding errors of these lines.
   double least = std::floor(y - margin + 0.5), most = std::floor(y + margin + 0.5);
   if (most - least > 8) return kOpen;
   int64_t k = least > 0 ? int64_t(least) : 0;
@@ -146,11 +148,11 @@ inline double settled(int64_t word, double scale) {
     if (of_border == kWithin) return kOpen;
     if (of_border == kAbove) break;
   }
-  // Negated as an integer, which has one zero: compilers make -x of 0.0 - x.
+  // Negated as an integer, which has no negative zero; compilers may turn 0.0 - x into -x.
   return double(word < 0 ? -k : k);
 }
 
-// Words made at a time: their buffers stay in the nearest cache.
+// Number of words that are processed at a time, so that their buffers fit into the L1 cache.
 constexpr int kRun = 2048, kGroup = 64;
 
 struct Run {
@@ -160,8 +162,8 @@ struct Run {
   int32_t places[kRun];
 };
 
-// run.normals = round(scale * N) of `count` words, kOpen where further words are needed; returns
-// whether there is such. Reads and writes up to kGroup more.
+// Writes round(scale * N) of `count` words to run.normals, or kOpen if further words are needed;
+// returns whether a word is open. Reads and writes up to kGroup more entries.
 inline bool normals_of_words(const int64_t* words, int count, double scale, Run& run) {
   double* normals = run.normals;
   bool open = false;
@@ -189,7 +191,7 @@ inline bool normals_of_words(const int64_t* words, int count, double scale, Run&
       Longs unsure = (distance + (y * kRelativeError + scale * k2_minus_51) >= 0.5) |
                    ((word & kMagnitude) < kVectorsFrom);
       any |= unsure;
-      // No negative zeros: added to a zero, one would reveal that zero's sign.
+      // No negative zeros: added to a zero sum, a negative zero would reveal the sum's sign.
       whole = word < 0 ? 0.0 - whole : whole;
       store<double>(normals + i, unsure ? splat(kOpen) : whole);
     }

@@ -1,8 +1,8 @@
-"""Samples that are spans of tokens: where they are, and which tokens they have.
+"""Samples that are spans of tokens, as in a packed batch.
 
-What follows from the places of samples is made on the CPU once a batch, and kept on the device.
+Tables that depend on the spans are made on the CPU, once per batch, and cached on the device.
 
-Letters: U samples, N tokens of all of them.
+Letters: U samples, N tokens in total.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# (first token, end) of each sample; equal for one without tokens. No two overlap.
+# (first token, end) of each sample; equal if the sample has no tokens. Spans do not overlap.
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -30,7 +30,7 @@ def check_spans(spans: Spans, tokens: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def places(spans: Spans | None, device: torch.device) -> Tensor | None:
-    """[U, 2], int64, on a device, which is not waited for; None where samples are rows."""
+    """Copy spans to a device without synchronizing: [U, 2], int64; None if samples are rows."""
     if spans is None:
         return None
     return torch.tensor(spans, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True)
@@ -38,7 +38,7 @@ def places(spans: Spans | None, device: torch.device) -> Tensor | None:
 
 @functools.lru_cache(maxsize=4)
 def samples_of_tokens(spans: Spans, tokens: int, device: torch.device) -> Tensor:
-    """[N], int64: the sample of each token; U for tokens of none. Not to be changed."""
+    """Return each token's sample, [N], int64, U for tokens of no sample. Do not modify it."""
     index = torch.full((tokens,), len(spans))
     for sample, (start, end) in enumerate(spans):
         index[start:end] = sample
@@ -46,20 +46,20 @@ def samples_of_tokens(spans: Spans, tokens: int, device: torch.device) -> Tensor
 
 
 def tokens_as_samples(factors: Tensor, spans: Spans, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Make each token a sample: its sample's factor, 0 for none, [N], and operands [N, 1, ...]."""
+    """Make each token a sample: factors [N] (0 for tokens of no sample), operands [N, 1, ...]."""
     index = samples_of_tokens(spans, operands[0].shape[1], factors.device)
     own = torch.cat([factors, factors.new_zeros(1)])[index]
     return (own, *(x.transpose(0, 1) for x in operands))
 
 
 def in_sequence(lengths: tuple[int, ...]) -> Spans:
-    """Spans of these lengths, one right after the other."""
+    """Return adjacent spans of these lengths."""
     return tuple(itertools.pairwise([0, *itertools.accumulate(lengths)]))
 
 
 @functools.lru_cache(maxsize=64)
 def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
-    """(Spans cut into chunks of at most `most` tokens, one at least; the chunks of each)."""
+    """Cut each span into at least one chunk of at most `most` tokens: (chunks, chunks of each)."""
     cut = [
         [(first, min(first + most, end)) for first in range(start, end, most)] or [(start, end)]
         for start, end in spans
@@ -69,7 +69,7 @@ def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
 
 @functools.lru_cache(maxsize=16)
 def pairs_of_tiles(spans: Spans, tile: int, device: torch.device) -> tuple[Tensor, Spans]:
-    """([3, pairs], int32: tiles s and t >= s of a sample, and the sample; the pairs of each)."""
+    """Return ([3, pairs], int32: s, t >= s and sample of each tile pair; each span's pairs)."""
     own = [torch.triu_indices(n, n) for n in (-(-(end - start) // tile) for start, end in spans)]
     numbered = [F.pad(pairs, (0, 0, 0, 1), value=sample) for sample, pairs in enumerate(own)]
     table = torch.cat(numbered, 1) if numbered else torch.empty(3, 0)

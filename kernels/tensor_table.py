@@ -1,7 +1,7 @@
-"""TensorTable: several tensors for one launch, by their addresses in device memory.
+"""TensorTable: the addresses of several tensors, for one launch over all of them.
 
-The first programs of a launch belong to the first tensor, and so on: `owners` has the tensor of
-each program, and `rows` what it needs of that tensor.
+The first programs of a launch work on the first tensor, and so on: `owners` has each program's
+tensor, and `rows` the address and sizes of each tensor.
 """
 
 import functools
@@ -19,8 +19,8 @@ from .noise import NoiseStream
 # ruff: noqa: N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
-# Of a row: address that is read, address that is written, elements, first program, parameter's
-# number in the noise's address, element of the stream.
+# Columns of a row: address that is read, address that is written, number of elements, first
+# program, parameter's number in the noise's address, first element in the noise stream.
 COLUMNS = tl.constexpr(6)
 
 TYPES = {
@@ -32,11 +32,11 @@ TYPES = {
 
 
 class TensorTable(NamedTuple):
-    """What a launch needs of each tensor.
+    """The tensors of one launch.
 
     Attributes:
-        rows: [P, COLUMNS], int64, on the device.
-        owners: [programs], int32, on the device: the tensor of each program.
+        rows: [P, COLUMNS], int64, on the device, for P tensors.
+        owners: [programs], int32, on the device: the number of each program's tensor.
     """
 
     rows: Tensor
@@ -44,7 +44,7 @@ class TensorTable(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """How many there are."""
+        """The number of programs."""
         return self.owners.shape[0]  # len of a tensor is ten times slower
 
 
@@ -56,13 +56,14 @@ def tensor_table(
     sizes: Sequence[int],
     block: int,
 ) -> TensorTable:
-    """The table of contiguous tensors on one device, which is not waited for.
+    """Make the table of contiguous tensors on one device, without synchronizing.
 
     Args:
-        read, written: of each, where there are any.
-        streams: noise of each.
-        sizes: elements that are to be visited of each, in programs of so many as `block`. Where
-            noise begins within a group of 8 elements, the programs begin with that group.
+        read, written: the tensors that are read and, if any, those that are written.
+        streams: the noise of each tensor, if any.
+        sizes: number of elements to visit in each tensor.
+        block: elements per program. If noise begins within a group of 8 elements, the first
+            program begins with that group.
     """
     device, rows, counts = read[0].device, [], []
     begin = 0
@@ -80,14 +81,14 @@ def tensor_table(
 @kept_in_captures
 @functools.lru_cache(maxsize=32)
 def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """[programs], int32: the number of each program's tensor. Not to be changed."""
+    """Return the number of each program's tensor, [programs], int32. Do not modify it."""
     numbers = torch.arange(len(counts), dtype=torch.int32, device="cpu")
     repeats = torch.tensor(counts, device="cpu")
     return numbers.repeat_interleave(repeats).to(device, non_blocking=True)
 
 
 def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
-    """Group tensors by kind, for one launch each; returns their numbers."""
+    """Group tensors by kind, one launch per group; return the indices of each group."""
     found: dict[Hashable, list[int]] = {}
     for number, kind in enumerate(kinds):
         found.setdefault(kind, []).append(number)
@@ -95,7 +96,7 @@ def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
 
 
 def has_vectors(*tensors: Tensor) -> bool:
-    """Whether kernels may load 16 bytes at a time from contiguous tensors; the same for a kind."""
+    """Whether kernels may load 16 bytes at a time from these contiguous tensors."""
     for x in tensors:  # a generator takes twice as long
         if x.data_ptr() % 16 or x.numel() % 16:
             return False
@@ -104,7 +105,7 @@ def has_vectors(*tensors: Tensor) -> bool:
 
 @triton.jit
 def row_of(rows_ptr, owners_ptr, program):
-    """(number of the program's tensor, its row, the program's number among the tensor's)."""
+    """Return (a program's tensor, the tensor's row, the program's number within the tensor)."""
     place = tl.load(owners_ptr + program).to(tl.int64)
     row = rows_ptr + COLUMNS * place
     return place, row, program.to(tl.int64) - tl.load(row + 3)
@@ -112,20 +113,20 @@ def row_of(rows_ptr, owners_ptr, program):
 
 @triton.jit
 def read_from(row, DTYPE: tl.constexpr, VECTORS: tl.constexpr):
-    """The pointer of the tensor that is read."""
+    """Return the pointer to read from."""
     pointer = tl.load(row).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(pointer, 16) if VECTORS else pointer
 
 
 @triton.jit
 def written_to(row, DTYPE: tl.constexpr, VECTORS: tl.constexpr):
-    """The pointer of the tensor that is written."""
+    """Return the pointer to write to."""
     pointer = tl.load(row + 1).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(pointer, 16) if VECTORS else pointer
 
 
 @triton.jit
 def size_of(row, VECTORS: tl.constexpr):
-    """How many elements the tensor has."""
+    """Return the tensor's number of elements."""
     size = tl.load(row + 2)
     return tl.multiple_of(size, 16) if VECTORS else size

@@ -1,4 +1,4 @@
-// Threads that live for a call, and their memory.
+// Threads that live for one call, and their scratch memory.
 #pragma once
 
 #include <algorithm>
@@ -35,22 +35,22 @@ inline Control control() { return 0; }
 inline void set_control(Control) {}
 #endif
 
-// Numbers below the least normal one count as 0: processors are up to 100 times as slow on them,
-// and where scores lie far apart a backward is full of them.
+// Subnormal numbers count as 0. Processors are up to 100 times slower on them, and a backward has
+// many of them if scores differ a lot.
 struct FlushToZero {
   Control before = control();
   FlushToZero() { set_control(before | kFlush); }
   ~FlushToZero() { set_control(before); }
 };
 
-// Arithmetic as IEEE 754 has it by default, whatever the caller chose.
+// Arithmetic in the default modes of IEEE 754, whatever modes the caller has set.
 struct PlainArithmetic {
   Control before = control();
   PlainArithmetic() { set_control(kPlain); }
   ~PlainArithmetic() { set_control(before); }
 };
 
-// Calls work(task, thread) for all tasks, the next to whichever thread is free.
+// Calls work(task, thread) for all tasks; a free thread takes the next task.
 template <class Mode, class Work>
 void share(int64_t tasks, int64_t threads, Work work) {
   std::atomic<int64_t> next{0};
@@ -65,7 +65,7 @@ void share(int64_t tasks, int64_t threads, Work work) {
     try {
       others.emplace_back(run, thread);
     } catch (...) {
-      break;  // the system gives no more threads: those that there are do all
+      break;  // the system has no more threads: the existing ones do all tasks
     }
   }
   run(0);
@@ -78,7 +78,7 @@ class Memory {
   Memory(int64_t threads, int64_t elements)
       : elements_(elements), all_(new F[size_t(threads * elements)]) {}
 
-  // Aligned to the lines of caches.
+  // Aligned to cache lines.
   F* of(int64_t thread) const {
     auto address = reinterpret_cast<uintptr_t>(all_.get() + thread * elements_);
     return reinterpret_cast<F*>((address + 63) / 64 * 64);
@@ -89,7 +89,7 @@ class Memory {
   std::unique_ptr<F[]> all_;
 };
 
-// 0, or 1 where memory does not suffice.
+// Runs work(); returns 0, or 1 if memory cannot be allocated.
 template <class Work>
 int status(Work work) {
   try {

@@ -1,9 +1,9 @@
-"""Tile graphs: tables that list which keys each query sees, read by all attention kernels.
+"""Tile graphs: tables of the keys that each query sees, read by all attention kernels.
 
-A side of the graph cuts its rows into *groups*, arithmetic progressions of token positions, and
-gives each group *runs* of columns, again progressions. A run is never expanded: which of its
-columns a tile of rows sees follows in closed form from the run's band ``lo <= row - col <= hi``,
-so a graph takes memory by groups and runs, not by tiles or pairs of tokens.
+A side of the graph divides its rows into *groups*, arithmetic progressions of token positions.
+Each group has *runs* of columns, which are progressions too. A run is never expanded: the columns
+that a tile of rows sees follow in closed form from the run's band ``lo <= row - col <= hi``. So
+the memory of a graph is proportional to groups and runs, not to tiles or pairs of tokens.
 
 Letters: B samples, H query heads, T query tokens, S key tokens, V variants.
 """
@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import _disable_current_modes
 
-# A band that is open on one side. Positions stay below it, so that int32 sums do not overflow.
+# The limit of an open side of a band. Positions are smaller, so that int32 sums do not overflow.
 UNBOUNDED = 2**30 - 1
 MAX_TOKENS = UNBOUNDED
 
 
 @contextmanager
 def real_cpu_tensors() -> Iterator[None]:
-    """Inside, tensors are real CPU tensors even under fake-tensor or device modes."""
+    """Context manager in which new tensors are real CPU tensors, despite fake or device modes."""
     with _disable_current_modes(), torch.device("cpu"):
         yield
 
@@ -45,10 +45,10 @@ class Side:
         log_multiplicity: `[R]`, float64 (run-time sides: float32): natural log of how often each
             column of a run counts.
         variants: `[V + 1]`, int32: variant x owns the groups ``variants[x] : variants[x + 1]``.
-        max_groups: most groups in one variant.
-        max_length: most rows in one group.
-        runtime: the tables were built on the device and never seen by the host.
-        partial: of a run-time side: some rows may be in no group, and may see nothing.
+        max_groups: largest number of groups in one variant.
+        max_length: largest number of rows in one group.
+        runtime: whether the tables were built on the device, where the host does not read them.
+        partial: for run-time sides: whether some rows may be in no group, and may see nothing.
     """
 
     groups: Tensor
@@ -64,30 +64,30 @@ class Side:
     _fully_masked: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def tiles(self, block: int) -> Tensor:
-        """The rows in tiles of at most `block`.
+        """Return the rows in tiles of at most `block`.
 
-        The tiles of a variant that see most columns come first, so that no long one starts when
-        all others have ended; those of a run-time side are in the order of its groups.
+        The tiles of a variant are sorted by the number of columns that they see, largest first, so
+        that long tiles do not start last. Those of a run-time side are in the order of its groups.
 
         Returns:
             `[V, M, 8]`, int32: position of the first row, stride and number of the rows, first
-            and end run, place of the tile in its group, 0, 0. A tile after the last one of its
-            variant or, in a run-time side, of its group has no rows.
+            and end run, index of the tile in its group, 0, 0. Tiles that fill up a variant (in a
+            run-time side, a group) have no rows.
         """
         make = self._runtime_tiles if self.runtime else self._make_tiles
         return self._table(block, lambda: make(block))
 
     def run_records(self) -> Tensor:
-        """The runs as kernels read them.
+        """Return the runs in the format that kernels read.
 
         Kernels divide by the stride d of a run by multiplication: for 0 <= x < 2^31,
-        ``x // d = (2 x m // 2^32) // 2^l`` with l the bits of d - 1 and m the least integer at or
-        above ``2^(31 + l) / d``. Source: Granlund and Montgomery, "Division by Invariant Integers
-        using Multiplication", 1994, theorem 4.2.
+        ``x // d = (2 x m // 2^32) // 2^l``, where l is the number of bits of d - 1, and m the
+        least integer >= ``2^(31 + l) / d``. Source: Granlund and Montgomery, "Division by
+        Invariant Integers using Multiplication", 1994, theorem 4.2.
 
         Returns:
             `[R, 8]`, int32: start, stride and length of the columns, lo and hi of the band, the
-            bits of the log multiplicity in float32, those of m as an unsigned integer, l.
+            bits of the log multiplicity in float32, the bits of m as an unsigned integer, l.
         """
         return self._table(0, self._make_run_records)
 
@@ -98,7 +98,7 @@ class Side:
         return self._tables[key]
 
     def is_complete(self, num_rows: int) -> bool:
-        """Whether every row is in a group of each variant; for run-time sides, see `partial`."""
+        """Whether each variant has every row in a group; for run-time sides, see `partial`."""
         if self.runtime:
             return not self.partial
         if num_rows not in self._complete:
@@ -109,7 +109,7 @@ class Side:
         return self._complete[num_rows]
 
     def has_fully_masked_rows(self, num_rows: int) -> bool:
-        """Whether some row may see no column at all; False only if that is certain."""
+        """Whether some row may see no column; False only if every row certainly sees one."""
         if self.runtime:
             return self.partial  # in a complete run-time side every row sees itself
         if num_rows not in self._fully_masked:
@@ -117,7 +117,7 @@ class Side:
         return self._fully_masked[num_rows]
 
     def _all_see(self) -> bool:
-        """Whether each group has a run that all of its rows see, or that holds the row itself."""
+        """Whether each group has a run that all its rows see, or that contains each row itself."""
         with real_cpu_tensors():
             groups, runs = self.groups.long().cpu(), self.runs.long().cpu()
             group, run = ranges(groups[:, 3], groups[:, 4])
@@ -160,14 +160,14 @@ class Side:
         return torch.column_stack((self.runs, bits, reciprocal.int(), shift))
 
     def to(self, device: torch.device) -> Side:
-        """The side with its tables on `device`."""
+        """Return the side with its tables on `device`."""
         names = ("groups", "runs", "log_multiplicity", "variants")
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
         return replace(self, **moved, _tables={})
 
     @property
     def nbytes(self) -> int:
-        """Memory of the tables."""
+        """Memory of the tables in bytes."""
         tables = (self.groups, self.runs, self.log_multiplicity, self.variants)
         return sum(table.numel() * table.element_size() for table in tables)
 
@@ -179,15 +179,15 @@ class TileGraph:
     Attributes:
         num_queries: T.
         num_keys: S.
-        rows: queries as rows, keys as columns (forward and dq).
-        cols: keys as rows, queries as columns (dk and dv); bands are those of key - query.
+        rows: queries as rows, keys as columns (for the forward and dq).
+        cols: keys as rows, queries as columns (for dk and dv); bands limit key - query.
         row_variants: `[H]`, or `[B, H]` for graphs that differ between samples: int32, the
             variant of `rows` that each query head uses.
-        col_variants: the same for `cols`.
+        col_variants: the variant of `cols` that each query head uses, like `row_variants`.
         causal: no query sees a key after its own position.
-        distance_shift: added to query - key before slopes take the distance of the two:
-            in a shard of a longer sequence, positions count from the shard's begin.
-        plans: cache for data that a caller derives from the graph.
+        distance_shift: added to query - key to get the distance for slopes, since positions in a
+            shard of a longer sequence count from the shard's begin.
+        plans: cache of data that callers derive from the graph.
     """
 
     num_queries: int
@@ -202,16 +202,16 @@ class TileGraph:
 
     @property
     def nbytes(self) -> int:
-        """Memory of both sides' tables and of the heads' variants."""
+        """Memory of both sides' tables and of the heads' variants, in bytes."""
         heads = self.row_variants.nbytes + self.col_variants.nbytes
         return self.rows.nbytes + self.cols.nbytes + heads
 
     def multiplicity(self) -> Tensor:
-        """The graph as a matrix, for small T and for tests.
+        """Return the graph as a matrix, for small T and for tests.
 
         Returns:
             `[H, T, S]`, or `[B, H, T, S]` for a graph that differs between samples: float64, how
-            often each key counts for each query, 0 where it is not seen.
+            often each key counts for each query, 0 if the query does not see it.
         """
         variants = self.row_variants
         if variants.numel() == 0:
@@ -227,13 +227,13 @@ class TileGraph:
             return torch.stack(picked).unflatten(0, variants.shape)
 
     def edges(self) -> int:
-        """Pairs (query, key) that see each other, summed over the heads of one sample."""
+        """Return the number of pairs (query, key) that see each other, over all heads."""
         with real_cpu_tensors():
             per_variant = _edges_per_variant(self.rows)
             return int(per_variant[self.row_variants.long().cpu()].sum())
 
     def heads_share_cols(self, heads_per_group: int) -> bool:
-        """Whether the query heads of each key head use one variant of `cols`."""
+        """Whether all query heads of a key head use the same variant of `cols`."""
         if heads_per_group == 1:
             return True
         if self.cols.runtime:
@@ -245,21 +245,21 @@ class TileGraph:
         return self.plans[name]
 
     def to(self, device: torch.device) -> TileGraph:
-        """The graph with its tables on `device`."""
+        """Return the graph with its tables on `device`."""
         names = ("rows", "cols", "row_variants", "col_variants")
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
         return replace(self, **moved, plans={})
 
 
 def ranges(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenate the ranges ``first[i] .. end[i] - 1``: i and the number, of each entry."""
+    """Concatenate the ranges ``first[i] .. end[i] - 1``; return each entry's i and number."""
     counts = end - first
     owner = torch.arange(len(first)).repeat_interleave(counts)
     return owner, torch.arange(len(owner)) + (end - counts.cumsum(0))[owner]
 
 
 def _tile_records(groups: Tensor, place: Tensor, block: int) -> Tensor:
-    """`[..., 8]`, see `Side.tiles`, of groups `[..., 5]` and places that broadcast."""
+    """Return records `[..., 8]`, see `Side.tiles`, for groups `[..., 5]` and tile indices."""
     start, stride, length, first_run, end_run = groups.unbind(-1)
     begin = place * block
     rows, none = (length - begin).clamp(0, block), torch.zeros_like(place)
@@ -268,7 +268,7 @@ def _tile_records(groups: Tensor, place: Tensor, block: int) -> Tensor:
 
 
 def _columns_of_tiles(tiles: Tensor, runs: Tensor) -> Tensor:
-    """`[M]`, int64: how many columns some row of each tile sees."""
+    """Return the number of columns that some row of each tile sees, `[M]`, int64."""
     first, stride, length, first_run, end_run = tiles[:, :5].unbind(1)
     tile, run = ranges(first_run, end_run)
     column, step, count, lo, hi = runs[run].unbind(1)
@@ -280,7 +280,7 @@ def _columns_of_tiles(tiles: Tensor, runs: Tensor) -> Tensor:
 
 
 def side_matrix(side: Side, variant: int, num_rows: int, num_columns: int) -> Tensor:
-    """One variant of a side as a matrix `[rows, columns]` of multiplicities, float64."""
+    """Return one variant of a side as a matrix `[rows, columns]` of multiplicities, float64."""
     matrix = torch.zeros(num_rows, num_columns, dtype=torch.float64)
     first, end = side.variants[variant : variant + 2].tolist()
     for start, stride, length, first_run, end_run in side.groups[first:end].tolist():
@@ -296,7 +296,7 @@ def side_matrix(side: Side, variant: int, num_rows: int, num_columns: int) -> Te
 
 
 def _edges_per_variant(side: Side) -> Tensor:
-    """`[V]`, int64: pairs (row, column) of each variant."""
+    """Return the number of pairs (row, column) of each variant, `[V]`, int64."""
     groups, runs = side.groups.long().cpu(), side.runs.long().cpu()
     group, run = ranges(groups[:, 3], groups[:, 4])
     start, stride, length = groups[group, :3].unbind(1)
@@ -311,7 +311,7 @@ def _edges_per_variant(side: Side) -> Tensor:
 
 
 def _pairs(column: int, stride: int, length: int, step: int, count: int, lo: int, hi: int) -> int:
-    """Pairs of rows ``stride * r`` and columns ``column + step * c`` within a band."""
+    """Count pairs of a row ``stride * r`` and a column ``column + step * c`` within a band."""
     if lo <= -UNBOUNDED and hi >= UNBOUNDED:
         return length * count
     row = stride * torch.arange(length)

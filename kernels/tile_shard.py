@@ -1,10 +1,10 @@
 """Tile graphs between shards of a sequence: some queries and some keys, in local coordinates.
 
-One step of ring attention is the graph of a whole sequence restricted to the queries of one rank
-and the keys of another. The results of all steps, merged by log-sum-exp, equal the whole result.
+A step of ring attention uses the graph of the whole sequence, restricted to the queries of one
+rank and the keys of another. The results of all steps, merged by log-sum-exp, are the result.
 
-Letters: H query heads, T query tokens, S key tokens, N groups, R runs; P and C chunks of rows
-and of columns.
+Letters: H query heads, T query tokens, S key tokens, N groups, R runs, P chunks of rows, C chunks
+of columns.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .tile_graph import UNBOUNDED, Side, TileGraph, ranges, real_cpu_tensors
 
-# Most pairs (key, run) that are examined at once.
+# Maximum number of pairs (key, run) that are examined at once.
 _PAIRS = 2**20
 
 
 class Chunk(NamedTuple):
-    """Positions ``start .. start + length - 1`` of a sequence, from `local` on in a shard."""
+    """Positions ``start .. start + length - 1`` of a sequence, at `local` and later in a shard."""
 
     start: int
     length: int
@@ -36,25 +36,24 @@ def restrict(
     keys: Sequence[Chunk],
     num_keys: int,
 ) -> TileGraph:
-    """The graph between the queries of one shard and the keys of another.
+    """Restrict a graph to the queries of one shard and the keys of another.
 
-    Rows of a shard that are in no chunk see nothing and are seen by nobody. A graph built at run
-    time keeps every run, once for each pair of chunks: the gradient of the result's runs, viewed
-    as ``(len(queries), R, len(keys))`` and summed over its first and last dimension, is what this
-    pair of shards adds to the gradient of the graph's own R runs.
+    Rows of a shard that are in no chunk see nothing and are not seen. A graph built at run time
+    keeps every run, once for each pair of chunks. To get the contribution of this pair of shards
+    to the gradient of the graph's R runs, view the gradient of the result's runs as
+    ``(len(queries), R, len(keys))`` and sum it over the first and last dimension.
 
     Args:
-        graph: of the whole sequence.
+        graph: graph of the whole sequence.
         queries: chunks of query positions, disjoint in the sequence and in the shard.
-        num_queries: tokens of the queries' shard.
-        keys: chunks of key positions, likewise.
-        num_keys: tokens of the keys' shard.
+        num_queries: number of tokens of the queries' shard.
+        keys: chunks of key positions, disjoint in the sequence and in the shard.
+        num_keys: number of tokens of the keys' shard.
 
     Returns:
-        The graph in local coordinates, on the device of `graph`. Its `distance_shift` makes
-        distances those of the sequence where all pairs of chunks lie equally far apart, as one
-        pair always does. Elsewhere there is no such shift and distances mean nothing: with
-        slopes, restrict to one pair of chunks at a time.
+        The graph in local coordinates, on the device of `graph`. Its `distance_shift` gives the
+        distances in the sequence if all pairs of chunks are equally far apart, as a single pair
+        is. Otherwise distances are wrong: with slopes, restrict to one pair of chunks at a time.
 
     Raises:
         ValueError: a chunk does not fit into its shard.
@@ -76,7 +75,7 @@ def restrict(
 
 
 def is_empty(graph: TileGraph) -> bool:
-    """Whether no query sees any key; False for a graph built at run time: it is not examined."""
+    """Whether no query sees a key; False for graphs built at run time, which are not examined."""
     if graph.cols.runtime:
         return False
     if "is_empty" not in graph.plans:
@@ -89,13 +88,13 @@ def is_empty(graph: TileGraph) -> bool:
 
 
 def live_keys(graph: TileGraph) -> Tensor:
-    """Which keys are seen by some query.
+    """Return which keys are seen by some query.
 
     Returns:
         `[H, S]` (`[B, H, S]` for a graph that differs between samples), bool, on the CPU.
 
     Raises:
-        ValueError: a graph built at run time, whose tables the host cannot read.
+        ValueError: the graph was built at run time, on the device.
     """
     if graph.cols.runtime:
         raise ValueError(
@@ -127,7 +126,7 @@ def _restrict_side(side: Side, rows: Sequence[Chunk], columns: Sequence[Chunk]) 
 
 
 def _static_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequence[Chunk]) -> Side:
-    """The side without empty groups and runs; groups stay in the order of their variants."""
+    """Restrict a static side; drop empty groups and runs, and keep the order of the variants."""
     groups, runs = side.groups.long().cpu(), side.runs.long().cpu()
     rows = _within(groups[:, :3], row_chunks)
     parent, row_chunk = (rows[:, :, 2] > 0).nonzero().unbind(1)
@@ -158,12 +157,12 @@ def _static_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequenc
 
 
 def _clean(rows: Tensor, columns: Tensor, band: Tensor) -> tuple[Tensor, Tensor]:
-    """Mask of the runs that some row reaches, and these runs, `[kept, 5]`, clipped to that.
+    """Clip runs to the columns that some row reaches; return (mask of nonempty runs, these runs).
 
     Args:
         rows: `[n, 3]`, the rows of each run.
-        columns: `[n, 3]`, its columns.
-        band: `[n, 2]`, its band; a side that cuts nothing is opened.
+        columns: `[n, 3]`, the columns of each run.
+        band: `[n, 2]`, the band of each run; limits that exclude no pair become unbounded.
     """
     first_row, stride, length = rows.unbind(1)
     last_row = first_row + stride * (length - 1)
@@ -181,7 +180,7 @@ def _clean(rows: Tensor, columns: Tensor, band: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _runtime_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequence[Chunk]) -> Side:
-    """Groups `[N, P]` and runs `[P, R, C]`, flattened; unseen ones have length 0."""
+    """Restrict a run-time side to groups `[N, P]` and runs `[P, R, C]`; unseen have length 0."""
     device = side.groups.device
     groups, runs = side.groups.long(), side.runs.long()
     rows, columns = _within(groups[:, :3], row_chunks), _within(runs[:, :3], column_chunks)
@@ -205,7 +204,7 @@ def _runtime_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequen
 
 
 def _within(progressions: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """`[n, chunks, 3]`: progressions `[n, 3]` within each chunk, in local coordinates.
+    """Intersect progressions `[n, 3]` with chunks: `[n, chunks, 3]`, in local coordinates.
 
     Empty progressions start at 0, so that no position lies outside of the shard.
     """
@@ -221,19 +220,19 @@ def _within(progressions: Tensor, chunks: Sequence[Chunk]) -> Tensor:
 
 
 def _offsets(chunks: Sequence[Chunk], device: torch.device | None = None) -> Tensor:
-    """`[chunks]`: position in the sequence minus local position."""
+    """Return position in the sequence minus local position, of each chunk: `[chunks]`."""
     offsets = [chunk.start - chunk.local for chunk in chunks]
     return torch.tensor(offsets, dtype=torch.int64, device=device)
 
 
 def _shifted(band: Tensor, shift: Tensor) -> Tensor:
-    """Bands `[..., 2]` moved down by `shift`; open sides stay open."""
+    """Subtract `shift` from the limits of bands `[..., 2]`; unbounded limits stay unbounded."""
     moved = (band - shift).clamp(-UNBOUNDED, UNBOUNDED)
     return torch.where(band.abs() >= UNBOUNDED, band, moved)
 
 
 def _live(side: Side, variant: int, num_rows: int) -> Tensor:
-    """`[num_rows]`, bool: the rows of a variant that see some column."""
+    """Return which rows of a variant see some column, `[num_rows]`, bool."""
     first, end = side.variants[variant : variant + 2].tolist()
     groups, runs = side.groups[first:end].long().cpu(), side.runs.long().cpu()
     start, stride, length, first_run, end_run = groups.unbind(1)
@@ -242,8 +241,8 @@ def _live(side: Side, variant: int, num_rows: int) -> Tensor:
     group, run = group[counts], run[counts]
     column, step, count, lo, hi = runs[run].unbind(1)
 
-    # Rows that see something lie between these two, and are all of them unless the band is so
-    # narrow that it may fall between two columns.
+    # All rows that see a column lie between `begin` and `stop`. All rows between them see a column
+    # unless the band is so narrow that it may fall between two columns.
     reach = column + step * (count - 1) + hi
     begin = -((start[group] - column - lo) // stride[group])
     begin = begin.clamp(min=0).minimum(length[group])
@@ -251,7 +250,7 @@ def _live(side: Side, variant: int, num_rows: int) -> Tensor:
     narrow = hi - lo < step - 1
     wide = ~narrow
 
-    # The rows of all groups one after the other, and one more place after each group.
+    # The rows of all groups are concatenated, with one extra place after each group.
     base = (length + 1).cumsum(0) - (length + 1)
     changes = torch.zeros(int((length + 1).sum()), dtype=torch.int64)
     where = base[group[wide]]

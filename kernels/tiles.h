@@ -1,4 +1,4 @@
-// A tile graph as attention walks it: tiles of queries, and the keys that meet them.
+// Iteration over a tile graph: tiles of queries, and the keys that each tile may see.
 //
 // Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim, E that
 // of values.
@@ -12,7 +12,7 @@
 
 #include "vectors.h"
 
-// Tensors [B, heads, tokens, D] (D, or E, or S) with stride 1 in their last; strides in elements.
+// A tensor [B, heads, tokens, D] (D, E or S) with last stride 1; strides in elements.
 struct Tokens {
   const void* data;
   int64_t sample, head, token;
@@ -23,7 +23,7 @@ struct Tokens {
   }
 };
 
-// The fields of attention_cpu.py's _CALL and _GRAPH, in their order. Pointers may be null where noted.
+// The fields of _CALL and _ROWS in attention_cpu.py, in their order. "or null" marks optional ones.
 struct Problem {
   Tokens q, k, v, o_in, dout, bias;  // bias [B, H, T, S], or null
   const void *sinks, *slopes;      // [B, H], or null
@@ -33,23 +33,23 @@ struct Problem {
   void *dbias;                     // [B, H, T, S], or null
   double* dweights;                // [W], added to; or null
   double* row_sums;                // [4, B, H, T], or null: sums over keys, see attention_cpu.py
-  const int64_t* dweights_of;      // [B, H]: where in dweights a head's run 0 is
+  const int64_t* dweights_of;      // [B, H]: index in dweights of run 0, for each head
   const int32_t* key_range;        // [B, 2], or null
   int64_t batch, heads, key_heads, queries, keys, dim, padded, value_dim, value_padded;
   int64_t distance_shift, threads;
-  double scale, softcap;           // softcap 0 for none
-  // Of the graph's rows, packed once a graph.
+  double scale, softcap;           // softcap 0 means no softcap
+  // The tables of the graph's rows, packed once per graph.
   const int32_t *groups, *runs;    // tile_graph.Side
   const double* weights;           // [R]: log multiplicities
   const int32_t *variants, *row_variants;
   int64_t variant_sample, variant_head;  // strides of row_variants [B, H]
 };
 
-constexpr int kKeys = 64;        // that meet a tile at a time
-constexpr int64_t kTile = 128;   // queries of a tile, at most
+constexpr int kKeys = 64;        // keys that a tile processes at a time
+constexpr int64_t kTile = 128;   // maximum number of queries of a tile
 constexpr int32_t kUnbounded = (1 << 30) - 1;  // tile_graph.UNBOUNDED
 
-// Queries that are the lanes of up to kVectors vectors.
+// Number of queries that are processed together, as the lanes of up to kVectors vectors.
 template <class F>
 constexpr int kWidth = kVectors * kLanes<F>;
 
@@ -113,7 +113,7 @@ inline int64_t floor_div(int64_t a, int64_t b) {
   return quotient * b > a ? quotient - 1 : quotient;
 }
 
-// Calls visit(run, column, step, count) for the columns of each run that the tile may see.
+// Calls visit(run, column, step, count) for each run, with the columns that the tile may see.
 template <class Visit>
 void for_runs(const Problem& p, const Tile& tile, Visit visit) {
   int64_t first = tile.position(0), last = tile.position(tile.count - 1);
@@ -134,7 +134,7 @@ void for_runs(const Problem& p, const Tile& tile, Visit visit) {
   }
 }
 
-// Calls run(keys) until all keys that the tile may see had their turn.
+// Calls run(keys) with all keys that the tile may see, up to kKeys at a time.
 template <class Run>
 void for_keys(const Problem& p, const Tile& tile, Run run) {
   Keys keys;
@@ -157,7 +157,7 @@ void for_keys(const Problem& p, const Tile& tile, Run run) {
   if (keys.count) run(keys);
 }
 
-// The tiles of a sample's head, in the order of its groups.
+// Appends the tiles of a sample's head, in the order of the groups.
 inline void add_tiles(const Problem& p, int64_t b, int64_t h, std::vector<Tile>& tiles) {
   int32_t variant = p.row_variants[b * p.variant_sample + h * p.variant_head];
   for (int64_t g = p.variants[variant]; g < p.variants[variant + 1]; ++g) {
@@ -168,21 +168,22 @@ inline void add_tiles(const Problem& p, int64_t b, int64_t h, std::vector<Tile>&
   }
 }
 
-// A key head's gradients are sums of at most so many parts, which have at least so many queries.
+// The gradients of a key head are summed over at most kParts parts, each of at least kPartQueries
+// queries.
 constexpr int64_t kParts = 16, kPartQueries = 2048;
 
 // Tiles of one key head, whose gradients are summed one after the other.
 struct Part {
-  int64_t unit, turn, first, end;     // the key head; which of its parts; its tiles
-  int64_t first_key = 0, end_key = 0; // that they see
+  int64_t unit, turn, first, end;     // key head; number of the part in it; range of tiles
+  int64_t first_key = 0, end_key = 0; // range of the keys that the tiles see
 };
 
-// Tiles of one key head that see keys [first, end), none of which others see.
+// Tiles of one key head that see keys in [first, end), which no other tiles see.
 struct Island {
   int64_t first, end, queries = 0;
 };
 
-// The islands of tiles, and puts the tiles of each of them next to each other, the last first.
+// Returns the islands of the tiles, and sorts the tiles by island, the last island first.
 inline std::vector<Island> islands_of(const Problem& p, std::vector<Tile>::iterator first,
                                       std::vector<Tile>::iterator last) {
   std::vector<Island> of_tiles, islands;
@@ -192,7 +193,7 @@ inline std::vector<Island> islands_of(const Problem& p, std::vector<Tile>::itera
       own.first = std::min(own.first, column);
       own.end = std::max(own.end, column + step * (count - 1) + 1);
     });
-    if (own.end == 0) own.first = 0, own.end = 1;  // it sees none
+    if (own.end == 0) own.first = 0, own.end = 1;  // the tile sees no key
     of_tiles.push_back(own);
   }
   std::vector<Island> sorted = of_tiles;
@@ -217,9 +218,9 @@ inline std::vector<Island> islands_of(const Problem& p, std::vector<Tile>::itera
   return islands;
 }
 
-// Cuts the tiles of each key head into parts. The sums of a key head are those of its parts, in
-// their order, so that no bit depends on the number of threads or on other samples. An island is
-// cut by its own size, so that no bit of a packed document depends on the others.
+// Divides the tiles of each key head into parts. The gradients of the parts are added in order, so
+// that no bit depends on the number of threads or on other samples. How an island is divided
+// depends on its own size alone, so that no bit of a packed document depends on other documents.
 inline std::vector<Part> parts_of(const Problem& p, std::vector<Tile>& tiles) {
   int64_t units = p.batch * p.key_heads, heads = p.heads / std::max<int64_t>(1, p.key_heads);
   int64_t most = std::max(kPartQueries, heads * p.queries / kParts);
@@ -229,10 +230,10 @@ inline std::vector<Part> parts_of(const Problem& p, std::vector<Tile>& tiles) {
     for (int64_t h = 0; h < heads; ++h) {
       add_tiles(p, unit / p.key_heads, unit % p.key_heads * heads + h, tiles);
     }
-    // The last first: they are the long ones where queries are causal.
+    // The last tiles go first, since they see most keys if attention is causal.
     std::reverse(tiles.begin() + first, tiles.end());
     int64_t end = int64_t(tiles.size());
-    // Parts of one head may meet in a run, whose weight's gradient is not summed by parts.
+    // With dweights one part per key head: several parts would add to the same run's gradient.
     bool is_cut = !p.dweights && heads * p.queries > kPartQueries;
     std::vector<Island> islands{{0, p.keys, heads * p.queries}};
     if (is_cut) islands = islands_of(p, tiles.begin() + first, tiles.end());
@@ -273,7 +274,7 @@ inline std::vector<Part> parts_of(const Problem& p, std::vector<Tile>& tiles) {
     }
     if (part.end_key == 0) part.first_key = 0;
   }
-  // Started in the order of their turns, so that no thread waits for a part that has not started.
+  // Parts start in the order of their turns, so that no thread waits for a part not yet started.
   auto before = [](const Part& a, const Part& b) { return a.turn < b.turn; };
   std::stable_sort(parts.begin(), parts.end(), before);
   return parts;

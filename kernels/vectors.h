@@ -1,5 +1,6 @@
-// Vectors of the machine's own width, their exponential, and two products that keep their sums in
-// registers. F is float or double. The compiler's vector extensions, no intrinsics: any CPU.
+// Vectors of the machine's width, their exponential and tanh, and two matrix products that keep
+// sums in registers. F is float or double. The code uses the compiler's vector extensions and no
+// intrinsics, so it compiles for any CPU.
 #pragma once
 
 #include <algorithm>
@@ -8,17 +9,17 @@
 #include <limits>
 
 #if defined(__AVX512F__)
-constexpr int kVectorBytes = 64, kVectors = 4;  // of 32 registers
+constexpr int kVectorBytes = 64, kVectors = 4;  // 32 registers
 #elif defined(__AVX__)
-constexpr int kVectorBytes = 32, kVectors = 2;  // of 16
+constexpr int kVectorBytes = 32, kVectors = 2;  // 16 registers
 #elif defined(__SSE2__)
-constexpr int kVectorBytes = 16, kVectors = 2;  // of 16
+constexpr int kVectorBytes = 16, kVectors = 2;  // 16 registers
 #else
-constexpr int kVectorBytes = 16, kVectors = 4;  // of 32
+constexpr int kVectorBytes = 16, kVectors = 4;  // 32 registers
 #endif
-// Sums that a product keeps in registers: for each of so many rows, kVectors vectors.
+// A product keeps the sums of kRegisterRows rows of kVectors vectors in registers.
 constexpr int kRegisterRows = 6;
-// Terms of a product's sum that are added one by one: up to so many, or else so many at a time.
+// Up to kLongest terms of a sum are added one by one; a longer sum is taken in blocks of kBlock.
 constexpr int kLongest = 128, kBlock = 64;
 
 template <class F>
@@ -75,7 +76,7 @@ constexpr F kInverseFactorial = kInverseFactorial<F, N - 1> / N;
 template <class F>
 constexpr F kInverseFactorial<F, 0> = 1;
 
-// sum of r^n / n! from `degree` down to 0, by Horner; `sum` holds the terms above.
+// The sum of r^n / n! from n = `degree` down to 0, by Horner's rule; `sum` has the higher terms.
 template <class F, int degree>
 inline Vector<F> taylor(Vector<F> r, Vector<F> sum) {
   if constexpr (degree < 0) {
@@ -85,7 +86,7 @@ inline Vector<F> taylor(Vector<F> r, Vector<F> sum) {
   }
 }
 
-// The same of r^(n - 1) / n!, down to n = 1.
+// The sum of r^(n - 1) / n! from n = `degree` down to 1.
 template <class F, int degree>
 inline Vector<F> taylor_of_ratio(Vector<F> r, Vector<F> sum) {
   if constexpr (degree < 1) {
@@ -95,7 +96,7 @@ inline Vector<F> taylor_of_ratio(Vector<F> r, Vector<F> sum) {
   }
 }
 
-// x = n ln2 + r with a small r, and 2^n.
+// Returns r and writes 2^n to `power`, where x = n ln2 + r with a small r.
 template <class F>
 inline Vector<F> reduced(Vector<F> x, Vector<F>* power) {
   using N = Number<F>;
@@ -111,8 +112,8 @@ inline Vector<F> reduced(Vector<F> x, Vector<F>* power) {
   return r;
 }
 
-// e^x to about one unit in the last place, NaN for NaN; exactly 0 where it would be less than the
-// least normal number.
+// e^x to about one unit in the last place, NaN for NaN, and exactly 0 if it is below the least
+// normal number.
 template <class F>
 inline Vector<F> exponential(Vector<F> x) {
   using N = Number<F>;
@@ -124,8 +125,8 @@ inline Vector<F> exponential(Vector<F> x) {
   return x > N::highest ? splat<F>(kInfinity<F>) : y;
 }
 
-// tanh x to a few units in the last place, also near 0: (e^2x - 1) / (e^2x + 1) by e^2x - 1, which
-// is 2^n (e^r - 1) + (2^n - 1). NaN for NaN.
+// tanh x to a few units in the last place, also near 0, and NaN for NaN. It is computed as
+// (e^2x - 1) / (e^2x + 1) from e^2x - 1 = 2^n (e^r - 1) + (2^n - 1).
 template <class F>
 inline Vector<F> tangent(Vector<F> x) {
   using N = Number<F>;
@@ -133,14 +134,14 @@ inline Vector<F> tangent(Vector<F> x) {
   twice = twice > F(60) ? splat<F>(60) : twice;
   twice = twice < F(-60) ? splat<F>(-60) : twice;
   Vector<F> power, r = reduced<F>(twice, &power);
-  // The sum of r^n / (n + 1)!, which r turns into e^r - 1.
+  // The sum of r^n / (n + 1)!, which times r is e^r - 1.
   Vector<F> ratio = splat<F>(kInverseFactorial<F, N::taylor_degree>);
   ratio = taylor_of_ratio<F, N::taylor_degree - 1>(r, ratio);
   Vector<F> less_one = power * (r * ratio) + (power - F(1));
   return less_one / (less_one + F(2));
 }
 
-// Registers hold `rows` sums of `vectors` vectors; fewer vectors leave room for more rows.
+// Number of rows of `vectors` vectors whose sums fit into the registers.
 template <int vectors>
 constexpr int kRows = kRegisterRows * kVectors / vectors;
 
@@ -192,10 +193,10 @@ void product_by_rows(F* const* c, const F* const* a, const F* x, int64_t stride,
   }
 }
 
-// The sum over d is taken from 0 on and then added: in blocks, so that a sum of many numbers
-// rounds no small ones against a large one.
-// C[r] = sum_d A[r][d] X[d] for `count` rows r, or added to C; a row of C and of X has `vectors`
-// vectors. Rows of A and of C lie anywhere; those of C differ.
+// C[r] = sum_d A[r][d] X[d] for `count` rows r, or C[r] += this sum. A row of C and of X has
+// `vectors` vectors. Rows of A and of C may be anywhere in memory; rows of C must differ.
+// The sum over d starts at 0 and is then added to C. Long sums are taken in blocks, see `product`,
+// so that small terms are not rounded relative to a large sum.
 template <class F, bool add, int most>
 void product_at_once(F* const* c, const F* const* a, const F* x, int64_t stride, int count, int depth,
              int vectors) {
@@ -217,7 +218,7 @@ void product_at_once(F* const* c, const F* const* a, const F* x, int64_t stride,
   }
 }
 
-// The same, of long rows in several blocks.
+// `product_at_once` for rows of any length, in blocks of kBlock if they are longer than kLongest.
 template <class F, bool add, int most>
 void product(F* const* c, const F* const* a, const F* x, int64_t stride, int count, int depth,
              int vectors) {
@@ -278,8 +279,8 @@ void outer_by_rows(F* c, int64_t stride, const F* const* a, const F* x, int firs
   }
 }
 
-// C[r] += sum_d A[d][r] X[d], in blocks as above, for `count` rows r of at most kVectors vectors. Rows of A lie
-// anywhere, those of C and of X `stride` apart.
+// C[r] += sum_d A[d][r] X[d] for `count` rows r of at most kVectors vectors. The sum over d starts
+// at 0 and is then added to C. Rows of A may be anywhere; C and X have rows `stride` apart.
 template <class F>
 void outer(F* c, int64_t stride, const F* const* a, const F* x, int count, int depth,
            int vectors) {

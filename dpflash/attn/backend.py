@@ -1,4 +1,4 @@
-"""attention_backend: whose kernels attention may use."""
+"""attention_backend: choose whose kernels attention may use."""
 
 from __future__ import annotations
 
@@ -12,51 +12,52 @@ from dpflash.kernels.attention_vendor import AUTO, BACKENDS
 
 from .. import _validate
 
-# The choice, and whether a private model's forward runs.
+# The current backend, and whether a private model's forward runs.
 _current: ContextVar[tuple[str, bool]] = ContextVar("attention_backend", default=(AUTO, False))
-# What torch.compile reads, and guards on: it traces no ContextVar.
+# The current backend for torch.compile, which can guard on a global but not trace a ContextVar.
 _traced = AUTO
-# The choice of the private model whose forward ran last, for recomputed forwards.
+# The backend of the private model whose forward ran last, for recomputed forwards.
 _again: str | None = None
 
 
 def attention_backend(backend: str) -> AbstractContextManager[None]:
-    """Choose whose kernels attention uses inside a with block; without one it changes nothing.
+    """Context manager that chooses whose kernels attention uses. It has no effect without `with`.
 
     ::
 
         with dpflash.attention_backend("fast"):
             o = dpflash.attention(q, k, v, causal=True)
-        o.sum().backward()  # by the choice of its forward
+        o.sum().backward()  # uses the backend of its forward
 
-    Dense and causal attention in 16 bit is what other libraries have kernels for. All other calls
+    Other libraries have kernels for dense and causal attention in 16 bit. All other calls
     (patterns, sinks, slopes, masks, biases, fewer queries than keys, float32) run in dpflash's
-    own kernels, and so does everything on a GPU of ROCm and, but for short samples (see
-    `dpflash.attention`), on a CPU. `dpflash doctor` and `engine.optimization` name the kernels
-    of a device.
+    own kernels. So do all calls on ROCm GPUs and, except short samples (see `dpflash.attention`),
+    all calls on a CPU. `dpflash doctor` and `engine.optimization` name the kernels of a device.
 
     Args:
-        backend: "auto": cuDNN's forward or FlashAttention 4's (the package flash-attn-4, where it
-            is installed), and a backward that repeats: FlashAttention 4's deterministic one, or
-            dpflash's own. "fast": the fastest backward too, which is cuDNN's, or FlashAttention
-            2's on GPUs before compute capability 9.0; where lse has a gradient, as with "auto".
-            "own": dpflash's kernels alone.
+        backend: one of three names.
+
+            - "auto": the forward of cuDNN, or of FlashAttention 4 if the package flash-attn-4 is
+              installed, and a deterministic backward: FlashAttention 4's or dpflash's own.
+            - "fast": the forward of "auto" and the fastest backward: cuDNN's, or FlashAttention
+              2's on GPUs before compute capability 9.0. If lse has a gradient, as "auto".
+            - "own": dpflash's kernels only.
 
     Raises:
         ValueError: another name.
 
     Guarantees:
-        With "auto" and "own" results and gradients repeat bit for bit; with "fast" gradients do
-        not. With "own" the bits of a sample do not depend on the number of samples; with the
-        others they may. A gradient is computed once, and clipped as it is: neither decides about
-        privacy. Private models with exact=True, and all calls under
-        torch.use_deterministic_algorithms, use "own"; those that may run two backwards
-        (grad_sample_mode="ghost") use "auto" in place of "fast".
+        With "auto" and "own", results and gradients are bitwise reproducible; with "fast",
+        gradients are not. With "own" the bits of a sample's result do not depend on the number of
+        samples; with the others they may. Privacy does not depend on the backend: each gradient
+        is computed once, and this gradient is clipped. Private models with exact=True, and all
+        calls under torch.use_deterministic_algorithms, use "own"; private models that may run
+        two backwards (grad_sample_mode="ghost") use "auto" in place of "fast".
 
-    A choice holds for the thread that made it. Functions under torch.compile read the choice that
-    any thread made last. Activation checkpointing runs forwards again in the backward, outside of
-    the with block: private models keep their choice there (that of the model whose forward ran
-    last), other models use the choice at that time.
+    The backend is set for the current thread. Functions under torch.compile use the backend that
+    was set last by any thread. Activation checkpointing recomputes forwards in the backward,
+    outside of the with block: private models use the backend of the private model whose forward
+    ran last, other models the backend that is set at that time.
     """
     _validate.one_of(backend=(backend, BACKENDS))
     return _chosen(backend)
@@ -80,7 +81,7 @@ def _chosen(backend: str, *, of_model: bool = False) -> Iterator[None]:
 
 @contextmanager
 def attention_backend_of_model(backend: str) -> Iterator[None]:
-    """`attention_backend` for a private model's forward, and for what its backward runs again."""
+    """`attention_backend` for a private model's forward and for forwards recomputed later."""
     global _again
     _again = backend
     with _chosen(backend, of_model=True):
@@ -88,16 +89,16 @@ def attention_backend_of_model(backend: str) -> Iterator[None]:
 
 
 def current_backend() -> str:
-    """Return the backend that `attention_backend` has set here."""
+    """Return the backend that is set for this thread, see `attention_backend`."""
     if torch.compiler.is_compiling():
         return _traced
     chosen, _ = _current.get()
-    # A backward runs in threads of its own, which know nothing of the forward's choice.
+    # Autograd runs a backward in other threads, where the forward's ContextVar is not set.
     if chosen == AUTO and _again is not None and torch._C._current_graph_task_id() != -1:
         return _again
     return chosen
 
 
 def is_in_private_model() -> bool:
-    """Whether a private model's forward runs; False where a backward runs it again."""
+    """Whether a private model's forward runs; False while a backward recomputes it."""
     return _current.get()[1]

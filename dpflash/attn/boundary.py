@@ -1,4 +1,4 @@
-"""Private boundary: clips and noises the gradient that leaves through an activation.
+"""Private boundary: clips the gradient that leaves through an activation and adds noise to it.
 
 Letters: B samples, C max_grad_norm, sigma noise_multiplier.
 """
@@ -30,7 +30,7 @@ _key = master_key()
 
 
 def _new_key() -> None:
-    """Draws a new key in a forked process, so that it does not repeat its parent's noise."""
+    """Draw a new key in a forked process, so that it does not repeat its parent's noise."""
     global _key
     _key = master_key()
 
@@ -41,11 +41,11 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 @dataclass
 class NoiseOff:
-    """One block of `without_noise`."""
+    """State of one `without_noise` block."""
 
     active: bool = True  # whether the block is still running
-    crossed: bool = False  # whether a boundary was crossed in it
-    silenced: bool = False  # whether one of them had noise
+    crossed: bool = False  # whether a boundary was crossed inside the block
+    silenced: bool = False  # whether the noise of a boundary was switched off
 
 
 class _Switch(threading.local):
@@ -57,15 +57,15 @@ _switch = _Switch()
 
 @contextmanager
 def without_noise() -> Iterator[NoiseOff]:
-    """Boundaries crossed inside the block, by this thread, clip but add no noise.
+    """Switch off the noise of boundaries that this thread crosses inside the block; they clip.
 
     **This removes the release's privacy.** It is for `PrivacyEngine.check` alone, which compares
     gradients that are not released, on a copy of the model.
 
-    A boundary reads this in the forward, since its backward may run in a thread of autograd.
-    Noise is on again after the block, also after an exception: for boundaries crossed afterwards,
-    and for backwards that run afterwards through boundaries crossed inside. A boundary that is
-    crossed by another thread (in a reentrant checkpoint, by autograd's) keeps its noise.
+    A boundary reads this state in the forward, since its backward may run in a thread of autograd.
+    After the block, also after an exception, noise is on again: for boundaries crossed afterwards,
+    and for later backwards through boundaries that were crossed inside. A boundary crossed by
+    another thread (in a reentrant checkpoint, by a thread of autograd) keeps its noise.
     """
     off = NoiseOff()
     before, _switch.off = _switch.off, off
@@ -85,8 +85,8 @@ class Boundary:
         noise_multiplier: sigma; the noise on every coordinate has standard deviation sigma C.
 
     Raises:
-        ValueError: max_grad_norm is not positive and finite, noise_multiplier negative or
-            infinite, or float32 has no room for the noise.
+        ValueError: max_grad_norm is not positive and finite, noise_multiplier is negative or
+            infinite, or the noise does not fit into the range of float32.
     """
 
     max_grad_norm: float
@@ -108,39 +108,39 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
     to another.
 
     Args:
-        x: `[B, ...]`, floating point; its gradient has noise added in float32 (float64).
-        max_grad_norm: C, in the units of the gradient of the loss that is differentiated (of the
-            sum of per-sample losses, usually).
+        x: `[B, ...]`, floating point; its gradient is clipped and noised in float64.
+        max_grad_norm: C, the L2 bound of a row of the gradient of the differentiated loss,
+            which is usually the sum of the per-sample losses.
         noise_multiplier: sigma.
 
     Returns:
-        x, as a new tensor of the same values.
+        A new tensor with the values of x.
 
     Raises:
-        ValueError: x has no batch dimension or is not floating point, or a number is not as
-            `Boundary` wants it.
+        ValueError: x has no batch dimension or is not floating point, or `Boundary` refuses
+            max_grad_norm or noise_multiplier.
         RuntimeError: the function is compiled, or a CUDA stream is capturing in the backward:
             a replay would repeat the noise.
 
     Guarantees:
-        Private is the release of this gradient, to a party that sees nothing else which depends
+        The release of this gradient is private, if its receiver sees nothing else that depends
         on the data behind the loss. One backward is one Gaussian mechanism of noise multiplier
-        sigma under zero_out (one sample's loss replaced by one whose gradient at its row is zero),
-        if row i depends on sample i alone; n backwards compose as n full Gaussian steps, whose
-        epsilon `dpflash epsilon --sample-rate 1 --steps n` computes. Nothing is amplified by
-        sampling: the rows show who is in the batch. The noise is ChaCha20, keyed from the
-        operating system in each process and never repeated.
+        sigma under zero_out (one sample's loss is replaced by a loss whose gradient at its row is
+        zero), if row i depends on sample i alone. n backwards compose as n full Gaussian steps,
+        whose epsilon `dpflash epsilon --sample-rate 1 --steps n` computes. Sampling does not
+        amplify privacy: the rows show who is in the batch. The noise comes from ChaCha20, with a
+        key from the operating system in each process, and never repeats.
 
-        Not private: the forward (x itself, the loss), gradients of parameters behind the
-        boundary, the number and order of rows, and parameters before it as far as they also get
-        gradients along other paths. For weights use `PrivacyEngine`.
+        Not private are the forward (x itself, the loss), gradients of parameters behind the
+        boundary, the number and order of rows, and gradients of parameters before the boundary
+        if they also flow along other paths. For weights use `PrivacyEngine`.
     """
     boundary = Boundary(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
     return cross(boundary, x)[0]
 
 
 def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Put one boundary behind several tensors `[B, ...]`, clipped by the norm over all of them."""
+    """Apply one boundary to several tensors `[B, ...]`, clipped by their joint norm."""
     for x in tensors:
         if not isinstance(x, Tensor):
             raise ValueError(f"x={type(x).__name__}: expected a tensor [B, ...]")
@@ -155,9 +155,9 @@ def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
 def release_of(
     boundary: Boundary,
 ) -> Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]:
-    """A function that clips and noises gradients, given their joint squared norms."""
+    """Return a function that clips gradients, given their joint squared norms, and adds noise."""
     if torch.compiler.is_compiling():
-        # A compiled graph would keep the number of its release, and so repeat its noise.
+        # A compiled graph would keep the release's number as a constant, and repeat its noise.
         raise RuntimeError(
             "private_boundary inside of a compiled function: its noise would be compiled in; "
             "compile the code before and after it separately"
@@ -206,7 +206,7 @@ def _release(
 def _clipped_and_noised(
     grad: Tensor, factors: Tensor, std: float, grid: float, step: int, number: int
 ) -> Tensor:
-    """``c_i dx_i`` on the grid plus noise on it, rounded once to the gradient's dtype."""
+    """Return ``c_i dx_i`` plus noise, both on the grid, rounded once to the gradient's dtype."""
     weights = factors.double().view(-1, *[1] * (grad.ndim - 1))
     clipped = (grad.double() * weights).masked_fill(weights == 0, 0.0)
     clipped = truncated(clipped, grid).contiguous()

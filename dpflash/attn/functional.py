@@ -1,4 +1,4 @@
-"""Attention as a function: q, k and v in, o (and on request its log-sum-exp) out.
+"""The attention function: takes q, k and v, and returns o and, if asked for, its log-sum-exp.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim of
 queries and keys, E that of values.
@@ -22,7 +22,7 @@ from .ops import ReleasedAttention, attend, is_eager
 
 _MAX_HEAD_DIM = 576
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SHORT = 2**21  # multiplications of q k
+_SHORT = 2**21  # multiplications of q k up to which torch's kernel may run
 _DENSE = {False: Dense(causal=False), True: Dense(causal=True)}
 
 
@@ -76,48 +76,48 @@ def attention(
     position_bias: Tensor | None = None,
     boundary: Boundary | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention over the keys of a pattern, head by head, in memory O(T).
+    """Compute softmax attention over the keys that a pattern selects, in O(T) memory.
 
     ``o_i = sum_j m_ij e^(s_ij) v_j / sum_j m_ij e^(s_ij)`` with ``s_ij = softmax_scale * q_i k_j``
     and m the pattern's multiplicity. Query head h reads key/value head `h // (H // G)`. Strided
-    views are taken as they are (last stride 1) and an empty batch gives an empty result.
-    Differentiable once, with respect to q, k, v, sinks, alibi_slopes and position_bias, through o
-    and lse. Under `torch.autocast` q, k and v are converted to its dtype, as by torch's
+    views are not copied if their last stride is 1. An empty batch gives an empty result. o and lse
+    are differentiable once, with respect to q, k, v, sinks, alibi_slopes and position_bias. Under
+    `torch.autocast` q, k and v are converted to its dtype, as by torch's
     `scaled_dot_product_attention`.
 
-    With fewer queries than keys the queries are the last T of S tokens, in every pattern that is
-    not plain dense attention: query t stands at position ``S - T + t``, as while decoding with a
-    key/value cache, whose samples of other lengths a key_padding_mask describes.
+    If there are fewer queries than keys, the queries are the last T of S tokens (except in dense
+    attention that is not causal): query t has position ``S - T + t``, as in decoding with a
+    key/value cache. Use key_padding_mask if the samples of a cache differ in length.
 
     Args:
         q: `[B, H, T, D]`, float16, bfloat16, float32 (float64 on the CPU). Heads come
-            before tokens, as in torch and unlike in flash-attn: with `[B, T, H, D]` this would
-            attend over heads, which no check can detect. D up to 576; on a GPU D or E above 256
-            runs in plain torch, in memory O(TS).
+            before tokens, as in torch and unlike in flash-attn: with `[B, T, H, D]` the function
+            would attend over heads, which no check can detect. D is at most 576; on a GPU, D or E
+            above 256 runs in plain torch, in O(TS) memory.
         k: `[B, G, S, D]`, dtype and device of `q`; G divides H.
-        v: `[B, G, S, E]`, dtype and device of `q`; E up to 576.
+        v: `[B, G, S, E]`, dtype and device of `q`; E is at most 576.
         pattern: one of `dpflash.patterns`; None means dense attention.
-        causal: no query sees a key after its own position, for dense attention; a pattern has
-            its own `causal`.
+        causal: whether no query sees a key after its own position, in dense attention; a pattern
+            has its own `causal`.
         softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
-        softcap: a positive bound c of the scores: ``c tanh(s_ij / c)`` takes the place of s_ij
-            (Gemma 2, arXiv:2408.00118, section 2); None for no bound.
+        softcap: a positive bound c of the scores: ``c tanh(s_ij / c)`` replaces s_ij
+            (Gemma 2, arXiv:2408.00118, section 2); None means no bound.
         return_lse: also return the log-sum-exp of each query's scores.
-        key_padding_mask: `[B, S]`, bool, True where a key is *not* attended to, as in torch's
-            MultiheadAttention (a tokenizer's attention_mask is the other way round); the keys
-            that are left of a sample must be consecutive.
-        sinks: `[H]` or `[B, H]`: the score of one more key, whose value is 0.
-        alibi_slopes: `[H]` or `[B, H]`: ``slope * |i - j|`` is taken from the scores (ALiBi, Press
-            et al., arXiv:2108.12409, equation in section 3).
-        position_bias: `[B, H, T, S]`, or with 1 in place of any of these, floating point: added
-            to the scores, after the bound; -inf masks, and a query of `torch.finfo(...).min`
-            alone has the mean of v. One shared by the batch, as T5's, is not
-            copied, but its gradient is computed for each sample, `[B, H, T, S]`, and then summed.
-        boundary: clip and noise the gradients of q, k and v where they leave, through o and lse,
-            each sample's three together, see `dpflash.private_boundary` for the guarantee.
-            With an `Adaptive` pattern gradients through its choice count too.
-            It does not clip gradients of sinks, alibi_slopes and position_bias, so it cannot be
-            passed with them.
+        key_padding_mask: `[B, S]`, bool, True if a key is *not* attended to, as in torch's
+            MultiheadAttention (a tokenizer's attention_mask has the opposite meaning). The
+            unmasked keys of a sample must be consecutive.
+        sinks: `[H]` or `[B, H]`: the score of an extra key, whose value is 0.
+        alibi_slopes: `[H]` or `[B, H]`: ``slope * |i - j|`` is subtracted from the scores (ALiBi,
+            Press et al., arXiv:2108.12409, equation in section 3).
+        position_bias: floating point, broadcastable to `[B, H, T, S]` (4 dimensions): added to
+            the scores after `softcap`. -inf masks a key; if all biases of a query are
+            `torch.finfo(...).min`, its output is the mean of v. A bias that the batch shares, as
+            in T5, is not copied, but its gradient is computed per sample, `[B, H, T, S]`.
+        boundary: clip the gradients of q, k and v and add noise to them before they leave; a
+            sample's three gradients are clipped by their joint norm. For the guarantee see
+            `dpflash.private_boundary`. With an `Adaptive` pattern, gradients through the choice of
+            blocks are included. Sinks, alibi_slopes and position_bias cannot be passed with a
+            boundary, which does not clip their gradients.
 
     Returns:
         o: `[B, H, T, E]`, dtype of `q`; with `return_lse` the pair (o, lse), where lse is
@@ -125,18 +125,18 @@ def attention(
         A query with no key and no sink has o = 0, lse = -inf and gradient 0.
 
     Raises:
-        ValueError: for shapes, dtypes or devices that do not fit, a pattern that does not take T
-            or H, a pattern or causal=True with T > S, causal=True with a pattern that is not
-            causal, a softmax_scale that is not finite, a softcap that is not positive, and a
-            padding mask with a hole.
+        ValueError: shapes, dtypes or devices do not fit, the pattern does not support T or H,
+            T > S with a pattern or causal=True, causal=True with a pattern that is not causal, a
+            softmax_scale that is not finite, a softcap that is not positive, or a padding mask
+            with a hole.
 
     Guarantees:
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
-        sinks, alibi_slopes and position_bias) alone. Repeats bit for bit, but for gradients under
-        ``attention_backend("fast")``, which says whose kernels run. On the CPU dense attention of
-        one query without a gradient, and outside of private models of one short sample (up to
-        2^21 multiplications), runs in torch's own `scaled_dot_product_attention` where nothing
-        else is asked for: its last bits may depend on the number of samples. "own" prevents it.
+        sinks, alibi_slopes and position_bias) alone. Results are bitwise reproducible, except
+        gradients under ``attention_backend("fast")``. On a CPU, two kinds of dense calls without
+        further options run in torch's own `scaled_dot_product_attention`, whose last bits may
+        depend on the number of samples: one query without a gradient and, outside of private
+        models, one short sample (up to 2^21 multiplications). The backend "own" prevents this.
     """
     if not isinstance(q, Tensor) or torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q), autocast(k), autocast(v)
@@ -174,7 +174,7 @@ def attention(
                 release_of(boundary), q, k, v, key_padding_mask, pattern.key, scale, softcap
             )
             return (o, lse) if return_lse else o
-        # Gradients of the choice reach q and k too: only where both are added is the norm known.
+        # Gradients of the choice reach q and k too: the norm is known only after they are added.
         q, k, v = cross(boundary, q, k, v)
     if isinstance(pattern, WithinDocuments) and isinstance(pattern.inner, Adaptive):
         # Blocks are chosen within a document, from its own queries and keys.
@@ -200,25 +200,25 @@ def attention(
 
 
 def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether torch's own kernel does as well in less time: a short sample on the CPU.
+    """Whether torch's own kernel is faster and as good, as for a short sample on the CPU.
 
-    The kernels here are called from Python, which takes longer than such a call. They take
-    queries side by side, and one alone leaves most of a vector empty.
+    Calling dpflash's kernels from Python takes longer than torch's whole call. They also
+    vectorize over queries, so a single query leaves most of a vector empty.
     """
     if not q.is_cpu or 0 in k.shape or q.shape[3] != v.shape[3]:
         return False
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     alone = q.shape[2] == 1
     if trains or not alone:
-        # Not in private models, where no bit of a sample depends on the number of samples.
+        # In private models no bit of a sample may depend on the number of samples.
         short = q.shape[0] == 1 and q.numel() * k.shape[2] <= _SHORT
         if not short or q.dtype not in (torch.float32, torch.float64) or is_in_private_model():
             return False
-        # What a forward saves is compared with what it saves when it runs again in a backward,
-        # where a private model is not known.
+        # Checkpointing compares the tensors saved by a forward and by its recomputation, during
+        # which `is_in_private_model` is False: both must take the same kernel.
         if trains and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
-        # torch's causal queries are the first tokens.
+        # In torch's causal attention, fewer queries than keys are the first tokens.
         if causal and not alone and q.shape[2] != k.shape[2]:
             return False
     return current_backend() != OWN and is_eager((q, k, v))
@@ -233,7 +233,7 @@ def _document_by_document(
     bias: Tensor | None,
     named: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) of an `Adaptive` pattern within documents, one after the other."""
+    """Return (o, lse) of an `Adaptive` pattern within documents, computed one by one."""
     pattern._check_size(q.shape[2], q.shape[1])
     results = []
     for begin, end in pairwise(pattern.cu_seqlens):
@@ -252,13 +252,13 @@ def _document_by_document(
 
 
 def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> Pattern:
-    """The pattern of a call; raises if it does not fit the numbers of queries and keys."""
+    """Return the call's pattern; raise if it does not support these numbers of tokens."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal={causal!r}: expected True or False; pass one of the two")
     resolved = _DENSE[causal] if pattern is None else require_pattern(pattern)
     if causal and not resolved.causal:
         raise ValueError(
-            f"causal=True beside pattern={type(resolved).__name__}: the pattern is not causal; "
+            f"causal=True with pattern={type(resolved).__name__}: the pattern is not causal; "
             "build it with causal=True"
         )
     plain = isinstance(resolved, Dense) and not resolved.causal
@@ -266,21 +266,21 @@ def resolve_pattern(pattern: object, causal: bool, queries: int, keys: int) -> P
         name = f"causal={causal}" if pattern is None else f"pattern={type(pattern).__name__}"
         raise ValueError(
             f"{name} with {queries} queries and {keys} keys: expected no more queries than keys, "
-            "whose last the queries are; pass the keys of all queries, or dense attention that is "
-            "not causal"
+            "since the queries are the last tokens of the sequence; pass the keys of all queries, "
+            "or use dense attention that is not causal"
         )
     inner = resolved.inner if isinstance(resolved, WithinDocuments) else resolved
     if queries < keys and isinstance(inner, Adaptive):
         raise ValueError(
             f"pattern={type(pattern).__name__} with {queries} queries and {keys} keys: expected "
-            "as many, since blocks of queries choose among the blocks before them; pass the whole "
-            "sequence"
+            "equal numbers, since blocks of queries choose among the blocks of the sequence; pass "
+            "the whole sequence"
         )
     return resolved
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Convert to autocast's dtype where that is on, as torch's own attention does."""
+    """Convert to autocast's dtype if autocast is on, as torch's own attention does."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     kind = x.device.type
@@ -288,7 +288,7 @@ def autocast(x: Tensor) -> Tensor:
 
 
 def _require_softcap(softcap: object) -> float | None:
-    """The bound of the scores as a float; raises unless it is positive and finite, or None."""
+    """Return softcap as a float, or None; raise unless it is positive and finite, or None."""
     if softcap is None:
         return None
     _validate.finite(softcap=softcap)
@@ -302,7 +302,7 @@ def _require_softcap(softcap: object) -> float | None:
 
 
 def _bias(bias: object, q: Tensor, k: Tensor) -> Tensor:
-    """`[B, H, T, S]`, in the dtype of the scores, from what broadcasts to it."""
+    """Convert a bias to the dtype of the scores and expand it to `[B, H, T, S]`."""
     shape = (*q.shape[:3], k.shape[2])
     expected = f"expected [B, H, T, S]={list(shape)}, or 1 in place of any of these"
     if not isinstance(bias, Tensor):
@@ -317,15 +317,15 @@ def _bias(bias: object, q: Tensor, k: Tensor) -> Tensor:
         )
     dtype = torch.promote_types(q.dtype, torch.float32)
     if bias.dtype == torch.float64 and dtype != torch.float64:
-        # torch.finfo(torch.float64).min stays finite: a row of it alone is no row without keys.
+        # torch.finfo(torch.float64).min must stay finite: it does not mask a row's keys.
         finite = torch.finfo(dtype)
         bias = torch.where(bias.isinf(), bias, bias.clamp(finite.min, finite.max))
-    # Before it is expanded: samples share the copy, and their gradients' sum is not rounded.
+    # Converted before expansion, so samples share one copy and gradients are summed unrounded.
     return bias.to(dtype).expand(shape)
 
 
 def require_pattern(pattern: object) -> Pattern:
-    """Refuse objects that are no pattern."""
+    """Return the pattern; raise ValueError if the object is not a `Pattern`."""
     if not isinstance(pattern, Pattern):
         shown = repr(pattern) if isinstance(pattern, str | type) else type(pattern).__name__
         raise ValueError(
@@ -336,7 +336,7 @@ def require_pattern(pattern: object) -> Pattern:
 
 
 def per_head(name: str, x: Tensor | None, q: Tensor) -> Tensor | None:
-    """One number for each sample and head, `[B, H]`, from `[H]` or `[B, H]`."""
+    """Expand sinks or slopes, `[H]` or `[B, H]`, to `[B, H]`; None stays None."""
     if x is None:
         return None
     if not isinstance(x, Tensor):
@@ -355,7 +355,6 @@ def per_head(name: str, x: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _require_padding(mask: object, k: Tensor) -> None:
-    """Refuses a padding mask of another type, shape, dtype or device."""
     expected = (
         f"expected [B, S]={[k.shape[0], k.shape[2]]} of torch.bool, True where a key is ignored"
     )
@@ -373,12 +372,12 @@ def _require_padding(mask: object, k: Tensor) -> None:
 
 
 def require_fitting(q: Tensor, k: Tensor, v: Tensor, *, equal_head_dims: bool = True) -> None:
-    """Refuses shapes, dtypes and devices that do not fit together."""
+    """Raise ValueError unless shapes, dtypes and devices of q, k and v fit together."""
     if type(q) is type(k) is type(v) is Tensor and q.shape == k.shape == v.shape:
         common = q.dtype == k.dtype == v.dtype and q.is_cpu and k.is_cpu and v.is_cpu
         if common and q.ndim == 4 and q.dtype in _DTYPES:
             if q.shape[1] and 1 <= q.shape[3] <= _MAX_HEAD_DIM:
-                return  # the checks below take longer than a small call
+                return  # skip the checks below, which take longer than a small call
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise ValueError(

@@ -1,7 +1,8 @@
-"""Attention as torch operators: opaque to the compiler, differentiable, with vmap rules.
+"""Attention as torch operators: opaque to torch.compile, differentiable, with vmap rules.
 
-A pattern is passed as its key, a string, so that a compiled graph holds no table; the tile graph
-is looked up where the operator runs. An absent optional gradient is a tensor without elements.
+A pattern is passed as a string, its key, so that a compiled graph holds no tables; the operator
+looks up the tile graph when it runs. The operator of the backward returns an empty tensor in place
+of a gradient that does not exist.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim of
 queries and keys, E that of values.
@@ -42,7 +43,7 @@ _LIBRARY.define(
     f"{_OPTIONS}, bool bias_grad=False, bool squares=False) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-# Named overloads: torch need not look for one that fits.
+# Named overloads save torch the search for a matching overload.
 _FORWARD = torch.ops.dpflash.attention.default
 _BACKWARD = torch.ops.dpflash.attention_backward.default
 
@@ -50,7 +51,7 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, float, bool))
 
 
 class Attention(torch.autograd.Function):
-    """``(o, lse)`` of `kernels.attention_forward`, differentiable in all but the tables."""
+    """`kernels.attention_forward` as an autograd node, differentiable in all floating inputs."""
 
     generate_vmap_rule = True
 
@@ -87,12 +88,12 @@ class Attention(torch.autograd.Function):
             return (None,) * 14
         do = torch.zeros_like(o) if do is None else do
         if not ctx.return_lse:
-            dlse = None  # The compiler makes it of zeros.
+            dlse = None  # The compiler passes zeros.
         _, _, _, sinks, slopes, _, _, gates, bias = tensors
         bias_grad = bias is not None and ctx.needs_input_grad[8]
         arguments = (do, dlse, o, lse, *tensors, *ctx.options, bias_grad)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            # Nobody differentiates the gradient; the compiler supports no node inside a node.
+            # The gradient is not differentiated; the compiler supports no node inside a node.
             grads = (_gradients if _is_plain(arguments) else _BACKWARD)(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
@@ -126,7 +127,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 class _EagerAttention(torch.autograd.Function):
-    """`Attention` without torch.func, for which torch would bind each call to a signature."""
+    """`Attention` without torch.func, whose support costs time in each call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -138,7 +139,7 @@ class _EagerAttention(torch.autograd.Function):
 
 
 def is_eager(inputs: Sequence[Any]) -> bool:
-    """Whether nothing but autograd watches: no subclass, mode, transform or tracer is active."""
+    """Whether only autograd is active: no tensor subclass, dispatch mode, transform or tracer."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
@@ -147,7 +148,6 @@ def is_eager(inputs: Sequence[Any]) -> bool:
 
 
 def _is_plain(inputs: Sequence[Any]) -> bool:
-    """Whether a CPU kernel may be called directly."""
     plain = inputs[0].is_cpu and is_eager(inputs)
     return plain and not torch._C._autograd._profiler_enabled()
 
@@ -155,7 +155,7 @@ def _is_plain(inputs: Sequence[Any]) -> bool:
 def attend(*inputs: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
     """Compute (o, lse) as `Attention` does, through the cheapest autograd node.
 
-    Without `return_lse` nothing may be computed from lse.
+    Without `return_lse` the caller must not differentiate lse.
     """
     trains = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:9])
     if not trains and forward_ad._current_level < 0 and _is_plain(inputs):
@@ -166,10 +166,10 @@ def attend(*inputs: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
 
 
 class ReleasedAttention(torch.autograd.Function):
-    """`Attention` whose gradients of q, k and v leave through `release(grads, squares)`.
+    """`Attention` whose backward returns `release(grads, squares)` for q, k and v.
 
-    Norm and release are one node: nothing can come between them and change what is released.
-    Without `setup_context`, so that torch.func, which would map the release, is refused.
+    The norms and the release are in one node, so no operation between them can change the released
+    gradients. The class has no `setup_context`: torch.func, which would map the release, raises.
     """
 
     @staticmethod
@@ -210,7 +210,7 @@ def graph_of(
     blocks: Tensor | None = None,
     gates: Tensor | None = None,
 ) -> TileGraph:
-    """The tile graph of a call; blocks and gates are the choice of an `Adaptive` pattern."""
+    """Return a call's tile graph; blocks and gates are the choice of an `Adaptive` pattern."""
     queries, keys = q.shape[2], k.shape[2]
     if isinstance(pattern, Adaptive):
         assert blocks is not None and gates is not None
@@ -223,7 +223,7 @@ def graph_of(
 
 
 def key_range_of(padding: Tensor | None) -> Tensor | None:
-    """`[B, 2]`, int32: the first key attended to, and the one after the last; refuses holes."""
+    """Return each sample's (first key, end) as `[B, 2]`, int32; raise if the mask has a hole."""
     if padding is None:
         return None
     keys = padding.shape[1]
@@ -238,7 +238,7 @@ def key_range_of(padding: Tensor | None) -> Tensor | None:
             "key_padding_mask has a hole: expected the keys that are attended to in a sample to "
             "be consecutive; move padding to the ends, or pack with patterns.Documents"
         ) from None
-    # On a GPU this would wait for the device.
+    # On a GPU, reading the result would synchronize with the device.
     torch._assert_async(consecutive, "key_padding_mask has a hole: keys must be consecutive")
     return torch.stack((begin, end), dim=1).int()
 
@@ -258,7 +258,7 @@ def _inputs_of(
     softcap: float | None = None,
     backend: str = AUTO,
 ) -> AttentionInputs:
-    """The kernels' inputs, of an operator's inputs and options."""
+    """Make the kernels' inputs from an operator's inputs and options."""
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
     key_range = key_range_of(padding)
     extras = (sinks, slopes, key_range, softcap, bias)
@@ -271,7 +271,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*given: Any) -> tuple[Tensor, ...]:
-    """`_gradients` as an operator, which returns no None."""
+    """`_gradients` as an operator, with an empty tensor in place of None."""
     return tuple(_absent(given[4]) if x is None else x for x in _gradients(*given))
 
 
@@ -308,7 +308,7 @@ def _gradients(
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """The same `[B, H, T, D]` in the memory layout of `like`."""
+    """Return x `[B, H, T, D]` in the memory layout of `like`."""
     if heads_outside(like):
         return x.contiguous()
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -321,7 +321,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def _asked(given: Sequence[Any]) -> tuple[bool, bool]:
-    """Options bias_grad and squares of a backward; False where they were left out."""
+    """Return a backward's options bias_grad and squares, False if they were left out."""
     bias_grad, squares = (*given[13:], False, False)[:2]
     return bias_grad, squares
 
@@ -336,7 +336,7 @@ def _fake_backward(*given: Any) -> tuple[Tensor, ...]:
 
 
 def _folded(op: Any) -> Any:
-    """A vmap rule that folds the mapped dimension into the samples."""
+    """Make a vmap rule that folds the mapped dimension into the batch dimension."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         def fold(x: Any, dim: int | None) -> Any:

@@ -1,7 +1,7 @@
 """Modules for long-context transformers whose every parameter private training can clip.
 
-Each parameter is used inside the forward of the `Linear`, `Embedding` or norm that owns it, and
-nowhere else, so that the gradient rules of those layers cover whole models.
+Each parameter is used only in the forward of the `Linear`, `Embedding` or norm that owns it. So
+the per-sample gradient rules of these layers cover every parameter of a model.
 """
 
 from .attention import MultiheadAttention

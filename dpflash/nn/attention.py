@@ -25,7 +25,7 @@ from ..patterns import Adaptive, Documents, Pattern
 class PerHead(nn.Module):
     """One learned number for each attention head.
 
-    The parameter `[H]` is expanded to `[B, H]`, so that it has per-sample gradients.
+    The forward expands the parameter `[H]` to `[B, H]`, so that it has per-sample gradients.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class PerHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """The numbers, `[B, H]`, for `samples`, any tensor `[B, ...]`."""
+        """Return the numbers, `[B, H]`; `samples` is any tensor `[B, ...]`."""
         return self.weight.expand(samples.shape[0], -1)
 
 
 class MultiheadAttention(nn.Module):
-    """Projections to q, k and v, attention in every head, and an output projection.
+    """Multi-head attention: projections to q, k and v, attention, and an output projection.
 
     Self-attention uses one fused projection, `qkv_proj`, whose rows are those of q, k and v, in
-    this order (torch's `in_proj_weight`); ``self_attention=False`` uses `q_proj`, `k_proj` and
-    `v_proj` and allows keys and values of another source.
+    this order, as in torch's `in_proj_weight`. With ``self_attention=False`` the module has
+    `q_proj`, `k_proj` and `v_proj`, and keys and values may come from other tensors.
 
     Args:
         embed_dim: E; `num_heads` divides it.
@@ -56,26 +56,26 @@ class MultiheadAttention(nn.Module):
         bias: whether the projections have biases.
         add_bias_kv: must be False.
         add_zero_attn: must be False.
-        kdim: width of the keys' source; None means E, others need ``self_attention=False``.
-        vdim: width of the values' source; None means E, others need ``self_attention=False``.
+        kdim: width of `key`; None means E. Another width needs ``self_attention=False``.
+        vdim: width of `value`; None means E. Another width needs ``self_attention=False``.
         batch_first: must be True (torch's default is False).
-        device: where the parameters lie.
+        device: device of the parameters.
         dtype: dtype of the parameters.
         num_kv_heads: G, which divides H; None means H.
-        pattern: one of `dpflash.patterns`; None means dense attention. A pattern takes no
-            attn_mask, no floating-point key_padding_mask and no dropout of weights.
+        pattern: one of `dpflash.patterns`; None means dense attention. A pattern does not support
+            attn_mask, a floating-point key_padding_mask, or dropout of attention weights.
         context_parallel: a DeviceMesh with a dimension "context", or a
-            `dpflash.distributed.ContextParallel`: the inputs are this rank's tokens, and
-            attention reaches those of the others. Needs self-attention, no masks, no dropout of
-            weights; all ranks call the module together.
+            `dpflash.distributed.ContextParallel`. The inputs are then this rank's tokens, which
+            attend to the tokens of all ranks. Needs self-attention without masks and dropout of
+            weights, and all ranks must call the module together.
         self_attention: whether query, key and value are always the same tensor.
-        rotary: turn queries and keys by their positions; needs self-attention.
-        attention_sinks: learn the score of one more key for each head, whose value is 0.
-        alibi: learn for each head a slope by which scores fall with distance (ALiBi), starting
-            at ``2^(-8 (h + 1) / H)``.
+        rotary: apply rotary position embeddings; needs self-attention.
+        attention_sinks: learn one attention sink per head: the score of an extra key of value 0.
+        alibi: learn one slope per head; ``slope * distance`` is subtracted from the scores
+            (ALiBi). The slope of head h starts at ``2^(-8 (h + 1) / H)``.
 
     Raises:
-        ValueError: for a value that is refused above, naming it and the way out.
+        ValueError: an argument is outside of the ranges above.
 
     Guarantees:
         Sample i of the output depends on sample i of the inputs alone (and on a shared attn_mask).
@@ -179,7 +179,7 @@ class MultiheadAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the input projections as torch does (Xavier); biases and sinks start at 0."""
+        """Initialize input projections as torch does (Xavier), biases and sinks with 0."""
         if self.alibi_slopes is not None:
             head = torch.arange(1, self.num_heads + 1)
             with torch.no_grad():
@@ -209,36 +209,36 @@ class MultiheadAttention(nn.Module):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         context: Context | None = None,
     ) -> tuple[Tensor, None]:
-        """Attends from query to key and value.
+        """Attend from query to key and value.
 
         Args:
             query: `[B, T, E]`.
-            key: `[B, S, kdim]`; None means `query`. Self-attention takes only `query` itself.
-            value: `[B, S, vdim]`; None means `key`. Self-attention takes only `query` itself.
+            key: `[B, S, kdim]`; None means `query`. For self-attention it must be `query`.
+            value: `[B, S, vdim]`; None means `key`. For self-attention it must be `query`.
             key_padding_mask: `[B, S]`, boolean (True: this key is ignored) or floating point
                 (added to the scores).
             need_weights: must be False.
             attn_mask: `[T, S]` or `[B * H, T, S]`, boolean (True: not attended to) or floating
                 point (added to the scores).
-            average_attn_weights: without effect, since no weights are returned.
-            is_causal: query t attends to the keys 0..t only, in addition to the masks; unlike in
-                torch it needs no attn_mask beside it.
+            average_attn_weights: has no effect, since no weights are returned.
+            is_causal: query t attends to the keys 0..t only, in addition to the masks; unlike
+                torch's module this one does not need an attn_mask as well.
             cu_seqlens: borders of the documents that are packed into the batch, ``(0, end of the
-                first, ..., B * T)``, counted through its rows one after the other. Each token
-                attends within its own document, and rotary positions count from its begin. Needs
-                self-attention, no masks and no dropout of weights. With context_parallel the
-                borders are those of all ranks' tokens, and sinks, slopes and `Adaptive` patterns
-                are refused.
-            context: with context_parallel, the sequence on which the ranks agreed already, so
-                that not every layer of a model does: the result of ``context_parallel.agree``.
+                first, ..., B * T)``; its rows count as one sequence. Each token attends within
+                its own document, and rotary positions count from the document's begin. Needs
+                self-attention without masks and dropout of weights. With context_parallel the
+                borders are those of the tokens of all ranks, and sinks, slopes and `Adaptive`
+                patterns are refused.
+            context: with context_parallel, the result of ``context_parallel.agree``, so that the
+                ranks agree on the sequence once per forward, not in every layer.
 
         Returns:
-            The pair (output `[B, T, E]`, None). A query all of whose keys are masked out gets the
-            bias of the output projection, never NaN.
+            The pair (output `[B, T, E]`, None). A fully masked query has the bias of the output
+            projection as its output, never NaN.
 
         Raises:
-            ValueError: for need_weights=True, shapes that do not fit, another key or value in
-                self-attention, or cu_seqlens with what it does not go with.
+            ValueError: need_weights=True, shapes that do not fit, another key or value in
+                self-attention, or cu_seqlens with an argument that it does not support.
         """
         if need_weights:
             raise ValueError(
@@ -267,7 +267,7 @@ class MultiheadAttention(nn.Module):
         is_causal: bool,
         context: Context | None,
     ) -> Tensor:
-        """The output `[B, T, E]`; private training makes this one node of autograd."""
+        """Return `[B, T, E]`; private training replaces this method by one autograd node."""
         if self.context_parallel is not None:
             masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
             o = self._attend_across(query, masks, is_causal, context)
@@ -297,7 +297,7 @@ class MultiheadAttention(nn.Module):
     def _packed_output(
         self, x: Tensor, documents: Documents, is_causal: bool, context: Context | None
     ) -> Tensor:
-        """The output `[B, T, E]` where documents are packed into x, see `_output`."""
+        """`_output` for documents that are packed into x."""
         q, k, v = (
             # One row holds all tokens.
             t.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
@@ -324,7 +324,7 @@ class MultiheadAttention(nn.Module):
     def _context_of(
         self, x: Tensor, pattern: Pattern, tokens: int, context: Context | None
     ) -> Context:
-        """All rows of a packed batch as one sequence, of which x `[R, T_p, E]` is a part."""
+        """Return the Context of a packed batch, of which x `[R, T_p, E]` is this rank's part."""
         assert self.context_parallel is not None
         self.context_parallel.require_packable()
         if context is None:
@@ -341,7 +341,7 @@ class MultiheadAttention(nn.Module):
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
     ) -> Tensor:
-        """Attention `[1, H, N, D]` within the documents of one row."""
+        """Return attention `[1, H, N, D]` within the documents of one row."""
         return attention(
             q,
             k,
@@ -355,18 +355,18 @@ class MultiheadAttention(nn.Module):
         reason = None
         has_numbers = self.sinks is not None or self.alibi_slopes is not None
         if not self.self_attention:
-            reason = "keys of another source have other documents; pass self_attention=True"
+            reason = "self_attention=False is not supported; pass self_attention=True"
         elif any(mask is not None for mask in masks):
-            reason = "a mask beside it; leave the mask out, padding is a document of its own"
+            reason = "a mask beside it; leave the mask out, and make padding a document"
         elif self.context_parallel is not None and has_numbers:
             reason = (
-                "attention_sinks or alibi over several ranks, which have no gradient for each "
-                "document; leave them out, or train without context_parallel"
+                "attention_sinks or alibi over several ranks, where they have no per-document "
+                "gradients; leave them out, or train without context_parallel"
             )
         elif self.context_parallel is not None and isinstance(self.pattern, Adaptive):
             reason = (
-                f"pattern={self.pattern!r} over several ranks, which choose blocks in the whole "
-                "sequence; pass another pattern, or train without context_parallel"
+                f"pattern={self.pattern!r} over several ranks, where it chooses blocks across "
+                "documents; pass another pattern, or train without context_parallel"
             )
         elif self.training and self.dropout > 0:
             reason = f"dropout={self.dropout} of attention weights; pass dropout=0"
@@ -374,7 +374,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"cu_seqlens with {reason}")
 
     def _merged(self, o: Tensor) -> Tensor:
-        """The output projection of all heads `[B, H, T, D]` together."""
+        """Concatenate the heads of o `[B, H, T, D]` and apply the output projection."""
         out: Tensor = self.out_proj(o.transpose(1, 2).flatten(2))
         return out
 
@@ -388,7 +388,7 @@ class MultiheadAttention(nn.Module):
         is_causal: bool,
         context: Context | None,
     ) -> Tensor:
-        """Attention `[B, H, T, D]` of this rank's tokens to those of all ranks."""
+        """Return attention `[B, H, T, D]` of this rank's queries over the keys of all ranks."""
         assert self.context_parallel is not None
         given = [name for name, mask in masks.items() if mask is not None]
         reason = self.refuse_context_parallel() if self.training else None
@@ -454,7 +454,7 @@ class MultiheadAttention(nn.Module):
             )
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Projects to q `[B, H, T, D]` and k, v `[B, G, S, D]`, strided views all."""
+        """Project to q `[B, H, T, D]` and k, v `[B, G, S, D]`; all three are strided views."""
         kv_dim = self.num_kv_heads * self.head_dim
         if self.self_attention:
             q, k, v = self.qkv_proj(query).split((self.embed_dim, kv_dim, kv_dim), dim=2)
@@ -475,7 +475,7 @@ class MultiheadAttention(nn.Module):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor:
-        """Dense attention `[B, H, T, D]` under the masks, with dropout while training."""
+        """Return dense attention `[B, H, T, D]` with the masks, and with dropout in training."""
         masks = _score_masks(q, k, key_padding_mask, attn_mask)
         dropout_p = self.dropout if self.training else 0.0
         if not masks and dropout_p == 0.0:
@@ -499,7 +499,7 @@ class MultiheadAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The settings that the printed projections do not show."""
+        """Return the settings that the printed projections do not show."""
         return (
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"dropout={self.dropout}, rotary={self.rotary}, pattern={self.pattern}"
@@ -507,14 +507,13 @@ class MultiheadAttention(nn.Module):
 
 
 def require_dropout(dropout: float) -> None:
-    """Refuses a dropout outside of [0, 1)."""
+    """Raise ValueError unless 0 <= dropout < 1."""
     _validate.non_negative(dropout=dropout)
     if dropout >= 1:
         raise ValueError(f"dropout={dropout}: expected 0 <= dropout < 1; 0 switches it off")
 
 
 def _require_supported(add_bias_kv: bool, add_zero_attn: bool, batch_first: bool) -> None:
-    """Raises for arguments of torch's module that private training does not support."""
     if add_bias_kv:
         raise ValueError(
             "add_bias_kv=True: its parameters would lie outside of any layer with a gradient "
@@ -532,7 +531,7 @@ def _require_supported(add_bias_kv: bool, add_zero_attn: bool, batch_first: bool
 def _score_masks(
     q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None
 ) -> list[Tensor]:
-    """The given masks, each in a shape that broadcasts to `[B, H, T, S]`."""
+    """Return the masks that are not None, each broadcastable to `[B, H, T, S]`."""
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     masks = []
     if key_padding_mask is not None:
@@ -547,7 +546,6 @@ def _score_masks(
 
 
 def _require_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
-    """Refuses a mask of another shape or of an integer dtype."""
     if tuple(mask.shape) not in shapes:
         listed = " or ".join(str(shape) for shape in shapes)
         raise ValueError(f"{name} has shape {tuple(mask.shape)}: expected {listed}; reshape it")
@@ -559,7 +557,7 @@ def _require_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> Non
 
 
 def _merge_masks(masks: list[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """One mask as `scaled_dot_product_attention` takes it, where True means attended to."""
+    """Merge masks for `scaled_dot_product_attention`, whose True means attended to."""
     if not masks:
         return None
     merged = masks[0]
@@ -572,7 +570,7 @@ def _merge_masks(masks: list[Tensor], dtype: torch.dtype) -> Tensor | None:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to be added to the scores: -inf where a boolean one is True."""
+    """Convert a boolean mask to one that is added to the scores, -inf where it is True."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)

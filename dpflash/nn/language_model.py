@@ -24,46 +24,46 @@ _INIT_STD = 0.02
 
 
 class LongContextLM(nn.Module):
-    """Token embedding, causal transformer blocks, a final norm and a head over the vocabulary.
+    """Decoder-only language model: token embedding, causal blocks, a final norm and a head.
 
-    Weights start as in GPT-2: normal with std 0.02, and the projections that write into the
-    residual stream narrower by ``sqrt(2 * num_layers)``.
+    Weights are initialized as in GPT-2, from a normal distribution of std 0.02; for projections
+    that write into the residual stream this std is divided by ``sqrt(2 * num_layers)``.
 
     Args:
         vocab_size: V.
         embed_dim: model dim.
-        num_layers: blocks.
-        num_heads: query heads; divides embed_dim.
-        max_seq_len: the longest T that is taken.
-        tie_embeddings: whether the head uses the token embedding's matrix.
-        mlp_ratio: the hidden width of an MLP over embed_dim.
-        dropout: probability of dropping an element in training, see `TransformerBlock`.
+        num_layers: number of blocks.
+        num_heads: number of query heads, a divisor of embed_dim.
+        max_seq_len: the largest T that the model accepts.
+        tie_embeddings: whether the head shares the token embedding's weight.
+        mlp_ratio: hidden width of an MLP divided by embed_dim.
+        dropout: dropout probability, see `TransformerBlock`.
         norm: "layer_norm" or "rms_norm".
-        bias: whether projections and layer norms have biases; the head has none.
-        pattern: a causal one of `dpflash.patterns`; None means dense attention.
-        num_kv_heads: key/value heads; divides num_heads; None means num_heads.
+        bias: whether projections and layer norms have biases; the head has no bias.
+        pattern: a causal pattern of `dpflash.patterns`; None means dense attention.
+        num_kv_heads: number of key/value heads, a divisor of num_heads; None means num_heads.
         activation_checkpointing: recompute each block's activations in the backward instead of
             saving them.
-        positions: "rotary", which has no parameters, "learned", one embedding for each of
-            max_seq_len positions, or "alibi", one slope for each head of each block.
-        attention_sinks: learn the score of one more key for each head, whose value is 0.
+        positions: "rotary", which has no parameters; "learned", one embedding for each of
+            max_seq_len positions; or "alibi", one slope for each head of each block.
+        attention_sinks: learn one attention sink per head: the score of an extra key of value 0.
         context_parallel: a DeviceMesh with a dimension "context", or a
-            `dpflash.distributed.ContextParallel`: tokens and targets are this rank's, as
-            `dpflash.distributed.shard_sequence` cuts them.
+            `dpflash.distributed.ContextParallel`. Tokens and targets are then this rank's part,
+            as `dpflash.distributed.shard_sequence` cuts them.
         chunked_loss: whether the head is a `LinearCrossEntropy`, so that a call with targets never
-            holds the logits; its parameters are those of `torch.nn.Linear`.
+            holds all logits. Its parameters are those of `torch.nn.Linear`.
 
     Attributes:
         architecture: the arguments that determine what the model computes, as plain values
-            (the pattern by its key). ``state_dict()`` carries them in its metadata.
+            (for the pattern its key). ``state_dict()`` stores them in its metadata.
 
     Raises:
-        ValueError: for a value outside of the ranges above; with context_parallel also for
-            arguments that `dpflash.distributed.context_parallel` refuses.
+        ValueError: an argument is outside of the ranges above or, with context_parallel, refused
+            by `dpflash.distributed.context_parallel`.
 
     Guarantees:
-        `load_state_dict` refuses weights of a model with another number of heads, which have the
-        same names and shapes, if their metadata was saved with them (`torch.save` does).
+        `load_state_dict` refuses the weights of a model with another number of heads, although
+        names and shapes are equal, if the metadata was saved too (as `torch.save` does).
     """
 
     takes_context_parallel = True
@@ -175,7 +175,7 @@ class LongContextLM(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
 
     def reset_parameters(self) -> None:
-        """Draw all weights and set all biases to 0."""
+        """Initialize all weights at random, and all biases with 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=_INIT_STD)
@@ -195,24 +195,24 @@ class LongContextLM(nn.Module):
         targets: Tensor | None = None,
         packed: PackedBatch | None = None,
     ) -> Tensor:
-        """Logits of the next token at each position, or with targets the losses.
+        """Return the logits of the next token at each position or, with targets, the losses.
 
         Args:
             tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len; with context_parallel
-                this rank's.
+                this rank's tokens.
             targets: `[B, T]`, int64, the next token at each position; -100 does not count.
-            packed: the batch of `dpflash.packing` that the tokens are of, in which each document
-                is a sample: attention and positions are each document's own; with
-                context_parallel this rank's part of it.
+            packed: the batch of `dpflash.packing` from which the tokens come. Each document is
+                then a sample: attention stays within it, and positions count from its begin.
+                With context_parallel, this rank's part of the batch.
 
         Returns:
-            `[B, T, V]`, logits; those at t depend on the tokens 0..t of the same sample alone.
-            With targets `[B]`, or one for each document of `packed`: the cross-entropy of each
-            sample, see `losses.cross_entropy`; with context_parallel this rank's part of it; the
-            sum over all ranks is the whole.
+            `[B, T, V]`, logits; the logits at t depend on tokens 0..t of the same sample alone.
+            With targets `[B]`, or one loss per document of `packed`: the cross-entropy of each
+            sample, see `losses.cross_entropy`. With context_parallel this is this rank's part
+            of the loss; the sum over the ranks is the loss.
 
         Raises:
-            ValueError: for another shape or dtype, or a T above max_seq_len.
+            ValueError: another shape or dtype, or a T above max_seq_len.
         """
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
             raise ValueError(
@@ -250,7 +250,7 @@ class LongContextLM(nn.Module):
             # [1, T], not [T]: dimension 0 of every layer's input is the batch.
             position_ids = positions.unsqueeze(0) if packed is None else packed.position_ids
             if torch.compiler.is_compiling():
-                # A compiled private layer cannot ask for the size of the batch.
+                # A compiled private layer must read the batch size from dimension 0.
                 position_ids = position_ids.expand_as(tokens)
             x = x + self.position_embedding(position_ids)
         x = self.embedding_dropout(x)
@@ -286,7 +286,7 @@ class LongContextLM(nn.Module):
         cu_seqlens: tuple[int, ...] | None,
         units: Units | None,
     ) -> Context:
-        """The sequence of this forward, checked once for all blocks and the losses."""
+        """Return the Context of this forward, checked once for all blocks and the losses."""
         assert self.context_parallel is not None
         rows, per_rank = tokens.shape
         return self.context_parallel.agree(

@@ -1,4 +1,4 @@
-"""Head and loss of a language model in one layer that never holds all logits."""
+"""Language-model head and cross-entropy loss in one layer, which never holds all logits."""
 
 from typing import Any, Literal
 
@@ -12,26 +12,26 @@ from ..packing import Units
 
 
 class LinearCrossEntropy(nn.Linear):
-    """Cross-entropy of each sample under the logits x W^T + b, computed in chunks of tokens.
+    """Cross-entropy of each sample with the logits x W^T + b, computed in chunks of tokens.
 
-    Value and gradients are those of ``dpflash.losses.cross_entropy(F.linear(x, W, b), targets)``,
-    but only one chunk of logits exists at a time: the backward recomputes them. Its parameters are
-    those of `torch.nn.Linear`, so that ``head.weight = embedding.weight`` ties it; without
-    targets it returns the logits.
+    Losses and gradients equal those of ``dpflash.losses.cross_entropy(F.linear(x, W, b),
+    targets)``, but only one chunk of logits exists at a time: the backward recomputes the logits.
+    The parameters are those of `torch.nn.Linear`, so ``head.weight = embedding.weight`` ties
+    them. Without targets the layer returns the logits.
 
     Letters: B samples, T tokens, E features, V classes.
 
     Args:
         in_features: E.
         num_classes: V.
-        bias: whether there is a b.
+        bias: whether the layer has a bias b.
         ignore_index: targets of this value do not count. A sample with no other target has the
             loss 0 and a zero gradient.
-        reduction: "mean" or "sum", over the sample's own valid targets.
-        chunk_tokens: tokens whose V logits may be held at once; None for 2^24 logits (64 MiB).
-        device: of the parameters.
-        dtype: of the parameters. Under autocast products take its dtype; losses and softmax are
-            in float32, or wider.
+        reduction: "mean" or "sum", over each sample's valid targets.
+        chunk_tokens: tokens per chunk; None means chunks of 2^24 logits (64 MiB).
+        device: device of the parameters.
+        dtype: dtype of the parameters. Under autocast, matrix products run in autocast's dtype;
+            softmax and losses are in float32 or wider.
 
     Raises:
         ValueError: for a value outside of the ranges above.
@@ -65,14 +65,14 @@ class LinearCrossEntropy(nn.Linear):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, units: Units | None = None
     ) -> Tensor:
-        """The losses of the samples, or without targets the logits.
+        """Return the loss of each sample or, without targets, the logits.
 
         Args:
             x: `[B, T, E]` (or `[B, ..., E]`), of the weight's dtype.
             targets: `[B, T]` (or `[B, ...]`), int64 class indices, already shifted for next-token
-                prediction. A sample with one outside of `0..V-1` has the loss NaN and a zero
+                prediction. A sample with a target outside of `0..V-1` has the loss NaN and a zero
                 gradient.
-            units: of a batch of `dpflash.packing`: its samples, which are no rows of x.
+            units: the `units` of a batch of `dpflash.packing`, whose samples are not rows of x.
 
         Returns:
             `[B]`, float32 (float64 for float64), in nats. Without targets `[B, T, V]`.
@@ -116,7 +116,7 @@ class LinearCrossEntropy(nn.Linear):
             )
 
     def extra_repr(self) -> str:
-        """As of nn.Linear, with this layer's arguments."""
+        """Return the representation of `torch.nn.Linear` with this layer's arguments."""
         return (
             f"{super().extra_repr()}, ignore_index={self.ignore_index}, "
             f"reduction={self.reduction!r}, chunk_tokens={self.chunk_tokens}"

@@ -14,22 +14,22 @@ from .attention import MultiheadAttention, require_dropout
 
 
 class TransformerBlock(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+    """Pre-norm transformer block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
     Args:
         embed_dim: E.
         num_heads: query heads; divides E.
-        mlp_ratio: the hidden width of the MLP is ``mlp_ratio * E``, a whole number.
-        dropout: probability of dropping a residual's element in training, and an attention weight
-            where attention is plain (no pattern, attention_sinks or alibi).
+        mlp_ratio: the hidden width of the MLP is ``mlp_ratio * E``, which must be an integer.
+        dropout: dropout probability of the residual branches and, in dense attention without
+            attention_sinks and alibi, of the attention weights.
         causal: whether token t sees the tokens 0..t only.
         norm: "layer_norm" or "rms_norm".
         bias: whether projections and layer norms have biases.
-        pattern: one of `dpflash.patterns`, causal as the block is; None means dense attention.
-        num_kv_heads: key/value heads; divides num_heads; None means num_heads.
-        rotary: whether attention turns queries and keys by their positions.
-        attention_sinks: learn the score of one more key for each head, whose value is 0.
-        alibi: learn for each head a slope by which scores fall with distance.
+        pattern: one of `dpflash.patterns`, with the same `causal`; None means dense attention.
+        num_kv_heads: number of key/value heads, a divisor of num_heads; None means num_heads.
+        rotary: whether attention uses rotary position embeddings.
+        attention_sinks: learn one attention sink per head, see `MultiheadAttention`.
+        alibi: learn one slope per head, see `MultiheadAttention`.
 
     Raises:
         ValueError: for a value outside of the ranges above.
@@ -59,7 +59,7 @@ class TransformerBlock(nn.Module):
         hidden_dim = round(mlp_ratio * embed_dim)
         if hidden_dim < 1 or hidden_dim != mlp_ratio * embed_dim:
             raise ValueError(
-                f"mlp_ratio={mlp_ratio}: {mlp_ratio} * {embed_dim} is no whole width; "
+                f"mlp_ratio={mlp_ratio}: {mlp_ratio} * {embed_dim} is not an integer; "
                 f"pass a multiple of 1/{embed_dim}"
             )
         if pattern is not None and require_pattern(pattern).causal != causal:
@@ -92,11 +92,11 @@ class TransformerBlock(nn.Module):
         cu_seqlens: Sequence[int] | Tensor | None = None,
         context: Context | None = None,
     ) -> Tensor:
-        """Applies the block to a batch.
+        """Apply the block to a batch.
 
         Args:
             x: `[B, T, E]`.
-            key_padding_mask: `[B, T]`, True where a token is not attended to.
+            key_padding_mask: `[B, T]`, True if a token is not attended to.
             cu_seqlens: borders of documents that are packed into x, see `MultiheadAttention`.
             context: see `MultiheadAttention`.
 
@@ -116,7 +116,7 @@ class TransformerBlock(nn.Module):
 
 
 def make_norm(norm: Literal["layer_norm", "rms_norm"], embed_dim: int, bias: bool) -> nn.Module:
-    """The norm of that name; RMS norm has no bias."""
+    """Return a `torch.nn.LayerNorm` or a `torch.nn.RMSNorm`, which has no bias."""
     _validate.one_of(norm=(norm, ("layer_norm", "rms_norm")))
     if norm == "layer_norm":
         return nn.LayerNorm(embed_dim, bias=bias)

@@ -1,4 +1,4 @@
-"""Attention patterns: which keys each query sees, as definitions and as tile graphs."""
+"""Attention patterns: which keys each query sees, as masks and as tile graphs."""
 
 import functools
 import json
@@ -40,16 +40,16 @@ _PATTERNS: dict[str, type[Pattern]] = {
 
 @functools.lru_cache(maxsize=256)
 def from_key(key: str) -> Pattern:
-    """The pattern whose `Pattern.key` this is.
+    """Restore a pattern from its `Pattern.key`.
 
     Args:
         key: JSON with the name of the pattern and its fields.
 
     Returns:
-        An equal pattern, the same object for the same key.
+        An equal pattern; calls with the same key return the same object.
 
     Raises:
-        ValueError: for a key that no pattern has.
+        ValueError: key is not the key of a pattern.
     """
     try:
         named = json.loads(key)
@@ -65,17 +65,17 @@ def from_key(key: str) -> Pattern:
 
 
 def from_text(text: str, *, causal: bool, tokens: int) -> Pattern:
-    """The pattern that a text describes.
+    """Make the pattern that a text describes.
 
     Args:
-        text: a name such as ``"sliding_window"``, with the sizes that `dpflash bench attention`
-            gives it; a name with arguments such as ``"sliding_window(window=256)"``, which is also
-            how patterns print; or a `Pattern.key`.
-        causal: whether no query sees a later key; the text may say the same and nothing else.
-        tokens: T, for the sizes of a name without arguments.
+        text: a name such as ``"sliding_window"``, which has the sizes of `dpflash bench
+            attention`; a name with arguments such as ``"sliding_window(window=256)"``, as in the
+            repr of a pattern; or a `Pattern.key`.
+        causal: whether no query sees a later key; if the text has `causal`, it must be equal.
+        tokens: T, which determines the sizes of a name without arguments.
 
     Raises:
-        ValueError: for other text, unknown names or arguments, or sizes that the pattern refuses.
+        ValueError: other text, an unknown name or argument, or a size that the pattern refuses.
     """
     if text.lstrip().startswith("{"):
         pattern = from_key(text)
@@ -83,7 +83,7 @@ def from_text(text: str, *, causal: bool, tokens: int) -> Pattern:
         kind, arguments = parse(text, _PATTERNS, tokens)
         try:
             pattern = kind(**{"causal": causal, **arguments})
-        except TypeError as error:  # an argument without a default is missing
+        except TypeError as error:  # a required argument is missing
             names = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
             raise ValueError(
                 f"pattern={text!r}: an argument is missing; those of {kind.__name__} are {names}"

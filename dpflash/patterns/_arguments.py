@@ -1,4 +1,4 @@
-"""Checks of patterns' arguments, which become plain ints and tuples of ints."""
+"""Checks the arguments of patterns and converts them to ints and tuples of ints."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from numbers import Integral
 
 from ..refusal import PrivateRefusal
 
-# Documents' lengths are private.
+# Arguments with private values (lengths of documents), which no error message may show.
 _OF_DATA = {"cu_seqlens"}
 
 
 def store(pattern: object, **values: object) -> None:
-    """Sets fields of a frozen dataclass while it is being made."""
+    """Set fields of a frozen dataclass in its `__post_init__`."""
     for name, value in values.items():
         object.__setattr__(pattern, name, value)
 
 
 def refusal(name: str, value: object, expected: str, remedy: str) -> Exception:
-    """The error for an argument: its name, its value, what was expected and the way out."""
+    """Make the error for an argument: its name and value, what is expected, and a remedy."""
     if name in _OF_DATA:
         return PrivateRefusal(f"{name}=...: expected {expected}; {remedy}", **{name: value})
     return ValueError(f"{name}={reprlib.repr(value)}: expected {expected}; {remedy}")
 
 
 def integer(name: str, value: object, least: int) -> int:
-    """The value as an int; raises unless it is an integer of at least `least`."""
+    """Return the value as an int; raise unless it is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refusal(name, value, f"an integer >= {least}", f"pass a whole number from {least}")
     return int(value)
 
 
 def flag(name: str, value: object) -> None:
-    """Raise for anything but True and False."""
+    """Raise unless the value is True or False."""
     if not isinstance(value, bool):
         raise refusal(name, value, "True or False", "pass one of the two")
 
 
 def items(name: str, values: object) -> tuple[object, ...]:
-    """The members of a sequence, array or tensor."""
+    """Return the items of a sequence, array or tensor."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
@@ -48,7 +48,7 @@ def items(name: str, values: object) -> tuple[object, ...]:
 
 
 def integers(name: str, values: object, least: int) -> tuple[int, ...]:
-    """The members of a sequence as ints; refuses any that is no integer of at least `least`."""
+    """Return a sequence as ints; raise unless each item is an integer of at least `least`."""
     for value in (found := items(name, values)):
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise refusal(

@@ -1,7 +1,8 @@
-"""Builds the tables of a tile graph from progressions of tokens or lists of blocks.
+"""Builds the tables of a tile graph from arithmetic progressions of tokens or lists of blocks.
 
-Patterns list runs as if there were no band; `make_graph` clips every run to the columns that some
-row of its group can reach, drops empty runs and opens bands that cut nothing.
+Patterns list runs without regard to the band of causal attention. `make_graph` clips every run to
+the columns that some row of its group can reach, drops empty runs, and sets the limits of a band
+that exclude no pair to UNBOUNDED.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 class Tables(NamedTuple):
-    """One side of a graph before its runs are clipped."""
+    """One side of a tile graph, before its runs are clipped."""
 
     groups: Ints  # `[N, 4]`: start, stride and length of the rows, number of runs
     runs: Ints  # `[R, 5]`: start, stride and length of the columns, lo and hi of the band
@@ -29,7 +30,7 @@ class Tables(NamedTuple):
 
 
 def tables(groups: ArrayLike, runs: ArrayLike) -> Tables:
-    """One variant, every column of which counts once."""
+    """Make the tables of one variant, in which every column counts once."""
     rows = np.asarray(groups, dtype=np.int64).reshape(-1, 4)
     columns = np.asarray(runs, dtype=np.int64).reshape(-1, 5)
     return Tables(rows, columns, np.ones(len(columns)), np.array([len(rows)]))
@@ -38,9 +39,9 @@ def tables(groups: ArrayLike, runs: ArrayLike) -> Tables:
 def make_graph(
     num_tokens: int, head_variants: Sequence[int], rows: Tables, cols: Tables, causal: bool
 ) -> TileGraph:
-    """The graph of both sides, each within the causal band if `causal`.
+    """Make the graph of both sides, clipped to the causal band if `causal`.
 
-    Where i sees j wherever j sees i, but for causality, the tables of both sides are the same.
+    A pattern that is symmetric except for causality passes the same tables for both sides.
     """
     past = (0, UNBOUNDED) if causal else (-UNBOUNDED, UNBOUNDED)
     variants = torch.tensor(head_variants, dtype=torch.int32)
@@ -93,10 +94,10 @@ def _int32(table: Ints) -> Tensor:
 
 
 def block_tables(num_tokens: int, block_size: int, variants: Sequence[Ints]) -> Tables:
-    """The tables of rows and columns cut into blocks, rows that see the same in one group.
+    """Make the tables of a block pattern; neighboring rows with equal columns form one group.
 
-    Each variant is `[K, 3]`: row ``[k, 0]`` sees the column blocks from ``[k, 1]`` up to, not
-    including, ``[k, 2]``; in any order, overlapping or beyond the ends.
+    Each variant is `[K, 3]`: block row ``[k, 0]`` sees the column blocks from ``[k, 1]`` up to,
+    but not including, ``[k, 2]``. Intervals may be in any order, overlap, or exceed the sequence.
     """
     num_blocks = -(-num_tokens // block_size)
     groups, runs = [], []
@@ -118,10 +119,10 @@ def block_tables(num_tokens: int, block_size: int, variants: Sequence[Ints]) -> 
 
 
 def _merged(intervals: Ints, num_blocks: int) -> tuple[Ints, Ints, Ints]:
-    """(row, begin, end), sorted; merges intervals of a row that overlap or touch."""
+    """Sort intervals into (row, begin, end); merge those of a row that overlap or touch."""
     bounds = intervals[:, 1:].clip(0, num_blocks)
     kept = bounds[:, 0] < bounds[:, 1]
-    # Rows one after another on one line, with a gap so that they never touch.
+    # The rows are laid one after another on one line, with a gap so that they never touch.
     offset = intervals[kept, 0] * (num_blocks + 1)
     order = np.argsort(offset + bounds[kept, 0], kind="stable")
     begin, end = (offset + bounds[kept, 0])[order], (offset + bounds[kept, 1])[order]
@@ -134,7 +135,7 @@ def _merged(intervals: Ints, num_blocks: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _starts_group(row: Ints, begin: Ints, end: Ints, num_blocks: int) -> NDArray[np.bool_]:
-    """`[num_blocks]`: whether a block row sees other columns than the one before it."""
+    """Whether each block row sees other columns than the row before it: `[num_blocks]`."""
     counts = np.bincount(row, minlength=num_blocks)
     starts = np.ones(num_blocks, dtype=bool)
     starts[1:] = counts[1:] != counts[:-1]

@@ -23,19 +23,19 @@ _SCORES_AT_A_TIME = 2**22
 class Adaptive(Pattern):
     """Each block of queries sees its own block and the `keep - 1` blocks that score highest.
 
-    A block of queries scores a block of keys by ``softmax_scale * mean(q) . mean(k)``, in every
-    sample and head by itself. A chosen block enters the softmax with the gate
-    ``log sigmoid(score)`` added to its tokens' scores, so that choosing has a gradient; the own
-    block enters without. When causal, a block chooses among the blocks before it by the mean of
-    the queries *before* it, so no output depends on a later token.
+    The score of a block of keys for a block of queries is ``softmax_scale * mean(q) . mean(k)``,
+    computed in each sample and head separately. The gate ``log sigmoid(score)`` is added to the
+    attention scores of a chosen block, so that the choice has a gradient; the own block has no
+    gate. If causal, a block of queries chooses among earlier blocks by the mean of the queries in
+    the block *before* it, so no output depends on a later token.
 
     Args:
         block_size: tokens in a block, 16 to 256.
-        keep: blocks seen by each block of queries, its own included.
+        keep: number of blocks that each block of queries sees, including its own block.
         causal: query t sees keys 0..t of the chosen blocks only.
 
     Raises:
-        ValueError: for values outside of these.
+        ValueError: an argument of the wrong type or range.
     """
 
     block_size: int = 64
@@ -53,7 +53,7 @@ class Adaptive(Pattern):
         self._fix_key()
 
     def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
-        """Raises: which keys a query sees depends on q and k."""
+        """Raise ValueError, since the keys that a query sees depend on q and k."""
         raise ValueError(
             f"{self!r} has no mask of its own, since it chooses from q and k: call "
             "choose(q, k, softmax_scale) and look at the blocks it returns"
@@ -66,10 +66,10 @@ class Adaptive(Pattern):
         )
 
     def edges(self, num_tokens: int, num_heads: int = 1) -> int:
-        """Pairs (query, key) that see each other, summed over the heads.
+        """Return the number of pairs (query, key) that see each other, summed over the heads.
 
-        Exact where all blocks are whole; a short last block counts as if every query that could
-        choose it did.
+        The number is exact if all blocks are full. It is an upper bound if the last block is
+        short, since a query may choose this block in place of a full one.
         """
         self._check_size(num_tokens, num_heads)
         size = self.block_size
@@ -84,7 +84,7 @@ class Adaptive(Pattern):
         return pairs * num_heads
 
     def choose(self, q: Tensor, k: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        """The blocks that each block of queries sees.
+        """Choose the blocks that each block of queries sees.
 
         Args:
             q: `[B, H, T, D]`.
@@ -92,7 +92,7 @@ class Adaptive(Pattern):
             softmax_scale: factor of q k.
 
         Returns:
-            blocks `[B, H, n, K]`, int32, K = min(keep, n), -1 where there is none, and gates of
+            blocks `[B, H, n, K]`, int32, K = min(keep, n), -1 for no block, and gates of
             the same shape, float32, differentiable with respect to q and k.
         """
         q_means = _block_means(q, self.block_size)
@@ -105,7 +105,7 @@ class Adaptive(Pattern):
         """`choose`, given the means `[B, H, n, D]` and `[B, G, n, D]` of the blocks of q and k."""
         k_means = k_means.repeat_interleave(q_means.shape[1] // k_means.shape[1], dim=1)
         if self.causal:
-            # The block before: a mean over its own block would depend on later tokens.
+            # Use the mean of the block before: that of the own block depends on later tokens.
             q_means = F.pad(q_means, (0, 0, 1, 0))[:, :, :-1]
         n = q_means.shape[2]
         own = torch.arange(n, device=q_means.device).expand(*q_means.shape[:3]).unsqueeze(3)
@@ -119,15 +119,15 @@ class Adaptive(Pattern):
         return torch.cat((own, others), dim=3).int(), gates
 
     def _top(self, q_means: Tensor, k_means: Tensor, softmax_scale: float) -> Tensor:
-        """`[B, H, n, K - 1]`: the best blocks besides the own one, -1 where there are fewer."""
+        """Return the best blocks besides the own, `[B, H, n, K - 1]`, -1 if there are fewer."""
         n = q_means.shape[2]
         kept = min(self.keep, n) - 1
         rows = max(1, _SCORES_AT_A_TIME // n)
         index = torch.arange(n, device=q_means.device)
         found = []
         for first in range(0, n, rows):
-            # How a product rounds may depend on how many samples it has. In float64, rounded to
-            # float32, near-equal scores come out equal, and no sample's choice moves another's.
+            # The rounding of a product may depend on the number of samples. Products in float64,
+            # rounded to float32, make near-equal scores equal: no choice depends on other samples.
             products = q_means[:, :, first : first + rows].double() @ k_means.double().mT
             scores = (softmax_scale * products).float()
             own = index[first : first + rows].unsqueeze(1)
@@ -138,7 +138,7 @@ class Adaptive(Pattern):
 
 
 def _block_means(x: Tensor, block_size: int) -> Tensor:
-    """`[B, H, n, D]`, float32 at least: the mean of each block, the last one's over its tokens."""
+    """Return each block's mean over its tokens, `[B, H, n, D]`, in float32 or wider."""
     tokens = x.shape[2]
     blocks = -(-tokens // block_size)
     padded = F.pad(x, (0, 0, 0, blocks * block_size - tokens))
@@ -148,13 +148,13 @@ def _block_means(x: Tensor, block_size: int) -> Tensor:
 
 
 def block_counts(num_tokens: int, block_size: int, device: torch.device) -> Tensor:
-    """`[n]`, int64: the tokens of each block."""
+    """Return the number of tokens in each block, `[n]`, int64."""
     index = torch.arange(-(-num_tokens // block_size), device=device)
     return (num_tokens - index * block_size).clamp(max=block_size)
 
 
 def runtime_graph(blocks: Tensor, gates: Tensor, pattern: Adaptive, num_tokens: int) -> TileGraph:
-    """The tile graph of a choice, built on its device without synchronizing with it.
+    """Build the tile graph of chosen blocks on their device, without synchronizing with it.
 
     Blocks and gates are `[B, H, n, K]`, from `Adaptive.choose`; run r of `rows` has the gate
     ``gates.flatten()[r]``.
@@ -181,7 +181,7 @@ def runtime_graph(blocks: Tensor, gates: Tensor, pattern: Adaptive, num_tokens: 
         runtime=True,
     )
 
-    # Seen from the keys: the same pairs, sorted by (sample, head, key block).
+    # The side of the keys has the same pairs, sorted by (sample, head, key block).
     head = torch.arange(batch * heads, device=device).repeat_interleave(n * kept)
     order = torch.argsort(head * (n + 1) + chosen.masked_fill(none, n), stable=True)
     sorted_keys = (head * (n + 1) + chosen.masked_fill(none, n))[order]

@@ -21,14 +21,14 @@ from . import _arguments
 
 
 class Pattern(ABC):
-    """Which keys each query sees, and how often each counts.
+    """Base class of patterns: the keys that each query sees, and how often each key counts.
 
-    Patterns are frozen dataclasses: hashable, comparable, without tensors, whatever T and H. Make
-    them outside of functions that torch compiles; a compiled function recompiles for each pattern.
+    Patterns are frozen dataclasses: hashable, comparable, without tensors, independent of T and H.
+    Make them outside of compiled functions, which recompile for each pattern.
 
     Attributes:
-        causal: no query sees a key later than its own position.
-        key: the pattern as JSON; `dpflash.patterns.from_key` turns it back.
+        causal: whether no query sees a key later than its own position.
+        key: the pattern as JSON; `dpflash.patterns.from_key` restores the pattern.
     """
 
     causal: bool
@@ -36,7 +36,7 @@ class Pattern(ABC):
 
     @abstractmethod
     def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
-        """Definition of the pattern: the multiplicity m of each key for each query, for small T.
+        """Return the pattern's definition as a matrix of multiplicities, for small T.
 
         Args:
             num_tokens: T.
@@ -44,17 +44,17 @@ class Pattern(ABC):
 
         Returns:
             `[H, T, T]`, float32: ``m[h, i, j]`` is how often key j counts for query i in head h, 0
-            where it is not seen. Attention is ``softmax_j(s_ij + log m_ij) v_j``, so
-            ``attn_mask=mask.log()`` gives the same result in torch's
-            `scaled_dot_product_attention`.
+            if the query does not see it. Attention is ``softmax_j(s_ij + log m_ij) v_j``, so
+            torch's `scaled_dot_product_attention` gives the same result with
+            ``attn_mask=mask.log()``.
 
         Raises:
-            ValueError: for a T or H that the pattern does not take.
+            ValueError: the pattern does not support this T or H.
         """
 
     @abstractmethod
     def _build(self, num_tokens: int, num_heads: int) -> TileGraph:
-        """The tile graph on the CPU, built without looking at pairs of tokens.
+        """Build the tile graph on the CPU, without visiting every pair of tokens.
 
         Groups share no row and the runs of one group share no column, see
         `dpflash.kernels.tile_graph.Side`.
@@ -69,18 +69,18 @@ class Pattern(ABC):
     def graph(
         self, num_tokens: int, num_heads: int = 1, device: torch.device | str = "cpu"
     ) -> TileGraph:
-        """The tile graph of this pattern; built once for each (pattern, T, H, device).
+        """Return the tile graph of this pattern, cached by (pattern, T, H, device).
 
         Args:
             num_tokens: T, below 2^30.
             num_heads: H.
-            device: where its tables lie.
+            device: device of the graph's tables.
 
         Returns:
             The graph, see `dpflash.kernels.tile_graph`.
 
         Raises:
-            ValueError: for a T or H that the pattern does not take.
+            ValueError: the pattern does not support this T or H.
         """
         self._check_size(num_tokens, num_heads)
         return _cached_graph(self, num_tokens, num_heads, torch.device(device))
@@ -88,41 +88,41 @@ class Pattern(ABC):
     def last_rows(
         self, num_queries: int, num_keys: int, num_heads: int, device: torch.device | str = "cpu"
     ) -> TileGraph:
-        """The tile graph of the last queries of a sequence with all of its keys.
+        """Return the tile graph between the last queries of a sequence and all of its keys.
 
         Args:
-            num_queries: T, at most S: queries that stand at positions S - T to S - 1.
+            num_queries: T, at most S; the queries have the positions S - T to S - 1.
             num_keys: S.
             num_heads: H.
-            device: where its tables lie.
+            device: device of the graph's tables.
 
         Raises:
-            ValueError: for an S or H that the pattern does not take.
+            ValueError: the pattern does not support this S or H.
         """
         self._check_size(num_keys, num_heads)
         return _cached_last_rows(self, num_queries, num_keys, num_heads, torch.device(device))
 
     def edges(self, num_tokens: int, num_heads: int = 1) -> int:
-        """Pairs (query, key) that see each other, summed over the heads."""
+        """Return the number of pairs (query, key) that see each other, summed over the heads."""
         return self.graph(num_tokens, num_heads).edges()
 
     def density(self, num_tokens: int, num_heads: int = 1) -> float:
-        """The part of all T x T pairs that see each other, mean over the heads."""
+        """Return the fraction of the T x T pairs that see each other, averaged over the heads."""
         pairs = num_heads * num_tokens**2
         return self.edges(num_tokens, num_heads) / pairs if pairs else 0.0
 
     def describe(self, num_tokens: int, num_heads: int = 1) -> str:
-        """The pattern in words and figures, with a small picture of head 0.
+        """Describe the pattern as text, with figures and a small picture of head 0.
 
         Args:
             num_tokens: T.
             num_heads: H.
 
         Returns:
-            Some lines of text: density, edges, groups and runs, the graph's memory, the picture.
+            Lines of text: density, edges, groups and runs, the graph's memory, and the picture.
 
         Raises:
-            ValueError: for a T or H that the pattern does not take.
+            ValueError: the pattern does not support this T or H.
         """
         from .report import describe
 
@@ -131,26 +131,26 @@ class Pattern(ABC):
     def plot(
         self, num_tokens: int, path: str | os.PathLike[str] | None = None, *, num_heads: int = 1
     ) -> Path:
-        """Draws how often each key counts for each query, for any T.
+        """Plot how often each key counts for each query, for any T.
 
         Args:
             num_tokens: T.
-            path: of the PNG; None, ``<name>_T<num_tokens>.png`` in the current folder.
-            num_heads: H; up to four heads that differ get a panel each.
+            path: path of the PNG; None means ``<name>_T<num_tokens>.png`` in the current folder.
+            num_heads: H; each of the first four distinct heads has a panel.
 
         Returns:
             The path of the PNG.
 
         Raises:
             ImportError: matplotlib is missing.
-            ValueError: for a T or H that the pattern does not take, or T = 0.
+            ValueError: the pattern does not support this T or H, or T = 0.
         """
         from .report import plot
 
         return plot(self, num_tokens, path, num_heads=num_heads)
 
     def __and__(self, other: object) -> Pattern:
-        """``Documents(...) & pattern``, in either order: the pattern within each document."""
+        """Apply a pattern within each document: ``Documents(...) & pattern``, in either order."""
         from .documents import Documents, within
 
         if isinstance(self, Documents) and isinstance(other, Pattern):
@@ -160,9 +160,9 @@ class Pattern(ABC):
         return NotImplemented
 
     def _fix_key(self, **as_json: object) -> None:
-        """Sets `key`, at the end of every constructor: a compiler cannot trace it.
+        """Set `key`, at the end of every `__post_init__`, since it cannot be traced later.
 
-        `as_json` has fields that JSON does not know, as it does.
+        `as_json` has replacements for fields that are not JSON values.
         """
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         named |= as_json

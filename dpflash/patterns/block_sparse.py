@@ -23,31 +23,31 @@ _Lists = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Pattern):
-    """Which blocks of keys each block of queries sees.
+    """Each block of queries sees the blocks of keys that rules or explicit lists select.
 
-    With ``n = ceil(T / block_size)``, query block i sees key block j where one of these holds:
+    With ``n = ceil(T / block_size)``, query block i sees key block j if one of these holds:
     ``|i - j| <= local_blocks``; ``(i - j) % stride_blocks == 0``; i or j is one of the first
-    `global_blocks`; j is among the random blocks of i. With
-    `block_lists`, it sees exactly the blocks listed.
+    `global_blocks` blocks; j is among the random blocks of i. With `block_lists`, query block i
+    sees exactly the listed blocks.
 
     Source: Child et al., arXiv:1904.10509 (strided); Zaheer et al., BigBird, arXiv:2007.14062.
 
     Args:
         block_size: tokens in a block; the last block may have fewer.
-        local_blocks: blocks to each side; the block itself is always seen.
-        stride_blocks: 0 for no strided blocks.
-        global_blocks: number of first blocks that see all and are seen by all.
-        random_blocks: distinct blocks drawn for each head and block of queries among all n, or if
-            causal among those before it, all of them where there are fewer.
-        seed: of the random blocks, 0 or more; they depend on seed, head, n and causal only.
+        local_blocks: number of neighboring blocks to each side, in addition to the own block.
+        stride_blocks: the stride in blocks; 0 means no strided blocks.
+        global_blocks: number of first blocks that see all blocks and are seen by all blocks.
+        random_blocks: number of distinct blocks drawn for each head and block of queries, among
+            all n or, if causal, among earlier blocks (all of these if there are not enough).
+        seed: seed of the random blocks, which depend on seed, head, n and causal only; 0 or more.
         causal: no query sees a key later than its own position.
-        block_lists: for each block of queries the indices of the blocks that it sees, the same
-            for all heads, or one such for each head. A block of queries may see nothing. The
-            rules above are then left at their defaults.
+        block_lists: for each block of queries, the indices of the blocks that it sees: one such
+            list of lists for all heads, or one for each head. A block of queries may see nothing.
+            The rules above must be left at their defaults.
 
     Raises:
-        ValueError: an argument of the wrong type or range, lists beside rules, or lists without
-            any pair.
+        ValueError: an argument of the wrong type or range, block_lists together with rules, or
+            block_lists without any visible pair of blocks.
     """
 
     block_size: int
@@ -131,7 +131,7 @@ class BlockSparse(Pattern):
         return mask.tril() if self.causal else mask
 
     def _block_mask(self, num_blocks: int, head: int) -> Tensor:
-        """`[n, n]`: which blocks see each other, by comparing them all."""
+        """Return which blocks see each other, `[n, n]`, by testing every pair."""
         i, j = torch.arange(num_blocks)[:, None], torch.arange(num_blocks)[None, :]
         seen = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
         if self.block_lists is not None:
@@ -148,7 +148,7 @@ class BlockSparse(Pattern):
         return seen
 
     def _random_pairs(self, num_blocks: int, head: int) -> np.ndarray:
-        """`[K, 2]`: (query block, key block), by Floyd's algorithm in all block rows at once."""
+        """Draw random pairs (query block, key block), `[K, 2]`, by Floyd's sampling algorithm."""
         row = np.arange(num_blocks)
         available = row if self.causal else np.full(num_blocks, num_blocks)
         wanted = np.minimum(min(self.random_blocks, num_blocks), available)
@@ -178,7 +178,7 @@ class BlockSparse(Pattern):
         return _builder.make_graph(num_tokens, heads, side(0, 1), side(1, 0), self.causal)
 
     def _pairs(self, num_blocks: int, head: int) -> np.ndarray:
-        """`[K, 2]`: the pairs of blocks that do not come in both directions."""
+        """Return the random or listed pairs of blocks, `[K, 2]`, which may not be symmetric."""
         if self.block_lists is None:
             return self._random_pairs(num_blocks, head)
         lists = self._lists()[head]
@@ -186,7 +186,7 @@ class BlockSparse(Pattern):
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def _rules(self, num_blocks: int) -> np.ndarray:
-        """`[K, 3]`: (row, begin, end) of the local, strided and global blocks."""
+        """Return the intervals (row, begin, end), `[K, 3]`, of local, strided, global blocks."""
         if self.block_lists is not None:
             return np.zeros((0, 3), dtype=np.int64)
         row = np.arange(num_blocks)
@@ -208,7 +208,7 @@ class BlockSparse(Pattern):
 
 
 def _tuples(lists: object) -> tuple[Any, ...]:
-    """Nested sequences as nested tuples, two or three levels deep."""
+    """Convert nested sequences, two or three levels deep, to nested tuples."""
     rows = [_arguments.items("block_lists", row) for row in _arguments.items("block_lists", lists)]
     if not any(hasattr(entry, "__len__") for row in rows for entry in row):
         return tuple(_arguments.integers("block_lists", row, 0) for row in rows)

@@ -17,7 +17,7 @@ from .base import Pattern
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Pattern):
-    """Query i sees key j, if causal for j <= i only.
+    """Query i sees every key or, if causal, the keys j <= i.
 
     Args:
         causal: no query sees a key later than its own position.
@@ -48,7 +48,7 @@ class Dense(Pattern):
 def cross_graph(
     num_queries: int, num_keys: int, num_heads: int, device: torch.device
 ) -> TileGraph:
-    """The tile graph of dense attention from T queries to S keys, T and S being independent."""
+    """Return the tile graph of dense attention from T queries to S keys, for any T and S."""
     with real_cpu_tensors():
         variants = torch.zeros(num_heads, dtype=torch.int32)
         rows, cols = _side(num_queries, num_keys), _side(num_keys, num_queries)

@@ -1,9 +1,9 @@
-"""LongNet's dilated attention, all branches in one softmax.
+"""LongNet's dilated attention, with all branches in one softmax.
 
-A *branch* is a segment length with a dilation rate. In a stretch of tokens without a border of any
-branch, the tokens that are live in the same branches form residue classes: they are the groups.
-Seen from a live token, the live keys of a branch lie at multiples of its rate, and the groups that
-see alike relative to their own start share one list of runs.
+A *branch* is a segment length with a dilation rate. In an interval of tokens without a segment
+border of any branch, the tokens that are live in the same branches form residue classes, which are
+the groups of rows. Relative to a live token, the live keys of a branch are at multiples of its
+rate. Groups that see the same columns relative to their own start share one list of runs.
 
 Letters: T tokens, H heads, W segment length, r dilation rate, m multiplicity.
 """
@@ -40,25 +40,26 @@ _Group = tuple[int, int, int, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Dilated(Pattern):
-    """Mixes branches of ever longer segments and greater dilation by their softmax denominators.
+    """LongNet's dilated attention: branches of several segment lengths and dilation rates.
 
-    With ``W = min(w, T)``, token t is live in branch (w, r) of head h where
-    ``((t mod W) mod r) == o(h)``. A live query sees the live keys of its segment. The mix of the
-    branches equals one softmax in which a key counts m times, m the number of branches in which
-    query and key are live together. A token that is live in no branch sees nothing. The last
-    segment may be short; T, w and r need not divide each other.
+    With ``W = min(w, T)``, token t is live in branch (w, r) of head h if
+    ``((t mod W) mod r) == o(h)``. A live query sees the live keys of its segment. The branches
+    are weighted by their softmax denominators. This equals one softmax in which a key counts m
+    times, where m is the number of branches in which query and key are live in the same segment.
+    A token that is live in no branch sees nothing. The last segment may be short; T, w and r need
+    not divide each other.
 
     Source: Ding et al., LongNet, arXiv:2307.02486, section 3.
 
     Args:
-        segment_lengths: w of each branch, in tokens.
-        dilation_rates: r of each branch, at most its w.
+        segment_lengths: the segment length w of each branch, in tokens.
+        dilation_rates: the dilation rate r of each branch, at most its w.
         causal: no query sees a key later than its own position.
-        overlap: "multiset", as above; "set": a key counts once, however many branches hold it.
+        overlap: "multiset", a key counts m times; "set", a key counts once if m > 0.
         offset: "head", ``o(h) = h mod r``, as in the paper; "group", ``o(h) = h // ceil(H / r)``,
             as in torchscale. The two differ by more than the order of the heads.
-        heads: "all", each head takes part in all branches; "grouped": in one of them, H // k
-            heads in each of k branches, the first H % k branches one more.
+        heads: "all", each head has all branches; "grouped", each head has one branch: each of
+            the k branches has H // k heads, and the first H % k branches one head more.
 
     Raises:
         ValueError: an argument of the wrong type or range, or lists that do not fit together.
@@ -116,7 +117,7 @@ class Dilated(Pattern):
         return m.tril() if self.causal else m
 
     def _branches(self, head: int, num_tokens: int, num_heads: int) -> tuple[_Branch, ...]:
-        """The branches of a head, with segments no longer than the sequence."""
+        """Return the branches of a head, with segments cut to the length of the sequence."""
         pairs = list(zip(self.segment_lengths, self.dilation_rates, strict=True))
         if self.heads == "grouped":
             each, rest = divmod(num_heads, len(pairs))
@@ -146,7 +147,7 @@ def _tables(
 ) -> _builder.Tables:
     groups: list[tuple[int, int, int]] = []
     per_variant = []
-    # Runs of a group relative to its start; most groups of a long sequence share them.
+    # The distinct lists of segments, relative to their group's start; most groups share them.
     templates: dict[tuple[tuple[int, int, int], ...], int] = {}
     used = []
     for branches in variants:
@@ -179,12 +180,12 @@ def _tables(
 
 
 def _row_groups(branches: tuple[_Branch, ...], num_tokens: int) -> list[_Group]:
-    """The rows as progressions live in the same branches and segments."""
+    """Group the rows into progressions whose tokens are live in the same branches and segments."""
     rates = tuple(branch.rate for branch in branches)
     period = math.lcm(*rates)
     cuts = {cut for branch in branches for cut in range(0, num_tokens, branch.length)}
     groups: list[_Group] = []
-    # Groups that reach the cut, by the key that must match to continue after it.
+    # Groups that reach the cut, by the key of a progression that would continue them.
     reaching: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for begin, end in pairwise(sorted(cuts | {num_tokens})):
         phases = tuple((b.offset - begin % b.length) % b.rate for b in branches)
@@ -210,10 +211,10 @@ def _row_groups(branches: tuple[_Branch, ...], num_tokens: int) -> list[_Group]:
 def _row_classes(
     rates: tuple[int, ...], phases: tuple[int, ...], window: int
 ) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(stride, phase, branches) of the tokens live in some branch.
+    """Return (stride, phase, branches) of the tokens that are live in some branch.
 
-    Token x is live in branch i where ``x = phases[i] modulo rates[i]``; only the first `window`
-    tokens exist, or the pattern repeats after them.
+    Token x is live in branch i if ``x = phases[i] modulo rates[i]``; there are `window` tokens, or
+    the pattern repeats after them.
     """
     x = np.arange(window)
     live = np.stack([x % rate == phase for rate, phase in zip(rates, phases, strict=True)])
@@ -228,9 +229,9 @@ def _row_classes(
 def _columns(
     segments: tuple[tuple[int, int, int], ...], multiset: bool
 ) -> list[tuple[int, int, int, int]]:
-    """(start, stride, length, m) of the keys that a query at 0 sees.
+    """Return (start, stride, length, m) of the keys that a query at position 0 sees.
 
-    Each of the segments (begin, end, rate) holds 0, and its live keys are the multiples of rate.
+    Each segment (begin, end, rate) contains 0, and its live keys are the multiples of rate.
     """
     borders = {border for begin, end, _ in segments for border in (begin, end)}
     runs: list[tuple[int, int, int, int]] = []
@@ -261,14 +262,14 @@ def _columns(
 def _column_classes(
     rates: tuple[int, ...], shift: int, window: int, multiset: bool
 ) -> list[tuple[int, int, int]]:
-    """(stride, phase, m) of the tokens x below `window` for which some rate divides x + shift."""
+    """Return (stride, phase, m) of the x < window for which some rate divides x + shift."""
     x = np.arange(window) + shift
     m = sum((x % rate == 0).astype(np.int64) for rate in rates)
     return _classes(m if multiset else np.minimum(m, 1), rates)
 
 
 def _classes(labels: np.ndarray, rates: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The positions whose label is not 0 as disjoint (stride, phase, label), coarse ones first."""
+    """Cover the nonzero labels by disjoint (stride, phase, label), smallest strides first."""
     window = len(labels)
     labels = labels.copy()
     strides = {1}

@@ -1,4 +1,4 @@
-"""Packed documents: attention within each, none between them."""
+"""Packed documents: attention within each document, and none between documents."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from .within_documents import OfDocuments, WithinDocuments
 
 @dataclass(frozen=True, kw_only=True)
 class Documents(OfDocuments):
-    """Query i sees key j where both belong to one document.
+    """Query i sees key j if both belong to the same document.
 
-    The borders hold for every sample of a batch: documents of several samples are packed into one
-    sample, as for flash-attn's functions of variable length. Another packing is another pattern,
-    which takes well under a millisecond to make.
+    The borders apply to every sample of a batch. To batch documents of several samples, pack them
+    into one sample, as for flash-attn's variable-length functions. Another packing needs another
+    pattern, which takes well under a millisecond to make.
 
-    ``documents & pattern`` is the pattern within each document: equal to the pattern on that
-    document alone, whatever it counts from its begin.
+    ``documents & pattern`` applies a pattern within each document, as if the document were the
+    whole sequence.
 
     Args:
-        cu_seqlens: the documents' borders, ``(0, length of the first, ..., T)``: integers or an
-            integer 1-D tensor; stored as a tuple. A document may be empty.
+        cu_seqlens: the borders of the documents, ``(0, length of the first, ..., T)``: integers or
+            an integer 1-D tensor; stored as a tuple. A document may be empty.
         causal: no query sees a key later than its own position.
 
     Raises:
-        PrivateRefusal: borders that are not integers, do not start with 0, fall, or are fewer than
-            2.
+        PrivateRefusal: the borders are not integers, do not start with 0, decrease, or are fewer
+            than 2.
     """
 
     cu_seqlens: Sequence[int]
@@ -78,7 +78,7 @@ class Documents(OfDocuments):
 
 
 def within(documents: Documents, pattern: Pattern) -> Pattern:
-    """The pattern within each document, causal if either is."""
+    """Return the pattern within each document; it is causal if one of the two is causal."""
     causal = documents.causal or pattern.causal
     if isinstance(pattern, Documents):
         if pattern.cu_seqlens[-1] != documents.cu_seqlens[-1]:

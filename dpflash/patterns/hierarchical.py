@@ -1,4 +1,4 @@
-"""Hierarchical attention: ever fewer blocks of queries see ever further.
+"""Hierarchical attention: levels in which fewer blocks of queries see farther.
 
 Letters: T tokens, H heads, n blocks of a sequence.
 """
@@ -20,14 +20,15 @@ from .base import Pattern
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Pattern):
-    """The union of levels (stride, window), both in tokens.
+    """Levels of (stride, window) in tokens; a query sees the union of what its levels see.
 
-    With ``b = block_size``, query block i sees key block j where, for some level, i is a multiple
-    of ``max(1, stride // b)`` and ``|i - j| <= max(1, window // b) // 2`` or window is -1. The
-    block itself is always seen.
+    With ``b = block_size``, query block i sees key block j if, for some level, i is a multiple
+    of ``max(1, stride // b)``, and ``|i - j| <= max(1, window // b) // 2`` or window is -1. A
+    query block always sees the key block at its own position.
 
     Args:
-        levels: (stride, window) of each; stride at least 1, window at least 1 or -1 for all.
+        levels: pairs (stride, window); stride is at least 1, and window at least 1, or -1 for
+            all keys.
         block_size: tokens in a block; the last block may have fewer.
         causal: no query sees a key later than its own position.
 
@@ -85,7 +86,7 @@ class Hierarchical(Pattern):
 
 
 def _seen_by(key: np.ndarray, step: int, reach: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(key block, begin, end) of the query blocks, multiples of step, that reach a key block."""
+    """Return (key block, begin, end) of the query blocks, multiples of step, that reach it."""
     if step == 1:
         return key, key - reach, key + reach + 1
     first = -(-np.maximum(key - reach, 0) // step)

@@ -13,18 +13,18 @@ from .sliding_window import SlidingWindow
 def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
     """Whether the last of T >= 1 positions depends on the whole sequence, given enough layers.
 
-    Each step goes to what a position sees, over all heads of one layer. Blocks that see only
-    themselves do not reach all, nor do segments that no branch joins.
+    The function follows, from the last position, the keys that each position sees in any head.
+    Not reached are blocks that only see themselves, and segments that no branch connects.
     """
     if isinstance(pattern, Adaptive):
         return True  # any block may be chosen
     if isinstance(pattern, SlidingWindow) and pattern.reach[0] > 0:
-        return True  # from neighbor to neighbor; below that would take T / window rounds
+        return True  # from neighbor to neighbor; the loop below would take T / window rounds
     side = pattern.graph(tokens, heads).rows
     groups, runs = side.groups.long().numpy(), side.runs.long().numpy()
     reached = np.zeros(tokens, dtype=bool)
     reached[-1] = True
-    # Most pairs lead back, so that one round from the end is enough for most patterns.
+    # Most keys precede their queries, so one round that starts at the end suffices for most.
     order = np.argsort(-(groups[:, 0] + groups[:, 1] * (groups[:, 2] - 1)))
     followed = np.zeros(len(groups), dtype=np.int64)
     before = 0
@@ -41,7 +41,7 @@ def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
 
 
 def _columns(rows: NDArray[np.int64], run: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The columns of a run that one of these rows sees, see `tile_graph.Side`."""
+    """Return the columns of a run that some of these rows see, see `tile_graph.Side`."""
     column, step, count, lo, hi = run
     first = np.maximum(-((column + hi - rows) // step), 0)
     last = np.minimum((rows - lo - column) // step, count - 1)

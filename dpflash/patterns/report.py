@@ -1,7 +1,7 @@
-"""Text and pictures of patterns of any length, made from their tile graphs.
+"""Descriptions and pictures of patterns of any length, made from their tile graphs.
 
-A picture has cells, each of many pairs of tokens. Where a cell has too many rows, some are
-sampled with a fixed seed.
+A cell of a picture stands for many pairs of tokens. If a cell has too many rows, rows are sampled
+with a fixed seed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _SHADES = " .:+#"
 _TEXT_CELLS = 32
 _PLOT_CELLS = 512
-# Rows looked at in one picture: no fewer than one in each row of cells, and not more than both of
-# these allow, the second with their runs.
+# Limits of the rows, and of the runs of these rows, that are examined for one picture. Each row of
+# cells examines at least one row.
 _ROWS = 4096
 _RUNS = 2**19
 _MOST_PANELS = 4
@@ -136,10 +136,10 @@ def _heads_title(heads: list[int]) -> str:
 def coverage(
     graph: TileGraph, variant: int, cells: int, multiplicity: bool = True
 ) -> NDArray[np.float64]:
-    """The mean over the pairs of each cell of their multiplicity, or of whether they are seen.
+    """Return each cell's mean multiplicity or, without `multiplicity`, fraction of seen pairs.
 
-    `[C, C]`, C the smaller of cells and T, queries first; exact where a cell has so few rows that
-    all are looked at.
+    The result is `[C, C]` with C = min(cells, T), queries first. It is exact unless the rows of a
+    cell are sampled.
     """
     cells = min(cells, graph.num_queries)
     borders = np.arange(cells + 1) * graph.num_queries // cells
@@ -167,7 +167,7 @@ def _row_counts(
     weights: NDArray[np.float64],
     borders: NDArray[np.int64],
 ) -> NDArray[np.float64]:
-    """`[C]`: number of columns that a row sees between neighbouring borders."""
+    """Return the number of columns that a row sees between adjacent borders, `[C]`."""
     index, rest = np.divmod(row - groups[:, 0], groups[:, 1])
     holds = np.flatnonzero((rest == 0) & (index >= 0) & (index < groups[:, 2]))
     if not len(holds):

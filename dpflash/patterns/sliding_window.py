@@ -1,4 +1,4 @@
-"""Attention to the neighborhood, with global tokens that see all and are seen by all."""
+"""Attention to nearby keys, with global tokens that see all tokens and are seen by all tokens."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .base import Pattern
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SlidingWindow(Pattern):
-    """Query i sees key j where ``i - left <= j <= i + right``, or i or j is a global token.
+    """Query i sees key j if ``i - left <= j <= i + right``, or if i or j is a global token.
 
     Source: Beltagy et al., Longformer, arXiv:2004.05150, section 3.1.
 
     Args:
-        window: tokens to each side, 0 or more; with 0 each token sees only itself. Pass either
-            this or both of left and right.
-        left: tokens before its own that a query sees, 0 or more.
-        right: tokens after its own that a query sees, 0 or more; none where causal.
-        global_tokens: number of first tokens that see all and are seen by all.
+        window: number of tokens to each side, 0 or more; with 0 each token sees only itself. Pass
+            either window, or both left and right.
+        left: number of earlier tokens that a query sees, 0 or more.
+        right: number of later tokens that a query sees, 0 or more; ignored if causal.
+        global_tokens: number of first tokens that see all tokens and are seen by all tokens.
         causal: no query sees a key later than its own position, global or not.
 
     Raises:
-        ValueError: an argument of the wrong type or below 0, or a reach that is given twice or
-            not for both sides.
+        ValueError: an argument of the wrong type or below 0, window together with left or right,
+            or only one of left and right.
     """
 
     window: int | None = None
@@ -66,7 +66,7 @@ class SlidingWindow(Pattern):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Tokens before and after its own that a query sees, without global tokens."""
+        """The numbers of earlier and of later tokens that a query sees, without global tokens."""
         left = self.window if self.left is None else self.left
         right = self.window if self.right is None else self.right
         assert left is not None and right is not None

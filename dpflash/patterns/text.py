@@ -1,4 +1,4 @@
-"""Reads an attention pattern from text, as people write it. Letters: T tokens."""
+"""Parses an attention pattern from text, as on a command line. Letters: T tokens."""
 
 import ast
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _FULL_LENGTH = 4096
 def parse(
     text: str, kinds: Mapping[str, type[Pattern]], tokens: int
 ) -> tuple[type[Pattern], dict[str, Any]]:
-    """The class of ``name`` or ``Name(argument=value, ...)`` and its arguments; refuses others."""
+    """Parse ``name`` or ``Name(argument=value, ...)`` into the pattern's class and arguments."""
     known = {_snake_case(name): kind for name, kind in kinds.items()}
     try:
         call = ast.parse(text.strip(), mode="eval").body
@@ -26,29 +26,29 @@ def parse(
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in words}
     except (SyntaxError, ValueError) as error:
         raise ValueError(
-            f"pattern={text!r}: expected a name with arguments; pass such as {_EXAMPLE!r}"
+            f"pattern={text!r}: expected a name with arguments; pass for example {_EXAMPLE!r}"
         ) from error
     name = _snake_case(function.id)
     if name not in known:
         raise ValueError(
-            f"pattern={text!r}: expected one of {', '.join(sorted(known))}; pass one of these, "
-            f"with arguments for other sizes than those of `dpflash bench`: {_EXAMPLE!r}"
+            f"pattern={text!r}: expected one of {', '.join(sorted(known))}; pass one of these; "
+            f"for other sizes than those of `dpflash bench` add arguments, as in {_EXAMPLE!r}"
         )
     allowed = [field.name for field in fields(known[name])]  # type: ignore[arg-type]
     unknown = sorted(arguments.keys() - allowed)
     if unknown:
         raise ValueError(
-            f"pattern={text!r}: {known[name].__name__} has no argument {unknown[0]!r}; pass some "
-            f"of {', '.join(allowed)}"
+            f"pattern={text!r}: {known[name].__name__} has no argument {unknown[0]!r}; its "
+            f"arguments are {', '.join(allowed)}"
         )
     return known[name], _usual_sizes(tokens).get(name, {}) if is_bare else arguments
 
 
 def _usual_sizes(tokens: int) -> dict[str, dict[str, Any]]:
-    """Arguments of the patterns that are given by their names alone.
+    """Return the default arguments of patterns that are given by name alone.
 
-    Below 4,096 tokens windows, segments and blocks are a quarter as long; those of a long sequence
-    would leave nothing out.
+    Below 4,096 tokens, windows, segments and blocks are a quarter as long, since the sizes for
+    long sequences would make the patterns nearly dense.
     """
     part = 1 if tokens >= _FULL_LENGTH else 4
     block, lengths = 64 // part, [length // part for length in (2048, 4096, 8192)]

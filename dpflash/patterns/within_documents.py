@@ -1,4 +1,4 @@
-"""A pattern that starts anew in each packed document."""
+"""A pattern that is applied to each packed document separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import Pattern
 
 
 class OfDocuments(Pattern):
-    """A pattern of sequences that end with the last document."""
+    """Base class of patterns with documents, for sequences that end with the last document."""
 
     cu_seqlens: Sequence[int]
 
@@ -34,17 +34,17 @@ class OfDocuments(Pattern):
 
 @dataclass(frozen=True, kw_only=True)
 class WithinDocuments(OfDocuments):
-    """Each document is seen as by a pattern on that document alone, none sees another.
+    """Applies a pattern within each document, as if the document were the whole sequence.
 
-    ``Documents(cu_seqlens=borders) & pattern`` makes one: segments, offsets, blocks and global
-    tokens are counted from each document's begin.
+    ``Documents(cu_seqlens=borders) & pattern`` makes such a pattern. Segments, offsets, blocks and
+    global tokens are counted from each document's begin. No document sees another document.
 
     Args:
-        cu_seqlens: the documents' borders, see `Documents`.
+        cu_seqlens: the borders of the documents, see `Documents`.
         inner: the pattern within each document.
 
     Raises:
-        ValueError: inner is no pattern.
+        ValueError: inner is not a pattern.
     """
 
     cu_seqlens: Sequence[int]
@@ -91,16 +91,16 @@ class WithinDocuments(OfDocuments):
 
 
 class _Sides:
-    """Sides of documents that become one: where each begins, and its side, in its positions."""
+    """Joins the sides of several documents into one; stores each document's begin and side."""
 
     def __init__(self, documents: Sequence[tuple[int, Side]]) -> None:
         self._begins = [begin for begin, _ in documents]
         self._sides = [_Tables(side) for _, side in documents]
 
     def joined(self, variants: Sequence[Sequence[int]], num_heads: int) -> tuple[Side, Tensor]:
-        """The side of the sequence, and the variant of each head.
+        """Return the side of the whole sequence, and the variant that each head uses.
 
-        For each document `variants` has the variant of its side that each head uses.
+        `variants` has, for each document, the variant of the document's side of each head.
         """
         of_heads = [tuple(of[head] for of in variants) for head in range(num_heads)]
         distinct = list(dict.fromkeys(of_heads))
@@ -130,7 +130,7 @@ class _Tables:
         self._variants = side.variants.tolist()
 
     def of(self, variant: int) -> tuple[np.ndarray, int, int]:
-        """The groups of a variant, and the first and end run of all of them."""
+        """Return the groups of a variant, and the first and end run of these groups."""
         groups = self.groups[self._variants[variant] : self._variants[variant + 1]]
         if not len(groups):
             return groups, 0, 0
