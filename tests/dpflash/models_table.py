@@ -46,9 +46,8 @@ Tiny models with random weights of {count} architectures of transformers {transf
 trained for one private step without noise and compared with a loop over single samples
 (float64, {date}). "Yes": the model trains, and the two clipped sums are equal up to rounding to
 float32, a relative difference of at most {equal}. (Clipping factors, eager attention's softmax
-and DeepSeek's routers round to float32; the JSON has the difference of each model.) "No": the model
-is refused, for the reason with that number below. {trained} of the architectures train with all
-parameters.
+and DeepSeek's routers round to float32; the JSON has each difference.) "No": the model is refused,
+for the reason with that number below. {trained} of the architectures train with all parameters.
 
 The columns `flat`, `ghost` and `per_layer` are ways to clip, with transformers' own attention
 (`"eager"`). The configs turn dropout off. They also turn off Wav2Vec2's SpecAugment, which is
