@@ -405,7 +405,6 @@ def trained_parameters(
 
 
 def _listing(names: Sequence[str]) -> str:
-    """Return the first names, and the number of the remaining names."""
     listing = ", ".join(f"'{name}'" for name in names[:_NAMED])
     return f"{listing} and {len(names) - _NAMED} more" if len(names) > _NAMED else listing
 

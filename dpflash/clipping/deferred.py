@@ -371,7 +371,6 @@ def _roundings(kept: Sequence[DeferredGradients], device: torch.device) -> Tenso
 
 
 def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
-    """Return the rows `rows` of a look-up's per-sample gradient."""
     outside = (indices < rows.start) | (indices >= rows.stop)
     local = (indices - rows.start).masked_fill(outside, 0)
     dy = dy.masked_fill(outside.unsqueeze(-1), 0)

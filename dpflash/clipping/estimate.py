@@ -76,7 +76,7 @@ class Workload:
 
 
 class _Use(torch.autograd.Function):
-    """The identity on a layer's output; saves the layer's input, and calls `take` with it and dy."""
+    """The identity on a layer's output; saves the layer's input x, and calls `take(x, dy)`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, stand_in: Tensor, take: Any) -> Tensor:

@@ -302,7 +302,6 @@ class Gate:
             watch.gate(self, grads)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Return the clipping factors, `[B]`."""
         rules = self.rules
         if self.run.mode == "sum":
             return self.run.factors

@@ -40,7 +40,7 @@ _LAUNCHES_OF_PAIRS = 36
 
 @dataclass(frozen=True)
 class Work:
-    """The work of kernels: FLOPs of products in a dtype, and bytes read from or written to memory."""
+    """The work of kernels: FLOPs of products in a dtype, and bytes that they read and write."""
 
     flops: int = 0
     moved: int = 0
@@ -314,7 +314,6 @@ def cost(shapes: Sequence[LinearShape], mode: str, ceilings: Ceilings) -> Cost:
 
 
 def _least(by_way: dict[str, float]) -> str:
-    """Return the mode with the least value; of a tie, the first mode."""
     return min(by_way, key=by_way.__getitem__)
 
 
