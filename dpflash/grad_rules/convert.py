@@ -211,11 +211,10 @@ def _torch_kind(module: nn.Module) -> str:
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module, except those that a layer below it has too.
+    """Return the parameters of a module that no layer below it has too, or all if it `is_whole`.
 
     A parameter of both, such as `decoder.bias` in BERT's head, belongs to the layer below. If the
-    module itself uses it, its gradient is not a clipped sum, and the step refuses the release. A
-    layer that `is_whole` also owns the parameters below it.
+    module itself uses it, its gradient is not a clipped sum, and the step refuses the release.
     """
     if is_whole(module):
         return dict(module.named_parameters())
