@@ -419,7 +419,7 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     library = wrapper_of(optimizer)
     if library is not None:
         raise ValueError(
-            f"optimizer={type(optimizer).__name__} of {library}, which leaves out steps: pass the "
+            f"optimizer={type(optimizer).__name__} of {library}, which skips steps: pass the "
             "optimizer that was prepared or set up, and prepare what make_private returns"
         )
     if type(optimizer).__module__.startswith("opacus."):
@@ -439,9 +439,9 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if foreign:
         raise ValueError(
             f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
-            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), behind "
-            "fully_shard if that is used. A parameter of its own (task weights, a temperature) "
-            "trains where module has it, and uses it in its forward"
+            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), after "
+            "fully_shard if that is used. To train task weights or a temperature, make them "
+            "parameters of the module, and use them in its forward"
         )
     if not any(p.requires_grad for p in held):
         raise ValueError(
@@ -451,6 +451,6 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step"):  # SAM's
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: it evaluates a batch several times in a step, "
-            "each a release of its own; use a first-order optimizer such as AdamW"
+            "which would be as many releases; use a first-order optimizer such as AdamW"
         )
     return set(held)

@@ -532,8 +532,8 @@ class PrivateBackward:
                 raise RuntimeError(
                     "loss.backward() was called on a private model. Call engine.backward(losses) "
                     "with one loss per sample, or declare make_private(..., loss_reduction='mean' "
-                    "or 'sum') if the scalar really is that reduction over samples. Gradients of "
-                    "inputs alone, as FGSM's, are torch.autograd.grad(losses.sum(), x). "
+                    "or 'sum') if the scalar really is that reduction over samples. For gradients "
+                    "of inputs alone, as in FGSM, call torch.autograd.grad(losses.sum(), x). "
                     f"{STEP_OF_ANOTHER}. {TOGETHER}. After the private training call "
                     "engine.detach(model)"
                 )

@@ -16,8 +16,8 @@ from .planner import LinearShape, cost
 
 _LEGEND = """\
 mode: grad_sample_mode; sum: exact, or rounded in float32; +MFLOP, +MiB: computed, and read and
-  written, beyond a non-private backward; kept: memory until the gradients are clipped; time:
-  part of the predicted {milliseconds:.3g} ms; why: the other mode's time over this mode's, and
+  written, beyond a non-private backward; kept: until the gradients are clipped; time: part of
+  the predicted {milliseconds:.3g} ms; why: the other mode's time over this mode's, and
   what norms use: T x T products (gram), per-sample gradients (tile) or rows of tokens (rows)"""
 
 

@@ -349,7 +349,7 @@ def described(module: PrivateModule) -> str:
 def refuse_without_tensor(module: PrivateModule) -> NoReturn:
     """Refuse a call without a tensor from which the batch size can be inferred."""
     raise ValueError(
-        f"{described(module)} was called without a tensor, so the batch cannot be told. Give it "
+        f"{described(module)} was called without a tensor, so its batch is unknown. Give it "
         "the batch: forward(self, x) that returns x + self.weight, instead of self.weight alone; "
         "or freeze it with requires_grad_(False)"
     )

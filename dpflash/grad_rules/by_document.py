@@ -80,7 +80,7 @@ def _joined(parts: Sequence[Tensor], counts: list[int], units: Units, name: str)
     if all(tuple(t.shape[:1]) == (n,) for t, n in zip(parts, counts, strict=True)):
         return torch.cat(list(parts))
     raise ValueError(
-        f"module '{name}' returned a tensor that has no entry for each token of a document, by "
-        "which packed documents could be put together; freeze it with requires_grad_(False), or "
+        f"module '{name}' returned a tensor without one entry for each token of a document, so "
+        "outputs of packed documents cannot be joined; freeze it with requires_grad_(False), or "
         "train with one document a row"
     )

@@ -119,7 +119,7 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         raise ValueError(
             f"module '{name}' ({type(module).__name__}) has max_norm={module.max_norm}: it "
-            "rewrites the rows that the data look up, trainable or not, so they would leave "
+            "rewrites the rows that the data look up, trainable or not, so they would be released "
             "without noise. Set max_norm=None"
         )
     check_routing(name, module)
@@ -156,8 +156,8 @@ def _refuse_compiled(name: str, module: nn.Module) -> None:
     if any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             f"module '{name}' is compiled by torch.compile, which would not run the private "
-            "layers. Leave it plain (module._orig_mod of a compiled one), also after "
-            "make_private, which compiles the model as optimize= says"
+            "layers. Use the plain module (module._orig_mod), also after make_private: "
+            "make_private itself compiles the model if optimize= says so"
         )
 
 
@@ -190,7 +190,7 @@ def _check_torch_layer(name: str, module: nn.Module, names: Collection[str]) -> 
     if rule_for(module) in (PrivateLeaf, PrivateOwner):
         raise ValueError(
             f"module '{name}' is {type(module).__name__}, a {_torch_kind(module)} with a forward "
-            "of its own, which uses the parameters beside any rule for private training. Use the "
+            "of its own, which no rule for private training covers. Use the "
             f"plain {_torch_kind(module)} inside a module, or freeze it with requires_grad_(False)"
         )
     computed = [n for n in names if n not in module._parameters]

@@ -274,8 +274,8 @@ def check_routing(name: str, module: nn.Module) -> None:
     if getattr(module, "expert_capacity", None) is not None:
         raise ValueError(
             f"module '{name}' ({type(module).__name__}) has expert_capacity="
-            f"{module.expert_capacity!r}: it drops tokens where many choose one expert, and "
-            "the others of a batch decide which. Use a model that routes each token by itself "
+            f"{module.expert_capacity!r}: it drops tokens if many tokens choose one expert, so "
+            "samples depend on each other. Use a model that routes each token by itself "
             "(Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek)"
         )
     if is_experts(module) and getattr(module, "has_post_expert_norm", False):

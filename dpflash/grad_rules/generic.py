@@ -82,7 +82,7 @@ class PrivateLeaf(PrivateModule):
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
             raise ValueError(
                 f"{described(self)} takes tensors inside of a tuple, list or dict, where the "
-                "generic rule cannot tell the batch; pass them as arguments of their own"
+                "generic rule cannot find the batch; pass each tensor as an argument"
             )
         rows = {a.shape[0] for a in tensors if a.ndim}
         args = tuple(context.check_batch(a) if isinstance(a, Tensor) else a for a in args)
@@ -155,10 +155,10 @@ class PrivateLeaf(PrivateModule):
                 if self._writes_parameters(given):
                     raise RuntimeError(
                         f"{described(self)} writes its parameters in its forward, which would "
-                        "leave without noise. Use what is computed of them, as F.linear(x, "
-                        "self.weight * self.mask), or write masked, normalized and limited "
-                        "weights (torch.renorm) behind optimizer.step() where loader.is_last. For "
-                        "an initialization by the first batch run a forward of public data before "
+                        "be released without noise. Compute other values from them, as in "
+                        "F.linear(x, self.weight * self.mask), or mask, normalize and limit "
+                        "weights (torch.renorm) after optimizer.step() if loader.is_last. To "
+                        "initialize by the first batch, run a forward of public data before "
                         "make_private"
                     ) from error
                 if not ("vmap" in str(error) or "functorch" in str(error)):

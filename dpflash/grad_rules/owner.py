@@ -153,7 +153,7 @@ class PrivateOwner(PrivateModule):
             if not any(word in str(error).lower() for word in ("vmap", "batching rule")):
                 raise
             raise RuntimeError(
-                f"{described(self)} has an operation that cannot be told apart by sample, such "
+                f"{described(self)} has an operation that cannot run sample by sample, such "
                 "as a boolean mask (x[mask]), nonzero() or item(). Move its parameters into a "
                 "module of their own, or freeze them with requires_grad_(False)"
             ) from error
@@ -491,8 +491,8 @@ class _Outside:
         """Run a layer on the whole batch, and return its outputs as a vmap batch of samples."""
         if _functorch.maybe_current_level() is None:
             raise RuntimeError(
-                f"{self.owner} has layers below it recomputed in the backward. Pass the whole "
-                "module to checkpoint, or leave checkpointing out"
+                f"{self.owner} has layers below it that activation checkpointing recomputes. Pass "
+                "the whole module to checkpoint, or leave checkpointing out"
             )
         if isinstance(module, ParametrizationList):
             # The forward reads a computed weight, outside of the rule of its layer.
@@ -570,8 +570,8 @@ class _Outside:
             return x  # for example rotary tables
         raise PrivateRefusal(
             f"layer {plain_class(module).__name__} below {self.owner} returned a tensor whose "
-            "first dimension must be the batch, and is not. Call it in a module of its own that "
-            "returns such tensors alone",
+            "first dimension must be the batch, and is not. Call the layer in another module that "
+            "returns only tensors with the batch first",
             shape=tuple(x.shape),
             batch_size=self.batch_size,
         ) from None

@@ -113,8 +113,8 @@ class PrivateTorchMultiheadAttention(PrivateModule):
             return plain
         if is_causal and attn_mask is None:
             raise ValueError(
-                f"module '{self._dpflash.name}' got is_causal=True without attn_mask; torch takes "
-                "it for a hint about the mask. Pass both"
+                f"module '{self._dpflash.name}' got is_causal=True without attn_mask; for torch, "
+                "is_causal is only a hint about the mask. Pass both"
             )
         q, k, v = self._projected(*self._batch_first(query, key, value))
         # As in torch, is_causal replaces the mask unless there is another mask or need_weights.

@@ -90,7 +90,7 @@ class Block:
         name, now, before = next(x for x in changed if x[1] != x[2])
         raise ValueError(
             f"{name}={now!r}, and {before!r} in the release before: banded noise is correlated "
-            f"over releases of one {name}, so nothing was released; set it back, or pass "
+            f"over releases with equal {name}, so nothing was released; set it back, or pass "
             "make_private(noise_mechanism=None) for a schedule"
         )
 
@@ -175,7 +175,7 @@ class Allocation(Block):
         if self.has_paid() and noise_multiplier < least:
             raise ValueError(
                 f"noise_multiplier={noise_multiplier!r} in an epoch of random allocation that was "
-                f"charged with {least!r}: no epsilon is known for less in a part of it, "
+                f"charged with {least!r}: no epsilon is known for less noise in a part of it, "
                 "so nothing was released; set it back until the epoch ends, or pass "
                 "sampling='poisson'"
             )

@@ -144,11 +144,10 @@ def _refuse_past_gate(
     with drop():
         raise PrivateRefusal(
             f"parameter '{name}' got a gradient past its private layer, which "
-            "is neither clipped nor noised, so nothing was released. Either it is used outside of "
-            "its own module (what the loss needs, such as a temperature: use it in the forward of "
-            "the module that owns it; tie modules instead: lm_head.weight = embedding.weight, or "
-            "own the parameter in the one module that uses it twice, as in a tied autoencoder; in "
-            "place of a penalty on weights use weight_decay, or run its backward inside "
-            "engine.public_data()), or this is the backward of a public loss (run it inside "
-            "engine.public_data() too)"
+            "is neither clipped nor noised, so nothing was released. Either this is the backward "
+            "of a public loss, or of a penalty on weights: run it inside engine.public_data() too "
+            "(or use weight_decay). Or it is used outside of its own module: if the loss "
+            "needs it, such as a temperature, use it in the forward of the module that owns it; "
+            "if two modules share it, tie them (lm_head.weight = embedding.weight), or own the "
+            "parameter in one module that uses it twice, as in a tied autoencoder"
         ) from None

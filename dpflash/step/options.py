@@ -149,10 +149,10 @@ class ReleaseOptions:
         raise PrivateRefusal(
             f"optimizer.{changed} changed between the first backward of a logical batch and its "
             "step(), so nothing was released: the number of microbatches between is private. "
-            "Behind optimizer.step() write\n"
+            "After optimizer.step() write\n"
             "    if loader.is_last: scheduler.step()\n"
-            "(of BatchMemoryManager `if not optimizer.step_was_skipped: scheduler.step()`), and "
-            "compute what you set by hand from loader.releases"
+            "(with BatchMemoryManager `if not optimizer.step_was_skipped: scheduler.step()`), and "
+            "compute values that you set by hand from loader.releases"
         ) from None
 
     def of_optimizers(self) -> list[dict[str, object]]:
