@@ -249,7 +249,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         """
         self._step.public.refuse_inside("optimizer.zero_grad()")
         if self._step.released is not None:
-            with self._step.noting_refusals():  # step() was perhaps left out for a loss
+            with self._step.noting_refusals():  # a loss may have made the loop skip step()
                 raise PrivateRefusal(
                     "optimizer.zero_grad() between the last backward of a logical batch and "
                     "optimizer.step() would drop what was released: call it after step(), and "

@@ -191,7 +191,7 @@ class PrivateBackward:
 
     def _of_places(self, refusal: str | None) -> str | None:
         if refusal is not None and self.trial is not None:
-            # A loop that catches the error meets it again.
+            # Restarted, so that a loop that catches the error gets it again.
             self.trial.restart(refusal)
         return refusal
 

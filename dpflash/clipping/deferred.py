@@ -383,7 +383,7 @@ def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
     Each unit begins at a position at which the start of a product changes no bits, see `PackTo`.
     """
     spans = [units.spans_of(dy.shape[1]) for _, dy in uses]
-    own = list(zip(*spans, strict=True))  # of each unit, one for each use
+    own = list(zip(*spans, strict=True))  # for each unit, its span in each use
     lengths = [sum(end - start for start, end in of_uses) for of_uses in own]
     gaps = [-length % EXACT_ALIGN for length in lengths]
     starts = itertools.accumulate(map(sum, zip(lengths, gaps, strict=True)), initial=0)

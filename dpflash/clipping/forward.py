@@ -96,7 +96,7 @@ def _explain_expanded(error: RuntimeError, call: _Call) -> None:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     where = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
-    # Running out of memory, for instance, has a class of its own.
+    # Other errors, such as running out of memory, have a class of their own.
     if not call.shared or type(error) is not RuntimeError or where.startswith("dpflash."):
         return
     names = ", ".join(f"'{name}'" for name in list(call.shared)[-3:])

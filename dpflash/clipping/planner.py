@@ -354,7 +354,7 @@ def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 def _inner(look_up: LinearShape, other: LinearShape) -> list[Work]:
     """Return the work for <G_i, H_i> of a look-up and another use of the table."""
     if isinstance(other, HeadShape):
-        # The look-up's rows join each tile, for the norm and for the sum.
+        # The look-up's rows are added to each tile, once for the norm and once for the sum.
         return [Work(moved=6 * look_up.stored_bytes)]
     pairs = look_up.tokens * other.tokens
     flops = 2 * 2 * look_up.batch * pairs * look_up.inputs

@@ -22,7 +22,7 @@ OF_16_BIT = (
     "kernels, so that a sample more may move the sum by slightly more than max_grad_norm"
 )
 _COARSE = ("tf32", "bf16")
-# Of torch.backends.
+# Settings below torch.backends, by device type.
 _SETTINGS = {"cpu": ("mkldnn.matmul", "mkldnn.conv"), "cuda": ("cuda.matmul", "cudnn.conv")}
 
 

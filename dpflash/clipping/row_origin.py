@@ -32,7 +32,7 @@ _BY_ELEMENTS = frozenset(
         "ToCopyBackward0",
     }
 )
-# Plain layers: (position of the rows, of the weight).
+# Plain layers: the positions of the rows and of the weight among the operands.
 _BY_ROWS = {
     "AddmmBackward0": (1, 2),
     "MmBackward0": (0, 1),

@@ -52,7 +52,7 @@ BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "transformers.models.mt5.modeling_mt5.MT5Attention.forward": PrivateRelativeBias,
     "transformers.models.swin.modeling_swin.SwinAttention.forward": PrivateSampleBySample,
     "transformers.models.swin.modeling_swin.SwinLayer.forward": PrivateSampleBySample,
-    # Also with frozen magnitudes, since PEFT's forward runs both layers on an identity matrix.
+    # Needed with frozen magnitudes too: PEFT's forward runs both layers on an identity matrix.
     "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
 }
 

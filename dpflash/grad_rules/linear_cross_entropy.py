@@ -58,7 +58,7 @@ class Head:
 
     @property
     def batch_size(self) -> int:
-        """B."""
+        """Number of samples B."""
         return self.x.shape[0]
 
     @property

@@ -187,7 +187,7 @@ def recurrence(
 
 
 def refuse_compiler(name: str, kind: str) -> None:
-    """Raise under torch.compile."""
+    """Raise an error while torch.compile is tracing."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"module '{name}' ({kind}) has no private backward under torch.compile; call the "

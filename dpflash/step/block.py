@@ -56,7 +56,7 @@ class Block:
         return self._length if self._last == (*self._stream, draw - 1) else 0
 
     def has_paid(self, draw: int | None = None) -> bool:
-        """Whether the release of a draw, by default the current one, was charged with others."""
+        """Return whether an earlier event pays for a draw's release; None: the current draw."""
         return self.place_of(draw) % self.bands > 0
 
     @property
@@ -146,7 +146,7 @@ class Allocation(Block):
         self._least = 0.0
 
     def has_paid(self, draw: int | None = None) -> bool:
-        """Whether the epoch of a draw, by default that of the next release, was charged."""
+        """Return whether the epoch of a draw was charged; None: the draw of the next release."""
         return self._last == self._epoch_of(draw)
 
     def _epoch_of(self, draw: int | None = None) -> tuple[str, int, int]:

@@ -87,7 +87,7 @@ class Turns:
         An optimizer may step in the last microbatch alone.
         """
         tracker = self._step.tracker
-        if tracker.current is None:  # of BatchMemoryManager
+        if tracker.current is None:  # a batch of BatchMemoryManager
             return
         if tracker.current.draw != self._draw:
             each, self._stepped_in = self._stepped_in, {}
