@@ -1,4 +1,4 @@
-"""PrivateOptimizer: releases a logical batch, then lets the wrapped optimizer step."""
+"""PrivateOptimizer: makes the release of a logical batch, then steps the wrapped optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MADE_BY = "pass it to make_private, after engine.detach(model) where a model is
 
 
 def _of_original(name: str) -> Any:
-    """A property of the wrapped optimizer."""
+    """Return a property that reads and sets `name` on the wrapped optimizer."""
 
     def put(self: PrivateOptimizer, value: Any) -> None:
         setattr(self.original_optimizer, name, value)
@@ -35,36 +35,38 @@ def _of_original(name: str) -> Any:
 
 
 class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
-    """Wraps any torch optimizer; its `step` releases one logical batch.
+    """Wraps a torch optimizer, so that its `step` releases one logical batch.
 
     Args:
         optimizer: the wrapped optimizer.
-        step: the logical batch that `step()` releases.
-        loss_reduction: "mean" or "sum" where the loop makes a scalar loss; Opacus' tools read it.
+        step: holds the logical batch that `step()` releases.
+        turns: decides what each of several optimizers steps on.
+        loss_reduction: "mean" or "sum" if the loop computes a scalar loss, else None. Opacus'
+            tools read it.
 
     Attributes:
         original_optimizer: the wrapped optimizer, whose state and parameter groups are used.
-        noise_multiplier: noise standard deviation over max_grad_norm, >= 0; with 0, epsilon is inf
-            from the next release on.
-        max_grad_norm: L2 bound of one sample's contribution, > 0 and finite; bounds of clipping
+        noise_multiplier: the noise's standard deviation divided by max_grad_norm, >= 0. If it is
+            0, epsilon is inf from the next release on.
+        max_grad_norm: L2 bound of one sample's contribution, > 0 and finite. Bounds of clipping
             groups keep their fractions of it.
-        expected_batch_size: the divisor of a release, > 0 and finite; public, never the drawn
-            size. Another one rescales the released gradient; sampling and epsilon stay as they
-            are. It cannot be set with loss_reduction="sum", where nothing is divided.
-        releases: noisy steps so far, with the one that has begun; each has noise of its own.
+        expected_batch_size: the public divisor of a release, > 0 and finite; never the drawn size.
+            Setting it rescales the released gradient; sampling and epsilon do not change. It
+            cannot be set with loss_reduction="sum", which divides by nothing.
+        releases: number of noisy steps, including one that has begun. Each has its own noise.
 
     noise_multiplier, max_grad_norm and expected_batch_size may be set between steps, before the
     backward of the next logical batch; each release is accounted for with the values that it used.
-    The properties of the wrapped optimizer (param_groups, state, defaults) may be set too, and all
-    other names raise an AttributeError.
+    The properties of the wrapped optimizer (param_groups, state, defaults) may be set too. Setting
+    any other name raises an AttributeError.
 
     Guarantees:
-        The gradient handed to the wrapped optimizer is (clipped sum + N(0, (noise_multiplier *
+        The wrapped optimizer receives the gradient (clipped sum + N(0, (noise_multiplier *
         max_grad_norm)^2)) / expected_batch_size on every coordinate of every trainable parameter,
-        those without a gradient included, plus the gradient of public data that was made inside
-        `engine.public_data()`. A step that ends a microbatch only releases nothing and costs
-        nothing, and so does one of public gradients alone. See `dpflash.step` for where the noise
-        is added and the accountant charged.
+        also of parameters without a gradient, plus the gradient of public data computed inside
+        `engine.public_data()`. A step after a microbatch that is not the last one releases nothing
+        and costs no epsilon. The same is true of a step on public gradients alone. `dpflash.step`
+        adds the noise and charges the accountant.
     """
 
     no_copy = (
@@ -105,8 +107,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     def _patch_step_function(self) -> None:
         """Keep PyTorch from wrapping `step` in the step hooks of the wrapped optimizer.
 
-        It would do so for the whole class when an object of it is unpickled, and
-        `_refuse_other_steps` is such a hook.
+        PyTorch wraps the `step` of the whole class when an optimizer is unpickled, and
+        `_refuse_other_steps` is a step hook.
         """
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -117,7 +119,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             )
 
     def release_original(self) -> torch.optim.Optimizer:
-        """Let the wrapped optimizer step by itself again, as engine.detach does."""
+        """Let the wrapped optimizer step by itself again, and return it; for engine.detach."""
         self._guard.remove()
         wrapped_optimizers.discard(self.original_optimizer)
         self._is_closed = True
@@ -134,7 +136,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     # Opacus' BatchMemoryManager and schedulers use these.
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Say whether the next `step` call ends a microbatch only."""
+        """Declare whether the next `step` call ends a microbatch, but not the logical batch."""
         if self._step.sums.ranks.everyone is not None:
             raise RuntimeError(
                 "signal_skip_step (BatchMemoryManager) with a mesh: ranks would split their "
@@ -144,13 +146,13 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self._step.tracker.signal(do_skip)
 
     def attach_step_hook(self, fn: Callable[[PrivateOptimizer], None]) -> None:
-        """Call fn(optimizer) at each release, after the noise. Hooks add up."""
+        """Call fn(optimizer) at each release, after noise is added. Several hooks all run."""
         self._step_hooks.append(fn)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by GradScaler.step, which is refused: losses that it scaled were clipped so."""
-        # Lightning asks too, before it clips gradients.
+        """Refuse GradScaler.step, which reads it: its scaled losses have been clipped."""
+        # Lightning reads it too, before it clips gradients.
         if not sys._getframe(1).f_globals["__name__"].startswith("torch."):
             return False
         raise RuntimeError(
@@ -194,14 +196,14 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     @property
     def _is_last_step_skipped(self) -> bool:
-        """Whether the last step only ended a microbatch; the name is Opacus'."""
+        """Whether the last step ended a microbatch, not a logical batch; the name is Opacus'."""
         return self._step.tracker.skipped_last_step
 
     # Accelerate's schedulers use these.
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step only ended a microbatch, so that a scheduler should wait too."""
+        """Whether the last step released nothing, so that a scheduler should not step either."""
         return self._is_last_step_skipped
 
     @property
@@ -231,7 +233,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.original_optimizer.load_state_dict(state_dict)
-        self._is_resumed = True  # plain SGD keeps nothing that would tell
+        self._is_resumed = True  # plain SGD has no state that would show it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(
@@ -240,14 +242,14 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, public ones too; keeps those of an unfinished logical batch.
+        """Clear private and public gradients, except within an unfinished logical batch.
 
         Raises:
-            PrivateRefusal: a release waits for its step, which would have no gradients then.
+            PrivateRefusal: a release was not stepped on yet; its gradients would be lost.
         """
         self._step.public.refuse_inside("optimizer.zero_grad()")
         if self._step.released is not None:
-            with self._step.noting_refusals():  # step() was perhaps left out for a loss
+            with self._step.noting_refusals():  # a loss may have made the loop skip step()
                 raise PrivateRefusal(
                     "optimizer.zero_grad() between the last backward of a logical batch and "
                     "optimizer.step() would drop what was released: call it after step(), and "
@@ -259,22 +261,22 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Release the logical batch, or do nothing where it has not ended.
+        """Release the logical batch and step on it; do nothing if the batch has not ended.
 
-        Gradients of `engine.public_data()` are added to the release. Where no private batch waits
-        for its step, the step is on these alone: it is neither noised nor charged.
+        Gradients of `engine.public_data()` are added to the release. If there is no private batch
+        to step on, the step uses public gradients alone, without noise and without charge.
 
         Args:
             closure: computes the losses and calls engine.backward; called once.
 
         Returns:
-            What closure returned, else None.
+            The value that closure returned; None without closure.
 
         Raises:
             RuntimeError: a CUDA stream is capturing; nothing is released.
             PrivateRefusal: a microbatch of the logical batch had no backward, the learning rate or
-                another option changed since its first one, or `.grad` is not what the private
-                layers made; nothing is released.
+                another option changed since the first backward, or other code than the private
+                layers wrote `.grad`; nothing is released.
         """
         refuse_capture(CAPTURED)
         refuse_lightning(closure, is_inside=self._step.tracker.is_inside)
@@ -300,7 +302,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             for hook in self._step_hooks:
                 hook(self)
         else:
-            # It may be in the loop over another private loader.
+            # The step may be inside the loop over another private loader.
             refuse_counted_step(self.original_optimizer)
         self._releasing = True
         try:
@@ -319,12 +321,12 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def listed(optimizer: object) -> list[Any]:
-    """The argument optimizer= of make_private as a list."""
+    """Return the argument optimizer= of make_private as a list."""
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
 def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Several optimizers as one with the groups of all; it is not for stepping."""
+    """Return one optimizer with the groups of several; its `step` is not to be called."""
     return optimizers[0] if len(optimizers) == 1 else _Joined(optimizers)
 
 
@@ -337,7 +339,7 @@ class _Joined(torch.optim.Optimizer):
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of one optimizer with these groups."""
+        """Return the state that one optimizer with all these groups would have."""
         groups: list[dict[str, Any]] = []
         state: dict[int, Any] = {}
         for own in (optimizer.state_dict() for optimizer in self._optimizers):
@@ -360,11 +362,11 @@ class _Joined(torch.optim.Optimizer):
 def trained_parameters(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[nn.Parameter]:
-    """The model's trainable parameters, in the model's order; the optimizers hold each of them.
+    """Return the model's trainable parameters, in the model's order; each is in one optimizer.
 
     Raises:
-        ValueError: naming a parameter that none of them or two of them hold, or what is wrong with
-            one of them.
+        ValueError: a parameter is in no optimizer or in two, or an optimizer or a parameter is not
+            supported.
     """
     names = {p: n for n, p in module.named_parameters()}
     held: set[nn.Parameter] = set()
@@ -403,13 +405,12 @@ def trained_parameters(
 
 
 def _listing(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
     listing = ", ".join(f"'{name}'" for name in names[:_NAMED])
     return f"{listing} and {len(names) - _NAMED} more" if len(names) > _NAMED else listing
 
 
 def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter]:
-    """The parameters of an optimizer that can be made private."""
+    """Return the optimizer's parameters; raise ValueError if it cannot be made private."""
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer, or a "
@@ -418,7 +419,7 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     library = wrapper_of(optimizer)
     if library is not None:
         raise ValueError(
-            f"optimizer={type(optimizer).__name__} of {library}, which leaves out steps: pass the "
+            f"optimizer={type(optimizer).__name__} of {library}, which skips steps: pass the "
             "optimizer that was prepared or set up, and prepare what make_private returns"
         )
     if type(optimizer).__module__.startswith("opacus."):
@@ -438,9 +439,9 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if foreign:
         raise ValueError(
             f"optimizer holds {len(foreign)} parameter(s) that are not the module's (the first "
-            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), behind "
-            "fully_shard if that is used. A parameter of its own (task weights, a temperature) "
-            "trains where module has it, and uses it in its forward"
+            f"has shape {tuple(foreign[0].shape)}); build it from module.parameters(), after "
+            "fully_shard if that is used. To train task weights or a temperature, make them "
+            "parameters of the module, and use them in its forward"
         )
     if not any(p.requires_grad for p in held):
         raise ValueError(
@@ -450,6 +451,6 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step"):  # SAM's
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: it evaluates a batch several times in a step, "
-            "each a release of its own; use a first-order optimizer such as AdamW"
+            "which would be as many releases; use a first-order optimizer such as AdamW"
         )
     return set(held)

@@ -47,27 +47,27 @@ Refusal = Callable[[Tensor | None, object, Sequence[int | None]], str | None]
 
 
 class PrivateBackward:
-    """The backward of a private model: decides how it runs, and checks it as the gates run.
+    """The backward of a private model: chooses its mode, and checks it while the gates run.
 
     Args:
         groups: the clipping groups.
         step: the logical batch that clipped sums are added to.
-        planner: how the gradients of matrix parameters are computed.
-        loss_reduction: "mean" or "sum" where losses are a scalar; None for losses `[B]`.
+        planner: chooses how the gradients of matrix parameters are computed.
+        loss_reduction: "mean" or "sum" if the loss is a scalar; None for losses `[B]`.
         clip_function: see `clip_factors`.
         gate_type: class of the gates.
-        convolves: whether the model has modules that convolve, for which cudnn rounds by default.
-        proof: how far it is proven that the model keeps samples apart.
+        convolves: whether the model has convolutions, which cudnn rounds by default.
+        proof: the tests that the model keeps samples apart, and their progress.
         refusal: returns why nothing may be released, or None.
 
     Attributes:
-        trial, place_trial, example: of batches that precede others; None where none do.
+        trial, place_trial, example: trials that run before a batch; None without trials.
         forward: the forward whose gates the backward runs.
         statistics: how many samples were clipped.
-        rules: what the gates share.
-        wants_trials: whether this rank did something new, which other ranks do not know yet.
-        is_past_calls: whether the last losses were computed past the model's own call.
-        attachment: what make_private put on the model, see `Attachment`.
+        rules: the objects and options that all gates share.
+        wants_trials: whether this rank ran something new that the other ranks do not know of yet.
+        is_past_calls: whether the last losses were computed without the model's own call.
+        attachment: the changes of make_private to the model, see `Attachment`.
     """
 
     def __init__(
@@ -120,20 +120,20 @@ class PrivateBackward:
         step.attach(self)
 
     def attach(self, attachment: object) -> None:
-        """Note what make_private put on the model."""
+        """Note the changes that make_private made to the model."""
         self.attachment = attachment
 
     def try_first(
         self, trial: Trial | None, place_trial: PlaceTrial | None, example: ExampleTrial | None
     ) -> None:
-        """Take part in the trials of the loader's microbatches, and of a public batch."""
+        """Set the trials of the loader's microbatches, and of a public batch."""
         self.trial, self.place_trial, self.example = trial, place_trial, example
         if place_trial is not None:
             place_trial.attach(self._differentiate_places)
 
     @property
     def recording(self) -> Recording | None:
-        """The recording of the current batch, if it runs for a trial only."""
+        """The recording of the current batch if the batch is a trial, else None."""
         found = None if self.example is None else self.example.recording
         return found or (None if self.trial is None else self.trial.recording)
 
@@ -158,7 +158,7 @@ class PrivateBackward:
             yield is_outermost
 
     def begin_microbatch(self, samples: int, units: Units | None) -> None:
-        """See `PrivateForward.begin_microbatch`; of packed documents this rank has some tokens."""
+        """See `PrivateForward.begin_microbatch`; packed units are cut to this rank's tokens."""
         context = self.ranks.context
         if units is not None and not units.are_rows and context is not None:
             (own,) = Layout(units.shape[1], world_size(context)).chunks(rank_in(context))
@@ -191,13 +191,13 @@ class PrivateBackward:
 
     def _of_places(self, refusal: str | None) -> str | None:
         if refusal is not None and self.trial is not None:
-            # A loop that catches the error meets it again.
+            # Restarted, so that a loop that catches the error gets it again.
             self.trial.restart(refusal)
         return refusal
 
     @property
     def may_replay(self) -> bool:
-        """Whether nothing of this forward and its backward is recorded, compared or proven."""
+        """Whether no test records or compares this forward and its backward."""
         run, trial = self._run, self.trial
         is_tried = trial is not None and (trial.decides or trial.is_by_sample)
         is_watched = run.mode != "clip" or run.watches != self.proof.resting
@@ -206,22 +206,22 @@ class PrivateBackward:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the backward is compared with that of an altered microbatch."""
+        """Whether the backward is compared with the backward of a trial."""
         is_alone = self.proof.group is None
         return self.trial is not None and self.trial.compares_gradients(is_alone=is_alone)
 
     def _end_trial(self) -> None:
-        # A batch that is taken apart has a backward for each row.
+        # A batch that runs row by row has a backward for each row.
         if self.trial is not None and not (self.trial.is_altered or self.trial.is_by_sample):
             self.trial.finish()
 
     def _end_of_loop(self) -> None:
-        """A backward that the loop called has run to its end."""
+        """End a backward that the loop itself called."""
         self._end_trial()
         self.step.end_backward()
 
     def record(self, losses: Tensor) -> bool:
-        """Whether these are losses of a trial, whose backward is watched and not summed."""
+        """If these are losses of a trial, watch their backward without sums, and return True."""
         recording = self.recording
         if recording is None:
             return False
@@ -232,13 +232,13 @@ class PrivateBackward:
         return True
 
     def record_place(self, losses: Tensor) -> None:
-        """See the backward of losses of samples in other places."""
+        """Watch the backward of losses of samples in other places."""
         assert self.place_trial is not None
         if losses.requires_grad and (losses.ndim or not self.place_trial.take_scalar(losses)):
             self._differentiate_places([losses], [self._seed(losses)])
 
     def _differentiate_places(self, outputs: list[Tensor], grads: list[Tensor]) -> None:
-        """Show the gradients of a run to its watch, with dropout off where layers run again."""
+        """Show the gradients of a run to its watch; layers that are recomputed have no dropout."""
         watch = None if self.place_trial is None else self.place_trial.gradients
         if watch is None:
             return
@@ -246,13 +246,13 @@ class PrivateBackward:
         try:
             with self.only_watched(watch), self.place_trial.evaluating():
                 could_run = differentiate(self, outputs, grads, watch, keeps_graph=False)
-        except CheckpointError:  # of a function that runs its dropout in another way again
+        except CheckpointError:  # a recomputed function ran its dropout differently
             could_run = False
         if not could_run:
             watch.values.clear()
 
     def record_row(self, loss: Tensor) -> None:
-        """`record` for the loss `[1]` of one row, where a batch runs row by row."""
+        """Do as `record` for the loss `[1]` of one row of a batch that runs row by row."""
         if self.recording is not None:
             self.step.begin_trial()
             watch = self.recording.watch_row()
@@ -260,7 +260,7 @@ class PrivateBackward:
                 self.recording.rows[-1] = None
 
     def _is_seen(self, losses: Tensor, watch: WatchedRows) -> bool:
-        """Run a backward that only the watch sees; returns whether it could run."""
+        """Run a backward for the watch alone; return whether it could run."""
         with self.only_watched(watch):
             seeds = [self._seed(losses)]
             return differentiate(self, [losses], seeds, watch, keeps_graph=False)
@@ -268,7 +268,7 @@ class PrivateBackward:
     # Backward
 
     def backward(self, losses: Tensor) -> None:
-        """Run the backward of [B] losses, or of a scalar where loss_reduction is declared."""
+        """Run the backward of losses [B], or of a scalar if loss_reduction is declared."""
         self._in_backward = True
         self._expected_size = losses.shape[0] if losses.ndim else None
         self._rest()
@@ -306,9 +306,9 @@ class PrivateBackward:
         self.step.end_backward()
 
     def _seed(self, losses: Tensor) -> Tensor:
-        """The gradient from which a backward begins."""
+        """Return the gradient of the losses with which a backward begins."""
         seed = torch.ones_like(losses)
-        if losses.ndim:  # The gradient of such a loss may be finite in some groups.
+        if losses.ndim:  # The gradient of a loss that is not finite may be finite in some groups.
             seed = seed.masked_fill(~losses.detach().isfinite(), 0)
         return seed / max(1, losses.numel()) if self.loss_reduction == "mean" else seed
 
@@ -319,7 +319,7 @@ class PrivateBackward:
 
     @property
     def meeting(self) -> ProcessGroup | None:
-        """The ranks that exchange gradients in the backward; None where none do."""
+        """The ranks that exchange gradients in the backward; None without such ranks."""
         return self.ranks.everyone if self.step.sums.is_sharded else self.ranks.context
 
     def _meet(
@@ -328,16 +328,16 @@ class PrivateBackward:
         """Check that ranks which exchange gradients are about to run the same backward.
 
         Args:
-            losses: whose backward is about to begin; None inside the backward of a scalar.
+            losses: the losses whose backward is about to begin; None inside a scalar's backward.
             twice: whether this rank would run ghost clipping.
-            proving: whether it would prove this batch.
+            proving: whether this rank would prove this batch.
 
         Returns:
-            The same two values; True where one rank needs it, since all then do it.
+            twice and proving, each OR-ed over the ranks.
 
         Raises:
-            ValueError: on all ranks, naming what differs.
-            RuntimeError: on all ranks, where the model changed something that is never released.
+            ValueError: on all ranks, if they differ; the message names the difference.
+            RuntimeError: on all ranks, if the model changed something that is never released.
         """
         ranks, group = self.ranks, self.meeting
         with self.step.dropping():
@@ -357,7 +357,7 @@ class PrivateBackward:
                 self.try_next()
             return twice, proving
         operation = "engine.backward"
-        # With other modules, or another order, gradients of different parameters would be added.
+        # If modules or their order differ, gradients of different parameters would be added.
         same = {
             "(draw, part) of the batch": self.step.tracker.place(),
             "max_grad_norm": self.step.sums.bound,
@@ -376,14 +376,14 @@ class PrivateBackward:
         return any(row[0] for row in rows), any(row[1] for row in rows)
 
     def try_next(self) -> None:
-        """Try the next microbatches, as all ranks do."""
+        """Try the next microbatches, on all ranks."""
         self.wants_trials = False
         if self.trial is not None:
             self.trial.schedule.try_next()
 
     def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
-        # Both backwards are the same computation, and the gate applies the factors in the second.
-        # Weighted losses would round differently at every layer, beyond the bound.
+        # Both backwards run the same computation; in the second one the gate applies the factors.
+        # Weighting the losses instead would change the rounding of every layer, beyond the bound.
         first = FirstBackward(gate.device)
         self._run = BackwardRun("norms", (*self._run.watches, first))
         (handles,) = self.forward.state.handles.values()
@@ -411,14 +411,14 @@ class PrivateBackward:
     # Proof
 
     def begin_proof(self, size: int) -> bool:
-        """Whether the proof repeats this call of the model, of at most `size` samples."""
+        """Return whether the proof repeats this call of the model on at most `size` samples."""
         mark = self.step.tracker.current
         if mark is not None and mark.is_trial:
             return False
         return self.proof.begin_forward(size, new_pass=self.forward.state.is_over)
 
     def compare(self, rows: ForwardRows) -> None:
-        """Compare a call of the model in a tried microbatch with that in the altered one."""
+        """Compare a call of the model with the same call in the microbatch's trial."""
         trial = self.trial
         assert trial is not None
         refusal, samples = trial.compare_rows(rows)
@@ -433,12 +433,12 @@ class PrivateBackward:
         self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
-        """The model's outputs, wrapped for the proof where the loss may be a scalar."""
+        """Return the model's outputs, wrapped for the proof if the loss may be a scalar."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
-            # The loop may ask for the gradients of inputs, as FGSM does; and FSDP2 gathers a
-            # model's parameters where the gradient of its output arrives.
+            # The backward must not end at the outputs if the loop asks for gradients of inputs, as
+            # FGSM does, or if FSDP2 gathers parameters when the output's gradient arrives.
             goes_on = self.step.sums.is_sharded or any(x.requires_grad for x in inputs)
             return outputs if goes_on else self.place_trial.ends_at(outputs)
         return self.proof.cross(outputs, size, self, is_altered=self.recording is not None)
@@ -447,7 +447,7 @@ class PrivateBackward:
         return self.proof.wants_backward(self.forward.state.used, size)
 
     def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
-        """Run a backward that is only compared with the ordinary one that follows."""
+        """Run a backward that is only compared with the ordinary backward that follows."""
         watch = self.proof.prove(self, outputs, seeds, size, self.step.rows.mask_of(size))
         if watch is not None:
             places = self.place_trial
@@ -455,7 +455,7 @@ class PrivateBackward:
             self._run = BackwardRun(watches=(watch, *own))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Weight the rows of a scalar's gradient; see `ProvableBackward`."""
+        """Prove the batch with the rows of a scalar's gradient; see `ProvableBackward`."""
         if self._expected_size is not None:
             return  # Losses [B] are weighted one by one instead.
         with self.step.dropping():
@@ -526,14 +526,14 @@ class PrivateBackward:
         )
 
     def check_gate(self, gate: Gate) -> None:
-        """Check a gate whose backward runs, and refuse what would break the bound."""
+        """Check a gate whose backward runs; raise if its sum would not be bounded."""
         if not self._in_backward:
             if self.loss_reduction is None:
                 raise RuntimeError(
                     "loss.backward() was called on a private model. Call engine.backward(losses) "
                     "with one loss per sample, or declare make_private(..., loss_reduction='mean' "
-                    "or 'sum') if the scalar really is that reduction over samples. Gradients of "
-                    "inputs alone, as FGSM's, are torch.autograd.grad(losses.sum(), x). "
+                    "or 'sum') if the scalar really is that reduction over samples. For gradients "
+                    "of inputs alone, as in FGSM, call torch.autograd.grad(losses.sum(), x). "
                     f"{STEP_OF_ANOTHER}. {TOGETHER}. After the private training call "
                     "engine.detach(model)"
                 )
@@ -585,6 +585,6 @@ class PrivateBackward:
         self.step.discard()
 
     def end_batch(self, *, parameters_change: bool) -> None:
-        """The logical batch was dropped, or parameters are about to change."""
+        """Note that the logical batch was dropped, or that parameters are about to change."""
         self._rest()
         self.forward.end_batch(parameters_change=parameters_change)

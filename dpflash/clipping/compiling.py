@@ -1,7 +1,7 @@
-"""Compiling: whether torch.compile has traced anything in this process.
+"""Compiling: notices when torch.compile first traces a function in this process.
 
-A compiled model reads handles that were made before its call. They cost two operators for each
-parameter, which a process that compiles nothing saves.
+A compiled model reads handles that were made before its call. Handles cost two operators per
+parameter, so they are not made in a process that compiles nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _has_begun = False
 
 
 def compiles(forward: PrivateForward) -> bool:
-    """Whether to prepare handles now; if not, the forward prepares them before a first tracing."""
+    """Return whether to prepare handles now; if not, they are prepared before a first tracing."""
     dynamo = sys.modules.get("torch._dynamo")  # every optimizer imports it
     if dynamo is not None and not _has_begun:
         handler = dynamo.callback.callback_handler

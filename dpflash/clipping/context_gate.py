@@ -1,10 +1,10 @@
 """ContextGate: the clipping gate for samples whose tokens are spread over several ranks.
 
-A sample's gradient is the sum of the gradients of its shards, and the norm of a sum does not
-follow from the norms of its terms. So the ranks of a context exchange per-sample gradients in
-bundles, and each adds up a slice of every parameter's elements, see `dpflash.distributed.slices`.
-Each rank computes the squared norms of its slice, one all-reduce of B numbers adds them up, and
-each rank clips and sums its slice, which the release puts together.
+A sample's gradient is the sum of the gradients of its shards, and the norm of a sum cannot be
+computed from the norms of its terms. So the ranks of a context exchange per-sample gradients in
+bundles: each rank adds up a slice of every parameter's elements, see `dpflash.distributed.slices`.
+Each rank computes the squared norms of its slice, and one all-reduce of B numbers adds them up.
+Then each rank clips and sums its slice, and the release joins the slices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .gate import Gate
 
 
 class ContextGate(Gate):
-    """A gate of which each rank holds a slice of the per-sample gradients."""
+    """A gate whose per-sample gradients are divided into slices, one for each rank."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -35,7 +35,7 @@ class ContextGate(Gate):
     def take_linear(
         self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
     ) -> Tensor | None:
-        """See `Gate.take_linear`; nothing is left for the handle."""
+        """See `Gate.take_linear`; the handle gets no gradient."""
         self._only_seen(position, *((x, dy) if swapped else (dy, x)))
         if self.run.mode != "prove":
             self._take(position, self._deferred(position, linear=[(x, dy)]).dense())
@@ -50,11 +50,11 @@ class ContextGate(Gate):
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
-        """See `Gate.take_tiled`: its gradient goes to the handle."""
+        """See `Gate.take_tiled`; the gradient is returned to the handle."""
         return self._only_seen(position, *use.rows)
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Squared norms [B] of the group, from the slices of all ranks."""
+        """Return the squared norms [B] of the group, from the slices of all ranks."""
         self._settle(grads)
         squares = torch.zeros(self.batch_size, dtype=torch.float64, device=self.device)
         if self.squares is not None:
@@ -73,10 +73,10 @@ class ContextGate(Gate):
         self._is_settled = False
 
     def _take(self, position: int, grad: Tensor) -> None:
-        """Keep per-sample gradients of this rank's tokens until there is a bundle of them."""
+        """Keep per-sample gradients of this rank's tokens until they fill a bundle."""
         self._wait(position, grad)
         self._uses[position] += 1
-        # All uses of a parameter are added before they are sent.
+        # All uses of a parameter are added before its gradients are sent.
         all_uses = {i: len(self.shapes[i]) for i in self._waiting if i not in self._dense}
         ready = [i for i, count in all_uses.items() if self._uses[i] == count]
         if sum(self._waiting[i].nbytes for i in ready) >= collectives.BUNDLE_BYTES:
@@ -107,7 +107,7 @@ class ContextGate(Gate):
                 self._receive(position, piece)
 
     def _receive(self, position: int, piece: Tensor) -> None:
-        """Note a slice of a sum over the ranks, or what a backward of ghost clipping is for."""
+        """Keep a slice of a sum over the ranks; in ghost clipping, take its norms or its sum."""
         mode = self.run.mode
         if mode not in ("norms", "sum") or self.is_dense(position) or not self._single(position):
             held = self._slices.get(position)
@@ -121,7 +121,7 @@ class ContextGate(Gate):
         self.squares = squares if self.squares is None else self.squares + squares
 
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
-        """Exchange what waits and the handles' gradients, once; zeros where this rank has none.
+        """Exchange waiting gradients and those of the handles, once; missing ones are zeros.
 
         Raises:
             RuntimeError: ranks exchanged gradients of different parameters.
@@ -152,6 +152,6 @@ class ContextGate(Gate):
             more = 0 if piece is None else clip_reduce(piece, factors, grid=step.sums.grid)
             totals.append(total + more)
         step.add([parameters[i] for i in self._sums], totals)
-        # `_settle` has a slice of every other parameter.
+        # `_settle` kept a slice of every other parameter.
         pieces = [self._slices[i] for i in dense]
         step.add_clipped([parameters[i] for i in dense], pieces, factors)

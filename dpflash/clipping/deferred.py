@@ -29,14 +29,14 @@ from dpflash.kernels.reference import HARMLESS_CANCELLATION, LARGEST_TERMS, PROD
 from ..packing.pack import EXACT_ALIGN
 from ..packing.units import Units
 
-# A sample whose clipping factor is below it, near the end of fp32's range, is multiplied apart.
+# A sample with a smaller clipping factor, near the end of fp32's range, is multiplied separately.
 _LEAST_SHARED_FACTOR = 2.0**-90
 # Rounding of two fp32 sums that are clipped separately, relative to their sizes.
 _SUM_OF_TWO = 2.0**-22
 
 
 class TiledUse(Protocol):
-    """A use that saves no output gradient but recomputes G_i, some samples and rows at a time."""
+    """A use that recomputes G_i in tiles (some samples and rows) instead of saving dy."""
 
     @property
     def batch_size(self) -> int:
@@ -48,17 +48,17 @@ class TiledUse(Protocol):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether each tile is one row of one sample, and G is 0 outside; else tiles cover G."""
+        """Whether each tile is one row of one sample, and G is 0 elsewhere; else tiles cover G."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """(samples, rows) of tiles that fit into memory, at least one; they do not overlap."""
+        """Yield (samples, rows) of tiles that fit into memory: at least one, without overlap."""
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
-        """G_i of a tile, [samples, rows, ...], fp32 or wider; the same bits in every call."""
+        """Return G_i of a tile, [samples, rows, ...], fp32 or wider, the same bits each time."""
 
 
 class Use(NamedTuple):
-    """A linear use (x, dy) or a look-up (indices, dy), with spans where samples are units."""
+    """A linear use (x, dy) or a look-up (indices, dy), with spans if samples are units."""
 
     first: Tensor
     dy: Tensor
@@ -66,12 +66,12 @@ class Use(NamedTuple):
 
 
 class Share(NamedTuple):
-    """How the samples of a saved parameter are multiplied.
+    """Which samples of a saved parameter are multiplied in one product, and which separately.
 
     Attributes:
-        factors: [B], fp32.
-        shared: [B], the factors of the samples that are multiplied together, 0 for the others.
-        apart: numbers of the others.
+        factors: [B], fp32, the clipping factors.
+        shared: [B], the factors of the samples in the one product, 0 for the other samples.
+        apart: indices of the other samples.
     """
 
     factors: Tensor
@@ -81,20 +81,20 @@ class Share(NamedTuple):
 
 @dataclass
 class DeferredGradients:
-    """The saved uses of one matrix parameter: its per-sample gradient G_i is their sum.
+    """The saved uses of one matrix parameter. Its per-sample gradient G_i is their sum.
 
-    Where one use is tiled, the others are computed tile by tile too, so that the norm of each
+    If one use is tiled, the other uses are computed tile by tile too, so that the norm of each
     tile includes the cross terms.
 
     Attributes:
-        rows: of the parameter.
+        rows: number of rows of the parameter.
         linear: pairs (x [B, T, I], dy [B, T, O]).
         embedding: pairs (indices [B, T], dy [B, T, E]).
         tiled: uses that recompute their gradient.
-        units: where samples are no rows: the tensors of linear uses and look-ups are then
+        units: set if samples are not rows. The tensors of linear uses and look-ups are then
             `[1, n, ...]`, with the entries of all samples, and B is the number of units.
-        cancelling: [B], bool: samples whose norm is that of their own product; None before it is
-            known, and where it is none of a product of all.
+        cancelling: [B], bool: samples whose norm is computed from their own product. None until
+            norms are computed, and if no norm comes from a product over all samples.
     """
 
     rows: int
@@ -112,14 +112,14 @@ class DeferredGradients:
 
     @property
     def is_separate(self) -> bool:
-        """Whether the sum multiplies each sample by itself, so that `squares` bounds its norm."""
-        # Of units each use is a product, whose sum would be rounded otherwise than that of one.
+        """Whether the sum multiplies each sample separately, so that `squares` bounds its norm."""
+        # With units each use is a product by itself; their sum rounds unlike a single product.
         are_joined = self.units is None or max(len(self.linear), len(self.embedding)) < 2
         uses = [*self.linear, *self.embedding]
         return not self.tiled and are_joined and products_are_separate(*(dy for _, dy in uses))
 
     def clipped(self, share: Share) -> Tensor:
-        """sum_i factors_i G_i, rounded as a whole."""
+        """Return sum_i factors_i G_i; the sum is rounded, not each term."""
         if self.tiled:
             total: Tensor | None = None
             for samples, part, grad in self._tiles():
@@ -134,7 +134,7 @@ class DeferredGradients:
         return total
 
     def bound_with(self, other: Tensor) -> Tensor:
-        """Upper bound [B] of ||G_i + other_i||^2; `other` [B, rows, ...] is summed separately."""
+        """Bound ||G_i + other_i||^2 from above; `other` [B, rows, ...] is summed separately."""
         dense, others = self.dense(), squared_norm(other).sqrt()
         sizes = others + (squared_norm(dense).sqrt() if self.tiled else self.sizes())
         rounding = _SUM_OF_TWO if self.tiled else self.rounding() + _SUM_OF_TWO
@@ -142,11 +142,11 @@ class DeferredGradients:
         return bounds.masked_fill(sizes >= LARGEST_TERMS, math.inf)
 
     def of_sample(self, i: int) -> Tensor:
-        """[1], fp64: ||G_i||^2 of a sample's own product."""
+        """Return ||G_i||^2 of sample i from its own product, [1], fp64."""
         return squared_norm(self._sample(i).dense())
 
     def _shared(self, factors: Tensor) -> Tensor:
-        """sum_i factors_i G_i as products over the tokens of all samples."""
+        """Return sum_i factors_i G_i, computed by products over the tokens of all samples."""
         total: Tensor | None = None
         for indices, dy, spans in self._parts(self.embedding):
             of_use = embedding_clipped_grad(indices, dy, factors, self.rows, spans=spans)
@@ -158,7 +158,7 @@ class DeferredGradients:
         return total
 
     def dense(self) -> Tensor:
-        """The per-sample gradients G_i [B, rows, ...], computed."""
+        """Compute the per-sample gradients G_i [B, rows, ...]."""
         if self.tiled:
             dense: Tensor | None = None
             for samples, part, grad in self._tiles():
@@ -180,7 +180,7 @@ class DeferredGradients:
         return total
 
     def squares(self) -> Tensor:
-        """||G_i||^2 [B], without the rounding of the products unless `is_separate`."""
+        """Return ||G_i||^2 [B]; includes the rounding of the products only if `is_separate`."""
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -199,8 +199,8 @@ class DeferredGradients:
             if total is None or linear is None:
                 return of_use
             inner = _inner(embedding, linear)
-            # It is of an exact product, and that of the head rounds: H is in the other norm, or in
-            # the sum. Never above what two norms allow.
+            # `inner` takes the head's product as exact, but the norms or the sum use a rounded
+            # one. The result is at most the product of both norms (Cauchy-Schwarz).
             head = DeferredGradients(self.rows, linear=self.linear, units=self.units)
             error = head.rounding() * head.sizes()
             inner = inner + ((of_use if self.is_separate else total).sqrt() + error) * error
@@ -210,7 +210,7 @@ class DeferredGradients:
         return total
 
     def sizes(self) -> Tensor:
-        """[B], fp64: the sum of the magnitudes of the terms of G_i, never below ||G_i||."""
+        """Return the sums of the magnitudes of the terms of G_i, [B], fp64, at least ||G_i||."""
         if self._magnitudes is None:
             of_tokens = [_magnitudes_of_tokens(x, dy) for x, dy in self.linear]
             of_tokens += [_magnitudes_of_tokens(None, dy) for _, dy in self.embedding]
@@ -219,10 +219,10 @@ class DeferredGradients:
         return self._magnitudes
 
     def rounding(self) -> float | Tensor:
-        """Rounding of a product over the tokens, relative to the magnitudes of its terms."""
+        """Bound the rounding of a product over the tokens, relative to its terms' magnitudes."""
         uses = [*self.linear, *self.embedding]
-        # Two more for the Gram form in fp64: (I + O + T^2) 2^-46 of the sizes, with norms of at
-        # least 1/256 of these.
+        # Two terms are added for the Gram form in fp64: it rounds by (I + O + T^2) 2^-46 of the
+        # sizes, where norms are at least 1/256 of the sizes.
         wide = all(dy.dtype == torch.float64 for _, dy in uses)
         of_token = 2.0 ** (-53 if wide else PRODUCT_BITS[uses[0][1].is_cuda])
         if self.units is None:
@@ -231,7 +231,7 @@ class DeferredGradients:
         return (_numbers_of_tokens(spans, uses[0][1].device) + 2) * of_token
 
     def _sample(self, i: int) -> DeferredGradients:
-        """The linear uses and look-ups of one sample."""
+        """Return the linear uses and look-ups of one sample."""
         return DeferredGradients(
             self.rows,
             linear=[self._of(slice(i, i + 1), *use) for use in self.linear],
@@ -239,7 +239,7 @@ class DeferredGradients:
         )
 
     def _parts(self, uses: list[tuple[Tensor, Tensor]]) -> list[Use]:
-        """The products that add up to G_i: one for all uses that can stand side by side."""
+        """Return the products that add up to G_i: one product for all uses that can be joined."""
         if self.units is not None:
             return [Use(first, dy, self._spans(dy)) for first, dy in uses]
         joined = self._joined(uses)
@@ -249,7 +249,7 @@ class DeferredGradients:
         return None if self.units is None else self.units.spans_of(dy.shape[1])
 
     def _joined(self, uses: list[tuple[Tensor, Tensor]]) -> Use | None:
-        """The uses as one: G = sum_u dy_u^T x_u. Their tokens are put next to each other."""
+        """Join uses into one, G = sum_u dy_u^T x_u, by concatenating their tokens."""
         if len(uses) < 2:
             return next((Use(first, dy, self._spans(dy)) for first, dy in uses), None)
         if self.units is None:
@@ -259,18 +259,18 @@ class DeferredGradients:
         return _side_by_side(uses, self.units)
 
     def _of(self, samples: slice, first: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """The part of a use of some samples, of one where they are units."""
+        """Return some samples' part of a use; only one sample's if samples are units."""
         if self.units is None:
             return first[samples], dy[samples]
         own = self.units.entries(samples.start, dy.shape[1])
         return first[:, own], dy[:, own]
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """(samples, rows, their G), summed over all uses; the same bits in every call."""
+        """Yield (samples, rows, their G summed over all uses), the same bits in every call."""
         covering = next((use for use in self.tiled if not use.is_sparse), None)
         assert covering is not None or not (self.linear or self.embedding)
         uses = self.tiled if covering is None else [covering]
-        # A row of a sample that only one of several sparse uses has counts too.
+        # Includes rows of a sample that occur in only one of several sparse uses.
         tiles = {
             (samples.start, samples.stop, rows.start, rows.stop): (samples, rows)
             for use in uses
@@ -291,16 +291,16 @@ class DeferredGradients:
 def squared_norms(
     kept: Collection[DeferredGradients], others: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """Upper bounds [B] whose sum bounds that of all ||G_i||^2, cross terms included.
+    """Return upper bounds [B] whose sum bounds the sum of all ||G_i||^2, cross terms included.
 
-    Where products are separate, their norms are bounds. Else a product over T tokens rounds by at
-    most T 2^-24 of the sum of the magnitudes of its terms, and that much is added to the norm;
-    where a sample's tokens nearly cancel, it is multiplied apart, as mode "instantiate" does, and
-    its norm is that of its own G_i. For these the device is waited for once.
+    If samples are multiplied separately, their norms are the bounds. Otherwise a product over T
+    tokens rounds by at most T 2^-24 of the sum of its terms' magnitudes, which is added to the
+    norm. If a sample's tokens nearly cancel, the sample is multiplied separately, as in mode
+    "instantiate", and its own G_i gives the norm; this waits for the device once.
 
     Args:
-        kept: of one batch.
-        others: [B, rows, ...] of each, or None: added to G_i for the norm, and summed separately.
+        kept: the saved uses of each parameter, of one batch.
+        others: for each parameter None, or [B, rows, ...] to add to G_i in the norm only.
     """
     pairs = list(zip(kept, [None] * len(kept) if others is None else others, strict=True))
     alone = [one.squares() for one, other in pairs if other is None and one.is_separate]
@@ -316,7 +316,7 @@ def squared_norms(
     norms = torch.stack([one.squares() for one in plain]).clamp_(min=0).sqrt_()
     sizes = torch.stack([one.sizes() for one in plain])
     squares = (norms + _roundings(plain, norms.device) * sizes).square()
-    # Sums of large terms may overflow in fp32, where Gram norms are finite.
+    # Sums of large terms may overflow in fp32 although the Gram norms are finite.
     cancelling = (sizes > HARMLESS_CANCELLATION * norms) | (sizes >= LARGEST_TERMS)
     for one, own in zip(plain, cancelling, strict=True):
         one.cancelling = own
@@ -329,12 +329,13 @@ def squared_norms(
 def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
     """Decide which samples are multiplied together; waits for the device unless `is_separate`.
 
-    Apart are samples that a product of all would round too coarsely, and those whose norm is that
-    of their own product. Of all others the norm has the rounding of a product of all.
+    A sample is multiplied separately if a product of all samples would round it too coarsely, or
+    if its norm comes from its own product. The norms of the other samples include the rounding of
+    a product of all samples.
 
     Args:
-        kept: of one batch.
-        factors: [B], fp32.
+        kept: the saved uses of each parameter, of one batch.
+        factors: [B], fp32, the clipping factors.
         bound: L2 bound of one sample's contribution.
     """
     plain = [one for one in kept if not (one.tiled or one.is_separate)]
@@ -360,7 +361,7 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
 
 
 def _roundings(kept: Sequence[DeferredGradients], device: torch.device) -> Tensor:
-    """[K, 1], or [K, B] where samples are units: the relative rounding of each one's products."""
+    """Return the relative rounding of K parameters' products: [K, 1], or [K, B] with units."""
     found = [one.rounding() for one in kept]
     tensors = [rounding for rounding in found if isinstance(rounding, Tensor)]
     if tensors:
@@ -370,7 +371,6 @@ def _roundings(kept: Sequence[DeferredGradients], device: torch.device) -> Tenso
 
 
 def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
-    """Rows `rows` of the per-sample gradient of a look-up."""
     outside = (indices < rows.start) | (indices >= rows.stop)
     local = (indices - rows.start).masked_fill(outside, 0)
     dy = dy.masked_fill(outside.unsqueeze(-1), 0)
@@ -378,12 +378,12 @@ def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
 
 
 def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
-    """Uses of units as one, with each unit's entries next to each other.
+    """Join uses of units into one, in which the entries of each unit are consecutive.
 
-    Units begin where products may begin without an effect on bits, see `PackTo`.
+    Each unit begins at a position at which the start of a product changes no bits, see `PackTo`.
     """
     spans = [units.spans_of(dy.shape[1]) for _, dy in uses]
-    own = list(zip(*spans, strict=True))  # of each unit, one for each use
+    own = list(zip(*spans, strict=True))  # for each unit, its span in each use
     lengths = [sum(end - start for start, end in of_uses) for of_uses in own]
     gaps = [-length % EXACT_ALIGN for length in lengths]
     starts = itertools.accumulate(map(sum, zip(lengths, gaps, strict=True)), initial=0)
@@ -404,13 +404,13 @@ def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
 def _numbers_of_tokens(
     spans: tuple[tuple[tuple[int, int], ...], ...], device: torch.device
 ) -> Tensor:
-    """`[B]`, fp64: entries of each unit, of all uses together."""
+    """Return the number of entries of each unit in all uses together, `[B]`, fp64."""
     counts = [sum(end - start for start, end in own) for own in zip(*spans, strict=True)]
     return torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def _inner(embedding: Use, linear: Use) -> Tensor:
-    """<G_i, H_i> `[B]` of a look-up's and a linear use's gradients."""
+    """Return <G_i, H_i> `[B]`: G of a look-up, H of a linear use."""
     if embedding.spans is None or linear.spans is None:
         return embedding_grad_inner(embedding.first, embedding.dy, linear.first, linear.dy)
     places = zip(embedding.spans, linear.spans, strict=True)
@@ -422,6 +422,6 @@ def _inner(embedding: Use, linear: Use) -> Tensor:
 
 
 def _magnitudes_of_tokens(x: Tensor | None, dy: Tensor) -> Tensor:
-    """`[B, T]`, fp64: ||x_t|| ||dy_t||, the size of a token's term; ||dy_t|| without x."""
+    """Return the size of each token's term `[B, T]`, fp64: ||x_t|| ||dy_t||, or ||dy_t||."""
     sizes = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
     return sizes if x is None else sizes * torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)

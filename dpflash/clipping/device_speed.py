@@ -1,6 +1,6 @@
-"""Speed of a device: peak FLOP/s of matrix products by dtype, memory bandwidth, and launches.
+"""Speed of a device: peak FLOP/s of matrix products by dtype, memory bandwidth, launch time.
 
-The planner chooses by these constants: data sheets of GPUs, nominal figures of a CPU.
+The planner uses these constants. They come from data sheets of GPUs; a CPU's are nominal.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Ceilings:
 
     Attributes:
         flops: FLOP/s of products by dtype ("float32", "bfloat16", ...); "tf32" is float32 with
-            operands rounded to TF32. "float32" is always there. Of attention's kernels
-            "attention"; "noise" and "curved" elements/s that get noise, and of functions with an
-            exponential. Where these were not measured they count as float32.
+            operands rounded to TF32; "float32" is required. "attention" is the FLOP/s of
+            attention's kernels. "noise" and "curved" are elements/s: of adding noise, and of
+            functions with an exponential. A missing key has the rate of float32.
         bandwidth: bytes/s of memory, reads and writes together.
-        device: torch's device type, which decides what kernels run.
-        name: of the device.
-        source: where the figures come from, for tables.
-        launch: seconds that a kernel takes however little it does.
+        device: torch's device type, which determines the kernels that run.
+        name: name of the device.
+        source: source of the figures, for tables.
+        launch: seconds that launching a kernel takes.
     """
 
     flops: Mapping[str, float]
@@ -38,7 +38,7 @@ class Ceilings:
     launch: float = 0.0
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of products in a dtype; "tf32x3" is float32 by three TF32 products."""
+        """Return the FLOP/s of products in a dtype; "tf32x3" is float32 by three TF32 products."""
         if dtype in self.flops:
             return self.flops[dtype]
         if dtype == "tf32x3" and "tf32" in self.flops:
@@ -49,11 +49,11 @@ class Ceilings:
         return f"{self.name} ({self.source})"
 
 
-# Only ratios matter. These are of one core of a server, with its vector units and memory.
+# Only ratios matter. These figures are for one core of a server, its vector units and memory.
 CPU_RULE = Ceilings({"float32": 1.5e11}, 2.0e10, launch=3e-6, name="CPU", source="nominal")
 _GPU_LAUNCH = 5e-6
 
-# Dense products (the sheets print those of sparse operands, twice as many); bytes/s of memory.
+# FLOP/s of dense products (the sheets print twice that, for sparse operands); bytes/s of memory.
 # Source: NVIDIA's data sheets "H200 Tensor Core GPU" (2024), "H100 Tensor Core GPU" (2023),
 # "A100 Tensor Core GPU" (2021) and "A10 Tensor Core GPU" (2021).
 _DATA_SHEETS = (
@@ -65,11 +65,11 @@ _DATA_SHEETS = (
     ("A100 80GB PCIe", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.935e12),
     ("A100", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.555e12),
 )
-# What an H100 reached of its sheet: benchmarks/results/h100/gpu-time.json, "ceilings" (a product
-# of 8192 x 8192, a copy) and "attention" (causal, T = 16,384, D = 128, forward and backward).
+# Fractions that an H100 reached (benchmarks/results/h100/gpu-time.json): "ceilings" (a product of
+# 8192 x 8192, a copy), "attention" (causal, T = 16,384, D = 128, forward and backward).
 _REACHED = {"flops": 7.886e14 / 9.894e14, "bandwidth": 2.972e12 / 3.35e12}
 _ATTENTION = 3.154e14 / 9.894e14
-# For a GPU that no row fits: the smallest data-centre GPU that has all of these dtypes.
+# For a GPU without a row: the smallest data-centre GPU that supports all of these dtypes.
 _CONSERVATIVE = ("A10", (4.88e11, 3.12e13, 6.25e13, 1.25e14), 6.0e11)
 
 
@@ -91,7 +91,7 @@ def usable_cores() -> int:
 
 
 def ceilings_for(device: torch.device) -> Ceilings:
-    """The ceilings of a device, by its name."""
+    """Return the ceilings of a device, found by its name."""
     if device.type == "cpu":
         return CPU_RULE
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -105,7 +105,7 @@ def ceilings_for(device: torch.device) -> Ceilings:
 
 
 def reached_ceilings(name: str) -> Ceilings:
-    """Speed that steps reach on "h100", as measured, or on "a100", which nobody measured."""
+    """Return the speed that steps reach on "h100", measured, or on "a100", not measured."""
     sheet = {"h100": "H100", "a100": "A100-SXM4-80GB"}[name]
     _, (_, single, tf32, half), bandwidth = next(row for row in _DATA_SHEETS if row[0] == sheet)
     part = _REACHED["flops"]

@@ -1,7 +1,7 @@
 """Estimates the memory and the time of a training step, private or not, before anything runs.
 
-The step runs on fake tensors, which have shapes and no memory, under a `Tape`. In place of gates
-there are nodes that keep what gates keep, and add the time that the planner predicts for them.
+The step runs on fake tensors, which have shapes and no memory, under a `Tape`. Nodes stand in for
+the gates: they keep the tensors that gates keep, and add the time that the planner predicts.
 
 Letters: B samples, T tokens, I inputs, O outputs, P ranks of a context.
 """
@@ -27,10 +27,10 @@ PARTS = (
     *("weights", "optimizer state", "activations", "logits and loss", "gradients"),
     *("per-sample gradients", "clipped sums", "workspace"),
 )
-# Layers whose modes are planned, beside linear layers and tables of torch, by class name.
+# Class names of layers whose modes are planned, besides torch's linear layers and embeddings.
 _PLANNED = ("Conv1D", "LinearCrossEntropy")
 _NOISE_BYTES = 2 * 8
-# What the gates' Python takes for each parameter, in launches of kernels: two models on a CPU.
+# Time of the gates' Python code per parameter, in kernel launches; from two models on a CPU.
 _LAUNCHES = 25
 
 
@@ -39,10 +39,10 @@ class StepCost:
     """The predicted cost of a step.
 
     Attributes:
-        memory_bytes: the most at one time, on one rank.
-        seconds: of a step.
-        parts: the bytes at that time by part, which add up to memory_bytes.
-        modes: how many parameters each grad_sample_mode computes; empty without privacy.
+        memory_bytes: peak memory on one rank.
+        seconds: time of a step.
+        parts: the bytes of each part at the peak, which add up to memory_bytes.
+        modes: number of parameters computed by each grad_sample_mode; empty without privacy.
         is_limited: whether the faster modes would exceed the planner's memory budget.
     """
 
@@ -58,12 +58,12 @@ class Workload:
     """A training step.
 
     Attributes:
-        model: on fake tensors.
+        model: the model, on fake tensors.
         losses: returns the losses [B] of the model on tokens [B, T].
-        batch, tokens: B and T, of this rank.
-        microbatch: most samples at a time; None for all.
-        head: the layer that makes the logits; None where it is not known.
-        optimizer: makes the optimizer of trained parameters.
+        batch, tokens: B and T of this rank.
+        microbatch: largest number of samples at a time; None for all.
+        head: the layer that computes the logits; None if it is not known.
+        optimizer: returns the optimizer of trained parameters.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class Workload:
 
 
 class _Use(torch.autograd.Function):
-    """The identity on a layer's output; saves the layer's input, and shows both to the gates."""
+    """The identity on a layer's output; saves the layer's input x, and calls `take(x, dy)`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, stand_in: Tensor, take: Any) -> Tensor:
@@ -93,7 +93,7 @@ class _Use(torch.autograd.Function):
 
 @dataclass
 class _Gates:
-    """Keeps what the gates of a private step keep, under a tape."""
+    """Keeps the tensors that the gates of a private step keep, under a tape."""
 
     tape: Tape
     model: nn.Module
@@ -117,7 +117,7 @@ class _Gates:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """In the block, layers save their inputs for the gates; autograd makes no sums."""
+        """In the block, layers save their inputs for the gates; autograd computes no sums."""
         with ExitStack() as stack:
             trained = set(self.trained)
             for module in self.model.modules():
@@ -155,7 +155,7 @@ class _Gates:
         return result
 
     def _as_one_node(self, module: nn.Module, stack: ExitStack) -> None:
-        """Of `dpflash.nn.MultiheadAttention` x, qkv, o and lse alone are saved."""
+        """Save only x, qkv, o and lse of a `dpflash.nn.MultiheadAttention`."""
         hooks: list[saved_tensors_hooks] = []
 
         def enter(module: Any, *_: Any) -> None:
@@ -186,7 +186,7 @@ class _Gates:
         )
 
     def plan(self) -> None:
-        """Choose modes, once all shapes are known."""
+        """Choose the modes; all shapes must be known."""
         self.is_forward = False
         groups = [list(self.shapes)]
         if self.clipping == "per_layer":
@@ -215,13 +215,13 @@ class _Gates:
         else:
             grad = self.tape.allocate(size, "per-sample gradients")
             if self.ranks > 1:
-                # A bundle fills before it is sent; this rank keeps its slice.
+                # A full bundle is sent; this rank keeps its slice.
                 self.tape.allocate(min(size, BUNDLE_BYTES), "workspace")
                 grad = self.tape.allocate(-(-size // self.ranks), "per-sample gradients")
             self.kept.setdefault(weight, grad)
 
     def _sum(self, parameter: nn.Parameter) -> None:
-        """The clipped sum of a parameter: float64 where it is exact and has no noise yet."""
+        """Allocate a parameter's clipped sum: float64 if it is exact and has no noise yet."""
         is_last = self.microbatches == 1 and self.ranks == 1
         is_exact = self.modes.get(parameter, "instantiate") == "instantiate"
         size = (8 if is_exact and not is_last else 4) * parameter.numel()
@@ -232,11 +232,11 @@ class _Gates:
             self.sums[parameter] = self.tape.allocate(share, "clipped sums")
 
     def finish(self) -> None:
-        """The end of a backward: norms of what is kept, and the clipped sums."""
+        """End a backward: add the time of norms, and allocate the clipped sums."""
         ceilings = self.tape.ceilings
         for parameter, shapes in self.shapes.items():
             mode = self.modes[parameter]
-            # The second backward of ghost clipping ran by itself.
+            # The second backward of ghost clipping was run and counted already.
             known = cost(shapes, "book_keeping" if mode == "ghost" else mode, ceilings)
             self.tape.seconds += known.seconds
         self.tape.add(Work(launches=_LAUNCHES * len(self.trained)))
@@ -256,7 +256,7 @@ class _Gates:
         self.pairs.clear()
 
     def release(self) -> None:
-        """Noise, and the gradients that the optimizer gets."""
+        """Add the time of noise, and allocate the gradients that the optimizer uses."""
         count = sum(p.numel() for p in self.trained)
         own = -(-count // self.ranks)
         self.tape.add(Work(own, _NOISE_BYTES * own, "noise"))
@@ -268,7 +268,7 @@ class _Gates:
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those that ask for gradients."""
+    """Return the parameters that require gradients."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -279,13 +279,13 @@ def estimate_step(
     *,
     clipping: str = "flat",
 ) -> StepCost:
-    """The cost of one step after the first; without a planner, of a step without privacy.
+    """Return the cost of one step after the first; without a planner, of a step without privacy.
 
-    Runs under a `FakeTensorMode`, in which the model was built.
+    Runs under the `FakeTensorMode` in which the model was built.
 
     Args:
         workload: the step.
-        tape: an unused one, with the device's speed and P.
+        tape: a new tape, with the device's speed and P, the number of ranks.
         planner: chooses the modes.
         clipping: "flat" or "per_layer".
     """
@@ -313,7 +313,7 @@ def estimate_step(
             stack.callback(hook.remove)
         if gates is not None:
             stack.enter_context(gates.attached())
-        # From the second one on microbatches are alike.
+        # All microbatches from the second one on have the same cost.
         for number in range(min(rounds, 2)):
             before = tape.seconds
             _forward_and_backward(workload, microbatch, tape, gates)

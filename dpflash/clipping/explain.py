@@ -16,9 +16,9 @@ from .planner import LinearShape, cost
 
 _LEGEND = """\
 mode: grad_sample_mode; sum: exact, or rounded in float32; +MFLOP, +MiB: computed, and read and
-  written, beyond a non-private backward; kept: until the gradients are clipped; time: part of the
-  predicted {milliseconds:.3g} ms; why: the time of the other mode over this one's, and what norms
-  are of: T x T products (gram), per-sample gradients (tile) or rows that tokens use (rows)"""
+  written, beyond a non-private backward; kept: until the gradients are clipped; time: part of
+  the predicted {milliseconds:.3g} ms; why: the other mode's time over this mode's, and
+  what norms use: T x T products (gram), per-sample gradients (tile) or rows of tokens (rows)"""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class GroupInfo:
 
     Attributes:
         name: dotted name of the module or parameter, or "all".
-        parameters: dotted names.
-        elements: number of elements.
+        parameters: dotted names of the parameters.
+        elements: number of elements of the parameters.
         bound: L2 bound of one sample's contribution to the sum of these parameters.
     """
 
@@ -40,7 +40,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class ClippingGroups:
-    """All groups; one sample moves all of them together by at most `sensitivity` in L2."""
+    """All clipping groups. One sample changes all sums together by at most `sensitivity` (L2)."""
 
     groups: tuple[GroupInfo, ...]
     sensitivity: float
@@ -65,12 +65,12 @@ class PlannedUse:
     """How one matrix parameter's clipped gradient is computed.
 
     Attributes:
-        parameter: dotted name.
+        parameter: dotted name of the parameter.
         grad_sample_mode: "instantiate", "book_keeping" or "ghost".
         flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
         moved_bytes: bytes read and written beyond those of a non-private backward.
         memory_bytes: bytes kept until the gradients are clipped.
-        seconds: predicted time, the ordinary weight gradient's product included.
+        seconds: predicted time, including the product of the ordinary weight gradient.
         share: fraction of the predicted time of all parameters, 0 to 1.
         why: the reason for the choice.
         exact: whether the clipped sum is exact, or rounded in float32.
@@ -91,14 +91,14 @@ class PlannedUse:
 class ClippingPlan:
     """The uses of all matrix parameters in the last forward.
 
-    The modes differ in time and memory; each bounds every sample, and finite gradients give equal
-    sums up to rounding. On one kind of device the plan is always the same.
+    The modes differ in time and memory. Every mode bounds each sample, and finite gradients have
+    equal sums up to rounding. The plan is the same on all devices of one kind.
 
     Attributes:
-        uses: one for each parameter.
+        uses: one entry for each parameter.
         ceilings: assumed speed of the device, from which times were predicted.
         public: the public facts about the batches.
-        attention: whose kernels run dense and causal attention, and why.
+        attention: which library's kernels run dense and causal attention, and why.
         context: a table of the modes of attention over several ranks; empty without a context.
     """
 

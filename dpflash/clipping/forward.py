@@ -35,7 +35,7 @@ ALL_ROWS = (
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward, as activation checkpointing has it."""
+    """Return whether this forward runs inside a backward, as in activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -44,12 +44,12 @@ class _Call:
     """A call of the model itself.
 
     Attributes:
-        sizes: first dimensions of the tensors that the model was given.
-        batch_size: of the input of its first private operation.
+        sizes: first dimensions of the tensors that were passed to the model.
+        batch_size: batch size of the input of its first private operation.
         first: the module of that operation.
         begins_with_indices: whether that operation looked up indices.
-        flattened: modules whose input has a row for each token, samples in order.
-        shared: modules whose input of one row is what all samples share, in order.
+        flattened: modules whose input has a row for each token, in the order of the samples.
+        shared: modules whose input has one row that all samples share, in order of their calls.
     """
 
     sizes: frozenset[int]
@@ -65,14 +65,14 @@ class ForwardState:
     """One forward, from its first private operation on.
 
     Attributes:
-        batch_size: its number of rows.
-        gates: by number of the clipping group.
-        handles: those of the gates.
+        batch_size: number of rows.
+        gates: the gates by number of the clipping group.
+        handles: the handles of the gates.
         used: how often each module ran.
-        shared: modules whose input of one row is what all samples share.
+        shared: modules whose input has one row that all samples share.
         flattened: see `_Call`; set at the end of the call.
         shapes: uses of matrix parameters, by group and position; the planner reads them.
-        is_over: whether the next private operation begins another forward.
+        is_over: whether the next private operation begins a new forward.
         is_past_calls: whether a private operation ran outside of a call of the model.
     """
 
@@ -88,15 +88,15 @@ class ForwardState:
 
 
 def _explain_expanded(error: RuntimeError, call: _Call) -> None:
-    """Add to an error of the model's own code what it may have failed on.
+    """Add a possible cause to an error of the model's own code.
 
-    It stays the model's error: whether it is raised may depend on data.
+    The error remains one of the model, since whether it is raised may depend on data.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     where = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
-    # Running out of memory, for instance, has a class of its own.
+    # Other errors, such as running out of memory, have a class of their own.
     if not call.shared or type(error) is not RuntimeError or where.startswith("dpflash."):
         return
     names = ", ".join(f"'{name}'" for name in list(call.shared)[-3:])
@@ -111,10 +111,10 @@ def _explain_expanded(error: RuntimeError, call: _Call) -> None:
 
 
 def refuse_anomaly_mode() -> None:
-    """Refuse autograd's anomaly mode, which fails on a gradient of NaN.
+    """Refuse autograd's anomaly mode, which raises on a NaN gradient.
 
     Raises:
-        RuntimeError: it is on, and checks for NaN.
+        RuntimeError: anomaly mode is on, and checks for NaN.
     """
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         raise RuntimeError(
@@ -125,11 +125,11 @@ def refuse_anomaly_mode() -> None:
 
 
 def refuse_for_memory(error: RuntimeError, rows: int | None) -> None:
-    """Where memory ran out, say how many rows a microbatch has and which argument bounds them.
+    """If memory ran out, raise an error that names a microbatch's rows and how to limit them.
 
     Args:
-        error: of a forward or a backward.
-        rows: of the loader's microbatch; None without one.
+        error: the error of a forward or a backward.
+        rows: number of rows of the loader's microbatch; None without a microbatch.
 
     Raises:
         torch.OutOfMemoryError: memory ran out.
@@ -138,7 +138,7 @@ def refuse_for_memory(error: RuntimeError, rows: int | None) -> None:
     ran_out = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text
     if rows is None or not ran_out or "physical_batch_size" in text:
         return
-    # The frames of the error hold the tensors that filled the memory.
+    # The frames of the error reference the tensors that filled the memory.
     error.__traceback__ = None
     raise torch.OutOfMemoryError(
         f"{text}\nA microbatch has {rows} rows. Pass make_private(physical_batch_size=), such as "
@@ -154,14 +154,14 @@ class PrivateForward:
         open_gate: makes the gate of a group, see `Gate`.
 
     Attributes:
-        batch_hint: rows of the microbatch that the loader yielded last; None without one.
-        units: of that microbatch, where its rows are not the samples.
-        rows: records the inputs of the layers; None where nothing is recorded.
+        batch_hint: rows of the microbatch that the loader yielded last; None without a microbatch.
+        units: the units of that microbatch, if its rows are not the samples.
+        rows: records the inputs of the layers; None if nothing is recorded.
         is_compiled: whether the model runs through this library's own torch.compile.
-        misfit: names the first layer of the last call whose input had another first dimension.
-        state: the current forward; the last one after its end.
-        number: of the current forward.
-        prepared_handles: for a compiled model, by group; empty where none were prepared.
+        misfit: a message on the first layer of the last call with another first dimension, or "".
+        state: the current forward; after its end, the last forward.
+        number: number of the current forward.
+        prepared_handles: handles for a compiled model, by group; empty if none were prepared.
     """
 
     def __init__(self, groups: Sequence[Group], open_gate: Callable[..., Gate]):
@@ -178,17 +178,17 @@ class PrivateForward:
         self.number = 0
 
     def finish(self) -> None:
-        """Have the next private operation begin another forward."""
+        """Let the next private operation begin a new forward."""
         self.state.is_over = True
 
     # Calls of the model
 
     @contextmanager
     def call(self, sizes: frozenset[int]) -> Iterator[bool]:
-        """A call of the model itself, given tensors with these first dimensions.
+        """Enclose a call of the model itself with tensors that have these first dimensions.
 
         The batch size is inferred afresh in each call. Yields whether this is the outermost call
-        of a forward: neither a call by the model itself nor a recomputation.
+        of a forward: neither a call inside the model's forward nor a recomputation.
         """
         if self._call is not None or is_recomputing():
             yield False
@@ -201,14 +201,14 @@ class PrivateForward:
             _explain_expanded(error, self._call)
             raise
         finally:
-            # A call under no_grad does not end the forward before it.
+            # A call under no_grad does not end the previous forward.
             if torch.is_grad_enabled():
                 self.state.flattened = self._call.flattened
             self._call = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run a separate forward inside the block; the current one stays as it is."""
+        """Run a separate forward inside the block; the current forward does not change."""
         held = self.state, self._call
         self.state, self._call = ForwardState(), None
         try:
@@ -222,17 +222,17 @@ class PrivateForward:
         self.rows = rows
 
     def set_compiled(self) -> None:
-        """The model runs through this library's own torch.compile."""
+        """Note that the model runs through this library's own torch.compile."""
         self.is_compiled = True
 
     def batch_size_for(self, x: Tensor, name: str) -> int:
-        """Batch size B of the forward in which module `name` gets the input x.
+        """Return the batch size B of the forward in which x is the input of module `name`.
 
-        It is x's first dimension, unless that is a 1 which all samples of this call share, or the
-        tokens of all samples in order, see `is_flattened`.
+        B is x's first dimension, except if x has one row that all samples share, or a row for each
+        token of all samples in order, see `is_flattened`.
 
         Raises:
-            PrivateRefusal: x may be one sample as well.
+            PrivateRefusal: x has one row, which may be a single sample.
         """
         leading, call, state = x.shape[0], self._call, self.state
         are_indices = not (x.is_floating_point() or x.is_complex())
@@ -241,7 +241,7 @@ class PrivateForward:
             shared = leading == 1 and name in state.shared and known is not None
             flattened = name in state.flattened and known and leading % known == 0
             return known if shared or flattened else leading  # type: ignore[return-value]
-        # A layer that is called by itself may have got one sample.
+        # The input of a layer that is called by itself may be one sample.
         if call is None:
             return leading
         if call.batch_size is None:
@@ -290,7 +290,7 @@ class PrivateForward:
         ) from None
 
     def _first_batch_size(self, x: Tensor, call: _Call) -> int:
-        """B, where x is the input of a call's first layer."""
+        """Return B for the input x of a call's first layer."""
         leading = x.shape[0]
         if leading in call.sizes:
             return leading
@@ -298,7 +298,7 @@ class PrivateForward:
         return given[0] if len(given) == 1 else leading
 
     def known_batch_size(self) -> int | None:
-        """B where an operation of this call has determined it, or the compiler needs it."""
+        """Return B if an operation of this call has determined it, or if the compiler needs it."""
         if torch.compiler.is_compiling():
             return self.batch_hint
         if is_recomputing():
@@ -306,7 +306,7 @@ class PrivateForward:
         return None if self._call is None else self._call.batch_size
 
     def has_samples_in(self, x: Tensor) -> bool:
-        """Whether entries of x belong to samples, unlike positions [T], which all share."""
+        """Return whether entries of x belong to samples, unlike positions [T] that all share."""
         units, leading = self.units, x.shape[0] if x.ndim else 0
         if leading > 1 and x.stride(0) == 0:  # arange(T).expand(B, T)
             return False
@@ -324,7 +324,7 @@ class PrivateForward:
     # Gates
 
     def gate(self, group: int, batch_size: int, name: str) -> Gate:
-        """The group's gate for a use in module `name`; begins another forward where it is due."""
+        """Return the group's gate for a use in module `name`; begin a new forward if needed."""
         recomputing = is_recomputing()
         samples = batch_size
         if self.units is not None:
@@ -367,7 +367,7 @@ class PrivateForward:
             self._open_gate = held
 
     def replay(self, gate: Gate, handles: tuple[Tensor, ...], captured: ForwardState) -> None:
-        """Begin a replayed forward, in which one gate stands for those of all layers."""
+        """Begin a replayed forward, in which one gate replaces the gates of all layers."""
         self._close_gates()
         self.number += 1
         self.state = replace(captured, gates={gate.index: gate}, handles={gate.index: handles})
@@ -378,7 +378,7 @@ class PrivateForward:
     # Handles for torch.compile
 
     def begin_microbatch(self, samples: int, units: Units | None = None) -> None:
-        """The loader yields a microbatch of this many samples, which are its rows or units."""
+        """Note that the loader yields a microbatch of this many samples: rows, or units."""
         self.batch_hint = samples
         self.units = units
         self.finish()
@@ -386,16 +386,16 @@ class PrivateForward:
             self.prepare(samples)
 
     def prepare(self, batch_size: int) -> None:
-        """Make the handles that a compiled model reads; an eager model makes its own."""
+        """Make the handles that a compiled model reads; an eager model makes its own handles."""
         self.number += 1
-        # The loop may fetch a batch under no_grad and train on it all the same.
+        # The loop may fetch a batch under no_grad and still train on it.
         with torch.inference_mode(False):
             self.prepared_handles = [
                 self._new_gate(group, batch_size).open() for group in range(len(self._groups))
             ]
 
     def prepared(self, group: int) -> tuple[Tensor, ...]:
-        """Handles of one group for a compiled model."""
+        """Return the handles of one group for a compiled model."""
         if not self.prepared_handles:
             raise RuntimeError(
                 "a compiled private model needs its gradient handles before the call: iterate "
@@ -404,13 +404,13 @@ class PrivateForward:
         return self.prepared_handles[group]
 
     def end_batch(self, *, parameters_change: bool) -> None:
-        """The logical batch was dropped, or parameters are about to change."""
+        """Note that the logical batch was dropped, or that parameters are about to change."""
         self._close_gates()
         self.finish()
         if parameters_change:
             self.batch_hint = None
             self.units = None
-            # They are views of the parameters as they were.
+            # Handles are views of the old parameters.
             self.prepared_handles = []
 
     def _close_gates(self) -> None:

@@ -1,13 +1,12 @@
-"""Gate: the autograd node where per-sample gradients become a clipped sum.
+"""Gate: the autograd node that turns per-sample gradients into a clipped sum.
 
-A private operation takes a handle in place of a parameter: the parameter expanded to [B, ...],
-which needs no memory. Its backward returns per-sample gradients for the handle. Autograd adds
-those of all uses (tied weights, a module that is called twice) and then runs the handle's own
-node, the gate: it computes norms, clips, sums over the samples and adds the sum to the logical
-batch. Flat clipping has one gate for all parameters, per-layer clipping one for each module.
-
-The per-sample gradients of matrix parameters need not exist: a use may leave (x, dy) with the
-gate instead, see `planner`.
+A private operation uses a handle in place of a parameter: the parameter expanded to [B, ...],
+which needs no memory. The operation's backward returns per-sample gradients for the handle.
+Autograd adds the gradients of all uses (tied weights, a module that is called twice) and then runs
+the handle's own node, the gate. The gate computes norms, clips, sums over the samples and adds the
+sum to the logical batch. Flat clipping has one gate for all parameters, per-layer clipping has one
+gate per module. For a matrix parameter, a use may save (x, dy) in the gate instead of computing
+per-sample gradients, see `planner`.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from .planner import LinearShape, Plan
 from .precision import without_autocast
 from .rules import BackwardRun, GateRules, GateStep
 
-# In these modes a gate follows the planner; "prove" only compares.
+# The modes in which a gate follows the planner; "prove" only compares.
 _CLIPS = ("clip", "prove")
 
 
 class _ClipGate(torch.autograd.Function):
-    """Hangs on a stand-in for the parameters, so that no `.grad` holds a sum without noise."""
+    """Has a stand-in for the parameters as input, so that no `.grad` holds a sum without noise."""
 
     @staticmethod
     def forward(ctx: Any, gate: Gate, stand_in: Tensor) -> tuple[Tensor, ...]:
         ctx.gate = gate
         ctx.set_materialize_grads(False)
-        # Views of the parameters could not be used after a write to these in place.
+        # Views of the parameters could not be used after an in-place write to the parameters.
         return tuple(_value(p).expand(gate.batch_size, *p.shape) for p in gate.group.parameters)
 
     @staticmethod
@@ -60,22 +59,22 @@ class _ClipGate(torch.autograd.Function):
 
 
 def _value(parameter: nn.Parameter) -> Tensor:
-    """What a handle expands: the parameter, or zeros for a sharded one, which no use reads."""
+    """Return the tensor that a handle expands: the parameter, or unread zeros if it is sharded."""
     if not is_sharded(parameter):
         return parameter.data
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
 
 
 class Gate:
-    """One clipping group in one forward: its handles, and what its uses left for the backward.
+    """One clipping group in one forward: its handles, and the saved tensors of its uses.
 
     Args:
-        rules: what all gates of the model share.
-        group: whose parameters it has.
+        rules: objects and options that all gates of the model share.
+        group: the clipping group.
         index: number of the group.
-        batch_size: B, samples of the forward.
+        batch_size: B, the number of samples of the forward.
         generation: number of the forward.
-        units: the positions of the samples in the batch, where they are no rows.
+        units: the positions of the samples in the batch, if samples are not rows.
     """
 
     squares: Tensor | None
@@ -100,7 +99,7 @@ class Gate:
         self._dense: set[int] = set()
         self._read: dict[int, int] = {}
         self._plan: dict[int, str] | None = None
-        # Of the backward for norms, for the one for sums.
+        # Passed from the backward for norms to the backward for sums.
         self._cancelling: dict[int, Tensor | None] = {}
         self._task = -1
         self.device = group.parameters[0].device
@@ -108,7 +107,7 @@ class Gate:
         rules.refuse_coarse_products(self.device.type)
 
     def open(self) -> tuple[Tensor, ...]:
-        """Make the handles. Their node holds the gate, which must hold nothing of the graph."""
+        """Make the handles. Their node references the gate, which must not hold the graph."""
         stand_ins, device = self.rules.stand_ins, self.device
         if device not in stand_ins:
             stand_ins[device] = torch.zeros((), device=device, requires_grad=True)
@@ -117,7 +116,7 @@ class Gate:
 
     @property
     def rules(self) -> GateRules:
-        """What all gates of the model share."""
+        """The objects and options that all gates of the model share."""
         return alive(self._rules)
 
     @property
@@ -127,12 +126,12 @@ class Gate:
 
     @property
     def run(self) -> BackwardRun:
-        """How the backward under way runs."""
+        """The mode of the current backward."""
         return self.rules.run()
 
     @property
     def size(self) -> int:
-        """How many parameters it has."""
+        """Number of parameters."""
         return len(self.group.parameters)
 
     def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
@@ -140,11 +139,11 @@ class Gate:
         return (x, None) if self.units is None else (x[0], self.units)
 
     def layer_of(self, position: int) -> str:
-        """Dotted name of the module of a parameter."""
+        """Return the dotted name of a parameter's module."""
         return self.rules.layer_of(self.group.parameters[position])
 
     def is_dense(self, position: int) -> bool:
-        """Whether some use of the parameter returns its per-sample gradient to the handle."""
+        """Return whether some use of the parameter returns per-sample gradients to the handle."""
         return position not in self.shapes or position in self._dense
 
     def register(self, position: int, shape: LinearShape) -> None:
@@ -153,7 +152,7 @@ class Gate:
         self._plan = None
 
     def register_dense(self, position: int) -> None:
-        """Note a use that returns its per-sample gradient to the handle."""
+        """Note a use that returns its per-sample gradients to the handle."""
         self._dense.add(position)
 
     def register_read(self, position: int) -> None:
@@ -176,24 +175,24 @@ class Gate:
     ) -> Tensor | None:
         """Take a linear use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O].
 
-        Where they are `swapped`, for a transposed weight, x is the output gradient. Where samples
-        are units, x is [1, n, I] and dy [1, n, O], with the entries of all of them.
+        With `swapped`, for a transposed weight, x is the output gradient. If samples are units,
+        x is [1, n, I] and dy [1, n, O], with the entries of all units.
 
         Returns:
-            The handle's gradient; None where (x, dy) is saved instead.
+            The handle's gradient; None if (x, dy) is saved instead.
         """
         if self._only_seen(position, *((x, dy) if swapped else (dy, x))):
             return None
         return self._take_use(position, linear=[(x, dy)])
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
-        """Take a look-up, indices [B, T], dy [B, T, E]; returns as `take_linear` does."""
+        """Take a look-up, indices [B, T], dy [B, T, E]; see `take_linear` for the result."""
         if self._only_seen(position, dy, indices):
             return None
         return self._take_use(position, embedding=[(indices, dy)])
 
     def _take_use(self, position: int, **uses: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """Sum a use, take its norm, return its per-sample gradient, or save it, by the mode."""
+        """Depending on the mode, sum a use, take its norm, return its gradient, or save it."""
         use, mode = self._deferred(position, **uses), self.run.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, use)
@@ -204,7 +203,7 @@ class Gate:
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
-        """Take a use that can recompute its gradient; False: return it to the handle."""
+        """Take a use that can recompute its gradient; return False if the handle must get it."""
         if self._only_seen(position, *(use.rows if self.run.watches else ())):
             return True
         mode = self.run.mode
@@ -222,11 +221,11 @@ class Gate:
         return self.group.share * self.step.sums.bound
 
     def plan(self) -> Plan:
-        """The planner's choice for this gate's matrix parameters, in the order of `shapes`."""
+        """Return the planned modes of this gate's matrix parameters, in the order of `shapes`."""
         return self.rules.planner.plan(self.shapes)
 
     def _enter(self) -> None:
-        """Drop what another backward left, such as one for the gradient of the inputs."""
+        """Drop tensors of another backward, such as one for the gradient of the inputs."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self.step.before_gate()
@@ -234,14 +233,14 @@ class Gate:
             self._task = task
 
     def _only_seen(self, position: int, *rows: Tensor) -> bool:
-        """Show the rows of a use to the watches; returns whether the use ends there."""
+        """Show the rows of a use to the watches; return whether nothing else is to be done."""
         self._enter()
         for watch in self.run.watches:
             watch.use(self, position, rows)
         return self.run.mode == "prove" and position not in self._dense
 
     def _single(self, position: int) -> bool:
-        """Whether the parameter has one use only, and so no cross terms."""
+        """Return whether the parameter has a single use, and so no cross terms."""
         return len(self.shapes[position]) == 1 and position not in self._dense
 
     def _way(self, position: int) -> str:
@@ -250,7 +249,7 @@ class Gate:
         return self._plan[position]
 
     def _deferred(self, position: int, **uses: Any) -> DeferredGradients:
-        """Uses of a parameter: `linear`, `embedding` and `tiled` of `DeferredGradients`."""
+        """Return uses (`linear`, `embedding`, `tiled`) of a parameter as `DeferredGradients`."""
         rows = self.group.parameters[position].shape[0]
         known = self._cancelling.get(position)
         return DeferredGradients(rows, units=self.units, cancelling=known, **uses)
@@ -259,7 +258,7 @@ class Gate:
         return self._kept.setdefault(position, self._deferred(position))
 
     def _take_once(self, position: int, use: DeferredGradients) -> None:
-        """Ghost clipping of a parameter with one use: norm or sum it without saving it."""
+        """Take the norm or the sum of a parameter's only use, for ghost clipping."""
         if self.run.mode == "sum":
             factors = self.run.factors
             if self.batch_size != len(factors):
@@ -272,7 +271,7 @@ class Gate:
         self.squares = squares if self.squares is None else self.squares + squares
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Squared norms [B] of the group, from the handles' gradients and the saved pairs."""
+        """Return the group's squared norms [B], from the handles' gradients and saved pairs."""
         parts = [] if self.squares is None else [self.squares]
         parts += squared_norms(self._kept.values(), [grads[i] for i in self._kept])
         self._cancelling |= {i: one.cancelling for i, one in self._kept.items()}
@@ -288,7 +287,7 @@ class Gate:
         self._enter()
         self._refuse_written()
         with self.step.dropping():
-            if self.run.mode == "prove":  # of an altered microbatch, by the loop
+            if self.run.mode == "prove":  # the loop's own backward of a trial
                 self.step.begin_trial()
                 self.compare(grads)
             else:
@@ -298,12 +297,11 @@ class Gate:
         self.reset()
 
     def compare(self, grads: Sequence[Tensor | None]) -> None:
-        """Have the watches compare the handles' gradients, before anything is released."""
+        """Let the watches compare the handles' gradients, before anything is released."""
         for watch in self.run.watches:
             watch.gate(self, grads)
 
     def _factors(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Clipping factors, `[B]`."""
         rules = self.rules
         if self.run.mode == "sum":
             return self.run.factors
@@ -316,7 +314,7 @@ class Gate:
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
-        """Add the clipped sums of the parameters, with one call for those of each kind."""
+        """Add the clipped sums of the parameters, with one call for each kind of sum."""
         step, parameters = self.step, self.group.parameters
         kept = dict(zip(self._kept, shares(self._kept.values(), factors, self.bound), strict=True))
         dense: dict[nn.Parameter, Tensor] = {}
@@ -329,7 +327,7 @@ class Gate:
             return functools.reduce(torch.add, parts)
 
         for position, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
-            sharded: bool = is_sharded(parameter)  # ranks exchange these in this order
+            sharded: bool = is_sharded(parameter)  # ranks exchange sharded sums in this order
             if position in self._sums or position in kept:
                 if sharded:
                     step.add([parameter], [total(position)], is_exact=False)

@@ -12,12 +12,12 @@ from dpflash.kernels import bound_share
 from dpflash.kernels.reference import ROOT_SLACK
 
 _ONE_FOR_EACH_PARAMETER = (
-    "A bound for each parameter is Opacus' per_layer, which clips each parameter by itself; here "
-    "the parameters of a layer are clipped together, which no bounds of theirs add up to. Give "
-    "one bound for each group, or a dict {name: bound}"
+    "A bound for each parameter fits Opacus' per_layer, which clips each parameter by itself; "
+    "here the parameters of a layer are clipped together, with one bound. Give one bound for each "
+    "group, or a dict {name: bound}"
 )
 
-# A bound for each clipping group: in their order, or by name.
+# A bound for each clipping group: in the order of the groups, or by name.
 Bounds = Sequence[float] | Mapping[str, float]
 
 
@@ -37,16 +37,16 @@ class Group:
 
 
 def flat_groups(parameters: Sequence[nn.Parameter]) -> list[Group]:
-    """One group of everything, with the whole bound."""
+    """Return one group of all parameters, with the whole bound."""
     return [Group("all", tuple(parameters), 1.0)]
 
 
 def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> list[Group]:
-    """One group a module, modules that share a parameter merged, each with an equal part of C^2.
+    """Return one group per module with equal bounds; modules that share a parameter are merged.
 
     Guarantees:
-        The shares' squares sum to at most 1, so that one sample moves all groups together by at
-        most max_grad_norm.
+        The squares of the shares sum to at most 1, so that one sample moves all groups together
+        by at most max_grad_norm.
     """
     merged: list[tuple[str, dict[int, nn.Parameter]]] = []
     for name, parameters in modules:
@@ -63,19 +63,19 @@ def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> l
 
 
 def joint_bound(bounds: Bounds) -> float:
-    """sqrt(sum C_k^2): the most that one sample changes all groups together."""
+    """Return sqrt(sum C_k^2), the L2 bound of one sample over all groups with bounds C_k."""
     return math.hypot(*(bounds.values() if isinstance(bounds, Mapping) else bounds))
 
 
 def with_bounds(groups: Sequence[Group], bounds: Bounds) -> list[Group]:
-    """The groups with these bounds, as fractions of their joint bound.
+    """Return the groups with these bounds, stored as fractions (shares) of their joint bound.
 
     Guarantees:
-        The shares' squares sum to at most 1, and a share of the joint bound is at most the
-        group's bound.
+        The squares of the shares sum to at most 1, and a group's share times the joint bound is
+        at most the group's bound.
 
     Raises:
-        ValueError: for another number of bounds than groups, or for other names.
+        ValueError: the number of bounds, or a name, does not match the groups.
     """
     names = [group.name for group in groups]
     listed = ", ".join(map(repr, names))

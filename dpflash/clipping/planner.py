@@ -1,16 +1,17 @@
-"""Planner: how the flat-clipped gradient of each matrix parameter is computed.
+"""Planner: chooses how the flat-clipped gradient of each matrix parameter is computed.
 
-instantiate    keep G_i = dy_i^T x_i (no extra product), reduce sum_i c_i G_i at the end.
-book_keeping   keep (x, dy), norm without keeping G_i, then one weighted product.
-ghost          norms in one backward, the backward of sum_i c_i loss_i in a second.
+instantiate    keeps G_i = dy_i^T x_i (no extra product); computes sum_i c_i G_i at the end.
+book_keeping   keeps (x, dy); takes norms without keeping G_i, then one weighted product.
+ghost          takes norms in one backward, then runs the backward of sum_i c_i loss_i.
 
 Each mode is a list of kernels. A kernel takes max(FLOPs / peak FLOP/s, bytes / bandwidth) on a
-device with given ceilings (a roofline), and the time of its launch; a mode takes the sum over its
-kernels. The choice follows from these costs: it depends on shapes, the device and public sizes,
-never on how many samples were drawn. Each mode bounds every sample; their results differ by
-rounding, and by what counts as infinite (and is removed) at the end of fp32's range.
+device with given ceilings (a roofline), plus the time of its launch; a mode takes the sum over its
+kernels. The choice depends on these times alone: on shapes, the device and public sizes, never on
+the number of samples that were drawn. Each mode bounds every sample. The results of modes differ
+by rounding, and in which gradients count as infinite (and are removed) near fp32's maximum.
 
-Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table.
+Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table;
+G_i per-sample gradient and c_i clipping factor of sample i.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from .device_speed import CPU_RULE, Ceilings
 
 GRAD_SAMPLE_MODES = ("instantiate", "book_keeping", "ghost")
 
-# What `make_private(optimize=)` takes, see `optimization`.
+# The values of `make_private(optimize=)`, see `optimization`.
 LEVELS = ("none", "conservative", "balanced", "aggressive")
 DEFAULT_LEVEL = "conservative"
 
 _ELEMENT = 4
 _DOUBLE = 8
-# Small kernels of a kept pair: its terms' magnitudes, and which samples are multiplied apart.
+# Small kernels per kept pair: its terms' magnitudes, and which samples are multiplied separately.
 _LAUNCHES_OF_PAIRS = 36
 
 
 @dataclass(frozen=True)
 class Work:
-    """Kernels: FLOPs of products in a dtype, and bytes that they read from memory or write."""
+    """The work of kernels: FLOPs of products in a dtype, and bytes that they read and write."""
 
     flops: int = 0
     moved: int = 0
@@ -47,7 +48,7 @@ class Work:
     launches: int = 1
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """Time by the roofline, plus that of the launches."""
+        """Return the roofline's time plus the time of the launches."""
         roof = max(self.flops / ceilings.rate(self.dtype), self.moved / ceilings.bandwidth)
         return roof + self.launches * ceilings.launch
 
@@ -56,9 +57,9 @@ class Work:
 class LinearShape:
     """One use of a matrix parameter: B samples, T tokens, I inputs, O outputs.
 
-    Kernels read each operand once and write each result once; what stays in caches is not
-    counted. Neither is what all modes have alike: the product for dx, and what is done once for a
-    whole batch, such as writing the sum [O, I]. So all costs but launches are proportional to B.
+    Kernels are assumed to read each operand once and write each result once; caches are ignored.
+    Work that all modes share is not counted: the product for dx, and work once per batch, such as
+    writing the sum [O, I]. So all costs except launches are proportional to B.
     """
 
     batch: int
@@ -69,38 +70,38 @@ class LinearShape:
 
     @property
     def stored_bytes(self) -> int:
-        """G [B, O, I], fp32 at least."""
+        """Bytes of G [B, O, I], at least fp32."""
         return self.batch * self.inputs * self.outputs * max(_ELEMENT, self.dtype.itemsize)
 
     @property
     def book_keeping_bytes(self) -> int:
-        """(x, dy), in their own dtype."""
+        """Bytes of (x, dy), in their own dtype."""
         return self.batch * self.tokens * (self.inputs + self.outputs) * self.dtype.itemsize
 
     def norm_form(self, gpu: bool) -> str:
-        """How `dpflash.kernels.grad_norm` gets ||G_i||: "gram" or "tile"."""
+        """Return how `dpflash.kernels.grad_norm` computes ||G_i||: "gram" or "tile"."""
         costs = self._norm_costs(gpu)
         return min(costs, key=costs.__getitem__)
 
     def norm_flops(self, gpu: bool) -> int:
-        """FLOPs of `dpflash.kernels.grad_norm`; those of fp64 products count twice."""
+        """Return the FLOPs of `dpflash.kernels.grad_norm`; fp64 products count twice."""
         return self.batch * self.tokens * min(self._norm_costs(gpu).values())
 
     def plain(self) -> list[Work]:
-        """Cost of the weight's gradient in a non-private backward."""
+        """Return the work for the weight's gradient in a non-private backward."""
         return [Work(self._product, self._operands, _name(self.dtype))]
 
     def gradient(self, gpu: bool) -> list[Work]:
-        """Make G and write it."""
+        """Return the work to compute and write G."""
         return [Work(self._product, self._operands + self.stored_bytes, self._kernel(gpu))]
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Compute the norms, and the magnitudes of their terms, from (x, dy)."""
+        """Return the work for norms, and magnitudes of their terms, from (x, dy)."""
         product = Work(self.norm_flops(gpu), self._operands, self._kernel(gpu))
         return [Work(moved=self._operands), product]
 
     def weighted(self, gpu: bool) -> list[Work]:
-        """sum_i c_i G_i from (x, dy)."""
+        """Return the work for sum_i c_i G_i from (x, dy)."""
         product = Work(self._product, self._operands, self._kernel(gpu))
         if self._fused(gpu):
             return [product]
@@ -108,7 +109,7 @@ class LinearShape:
         return [Work(moved=2 * scaled), product]
 
     def again(self) -> list[Work]:
-        """Cost of one more backward through the layer: dx."""
+        """Return the work of another backward through the layer: dx."""
         return [Work(self._product, self._operands, _name(self.dtype))]
 
     @property
@@ -120,7 +121,7 @@ class LinearShape:
         return self.batch * self.tokens * (self.inputs + self.outputs) * self.dtype.itemsize
 
     def _fused(self, gpu: bool) -> bool:
-        """Whether the Triton kernels run: not for fp64."""
+        """Return whether the Triton kernels run; they do not run for fp64."""
         return gpu and self.dtype != torch.float64
 
     def _kernel(self, gpu: bool) -> str:
@@ -132,11 +133,11 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class EmbeddingShape(LinearShape):
-    """A look-up: T tokens of a sample in a table of O rows and width I. No products at all."""
+    """A look-up: T tokens of a sample in a table of O rows and width I, without products."""
 
     @property
     def book_keeping_bytes(self) -> int:
-        """(indices, dy)."""
+        """Bytes of (indices, dy)."""
         return self._operands + self.batch * self.tokens * _DOUBLE
 
     def norm_form(self, gpu: bool) -> str:
@@ -146,17 +147,17 @@ class EmbeddingShape(LinearShape):
         return 0
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Magnitudes by an fp64 copy; PyTorch code makes one for the norms too, and sums it."""
+        """Count an fp64 copy for magnitudes; without Triton, another for norms, and its sum."""
         double = self.batch * self.tokens * self.inputs * _DOUBLE
         summed = 0 if self._fused(gpu) else 5 * double
         return [Work(moved=self._operands + 2 * double), Work(moved=self._operands + summed)]
 
     def gradient(self, gpu: bool) -> list[Work]:
-        """Zeros, then the touched rows are read, added to and written."""
+        """Count writing zeros, then reading, adding to and writing the touched rows."""
         return [Work(moved=self.stored_bytes + 3 * self._operands)]
 
     def again(self) -> list[Work]:
-        """Nothing: there is no dx."""
+        """Return no work: there is no dx."""
         return []
 
     @property
@@ -170,26 +171,26 @@ class EmbeddingShape(LinearShape):
 
 @dataclass(frozen=True)
 class HeadShape(LinearShape):
-    """A linear head with its cross-entropy in chunks: O classes; the backward recomputes logits.
+    """A linear head with O classes and a chunked cross-entropy, whose backward recomputes logits.
 
-    The dlogits that the backward makes for dx serve a weight's gradient beside it, so `plain` and
-    `gradient` have none of their own.
+    The backward computes dlogits for dx, and the weight's gradient uses the same dlogits, so
+    `plain` and `gradient` do not count them.
     """
 
     @property
     def book_keeping_bytes(self) -> int:
-        """Bytes of x alone."""
+        """Bytes of x; nothing else is kept."""
         return self.batch * self.tokens * self.inputs * self.dtype.itemsize
 
     def norm_form(self, gpu: bool) -> str:
         return "tile"
 
     def norm_flops(self, gpu: bool) -> int:
-        """Recomputes the logits, then G_i tile by tile."""
+        """Count recomputing the logits, then G_i tile by tile."""
         return 2 * self._product
 
     def norm(self, gpu: bool) -> list[Work]:
-        """All tiles of G_i, each used once where it is made."""
+        """Count computing all tiles of G_i, each of which is used once."""
         return [*self._dlogits(), *self.gradient(gpu), Work(moved=self.stored_bytes)]
 
     weighted = norm
@@ -206,21 +207,21 @@ class HeadShape(LinearShape):
         return self.batch * self.tokens * self.outputs * max(_ELEMENT, self.dtype.itemsize)
 
     def _dlogits(self) -> list[Work]:
-        """The product, then three passes over its result: sub, exp, mul."""
+        """Count the product, and three element-wise operations on its result: sub, exp, mul."""
         product = Work(self._product, self._operands, _name(self.dtype))
         return [product, Work(moved=6 * self._logits)]
 
     def _kernel(self, gpu: bool) -> str:
-        """The dlogits are fp32 at least, so the products with them are."""
+        """Return the dtype of products with dlogits, which are at least fp32."""
         return _kernel_dtype(torch.promote_types(self.dtype, torch.float32), gpu)
 
 
 @dataclass(frozen=True)
 class ExpertsShape(LinearShape):
-    """A projection by experts: T pairs (token, expert) of a sample, a matrix for each expert.
+    """A projection by experts: T pairs (token, expert) of a sample, one matrix per expert.
 
-    Without G [B, experts, O, I], the G of one sample and expert is made at a time: once for the
-    norm and once for the sum.
+    If G [B, experts, O, I] is not kept, the G of one sample and expert is computed at a time, once
+    for the norm and once for the sum.
     """
 
     experts: int = 1
@@ -236,7 +237,7 @@ class ExpertsShape(LinearShape):
         return self._product
 
     def norm(self, gpu: bool) -> list[Work]:
-        """All segments' G, each written and read."""
+        """Count the G of each (sample, expert), written and read."""
         most = super().stored_bytes * min(self.tokens, self.experts)
         return [Work(self._product, self._operands + 2 * most, self._kernel(gpu))]
 
@@ -248,10 +249,10 @@ class Cost:
     """The cost of a mode for one parameter.
 
     Attributes:
-        flops: beyond those of a non-private backward; fp64 products count twice.
-        moved: bytes through memory beyond those of a non-private backward.
-        kept: bytes that are kept until the clip.
-        seconds: predicted for all of the mode's kernels, the ordinary product among them.
+        flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
+        moved: bytes read and written beyond those of a non-private backward.
+        kept: bytes that are kept until the gradients are clipped.
+        seconds: predicted time of all kernels of the mode, including the ordinary product.
     """
 
     flops: int
@@ -262,9 +263,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen mode of each parameter, in the order asked for.
+    """The chosen mode of each parameter, in the order of the request.
 
-    `is_limited`: whether the faster modes would exceed the memory budget.
+    `is_limited` is True if the faster modes would exceed the memory budget.
     """
 
     modes: tuple[str, ...]
@@ -276,9 +277,9 @@ class Plan:
 
 
 def clipping_for(level: str, clipping: str | None, mode: str) -> str:
-    """The clipping that was asked for, or else that of the optimization level.
+    """Return the requested clipping, or else the clipping of the optimization level.
 
-    Modes belong to flat clipping, so asking for a mode asks for flat clipping.
+    Modes exist for flat clipping only, so a requested mode implies flat clipping.
     """
     if clipping is not None:
         return clipping
@@ -289,7 +290,7 @@ _UNKNOWN_MEMORY = 8 * 2**30
 
 
 def default_memory_budget(device: torch.device) -> int:
-    """A quarter of the device's memory, in bytes."""
+    """Return a quarter of the device's memory, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory) // 4
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
@@ -298,7 +299,7 @@ def default_memory_budget(device: torch.device) -> int:
 
 
 def cost(shapes: Sequence[LinearShape], mode: str, ceilings: Ceilings) -> Cost:
-    """The cost of a mode for a parameter with these uses in one forward."""
+    """Return the cost of a mode for a parameter with these uses in one forward."""
     gpu = ceilings.device != "cpu"
     works = _stored(shapes, gpu) if mode == "instantiate" else _book_kept(shapes, gpu)
     if mode == "ghost":
@@ -313,7 +314,6 @@ def cost(shapes: Sequence[LinearShape], mode: str, ceilings: Ceilings) -> Cost:
 
 
 def _least(by_way: dict[str, float]) -> str:
-    """The mode with the least value; the first one of a tie."""
     return min(by_way, key=by_way.__getitem__)
 
 
@@ -326,7 +326,7 @@ def _kept(shapes: Sequence[LinearShape], mode: str) -> int:
 
 
 def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Work of `instantiate`: make each use's G, add them up, and read the sum twice."""
+    """Return the work of `instantiate`: compute each use's G, add them, read the sum twice."""
     size = max(s.stored_bytes for s in shapes)
     works = [work for s in shapes for work in s.gradient(gpu)]
     works += [Work(moved=3 * size)] * (len(shapes) - 1)
@@ -334,7 +334,7 @@ def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 
 
 def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Work of `book_keeping`: uses of a kind are joined; unlike kinds need inner products."""
+    """Return the work of `book_keeping`. Uses of one kind are joined; two kinds have a product."""
     joined: dict[type[LinearShape], LinearShape] = {}
     works = [Work(launches=_LAUNCHES_OF_PAIRS)]
     for shape in shapes:
@@ -352,9 +352,9 @@ def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 
 
 def _inner(look_up: LinearShape, other: LinearShape) -> list[Work]:
-    """<G_i, H_i> of a look-up and another use of the table."""
+    """Return the work for <G_i, H_i> of a look-up and another use of the table."""
     if isinstance(other, HeadShape):
-        # The look-up's rows join each tile, for the norm and for the sum.
+        # The look-up's rows are added to each tile, once for the norm and once for the sum.
         return [Work(moved=6 * look_up.stored_bytes)]
     pairs = look_up.tokens * other.tokens
     flops = 2 * 2 * look_up.batch * pairs * look_up.inputs
@@ -363,7 +363,7 @@ def _inner(look_up: LinearShape, other: LinearShape) -> list[Work]:
 
 
 def _kernel_dtype(dtype: torch.dtype, gpu: bool) -> str:
-    """The dtype in which `dpflash.kernels` multiplies: at least fp32 where Triton does not run."""
+    """Return the dtype in which `dpflash.kernels` multiplies: at least fp32 without Triton."""
     if dtype == torch.float64 or not gpu:
         return "float64" if dtype == torch.float64 else "float32"
     return "tf32x3" if dtype == torch.float32 else _name(dtype)
@@ -377,24 +377,24 @@ def _name(dtype: torch.dtype) -> str:
 class Planner:
     """Plans the matrix parameters of one model.
 
-    Each parameter takes the faster of instantiate and book_keeping. Where what they keep together
-    exceeds the budget, as many as must take the one that keeps less, those that save most first.
-    Where that is too much too, all take ghost, if it is allowed.
+    Each parameter uses the faster of instantiate and book_keeping. If all parameters together keep
+    more bytes than the budget, parameters change to the mode that keeps less, those that save most
+    first, until the budget suffices. If it never does, all use ghost, if ghost is allowed.
 
     Guarantees:
-        The modes do not depend on the number of samples in a forward: at the end of the
-        floating-point range modes do differ, and one sample more or less must not change what the
-        others contribute.
+        The modes do not depend on the number of samples in a forward. Near the end of the
+        floating-point range modes give different results, and one sample more or less must not
+        change what the others contribute.
 
     Attributes:
         mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
         memory_budget: bytes that kept gradients or activations may take together.
-        batch_size: the public number of samples for which costs are computed and the budget shall
-            last; never the drawn number, so that nobody's presence decides how the others are
+        batch_size: the public number of samples for which costs are computed and the budget must
+            suffice; never the drawn number, so that no sample's presence changes how others are
             clipped.
-        ghost_allowed: whether per-sample losses are at hand, and clipping is flat.
-        book_keeping_allowed: whether norms may be taken without the gradients themselves.
-        ceilings: of the device that computes.
+        ghost_allowed: whether per-sample losses are available, and clipping is flat.
+        book_keeping_allowed: whether norms may be computed without per-sample gradients.
+        ceilings: speed of the device that computes.
     """
 
     mode: str
@@ -403,13 +403,13 @@ class Planner:
     ghost_allowed: bool
     book_keeping_allowed: bool = True
     ceilings: Ceilings = CPU_RULE
-    # Models repeat few shapes, and each gate asks in every step.
+    # A cache: models have few different shapes, and each gate calls `plan` in every step.
     _faster: dict[tuple[LinearShape, ...], str] = field(default_factory=dict, repr=False)
 
     def plan(self, uses: Mapping[int, Sequence[LinearShape]]) -> Plan:
-        """A mode for each parameter, given the shapes of its uses in a forward.
+        """Return a mode for each parameter, given the shapes of its uses in a forward.
 
-        "ghost" is chosen for all parameters or none. Equal arguments give equal plans.
+        "ghost" is chosen for all parameters or for none. Equal arguments give equal plans.
         """
         if self.mode != "auto":
             return Plan((self.mode,) * len(uses))
@@ -431,7 +431,7 @@ class Planner:
         choices: Sequence[str],
         over: int,
     ) -> Plan:
-        """The plan where the faster modes keep `over` bytes too many."""
+        """Return the plan if the faster modes keep `over` bytes too many."""
         least = [_least({m: _kept(shapes, m) for m in choices}) for shapes in planned]
         saved = [_kept(s, a) - _kept(s, b) for s, a, b in zip(planned, modes, least, strict=True)]
         found = list(modes)
@@ -444,13 +444,13 @@ class Planner:
 
     @property
     def may_be_ghost(self) -> bool:
-        """Whether some plan has two backwards, so that a model must compute both alike."""
+        """Whether a plan may have two backwards, which the model must compute alike."""
         return self.mode == "ghost" or (self.mode == "auto" and self.ghost_allowed)
 
     def avoid_ghost(self) -> None:
-        """Do not choose "ghost" any more: two backwards of this model differ."""
+        """Stop choosing "ghost": two backwards of this model differ."""
         self.ghost_allowed = self.ghost_allowed and self.mode != "auto"
 
 
-# Keeps the gradients of all parameters.
+# Stores the per-sample gradients of all parameters.
 STORED = Planner("instantiate", memory_budget=1, batch_size=1, ghost_allowed=False)

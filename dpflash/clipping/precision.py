@@ -1,4 +1,4 @@
-"""Refuses precision settings of torch under which the bound of a sample would not hold."""
+"""Refuses precision settings of torch with which one sample could exceed its bound."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ OF_16_BIT = (
     "kernels, so that a sample more may move the sum by slightly more than max_grad_norm"
 )
 _COARSE = ("tf32", "bf16")
-# Of torch.backends.
+# Settings below torch.backends, by device type.
 _SETTINGS = {"cpu": ("mkldnn.matmul", "mkldnn.conv"), "cuda": ("cuda.matmul", "cudnn.conv")}
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Switch autocast off: norms and sums in 16 bit would round beyond the bound."""
+    """Return a context without autocast: norms and sums in 16 bit would exceed the bound."""
     if not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
 def refuse_coarse_mean(found: str | None) -> None:
-    """Refuse loss_reduction='mean' where something rounds more than float32 does.
+    """Refuse loss_reduction='mean' if a setting or parameter rounds more than float32 does.
 
     The factor 1 / B of the mean goes through the backward, which then rounds differently for each
-    B: one sample more changes the contribution of every other.
+    B. So one sample more would change the contribution of every other sample.
 
     Args:
-        found: the setting or parameter that rounds more, for the message; None for none.
+        found: the setting or parameter that rounds more, for the message; None if there is none.
 
     Raises:
         ValueError: `found` is not None.
@@ -52,13 +52,13 @@ def refuse_coarse_mean(found: str | None) -> None:
 
 
 def refuse_coarse_products(device_type: str) -> None:
-    """Refuse to train on a CPU where torch may multiply float32 in fewer digits.
+    """Refuse to train on a CPU if torch may multiply float32 with fewer digits.
 
-    Torch does so above some size of the operands. One sample more would then change how every
-    sample is rounded, and how sums of clipped gradients are.
+    Torch does so above some size of the operands. One sample more would then change the rounding
+    of every sample and of the sums of clipped gradients.
 
     Raises:
-        ValueError: a setting allows it.
+        ValueError: a setting allows fewer digits.
     """
     found = coarse_products(device_type) if device_type == "cpu" else None
     if found is not None:
@@ -72,11 +72,11 @@ def refuse_coarse_products(device_type: str) -> None:
 
 
 def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
-    """The setting that lets torch round the operands of float32 products, for a message.
+    """Name the setting that lets torch round the operands of float32 products; else None.
 
     Args:
-        device_type: "cpu" or "cuda"; others have no such setting.
-        convolves: whether convolutions through cudnn count, which rounds by default.
+        device_type: "cpu" or "cuda"; other types have no such setting.
+        convolves: whether to include convolutions by cudnn, which rounds by default.
     """
     for name in _SETTINGS.get(device_type, ()):
         precision = attrgetter(f"{name}.fp32_precision")(torch.backends)
@@ -89,7 +89,7 @@ def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
 
 
 def coarse_use(x: Tensor) -> str | None:
-    """Why an operation on x rounds more than float32 does, for a message; or None."""
+    """Say, for a message, why an operation on x rounds more than float32 does; else None."""
     if _is_narrow(x):
         return f"a tensor of {x.dtype}"
     if torch.is_autocast_enabled(x.device.type):
@@ -98,10 +98,9 @@ def coarse_use(x: Tensor) -> str | None:
 
 
 def narrow_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters with fewer digits than float32, frozen ones included."""
+    """Return the names of parameters with fewer digits than float32, including frozen ones."""
     return [name for name, parameter in model.named_parameters() if _is_narrow(parameter)]
 
 
 def _is_narrow(x: Tensor) -> bool:
-    """Whether a tensor has fewer digits than float32."""
     return x.is_floating_point() and x.dtype.itemsize < 4

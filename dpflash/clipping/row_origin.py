@@ -1,8 +1,8 @@
-"""Tells from autograd's graph whether the rows of a tensor are those of samples, in their order.
+"""Finds from autograd's graph whether a tensor's rows are the samples' tokens, in order.
 
-Models flatten `[B, T, E]` to `[B T, E]`. A reshaping keeps the order of the elements, so row r is
-of sample r // T if the tensor that was reshaped has the batch first; if it has the time first, its
-first dimension says so. Operations between the reshaping and the layer must work row by row.
+Models flatten `[B, T, E]` to `[B T, E]`. A reshaping keeps the order of the elements: if the batch
+is the first dimension before it, row r belongs to sample r // T. If the time is first, the first
+dimension is not B. Operations between the reshaping and the layer must work row by row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BY_ELEMENTS = frozenset(
         "ToCopyBackward0",
     }
 )
-# Plain layers: (position of the rows, of the weight).
+# Plain layers: the positions of the rows and of the weight among the operands.
 _BY_ROWS = {
     "AddmmBackward0": (1, 2),
     "MmBackward0": (0, 1),
@@ -42,9 +42,9 @@ _DEEPEST = 64
 
 
 def batch_sizes_of_rows(x: Tensor) -> frozenset[int]:
-    """First dimensions of the tensors that x `[N, ...]` is a reshaping of, row by row.
+    """Return the first dimensions of tensors of which x `[N, ...]` is a reshaping, row by row.
 
-    If B is one of them and divides N, then rows r N / B to (r + 1) N / B - 1 are of sample r.
+    If B is among them and divides N, rows r N / B to (r + 1) N / B - 1 belong to sample r.
     """
     if x.grad_fn is not None:
         return _sizes(x.grad_fn, _DEEPEST, {})
@@ -56,7 +56,7 @@ def batch_sizes_of_rows(x: Tensor) -> frozenset[int]:
 
 
 def is_flattened(x: Tensor, size: int) -> bool:
-    """Whether the rows of x are the tokens of this many samples, in their order."""
+    """Return whether the rows of x are the tokens of `size` samples, in their order."""
     if not x.ndim or size < 1 or x.shape[0] % size:
         return False
     return size in batch_sizes_of_rows(x)
@@ -87,7 +87,7 @@ def _sizes(node: Any, depth: int, known: dict[Any, frozenset[int]]) -> frozenset
 
 
 def _is_parameter(node: Any) -> bool:
-    """Whether a node is that of a parameter, trained or frozen, transposed or not."""
+    """Return whether a node is a parameter's, trained or frozen, transposed or not."""
     if node is not None and node.name() == "TBackward0":
         node = node.next_functions[0][0]
     return node is None or node.name() == "torch::autograd::AccumulateGrad"

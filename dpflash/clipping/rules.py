@@ -1,4 +1,4 @@
-"""GateRules: what the clipping gates of a model share, and how the backward under way runs."""
+"""GateRules: objects and options that all clipping gates share; the mode of a backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .statistics import ClipStatistics
 
 
 class GateStep(Protocol):
-    """What gates use of a logical batch."""
+    """The methods of a logical batch that gates use."""
 
     sums: ClippedSums
 
@@ -29,15 +29,15 @@ class GateStep(Protocol):
         """Which rows of the microbatch are samples."""
 
     def begin_trial(self) -> None:
-        """A backward begins, of an altered microbatch."""
+        """Begin the backward of a trial."""
 
     def before_gate(self) -> None:
-        """A backward has reached a use of a private parameter, or a gate."""
+        """Note that a backward has reached a use of a private parameter, or a gate."""
 
     def add_clipped(
         self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor], factors: Tensor
     ) -> None:
-        """Reduce per-sample gradients by their clipping factors, and add the sums."""
+        """Sum per-sample gradients times their clipping factors, and add the sums."""
 
     def add(
         self,
@@ -49,7 +49,7 @@ class GateStep(Protocol):
         """Add a microbatch's clipped sums."""
 
     def dropping(self) -> AbstractContextManager[None]:
-        """Drop the logical batch where the block fails."""
+        """Drop the logical batch if the block raises."""
 
 
 class Step(GateStep, Protocol):
@@ -59,32 +59,32 @@ class Step(GateStep, Protocol):
 
     @property
     def releases(self) -> int:
-        """How many releases were charged so far."""
+        """Number of releases charged so far."""
 
     def attach(self, clipper: Clipper) -> None:
-        """Report to `clipper` where microbatches begin and logical batches end."""
+        """Report to `clipper` the begin of microbatches and the end of logical batches."""
 
     def begin_backward(self) -> None:
-        """A backward begins."""
+        """Begin a backward."""
 
     def end_backward(self) -> None:
-        """A backward has run to its end."""
+        """End a backward."""
 
     def discard(self) -> None:
         """Drop the logical batch."""
 
     def noting_refusals(self) -> AbstractContextManager[None]:
-        """Note a private refusal that the block raises."""
+        """Write a private refusal of the block to the ledger."""
 
 
 @dataclass(frozen=True)
 class BackwardRun:
-    """How the backward under way runs.
+    """The mode of the current backward.
 
     Attributes:
-        mode: "clip"; "prove" while a backward is only compared; "norms" and "sum" in the two
-            backwards of ghost clipping.
-        watches: see each use of a matrix parameter, and each gate; nothing else observes them.
+        mode: "clip"; "prove" if the backward is only compared; "norms" and "sum" in the first and
+            second backward of ghost clipping.
+        watches: objects that are shown each use of a matrix parameter, and each gate.
         factors: clipping factors in mode "sum".
         norms_again: whether mode "sum" computes norms too.
     """
@@ -97,19 +97,19 @@ class BackwardRun:
 
 @dataclass(frozen=True)
 class GateRules:
-    """What the clipping gates of a model share.
+    """Objects and options that all clipping gates of a model share.
 
     Attributes:
         step: the logical batch that clipped sums are added to.
-        planner: how the gradients of matrix parameters are computed.
+        planner: chooses how the gradients of matrix parameters are computed.
         clip_function: see `clip_factors`.
-        loss_reduction: "mean" or "sum" where losses are a scalar; None for losses `[B]`.
-        convolves: whether the model has modules that convolve, for which cudnn rounds by default.
+        loss_reduction: "mean" or "sum" if the loss is a scalar; None for losses `[B]`.
+        convolves: whether the model has convolutions, which cudnn rounds by default.
         statistics: how many samples were clipped.
-        run: returns how the backward under way runs.
+        run: returns the mode of the current backward.
         admit: checks a gate whose backward runs.
-        refuse_size: refuses losses of another number, given both.
-        stand_ins: by device, the tensor that gates hang on in place of parameters.
+        refuse_size: called with the gate's number of samples and that of losses; raises.
+        stand_ins: by device, the tensor that is the gates' input in place of parameters.
     """
 
     step: GateStep
@@ -128,12 +128,12 @@ class GateRules:
         return self.step.sums.names[parameter].rpartition(".")[0] or "(the model itself)"
 
     def refuse_coarse_use(self, x: Tensor) -> None:
-        """Refuse a mean over samples where x has fewer digits than float32 or autocast is on."""
+        """Refuse a mean over samples if x has fewer digits than float32 or autocast is on."""
         if self.loss_reduction == "mean":
             refuse_coarse_mean(coarse_use(x))
 
     def refuse_coarse_products(self, device_type: str) -> None:
-        """Refuse torch settings under which one sample changes how others are rounded."""
+        """Refuse torch settings with which one sample changes the rounding of others."""
         refuse_coarse_products(device_type)
         if self.loss_reduction == "mean":
             refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))

@@ -1,4 +1,4 @@
-"""ClipStatistics: how many samples were clipped or removed. Private: depends on the data."""
+"""ClipStatistics: numbers of samples that were clipped or removed, which are private."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..sampling.slots import RealRows
 
 
 class ClipStatistics:
-    """Counts over all samples so far, and norms of the last backward. No epsilon covers them."""
+    """Counts over all samples so far, and norms of the last backward; not covered by epsilon."""
 
     def __init__(self, rows: RealRows):
         self._rows = rows
@@ -22,11 +22,11 @@ class ClipStatistics:
         self.seen_samples = 0
 
     def begin_backward(self, losses: Tensor | None = None) -> None:
-        """Begin to count the removed samples of another backward.
+        """Begin to count the removed samples of a new backward.
 
         Args:
-            losses: `[B]`; a sample whose loss is NaN or infinite is removed; None where the loss
-                is a scalar.
+            losses: `[B]`; a sample is removed if its loss is NaN or infinite. None if the loss is
+                a scalar.
         """
         self._end_backward()
         if losses is not None:
@@ -36,7 +36,7 @@ class ClipStatistics:
     def note(self, squares: Tensor, factors: Tensor) -> None:
         """Note the squared norms and the clipping factors of one group, `[B]` each.
 
-        Numbers stay on their device until they are asked for.
+        The counts stay on their device until they are read.
         """
         self._real = self._rows.of(factors)
         self._squares = (squares, self._real)
@@ -46,7 +46,7 @@ class ClipStatistics:
         self.seen_samples += self._samples
 
     def _end_backward(self) -> None:
-        """Count the samples of the last backward; a sample of several groups is one."""
+        """Count the samples of the last backward; a sample in several groups is counted once."""
         noted, real, self._factors, self._samples = self._factors, self._real, [], None
         if not noted:
             return
@@ -61,7 +61,7 @@ class ClipStatistics:
             self._counts.append(counts)
 
     def _count(self) -> list[int]:
-        """Samples that were removed, and clipped, so far. Waits for the device if some are new."""
+        """Return the numbers of removed and clipped samples so far; may wait for the device."""
         self._end_backward()
         if self._counts:
             device = self._counts[0].device
@@ -72,16 +72,16 @@ class ClipStatistics:
 
     @property
     def nonfinite_samples(self) -> int:
-        """Samples that contributed nothing, since their loss or gradient was NaN or infinite."""
+        """Number of samples that contributed 0 because their loss or gradient was not finite."""
         return self._count()[0]
 
     @property
     def clipped_samples(self) -> int:
-        """How often a sample was clipped by a group, and not removed."""
+        """Number of times that a group clipped a sample that was not removed."""
         return self._count()[1]
 
     @property
     def squared_norms(self) -> Tensor | None:
-        """Squared norms `[n]` of the last backward's last group; None if it has none."""
+        """Squared norms `[n]` of the last backward's last group; None without norms."""
         squares, real = self._squares
         return squares if squares is None or real is None else squares[real]

@@ -1,4 +1,4 @@
-"""Tape: the memory and the time of operations that run without memory, on fake tensors."""
+"""Tape: predicts the memory and time of operations by running them on fake tensors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..patterns import Adaptive, from_key
 from .device_speed import Ceilings
 from .planner import Work
 
-# Shards of keys and values that a ring holds beside those of its rank, by P = 2 and more.
+# Shards of keys and values that a rank of a ring holds besides its own; backward: P = 2, P > 2.
 _SHARDS_FORWARD, _SHARDS_BACKWARD = 4, (7, 13)
-_FORWARD, _BACKWARD = 4, 10  # FLOPs of a pair (query, key) and a component of its head
+_FORWARD, _BACKWARD = 4, 10  # FLOPs per pair (query, key) and component of its head
 _OPS = torch.ops.dpflash
-# Operations that take longer on a CPU than their bytes: an exponential or more of each element.
+# Operations with an exponential or more per element, which are slow on a CPU for their bytes.
 _CURVED = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
@@ -40,14 +40,14 @@ _NOTHING_MOVES = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.
 
 
 def attention_flops(pairs: int, head_dim: int, *, forward: bool, backward: bool) -> float:
-    """FLOPs of attention over this number of pairs (query, key), of all heads and samples."""
+    """Return the FLOPs of attention over `pairs` (query, key), of all heads and samples."""
     return float(head_dim * pairs * (_FORWARD * forward + _BACKWARD * backward))
 
 
 def attention_formulas() -> dict[Any, Callable[..., int]]:
-    """FLOPs of attention's operators, over the pairs that their patterns have.
+    """Return formulas for the FLOPs of attention's operators, over the pairs of their patterns.
 
-    They are 4 D for each pair forward and 10 D backward, or with values of another head dim E
+    A pair takes 4 D forward and 10 D backward; if values have another head dim E, it takes
     2 (D + E) and 6 D + 4 E.
     """
 
@@ -66,27 +66,27 @@ def attention_formulas() -> dict[Any, Callable[..., int]]:
     def backward(
         do: Any, dlse: Any, o: Any, lse: Any, q: Any, k: Any, v: Any, *rest: Any, **_: Any
     ) -> int:
-        # Products of width D: q k, dq and dk; of width E: dv and do v.
+        # The products q k, dq and dk have width D; dv and do v have width E.
         return _BACKWARD * (3 * q[3] + 2 * v[3]) * pairs(q, k, rest[6]) // 5
 
     return {_OPS.attention: forward, _OPS.attention_backward: backward}
 
 
 class Tape(TorchDispatchMode):
-    """Follows the operations in its block: which tensors are alive, and what each operation takes.
+    """Records the operations in its block: which tensors are alive, and each operation's time.
 
-    Memory is that of storages, from the operation that makes one to the end of its last tensor.
-    An operation is one kernel that reads its inputs once and writes its outputs once, and takes
-    the time of a roofline; inside of an operation no memory is seen.
+    A storage counts from the operation that makes it until its last tensor is freed. Each
+    operation counts as one kernel that reads its inputs once and writes its outputs once, with the
+    time of a roofline. Memory that an operation uses internally does not count.
 
     Args:
-        ceilings: of the device.
-        ranks: P, ranks over which the tokens of attention's calls are split.
+        ceilings: speed of the device.
+        ranks: P, the number of ranks over which the tokens of attention are split.
 
     Attributes:
         part: the name under which new storages count.
         seconds: predicted time of the operations.
-        peak: the most bytes at one time, by part.
+        peak: bytes by part at the time of the largest total.
     """
 
     def __init__(self, ceilings: Ceilings, ranks: int = 1) -> None:
@@ -132,7 +132,7 @@ class Tape(TorchDispatchMode):
         self.seconds += sum(work.seconds(self.ceilings) for work in works)
 
     def _attend_across(self, packet: Any, args: Any) -> None:
-        """A call of attention with keys of other ranks: their shards, and the mode's time."""
+        """Add an attention call with keys of other ranks: memory of shards, time of the mode."""
         is_forward = packet is _OPS.attention
         at = 0 if is_forward else 4
         q, k, pattern = args[at], args[at + 1], args[at + 9]
@@ -145,7 +145,7 @@ class Tape(TorchDispatchMode):
             device = self.ceilings.device
             call = ModeCall(sharded, q.shape[3], q.dtype, q.shape[0], device)
             with real_cpu_tensors():
-                # Forward and backward together.
+                # This includes the backward.
                 self.seconds += min(one.seconds for one in mode_costs(call))
 
     @contextmanager
@@ -158,17 +158,17 @@ class Tape(TorchDispatchMode):
             self.part = before
 
     def begin_loss(self, *_: Any) -> None:
-        """What the forward makes from here on are logits and the loss."""
+        """Count storages of the forward from here on as logits and loss."""
         if self.part == "activations":
             self.part = "logits and loss"
 
     def allocate(self, size: int, part: str) -> Tensor:
-        """A tensor of so many bytes that counts as this part."""
+        """Return a tensor of `size` bytes that counts as this part."""
         with self.counting(part):
             return torch.empty(size, dtype=torch.uint8)
 
     def hold(self, x: Tensor, part: str | None = None) -> None:
-        """Count a tensor's storage while it is alive; of a known one change the part."""
+        """Count a tensor's storage while it is alive; move a counted storage to `part`."""
         storage = x.untyped_storage()
         key = storage._cdata
         held = self._held.get(key)

@@ -22,8 +22,8 @@ from .torch_attention import PrivateTorchMultiheadAttention, PrivateTransformerE
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
-# A rule replaces one forward and is looked up by it: a subclass with its own forward is another
-# layer. A forward that cannot be imported here is listed under its full name.
+# A rule replaces one forward and is looked up by that forward, so a subclass with its own forward
+# does not use the rule. A forward that cannot be imported here is listed under its full name.
 RULES: dict[object, type[PrivateModule]] = {
     nn.Linear.forward: PrivateLinear,
     nn.Embedding.forward: PrivateEmbedding,
@@ -45,20 +45,20 @@ RULES: dict[object, type[PrivateModule]] = {
 # Modules without parameters of their own, around layers that have rules.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
-    # The output projection alone may be trained.
+    # It may be that only the output projection is trained.
     nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
     nn.TransformerEncoder.forward: PrivateTransformerEncoder,
     "transformers.models.t5.modeling_t5.T5Attention.forward": PrivateRelativeBias,
     "transformers.models.mt5.modeling_mt5.MT5Attention.forward": PrivateRelativeBias,
     "transformers.models.swin.modeling_swin.SwinAttention.forward": PrivateSampleBySample,
     "transformers.models.swin.modeling_swin.SwinLayer.forward": PrivateSampleBySample,
-    # Also with frozen magnitudes, since PEFT's forward runs both layers on an identity matrix.
+    # Needed with frozen magnitudes too: PEFT's forward runs both layers on an identity matrix.
     "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
 }
 
 
 def rule_for(module: nn.Module) -> type[PrivateModule]:
-    """The private class for a module that holds parameters."""
+    """Return the private class for a module that holds trained parameters."""
     if is_experts(module):
         return PrivateExperts
     if is_adapter(module):
@@ -71,7 +71,7 @@ def rule_for(module: nn.Module) -> type[PrivateModule]:
 
 
 def block_rule_for(module: nn.Module) -> type[PrivateModule] | None:
-    """The private class for a module that has no trained parameters itself; None for most."""
+    """Return the private class, if any, for a module without trained parameters of its own."""
     if isinstance(module, _BatchNorm):
         return FrozenBatchNorm
     if is_experts(module):

@@ -1,9 +1,9 @@
 """Self-attention with its projections as one node of autograd.
 
-Its backward runs from the block's output to its input in one piece: per-sample gradients of the
-output projection, flash backward into one buffer of dq, dk and dv, per-sample gradients of the
-input projection (those of the biases in the epilogue of the flash backward), sinks and slopes. The
-gates then compute norms, clip and, at the end of a logical batch, have noise added.
+The node's backward computes per-sample gradients of the output projection, runs the flash backward
+into one buffer of dq, dk and dv, and computes per-sample gradients of the input projection, sinks
+and slopes (those of input biases in the epilogue of the flash backward). Then the gates compute
+norms, clip and, at the end of a logical batch, add noise.
 
 Letters: B samples, H query heads, G key/value heads, T tokens, D head dim, E model dim.
 """
@@ -49,17 +49,17 @@ class _Heads:
     documents: tuple[int, ...] | None = None
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views: q `[B, H, T, D]`, k and v `[B, G, T, D]`."""
+        """Return views: q `[B, H, T, D]`, k and v `[B, G, T, D]`."""
         heads = qkv.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
 
     def turn_(self, qkv: Tensor, *, back: bool = False) -> Tensor:
-        """Turn the queries and keys of qkv by their positions, in place, or turn them back."""
+        """Apply rotary positions to queries and keys of qkv in place; with `back`, undo them."""
         if not self.rotary:
             return qkv
         if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
-            qkv = qkv.clone()  # A selective checkpoint may have kept it.
+            qkv = qkv.clone()  # A selective checkpoint may have saved it.
         q, k, _ = self.split(qkv)
         if self.documents is None:
             turns = Turns.of(q, self.head_dim)
@@ -75,7 +75,7 @@ class _SelfAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        # The handles are of both weights and biases, sinks and slopes, see `backward`.
+        # There is a handle for each weight and bias, for sinks and for slopes, see `backward`.
         x, qkv_weight, qkv_bias, out_weight, out_bias, sinks, slopes, padding = inputs[:8]
         *_handles, qkv_slot, out_slot, heads, units = inputs[8:]
         qkv = heads.turn_(F.linear(x, qkv_weight, qkv_bias))
@@ -104,7 +104,7 @@ class _SelfAttention(torch.autograd.Function):
         q, k, v = heads.split(qkv)
         dqkv = torch.empty_like(qkv)
         dq, dk, dv = heads.split(dqkv)
-        # The attention kernel sums over the tokens of a row, before they are turned back.
+        # The attention kernel sums dq, dk and dv over a row's tokens before `turn_(back=True)`.
         sums_of_rows = not heads.rotary and ctx.units is None
         graph, scale = graph_of(q, k, heads.pattern), 1 / math.sqrt(heads.head_dim)
         options: Any = {"key_range": key_range_of(padding), "backend": ctx.backend}
@@ -136,7 +136,7 @@ class _SelfAttention(torch.autograd.Function):
 
 
 def _of_samples(terms: Tensor | None, units: Units | None) -> Tensor:
-    """`[B, H]`: the gradient of each sample's sinks or slopes, from terms `[B, H, T]`."""
+    """Return the gradients of samples' sinks or slopes, `[B, H]`, from terms `[B, H, T]`."""
     assert terms is not None
     return terms.sum(2) if units is None else units.summed(terms[0].mT)
 
@@ -169,7 +169,7 @@ class PrivateMultiheadAttention(PrivateModule):
                 "other documents; pass the batch's cu_seqlens to the module (LongContextLM takes "
                 "packed=batch)"
             )
-        # Rows of one unit attend by themselves, but their gradients are one.
+        # Rows of one unit do not attend to each other, but have one common gradient.
         of_rows = units is not None
         ordinary = masked or split or dropped or chosen or of_rows or _in_float8(module)
         if ordinary or not _is_one_node(module):
@@ -196,7 +196,7 @@ class PrivateMultiheadAttention(PrivateModule):
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
     ) -> Tensor:
-        """Document by document where each has its own gradient of sinks or slopes."""
+        """Attend document by document if sinks or slopes need a gradient per document."""
         per_head = [child for child in (self.sinks, self.alibi_slopes) if child is not None]
         trained = [c for c in per_head if isinstance(c, PrivateModule) and c.is_private_call()]
         units = trained[0]._dpflash.units if trained else None
@@ -219,7 +219,7 @@ class PrivateMultiheadAttention(PrivateModule):
 
 
 def _of_documents(child: Any, units: Units) -> Tensor | None:
-    """`[U + 1, H]`: the numbers of each document's heads, and last those of padding."""
+    """Return the sinks or slopes of each document's heads, and of padding last: `[U + 1, H]`."""
     if child is None:
         return None
     numbers: Tensor = child.weight.detach().expand(units.size + 1, -1)
@@ -231,7 +231,7 @@ def _of_documents(child: Any, units: Units) -> Tensor | None:
 
 
 def _is_one_node(module: Any) -> bool:
-    """Whether both projections are plain, trained and without hooks."""
+    """Return whether both projections are plain, trained and without hooks."""
     if not module.self_attention or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     projections = (module.qkv_proj, module.out_proj)
@@ -245,13 +245,13 @@ def _is_one_node(module: Any) -> bool:
 
 
 def _in_float8(module: Any) -> bool:
-    """Whether a projection multiplies in float8, which its own rule does."""
+    """Return whether a projection multiplies in float8, which needs the projection's own rule."""
     projections = (module.qkv_proj, module.out_proj)
     return any(isinstance(p, PrivateLinear) and p._dpflash.float8 for p in projections)
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether hooks see the call of a module."""
+    """Return whether hooks or a replaced forward see the call of a module."""
     return bool(
         "forward" in module.__dict__
         or torch.nn.modules.module._has_any_global_hook()
@@ -269,7 +269,7 @@ def _attend(
     pattern: Pattern,
     documents: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Call the one node."""
+    """Apply `_SelfAttention` to the module's input."""
     qkv_proj, out_proj = module.qkv_proj, module.out_proj
     x = qkv_proj._dpflash.check_sequences(query)
     units, batch = qkv_proj._dpflash.units, qkv_proj._dpflash.samples_of(x)

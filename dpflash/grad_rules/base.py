@@ -1,4 +1,4 @@
-"""Base of the private layers: handles on parameters, pickling."""
+"""Base classes of private layers: handles on parameters, pickling."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Slot:
 
 
 def taken(slot: Slot | None, x: Tensor, dy: Tensor, *, swapped: bool = False) -> Tensor | None:
-    """Hand a linear use to its gate, see `Gate.take_linear`; without one return its gradients."""
+    """Pass a linear use to its gate, see `Gate.take_linear`; without a gate, return G."""
     if slot is None:
         return per_sample_grad(x, dy)
     return slot.gate.take_linear(slot.position, x, dy, swapped=swapped)
@@ -46,21 +46,21 @@ class ModuleContext:
     """Connects one module to the private backward of its model.
 
     Attributes:
-        backward: shared by all modules of the model.
+        backward: the private backward, shared by all modules of the model.
         name: dotted name in the model.
-        slots: for each privately trained parameter (group, position in the group).
+        slots: (group, position in the group) of each privately trained parameter.
         frozen: own parameters that were not trainable when the model was made private.
-        takes_units: whether its rule takes samples that are no rows of the batch.
-        takes_documents: whether it takes those that are tokens, but no several rows.
+        takes_units: whether the rule supports units: samples that are not rows of the batch.
+        takes_documents: whether the rule supports units of tokens, but not units of whole rows.
         is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
-        float8: the weight in float8, for a linear layer that multiplies in it.
+        float8: the weight in float8, for a linear layer that multiplies in float8.
         has_positions: whether an embedding received indices [T] of another length than B.
-        longest: most steps of the packed sequences that it received.
+        longest: largest number of steps of the packed sequences that it received.
         places: "batch" or "positions" for each one-dimensional argument, by the call's structure
             and the argument's index in it.
         left_out: the last empty cache that a call ran without.
-        compared: structures of arguments, and which are of the batch, in calls that were compared
-            with a forward of the whole batch.
+        compared: the calls that were compared with a forward of the whole batch: the structure of
+            their arguments, and which arguments are of the batch.
     """
 
     backward: PrivateBackward
@@ -82,31 +82,31 @@ class ModuleContext:
         self.has_positions = True
 
     def note_length(self, length: int) -> int:
-        """The most steps of a packed sequence so far, this one's included."""
+        """Note the steps of a packed sequence, and return the largest number so far."""
         self.longest = max(self.longest, length)
         return self.longest
 
     def note_left_out(self, cache: Any) -> bool:
-        """Whether it is another cache than the last one that a call ran without."""
+        """Note that a call runs without `cache`; return whether it is not the last such cache."""
         last, self.left_out = self.left_out, weakref.ref(cache)
         return last is None or last() is not cache
 
     @property
     def units(self) -> Units | None:
-        """The samples of the batch where they are no rows; None where the rule gets rows."""
+        """The units, if samples are not rows and the rule supports that; None: it gets rows."""
         units = self.backward.forward.units
         if units is None or self.takes_units or (self.takes_documents and not units.are_rows):
             return units
         return None
 
     def check_batch(self, x: Tensor, *, is_padded: bool = False) -> Tensor:
-        """Expand x to `[B, ...]` where samples share it; view tokens `[B n, ...]` by sample.
+        """Expand a shared x to `[B, ...]`, or view tokens `[B n, ...]` as `[B, n, ...]`.
 
-        Where `units` are the samples, it becomes `[1, n, ...]`, with the entries of all of them.
+        If `units` are the samples, x becomes `[1, n, ...]`, with the entries of all units.
 
         Args:
             x: input of the layer.
-            is_padded: whether the layer padded dimension 1, to a length that others have too.
+            is_padded: whether the layer padded dimension 1 to the length of the longest sample.
         """
         if x.ndim == 0:
             raise PrivateRefusal(
@@ -131,10 +131,10 @@ class ModuleContext:
         return x
 
     def check_sequences(self, x: Tensor, *, is_padded: bool = False) -> Tensor:
-        """`check_batch` for a rule that takes one sequence of each sample.
+        """Do as `check_batch` for a rule that takes one sequence per sample.
 
         Raises:
-            PrivateRefusal: x has several rows of each sample in its first dimension.
+            PrivateRefusal: x has several rows per sample in its first dimension.
         """
         found = self.check_batch(x, is_padded=is_padded)
         if self.units is None and found.ndim > x.ndim:
@@ -146,11 +146,11 @@ class ModuleContext:
         return found
 
     def samples_of(self, x: Tensor) -> int:
-        """B, where x is from `check_batch`."""
+        """Return B for a tensor x that `check_batch` returned."""
         return x.shape[0] if self.units is None else self.units.size
 
     def as_given(self, y: Tensor, given: Tensor) -> Tensor:
-        """Give the output of a layer the leading dimensions that its input had."""
+        """Restore the leading dimensions of a layer's input in its output y."""
         if self.units is not None:
             leading = tuple(given.shape[: given.ndim + 2 - y.ndim])
             if self.units.are_rows and leading[0] == 1:  # shared by all rows
@@ -160,12 +160,12 @@ class ModuleContext:
 
 
 class _OfPositions(torch.autograd.Function):
-    """Each position gets the handle `[U, ...]` of its unit, to which sums of gradients go back."""
+    """Expands handles `[U, ...]` to each position of a unit; the backward sums over positions."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, units: Units) -> Tensor:
         ctx.units = units
-        # All of a handle's entries are the parameter.
+        # Every entry of a handle is the same parameter.
         return handle[:1].expand(units.positions, *handle.shape[1:])
 
     @staticmethod
@@ -175,7 +175,7 @@ class _OfPositions(torch.autograd.Function):
 
 
 def of_units(handle: Tensor, units: Units) -> Tensor:
-    """For each position the handle of its unit, `[N, ...]`."""
+    """Return the handle of its unit for each position, `[N, ...]`."""
     result: Tensor = _OfPositions.apply(handle, units)
     return result
 
@@ -197,7 +197,7 @@ class Handles:
         return context.backward.forward.gate(group, self._batch_size, context.name)
 
     def __getitem__(self, name: str) -> Tensor | None:
-        """The handle [B, ...] on a parameter, or None where it is not trained."""
+        """Return the handle [B, ...] on a parameter, or None if it is not trained."""
         if name not in self._slots:
             return None
         parameter = self._parameters.get(name)
@@ -219,7 +219,7 @@ class Handles:
         return handle if self._units is None else of_units(handle, self._units)
 
     def dense(self, name: str) -> Tensor | None:
-        """The handle for a use that returns its gradient to it, see `Gate.register_dense`."""
+        """Return the handle for a use that returns a gradient, see `Gate.register_dense`."""
         handle = self[name]
         if handle is not None and not self.compiling:
             group, position = self._slots[name]
@@ -227,9 +227,9 @@ class Handles:
         return handle
 
     def values(self, name: str) -> Tensor | None:
-        """The values [B, ...] of a trained parameter, with the gradient of `dense(name)`.
+        """Return a trained parameter's values [B, ...], whose gradient goes to `dense(name)`.
 
-        The handle of a sharded parameter expands a stand-in, which does not have its values.
+        The handle of a sharded parameter expands a stand-in without the parameter's values.
         """
         handle = self.dense(name)
         if handle is None:
@@ -245,7 +245,7 @@ class Handles:
         return parameter.detach() + (handle - handle.detach()).to(parameter.dtype)
 
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
-        """The slot where a use of a matrix parameter may save (x, dy); None while compiling."""
+        """Return the slot in which a matrix parameter's use may save (x, dy), or None."""
         if self.compiling or name not in self._slots or self._units is not None:
             return None
         group, position = self._slots[name]
@@ -256,21 +256,21 @@ class Handles:
 
 
 class CopiedPlain(nn.Module):
-    """Base of private classes: copies and pickles are of the plain module, without an engine."""
+    """Base of private classes: a copy or pickle contains the plain module, without an engine."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         build, *rest = tuple(plain_copy(self).__reduce_ex__(protocol))
-        # pickle lets __newobj__ make nothing but an object of the pickled one's own class.
+        # pickle requires __newobj__ to make an object of the pickled object's own class.
         return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        # The plain class may have its own, as parametrized ones do. What refers back to this
-        # module finds the plain one, and so the copy that is being made of it.
+        # The plain class may have its own __deepcopy__, as parametrized classes do. References to
+        # this module find the plain module in memo, and so the copy that is being made.
         return copy.deepcopy(memo.setdefault((CopiedPlain, id(self)), plain_copy(self)), memo)
 
 
 class PrivateModule(CopiedPlain):
-    """Base of the private layers; a module becomes private by a change of its class."""
+    """Base of the private layers. A module becomes private by a change of its class."""
 
     _dpflash: ModuleContext
     takes_units = False
@@ -281,13 +281,13 @@ class PrivateModule(CopiedPlain):
         return Handles(self, self._dpflash, batch_size)
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters whose gradients are this layer's, by name."""
+        """Return the parameters whose gradients this layer computes, by name."""
         if self._dpflash.is_whole:
             return dict(self.named_parameters())
         return {name: p for name, p in self._parameters.items() if p is not None}
 
     def is_private_call(self) -> bool:
-        """Whether this call can lead to gradients of own parameters."""
+        """Return whether this call can lead to gradients of own parameters."""
         context = self._dpflash
         trainable = False
         for name, parameter in self.own_parameters().items():
@@ -308,7 +308,7 @@ class PrivateModule(CopiedPlain):
         return True
 
     def refuse_stored(self, name: str) -> NoReturn:
-        """Refuse a forward that has stored something of the samples in an attribute."""
+        """Refuse a forward that stores values of the samples in an attribute."""
         raise RuntimeError(
             f"the forward of {described(self)} sets its attribute '{name}', which would "
             "keep one batch's samples for the next. Return the value instead, or move the "
@@ -318,7 +318,7 @@ class PrivateModule(CopiedPlain):
     def refuse_documents(self) -> NoReturn:
         """Refuse a batch of packed documents."""
         raise ValueError(
-            f"{described(self)} in a batch of packed documents, of which its rule gets no "
+            f"{described(self)} in a batch of packed documents: its rule computes no "
             "per-document gradients; freeze it with requires_grad_(False), or train with one "
             "document a row"
         )
@@ -327,7 +327,7 @@ class PrivateModule(CopiedPlain):
         refuse_recording(self._dpflash.name, "torch.jit.script", also="")
 
 
-# Anything else might keep tensors of one sample beyond the call, as a cache does.
+# Objects of other types might keep tensors of one sample after the call, as a cache does.
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
@@ -336,12 +336,12 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The original class of a private module."""
+    """Return the original class of a private module."""
     return type(module).__bases__[1] if isinstance(module, CopiedPlain) else type(module)
 
 
 def described(module: PrivateModule) -> str:
-    """A private module's name and original class."""
+    """Return a private module's name and original class, for messages."""
     name = module._dpflash.name or "(the model itself)"
     return f"module '{name}' ({plain_class(module).__name__})"
 
@@ -349,19 +349,19 @@ def described(module: PrivateModule) -> str:
 def refuse_without_tensor(module: PrivateModule) -> NoReturn:
     """Refuse a call without a tensor from which the batch size can be inferred."""
     raise ValueError(
-        f"{described(module)} was called without a tensor, so the batch cannot be told. Give it "
+        f"{described(module)} was called without a tensor, so its batch is unknown. Give it "
         "the batch: forward(self, x) that returns x + self.weight, instead of self.weight alone; "
         "or freeze it with requires_grad_(False)"
     )
 
 
 def plain_forward(module: nn.Module) -> Any:
-    """The forward of a module's class; None for a scripted module, whose class has none."""
+    """Return the forward of a module's class; None for a scripted module, which has none."""
     return None if isinstance(module, torch.jit.ScriptModule) else type(module).forward
 
 
 def name_of_forward(module: nn.Module) -> str:
-    """The full name of the forward of a module's class, which may not be importable here."""
+    """Return the full name of the forward of a module's class, which need not be importable."""
     forward = plain_forward(module)
     # A forward may be any callable, even one without a name.
     names = (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", ""))
@@ -369,7 +369,7 @@ def name_of_forward(module: nn.Module) -> str:
 
 
 def plain_copy(module: nn.Module) -> nn.Module:
-    """The module with its original class, sharing parameters, buffers and children."""
+    """Return a copy with the original class that shares parameters, buffers and children."""
     made = object.__new__(plain_class(module))
     made.__dict__ = {k: v for k, v in module.__dict__.items() if k != "_dpflash"}
     made.__dict__["_parameters"] = dict(module._parameters)
@@ -378,7 +378,7 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
 
 def copy_to_store_in(module: nn.Module) -> nn.Module:
-    """A copy that a forward may store tensors in without leaving them to the next batch."""
+    """Return a copy for a forward that stores tensors, so that no later batch sees them."""
     made, copies = plain_copy(module), dict[int, Any]()
     for name, value in made.__dict__.items():
         if name not in OF_TORCH:
@@ -387,7 +387,7 @@ def copy_to_store_in(module: nn.Module) -> nn.Module:
 
 
 def stored(module: nn.Module, own_copy: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the attributes and buffers that a forward has set in such a copy."""
+    """Yield (name, value) of attributes and buffers set in a copy of `copy_to_store_in`."""
     before = _contents(module)
     for name, content in _contents(own_copy).items():
         if content != before.get(name):
@@ -396,13 +396,13 @@ def stored(module: nn.Module, own_copy: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """What identifies the values of a module's attributes and buffers, and of its containers."""
+    """Return an identity for the value of each attribute and buffer, including containers."""
     held = {k: v for k, v in module.__dict__.items() if k not in {*OF_TORCH, "_dpflash"}}
     return {name: identity(value) for name, value in {**held, **module._buffers}.items()}
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast wants for products on x's device, None where it is off."""
+    """Return autocast's dtype for products on x's device; None without autocast or in float64."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)

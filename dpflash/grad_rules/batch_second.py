@@ -1,5 +1,5 @@
-"""Layers whose inputs are [T, B, ...]: torch's attention, transformer and recurrent layers by
-default (batch_first=False), and the projections of Longformer's attention.
+"""Layers with inputs [T, B, ...]: torch's attention, transformer and recurrent layers by default
+(batch_first=False), and the projections of Longformer's attention.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from ..clipping.forward import ALL_ROWS
 from ..refusal import PrivateRefusal
 from .base import ModuleContext, name_of_forward, plain_forward
 
-# Layers below these get tokens as they do; attention turns its inputs by itself.
+# Layers below these get inputs in the same layout; attention transposes its inputs itself.
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
-# Attention that turns [B, T, E] around before its projections, by the name of its forward.
+# Attention that transposes [B, T, E] before its projections, by the name of its forward.
 _TURNING = (
     "transformers.models.longformer.modeling_longformer.LongformerSelfAttention.forward",
     "transformers.models.led.modeling_led.LEDEncoderSelfAttention.forward",
 )
-# Forwards that treat tokens one by one, so that any order of dimensions before the last will do.
+# Forwards that treat tokens one by one, in any order of the dimensions before the last ones.
 _OF_TOKENS = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
 
 
 def batch_second(model: nn.Module) -> set[int]:
-    """Ids of the modules of a model whose first input is [T, B, ...].
+    """Return the ids of the modules of a model whose first input is [T, B, ...].
 
-    Those with ``batch_first=False``, and what torch's transformer layers, stacks of these, and
-    attention that turns its input around apply to each token: linear layers and norms.
+    These are modules with ``batch_first=False``, and the linear layers and norms inside of torch's
+    transformer layers, stacks of these layers, and attention that transposes its input.
     """
     found: set[int] = set()
     for module in model.modules():
@@ -47,7 +47,7 @@ def _is_batch_second(module: nn.Module) -> bool:
 
 
 def _token_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Linear layers and norms below a module, apart from those of attention and of a stack."""
+    """Yield the linear layers and norms below a module, except in attention and in stacks."""
     for child in module.children():
         if isinstance(child, nn.MultiheadAttention | nn.ModuleList):
             continue
@@ -57,11 +57,11 @@ def _token_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
-    """Turn x [T, B, ...] into [B, T, ...].
+    """Transpose x [T, B, ...] to [B, T, ...].
 
     Raises:
-        PrivateRefusal: B is not the batch of the model: layers before this one had another first
-            dimension, or no tensor that the model was given has B entries in its first one.
+        PrivateRefusal: B is not the model's batch size: layers before this one had another first
+            dimension, or B is not the first dimension of any tensor that was passed to the model.
     """
     forward = context.backward.forward
     size, known = x.shape[1], forward.known_batch_size()
@@ -82,7 +82,7 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
 
 
 class BatchSecond(nn.Module):
-    """A base before the rule of a layer of tokens, which then takes and returns [T, B, ...]."""
+    """A base class before a layer's rule, with which the layer takes and returns [T, B, ...]."""
 
     _dpflash: ModuleContext
 

@@ -1,4 +1,4 @@
-"""Runs a module on each packed document by itself, with a copy of its parameters for each.
+"""Runs a module on each packed document separately, with one copy of its parameters for each.
 
 Letters: U documents, R rows, T tokens of a row, N = R T.
 """
@@ -22,19 +22,18 @@ def by_document(
     units: Units,
     name: str,
 ) -> Any:
-    """Run a module on the documents' parts of its inputs, and put its outputs in their places.
+    """Run a module on each document's part of its inputs, and join the outputs.
 
-    A document of several rows is a call for each of them, since its rows do not see each other.
-    Padding goes through the module too, without a gradient for parameters.
+    A document of several rows needs a call for each row, since its rows do not see each other.
+    Padding also runs through the module, without a gradient for parameters.
 
     Args:
-        call: (parameters by name, inputs) -> outputs; given parameters take the place of the
-            module's own.
-        parameters: for each document, `[U, ...]`.
-        inputs: whose tensors are `[R, T, ...]` or `[N, ...]`; a document's are `[1, n, ...]` or
-            `[n, ...]`.
+        call: (parameters by name, inputs) -> outputs; these parameters replace the module's own.
+        parameters: parameters of each document, `[U, ...]`.
+        inputs: its tensors are `[R, T, ...]` or `[N, ...]`; `call` gets the part of a document,
+            `[1, n, ...]` or `[n, ...]`.
         units: the documents.
-        name: of the module, for messages.
+        name: name of the module, for messages.
 
     Raises:
         ValueError: an output has no entry for each token.
@@ -59,7 +58,7 @@ def by_document(
     ]
     result = tree_unflatten(joined, spec)
     if all(unit == units.size for unit, _ in pieces):
-        # No gradients, but with other ranks the gate takes part in their exchange.
+        # There is no gradient, but the gate must take part in the exchange with other ranks.
         nothing = sum(p[:0].sum() for p in parameters.values())
         result = tree_map_only(
             Tensor, lambda t: t + nothing if t.is_floating_point() else t, result
@@ -81,7 +80,7 @@ def _joined(parts: Sequence[Tensor], counts: list[int], units: Units, name: str)
     if all(tuple(t.shape[:1]) == (n,) for t, n in zip(parts, counts, strict=True)):
         return torch.cat(list(parts))
     raise ValueError(
-        f"module '{name}' returned a tensor that has no entry for each token of a document, by "
-        "which packed documents could be put together; freeze it with requires_grad_(False), or "
+        f"module '{name}' returned a tensor without one entry for each token of a document, so "
+        "outputs of packed documents cannot be joined; freeze it with requires_grad_(False), or "
         "train with one document a row"
     )

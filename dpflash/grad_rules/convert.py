@@ -1,4 +1,4 @@
-"""Makes the layers of a model private in place, and plain again."""
+"""Makes the layers of a model private in place, and restores them."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 
 
 class Layer(NamedTuple):
-    """A module whose parameters no layer above it owns."""
+    """A module whose parameters are not owned by a layer above it."""
 
     name: str  # dotted, "" for the model itself
     module: nn.Module
-    own: dict[str, nn.Parameter]  # those that no layer below it has too
+    own: dict[str, nn.Parameter]  # its parameters that no layer below it has too
 
     @property
     def rule(self) -> type[PrivateModule] | None:
-        """The class that makes it private; None if it stays as it is."""
+        """The class that makes the module private; None if it does not change."""
         trained = any(p.requires_grad for p in self.own.values())
         return rule_for(self.module) if trained else block_rule_for(self.module)
 
 
 def check_model(model: nn.Module) -> list[Layer]:
-    """Refuse, by dotted name, what cannot be trained privately.
+    """Refuse a model that cannot be trained privately; name the module.
 
     Returns:
         The model's layers.
 
     Raises:
-        ValueError: for modules that mix samples, for trainable parameters that no rule covers, and
-            for a forward that hides that of the model's class.
+        ValueError: a module mixes samples, no rule covers a trainable parameter, or a forward on
+            the object replaces the forward of the model's class.
     """
     if "forward" in vars(model) and not _was_compiled(model) and not _is_scripted(model):
         raise ValueError(
@@ -84,7 +84,7 @@ def check_model(model: nn.Module) -> list[Layer]:
 
 
 def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> None:
-    """`check_model` for one module; `is_inside`: a layer above it owns its parameters."""
+    """Do as `check_model` for one module; `is_inside`: a layer above it owns its parameters."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
     if type(module).__name__.startswith("GradSampleModule"):
@@ -119,7 +119,7 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         raise ValueError(
             f"module '{name}' ({type(module).__name__}) has max_norm={module.max_norm}: it "
-            "rewrites the rows that the data look up, trainable or not, so they would leave "
+            "rewrites the rows that the data look up, trainable or not, so they would be released "
             "without noise. Set max_norm=None"
         )
     check_routing(name, module)
@@ -141,7 +141,7 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _was_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile made the module, or its forward."""
+    """Return whether torch.compile made the module, or its forward."""
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
@@ -156,13 +156,13 @@ def _refuse_compiled(name: str, module: nn.Module) -> None:
     if any(p.requires_grad for p in module.parameters()):
         raise ValueError(
             f"module '{name}' is compiled by torch.compile, which would not run the private "
-            "layers. Leave it plain (module._orig_mod of a compiled one), also after "
-            "make_private, which compiles the model as optimize= says"
+            "layers. Use the plain module (module._orig_mod), also after make_private: "
+            "make_private itself compiles the model if optimize= says so"
         )
 
 
 def _check_computed(name: str, module: nn.Module) -> None:
-    """Refuse parameters that a hook computes before each forward, out of sight of every rule."""
+    """Refuse parameters that a hook computes before each forward, which no rule covers."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, BasePruningMethod):
             way, key = "prune.remove", hook._tensor_name
@@ -182,15 +182,15 @@ def _check_computed(name: str, module: nn.Module) -> None:
 
 
 def _check_torch_layer(name: str, module: nn.Module, names: Collection[str]) -> None:
-    """Refuse what a rule of a layer with these parameters would not see: other forwards, weights
-    that are computed (parametrizations, weight_norm, pruning) and further parameters.
+    """Refuse a layer with another forward, computed weights (parametrizations, weight_norm,
+    pruning) or parameters besides `names`, which its rule does not cover.
     """
     if not any(p.requires_grad for p in module.parameters()):
         return
     if rule_for(module) in (PrivateLeaf, PrivateOwner):
         raise ValueError(
             f"module '{name}' is {type(module).__name__}, a {_torch_kind(module)} with a forward "
-            "of its own, which uses the parameters beside any rule for private training. Use the "
+            "of its own, which no rule for private training covers. Use the "
             f"plain {_torch_kind(module)} inside a module, or freeze it with requires_grad_(False)"
         )
     computed = [n for n in names if n not in module._parameters]
@@ -205,16 +205,16 @@ def _check_torch_layer(name: str, module: nn.Module, names: Collection[str]) -> 
 
 
 def _torch_kind(module: nn.Module) -> str:
-    """The layer of torch that a module's class comes from."""
+    """Return the name of the torch layer from which a module's class is derived."""
     kinds = (k for k in type(module).__mro__ if k.__module__.startswith("torch.nn.modules"))
     return f"nn.{next(kinds).__name__}"
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a module that no layer below it has too, as `decoder.bias` of BERT's head.
+    """Return the parameters of a module that no layer below it has too, or all if it `is_whole`.
 
-    Those are that layer's. Where the module itself uses one, its gradient is not the clipped sum,
-    and the step refuses the release. A layer that `is_whole` has those below it too.
+    A parameter of both, such as `decoder.bias` in BERT's head, belongs to the layer below. If the
+    module itself uses it, its gradient is not a clipped sum, and the step refuses the release.
     """
     if is_whole(module):
         return dict(module.named_parameters())
@@ -261,7 +261,7 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
 
 
 def _is_frozen(module: _BatchNorm) -> bool:
-    """Whether a batch norm maps each sample by itself, by statistics that are kept."""
+    """Return whether a batch norm uses fixed statistics, so that it does not mix samples."""
     has_statistics = module.running_mean is not None and module.running_var is not None
     trained = any(p.requires_grad for p in module.parameters())
     return has_statistics and not module.training and not trained
@@ -288,12 +288,12 @@ def _check_parametrized(name: str, module: nn.Module) -> None:
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether a module owns the parameters below it, as adapters and computed weights do."""
+    """Return whether a module owns the parameters below it: an adapter, a computed weight."""
     return is_adapter(module) or parametrize.is_parametrized(module)
 
 
 def parts_of_layers(model: nn.Module) -> set[nn.Module]:
-    """The modules whose parameters a layer above owns: parts of adapters, parametrizations."""
+    """Return modules whose parameters a layer above owns: in adapters, in parametrizations."""
     parts: set[nn.Module] = set()
     for module in model.modules():
         if is_adapter(module):
@@ -305,7 +305,7 @@ def parts_of_layers(model: nn.Module) -> set[nn.Module]:
 
 
 def layers_of(model: nn.Module, parts: Collection[nn.Module] | None = None) -> list[Layer]:
-    """The layers of a model, in its order, given its `parts_of_layers`."""
+    """Return the layers of a model in its order, except `parts` (`parts_of_layers`)."""
     inside = parts_of_layers(model) if parts is None else parts
     return [
         Layer(name, module, _own_parameters(module))
@@ -315,7 +315,7 @@ def layers_of(model: nn.Module, parts: Collection[nn.Module] | None = None) -> l
 
 
 def untraceable(layers: Iterable[Layer]) -> str | None:
-    """Name of the first layer whose private forward torch.compile cannot trace; None if none."""
+    """Name the first layer whose private forward torch.compile cannot trace; else None."""
     for layer in layers:
         rule = layer.rule
         if rule is not None and issubclass(rule, (PrivateOwner, PrivateParametrized)):
@@ -334,7 +334,8 @@ def attach(
     Objects, parameters, buffers and state_dict keys stay the same.
 
     Args:
-        model, layers, backward: what becomes private, and how.
+        model, layers: the model, and its layers from `check_model`.
+        backward: the private backward that the layers take part in.
         float8: names of the linear layers that multiply in float8, trained or frozen.
     """
     second = batch_second(model)
@@ -375,7 +376,7 @@ def detach(model: nn.Module) -> None:
 
 @contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
-    """The layers have their original classes inside the block."""
+    """Give the layers their original classes inside the block."""
     held = [(m, type(m), m._dpflash) for m in model.modules() if isinstance(m, PrivateModule)]
     detach(model)
     try:
@@ -392,7 +393,7 @@ def make_groups(
     clipping: str,
     bounds: Bounds | None = None,
 ) -> list[Group]:
-    """The clipping groups of a kind of clipping, with equal bounds where none are given."""
+    """Return the clipping groups of a kind of clipping; bounds are equal if none are given."""
     if clipping == "flat":
         return flat_groups(trained)
     wanted = {id(p) for p in trained}

@@ -1,7 +1,7 @@
 """Rule for look-up tables: nn.Embedding, trained or frozen.
 
-A sample with an index that the table does not have gets NaN, so that it contributes zero: an error
-would depend on one private entry, and ends the process on a GPU.
+A sample with an index outside of the table gets NaN, so that it contributes zero. An error instead
+would depend on one private entry, and on a GPU it would end the process.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _LOOK_UP = nn.Embedding.forward
 
 
 def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Replace indices outside of a table by 0; returns (indices, which were outside).
+    """Replace indices outside of a table by 0; return (indices, whether each was outside).
 
-    Reads nothing on the host.
+    Does not wait for the device.
     """
     outside = (indices < 0) | (indices >= rows)
     return indices.masked_fill(outside, 0), outside
 
 
 def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
-    """Rows `[..., E]` of a table, NaN where the index `[...]` was outside of it.
+    """Set rows `[..., E]` of a table to NaN if their index `[...]` was outside of the table.
 
-    Packed documents get row 0 instead: attention would carry a NaN to others, as 0 * NaN is NaN.
+    Packed documents keep row 0 instead: attention would pass NaN to other documents (0 * NaN).
     """
     units = forward.units
     if units is not None and not units.are_rows:
@@ -46,7 +46,7 @@ def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a table [V, E] at indices [B, T]; per-sample gradients for the table's handle."""
+    """Rows of a table [V, E] at indices [B, T], with per-sample gradients for the handle."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ def look_up(
     slot: Slot | None,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Rows `[B, T, E]` of a table at indices `[B, T]`; handle and slot are those of the table."""
+    """Return rows `[B, T, E]` of a table with this handle and slot, at indices `[B, T]`."""
     if handle is None:
         return F.embedding(indices, weight, padding_idx)
     result: Tensor = _Embedding.apply(indices, weight, handle, slot, padding_idx)
@@ -91,10 +91,10 @@ def look_up(
 
 
 class Tables(TorchFunctionMode):
-    """Inside the block, indices outside of a table raise no error.
+    """A context in which indices outside of a table raise no error.
 
     Args:
-        forward: of a private model, see `nan_outside`; None where such indices are taken for 0.
+        forward: forward of a private model, see `nan_outside`; None to replace the indices by 0.
     """
 
     def __init__(self, forward: PrivateForward | None = None) -> None:
@@ -114,7 +114,7 @@ class Tables(TorchFunctionMode):
 
 
 def padding_rows(model: nn.Module) -> dict[nn.Parameter, int]:
-    """The row of `padding_idx` of each table in a plain model, where no other layer uses it."""
+    """Return the row of `padding_idx` of each table in a plain model that no other layer uses."""
     uses: dict[nn.Parameter, set[int | None]] = {}
     for module in model.modules():
         row = None
@@ -130,13 +130,13 @@ class FrozenTable(PrivateModule):
     """A table that is not trained, whose class has a forward of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_private_call()  # Raises where parameters were frozen and are not any more.
+        self.is_private_call()  # Raises if parameters were frozen at make_private and are not now.
         with Tables(self._dpflash.backward.forward):
             return super().forward(*args, **kwargs)
 
 
 class PrivateEmbedding(PrivateModule):
-    """Rows of a table at indices [B, ...], or at positions shared by the batch: [1, T] or [T]."""
+    """Rows of a table at indices [B, ...], or at positions [1, T] or [T] that samples share."""
 
     takes_units = True
     padding_idx: int | None
@@ -171,12 +171,12 @@ class PrivateEmbedding(PrivateModule):
         return context.as_given(y, given)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:
-        """Positions [T] become [1, T]; where T = B, only an earlier T tells them from [B]."""
+        """Return positions [T] as [1, T]; if T = B, only an earlier T tells them from [B]."""
         context = self._dpflash
         length = indices.shape[0]
         known = context.backward.forward.known_batch_size()
         if known is not None and length != known:
-            # A single index may be of a position or of a sample.
+            # A single index may belong to a position or to a sample.
             if length > 1 and not torch.compiler.is_compiling():
                 context.note_positions()
             return indices.unsqueeze(0)

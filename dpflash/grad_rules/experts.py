@@ -1,9 +1,9 @@
 """Rule for mixtures of experts: transformers' modules whose experts are 3-D parameters.
 
-Each token carries the sample it came from. The pairs (token, expert) are sorted by sample and,
-within a sample, by expert: the tokens that a sample sends to one expert are a segment, and
-products are computed segment by segment. So the rounding of a sample's numbers depends on its own
-tokens alone, and its gradient for an expert is dy^T x over one segment.
+The pairs (token, expert) are sorted by the token's sample and, within a sample, by expert. The
+pairs of one sample and one expert are a segment, and products are computed segment by segment. So
+the rounding of a sample's numbers depends on its own tokens alone, and its gradient for an expert
+is dy^T x over one segment.
 
 Letters: B samples, T tokens of a sample, K experts of a token, N experts, S = B T K pairs,
 I inputs, O outputs.
@@ -34,11 +34,11 @@ class Routing:
     Attributes:
         batch_size: B.
         experts: N.
-        order: `[S]`, the pair that stands at each place once sorted.
-        inverse: `[S]`, the place of each pair.
-        segments: (sample, expert, first place, end) of each segment, in order; those of tokens
-            that belong to no sample come last, under the number B.
-        units: the samples where they are packed documents.
+        order: `[S]`, the index of the pair at each sorted place.
+        inverse: `[S]`, the sorted place of each pair.
+        segments: (sample, expert, first place, end) of each segment, in order. Segments of tokens
+            that belong to no sample come last, with sample number B.
+        units: the samples if they are packed documents, else None.
     """
 
     batch_size: int
@@ -50,7 +50,7 @@ class Routing:
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, batch_size: int, units: Units | None) -> Routing:
-        """The routing of tokens in order, with experts chosen `[tokens, K]`."""
+        """Return the routing of tokens in order, given their experts `chosen` `[tokens, K]`."""
         tokens, per_token = chosen.shape
         if units is None:
             sample = torch.arange(batch_size).repeat_interleave(tokens // max(1, batch_size))
@@ -69,7 +69,7 @@ class Routing:
         return cls(batch_size, experts, order, inverse, tuple(segments), units)
 
     def of_samples(self) -> Iterator[tuple[int, int, int, int]]:
-        """The segments of samples."""
+        """Yield the segments whose tokens belong to a sample."""
         return (one for one in self.segments if one[0] < self.batch_size)
 
 
@@ -93,7 +93,7 @@ class ExpertsUse:
     Args:
         x: `[S, I]`, sorted.
         dy: `[S, O]`.
-        routing: of the pairs.
+        routing: the routing of the pairs.
         transposed: whether the weights are `[N, I, O]`.
     """
 
@@ -114,7 +114,7 @@ class ExpertsUse:
         return tuple(t.reshape(self.batch_size, pairs, t.shape[1]) for t in self._given)
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """One expert of one sample each; elsewhere G is 0."""
+        """Yield one tile for each (sample, expert) with tokens; elsewhere G is 0."""
         tiles = [
             (slice(sample, sample + 1), slice(expert, expert + 1))
             for sample, expert, _, _ in self._routing.of_samples()
@@ -122,7 +122,7 @@ class ExpertsUse:
         yield from tiles or [(slice(0, 0), slice(0, 1))]
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
-        """G `[samples, experts, O, I]`."""
+        """Return G `[samples, experts, O, I]`."""
         first, last = samples.start or 0, samples.stop
         lowest, highest = rows.start or 0, rows.stop
         dtype = torch.promote_types(self._dy.dtype, torch.float32)
@@ -130,7 +130,7 @@ class ExpertsUse:
         grads = self._x.new_zeros(shape, dtype=dtype)
         segments = self._routing.segments
         if (last - first, highest - lowest) == (1, 1):
-            # A tile: no search through the segments of all samples.
+            # A single tile needs no search through the segments of all samples.
             pair = (first, lowest)
             segments = (self._at[pair],) if pair in self._at else ()
         for sample, expert, start, end in segments:
@@ -141,7 +141,7 @@ class ExpertsUse:
 
 
 class _Projection(torch.autograd.Function):
-    """y_s = W_e x_s + b_e for each pair s of expert e; per-sample gradients for the handles."""
+    """y_s = W_e x_s + b_e for each pair s with expert e; per-sample gradients for the handles."""
 
     @staticmethod
     def forward(
@@ -190,9 +190,9 @@ class _Projection(torch.autograd.Function):
 
 
 class PrivateExperts(PrivateModule):
-    """Experts of hidden states `[B T, I]`, chosen by a router; see `is_experts`.
+    """Experts for hidden states `[B T, I]`, chosen by a router; see `is_experts`.
 
-    Frozen experts run segment by segment too, so that no sample's rounding depends on others.
+    Frozen experts also run segment by segment, so that no sample's rounding depends on others.
     """
 
     takes_documents = True
@@ -258,7 +258,7 @@ class PrivateExperts(PrivateModule):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' experts, with the forward of their registry."""
+    """Return whether a module is transformers' experts, with a forward of its registry."""
     forward = plain_forward(module)
     where = getattr(forward, "__globals__", {}).get("__name__")
     return where == "transformers.integrations.moe" and hasattr(module, "is_transposed")
@@ -268,14 +268,14 @@ def check_routing(name: str, module: nn.Module) -> None:
     """Refuse routing, and losses of routing, that depend on the other samples of a batch.
 
     Raises:
-        ValueError: naming the module.
+        ValueError: the module has such routing; the message names it.
     """
     refuse_router_losses(f"the config of module '{name}'", getattr(module, "config", None))
     if getattr(module, "expert_capacity", None) is not None:
         raise ValueError(
             f"module '{name}' ({type(module).__name__}) has expert_capacity="
-            f"{module.expert_capacity!r}: it drops tokens where many choose one expert, and "
-            "the others of a batch decide which. Use a model that routes each token by itself "
+            f"{module.expert_capacity!r}: it drops tokens if many tokens choose one expert, so "
+            "samples depend on each other. Use a model that routes each token by itself "
             "(Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek)"
         )
     if is_experts(module) and getattr(module, "has_post_expert_norm", False):
@@ -286,7 +286,7 @@ def check_routing(name: str, module: nn.Module) -> None:
 
 
 def refuse_router_losses(name: str, config: object) -> None:
-    """Refuse a configuration, or arguments of a call, that ask for a loss of the router."""
+    """Refuse a configuration, or arguments of a call, that add a loss of the router."""
     asked = "output_router_logits"
     given = config.get(asked) if isinstance(config, dict) else getattr(config, asked, None)
     if given is True:

@@ -1,10 +1,10 @@
-"""Float8Weight: the weight of a linear layer in float8, cast once a logical batch.
+"""Float8Weight: the weight of a linear layer in float8, cast once per logical batch.
 
-    y = x W^T and dx = dy W, from operands in e4m3
-    scales: x and dy by the row of each token, W by output channel for y, by input channel for dx
+The products y = x W^T and dx = dy W have operands in e4m3. x and dy have one scale per token. W
+has one scale per output channel when y is computed, and one per input channel when dx is computed.
 
-A token's row has a scale of its own, and scales of W are functions of released parameters, so no
-sample's bits depend on another sample. Weight gradients are of x and dy as they are.
+Each token has its own scale, and the scales of W are computed from released parameters, so no
+sample's bits depend on another sample. Weight gradients are computed from the uncast x and dy.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dpflash.kernels import scaled_rows
 
 
 class Float8Weight:
-    """Both casts of one weight.
+    """Both casts of one weight: for y and for dx.
 
-    They are kept for the microbatches of one logical batch, within which weights do not change.
-    All other calls cast again: fused optimizers, weight averages and merges of adapters write to
-    weights without advancing torch's version counter.
+    The casts are kept for the microbatches of one logical batch, during which weights do not
+    change. All other calls cast again, since fused optimizers, weight averages and merges of
+    adapters write to weights without advancing torch's version counter.
 
     Args:
-        transposed: whether the weight is `[I, O]`, not `[O, I]`.
+        transposed: whether the weight is `[I, O]` instead of `[O, I]`.
     """
 
     def __init__(self, *, transposed: bool) -> None:
@@ -33,11 +33,11 @@ class Float8Weight:
         self._casts: tuple[Tensor, ...] = ()
 
     def casts(self, weight: Tensor, logical_batch: int | None) -> tuple[Tensor, ...]:
-        """Values and scales of W `[O, I]`, which y needs, then those of W^T, which dx needs.
+        """Return values and scales of W `[O, I]`, for y, then values and scales of W^T, for dx.
 
         Args:
             weight: the parameter.
-            logical_batch: number of the one that the call is of, or None.
+            logical_batch: number of the logical batch of this call, or None.
         """
         if torch.compiler.is_compiling() or logical_batch is None:
             return self._cast(weight.detach())

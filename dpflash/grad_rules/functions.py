@@ -1,8 +1,8 @@
-"""Functions of torch that need other arguments where a module runs under vmap, or are refused.
+"""Replaces or refuses torch functions that would be wrong in a module that runs under vmap.
 
-vmap stacks the tables of all samples and looks up in the stack, where `padding_idx` is a row of
-the first sample's table. Under vmap all tensors say requires_grad=False, by which attention
-chooses a kernel without a gradient for its mask, and code does not register its hooks.
+vmap stacks the tables of all samples and looks up in the stack, in which `padding_idx` is a row of
+the first sample's table. Under vmap all tensors have requires_grad=False. So attention chooses a
+kernel without a gradient for its mask, and code does not register its hooks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class PerSampleFunctions(TorchFunctionMode):
     """Replaces some torch functions, or refuses them, while a module runs under vmap.
 
     The row of `padding_idx` gets no gradient in any sample. Attention has a gradient for its mask.
-    Hooks on gradients, which would be lost, raise RuntimeError.
-    Options without a rule (`max_norm`, `scale_grad_by_freq`, `sparse`) raise ValueError. Look-ups
-    inside of a scripted function are not seen.
+    Hooks on gradients, which would be lost, raise RuntimeError. Options without a rule
+    (`max_norm`, `scale_grad_by_freq`, `sparse`) raise ValueError. Look-ups inside of a scripted
+    function are not detected.
     """
 
     def __init__(self, name: str):
@@ -56,7 +56,7 @@ class PerSampleFunctions(TorchFunctionMode):
         if func in _TABLE_FIRST:
             return self._table_first(*args, **kwargs)
         if func == _REQUIRES_GRAD:
-            # torch says no for all tensors under vmap.
+            # Under vmap torch returns False for all tensors.
             x = args[0]
             while _is_wrapped(x):
                 x = _functorch.get_unwrapped(x)
@@ -87,7 +87,7 @@ class PerSampleFunctions(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        """`torch.embedding`, for which a negative padding_idx means none."""
+        """Replace `torch.embedding`, for which a negative padding_idx means no padding."""
         self._refuse({"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse})
         return self._rows(weight, indices, None if padding_idx < 0 else padding_idx)
 
@@ -95,7 +95,7 @@ class PerSampleFunctions(TorchFunctionMode):
         if _functorch.is_batchedtensor(indices):
             indices, outside = inside(indices, weight.shape[0])
             rows = F.embedding(indices, weight).masked_fill(outside.unsqueeze(-1), torch.nan)
-        else:  # Positions that all samples share: an error would be of their length.
+        else:  # Positions that all samples share: an error depends on their length alone.
             rows = F.embedding(indices, weight)
         if padding_idx is None:
             return rows

@@ -1,7 +1,7 @@
-"""Rule for any other leaf layer: each sample runs with its own copy of the parameters.
+"""Rule for all other leaf layers: each sample runs with its own copy of the parameters.
 
-Under vmap over samples the handle [B, ...] takes the place of the parameters, and autograd's
-gradient for it is the per-sample gradient. It is as slow as vmap; common layers have own rules.
+Under vmap over samples the handles [B, ...] replace the parameters, and autograd's gradients for
+the handles are per-sample gradients. The rule is as slow as vmap; common layers have own rules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .by_document import by_document
 from .functions import PerSampleFunctions
 from .output_shapes import OutputShapes, map_tensors
 
-# Relative to a row. Tensor cores round products of float32 to 10 bits.
+# Relative to a row's norm. Tensor cores round products of float32 to 10 bits.
 _ROUNDING = 0.01
 _MIXES = (
     "{} gives a sample alone another result than in a batch, so nothing was released: its forward "
@@ -49,7 +49,7 @@ _MIXES = (
 
 
 class PrivateLeaf(PrivateModule):
-    """Any module whose forward treats the samples of its tensor arguments one by one."""
+    """A module whose forward treats the samples of its tensor arguments one by one."""
 
     takes_documents = True
 
@@ -75,14 +75,14 @@ class PrivateLeaf(PrivateModule):
                 shape=tuple(tensors[0].shape),
             ) from None
         if isinstance(self, nn.modules.conv._ConvNd) and args and args[0].is_contiguous():
-            # The stride of a dimension of 1 may be anything; of some, torch's backward under vmap
-            # fails in 16 bit on CPUs without such arithmetic ("grad_weight must be contiguous").
+            # A dimension of size 1 may have any stride. With some strides torch's backward under
+            # vmap fails in 16 bit on CPUs without 16-bit arithmetic ("grad_weight must be ...").
             args = (args[0].flatten().view(args[0].shape), *args[1:])
         others = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
             raise ValueError(
                 f"{described(self)} takes tensors inside of a tuple, list or dict, where the "
-                "generic rule cannot tell the batch; pass them as arguments of their own"
+                "generic rule cannot find the batch; pass each tensor as an argument"
             )
         rows = {a.shape[0] for a in tensors if a.ndim}
         args = tuple(context.check_batch(a) if isinstance(a, Tensor) else a for a in args)
@@ -102,7 +102,7 @@ class PrivateLeaf(PrivateModule):
             ) from None
         shared, per_sample = self._parameters_of(batch_size)
         if batch_size == 0:
-            # Empty gradients, but with other ranks the gate takes part in their exchange.
+            # Gradients are empty, but the gate must take part in the exchange with other ranks.
             nothing = sum(handle.sum() for handle in per_sample.values())
             with PerSampleFunctions(context.name):
                 outputs = functional_call(self._copy(), shared, args, {**kwargs, **positions})
@@ -116,7 +116,7 @@ class PrivateLeaf(PrivateModule):
             parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
         ) -> Any:
             if not is_flattened:
-                # Modules expect a batch dimension; theirs has one sample.
+                # Modules expect a batch dimension; under vmap it has one sample.
                 inputs, named = map_tensors(lambda a: a.unsqueeze(0), (inputs, named))
             named = {**named, **positions}
             outputs = functional_call(own_copy, {**shared, **parameters}, inputs, named)
@@ -155,10 +155,10 @@ class PrivateLeaf(PrivateModule):
                 if self._writes_parameters(given):
                     raise RuntimeError(
                         f"{described(self)} writes its parameters in its forward, which would "
-                        "leave without noise. Use what is computed of them, as F.linear(x, "
-                        "self.weight * self.mask), or write masked, normalized and limited "
-                        "weights (torch.renorm) behind optimizer.step() where loader.is_last. For "
-                        "an initialization by the first batch run a forward of public data before "
+                        "be released without noise. Compute other values from them, as in "
+                        "F.linear(x, self.weight * self.mask), or mask, normalize and limit "
+                        "weights (torch.renorm) after optimizer.step() if loader.is_last. To "
+                        "initialize by the first batch, run a forward of public data before "
                         "make_private"
                     ) from error
                 if not ("vmap" in str(error) or "functorch" in str(error)):
@@ -170,7 +170,7 @@ class PrivateLeaf(PrivateModule):
                 ) from error
             outputs = shape.of_batch(outputs, args, kwargs)
         for name, value in self._stored(own_copy):
-            # Neither samples nor trained parameters are in it.
+            # `_stored` has checked that the value holds neither samples nor trained parameters.
             (self._buffers if name in self._buffers else self.__dict__)[name] = value
         return outputs
 
@@ -183,7 +183,8 @@ class PrivateLeaf(PrivateModule):
     ) -> None:
         """Compare a first call with the module's own forward of the batch, without dropout.
 
-        Layers of torch mix nothing here, and one that draws other random numbers is left out.
+        Layers of torch are not compared, since they do not mix samples, nor layers that draw
+        random numbers other than dropout's.
 
         Raises:
             PrivateRefusal: most rows differ by more than rounding.
@@ -210,8 +211,8 @@ class PrivateLeaf(PrivateModule):
         self._dpflash.compared.add(mode)
 
     def _writes_parameters(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-        """Whether a forward changes the parameters it runs with; reads shapes of samples alone."""
-        # Not as the last forward left them, which a mask or a limit on norms changes no more.
+        """Return whether a forward changes its parameters; of samples it reads shapes alone."""
+        # Runs with other values: a mask or a limit on norms would not change the current ones.
         own = {
             n: x.detach() + 1e4 if x.is_floating_point() else x.detach()
             for n, x in self.own_parameters().items()
@@ -224,7 +225,7 @@ class PrivateLeaf(PrivateModule):
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Restore the buffers that a forward writes in place."""
+        """Restore the buffers that a forward in the block writes in place."""
         held = [(x, x.clone()) for x in self._buffers.values() if x is not None]
         try:
             yield
@@ -234,7 +235,7 @@ class PrivateLeaf(PrivateModule):
                     x.copy_(before)
 
     def _copy(self) -> nn.Module:
-        """The module without hooks, whose forward leaves nothing in the module itself."""
+        """Return a copy without hooks, whose forward stores nothing in the module itself."""
         made = plain_copy(self) if torch.compiler.is_compiling() else copy_to_store_in(self)
         # The call of the private module itself runs the hooks.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
@@ -242,10 +243,10 @@ class PrivateLeaf(PrivateModule):
         return made
 
     def _stored(self, own_copy: nn.Module) -> list[tuple[str, Any]]:
-        """What a forward has stored in the copy that it ran on.
+        """Return the attributes and buffers that a forward has stored in its copy.
 
         Raises:
-            RuntimeError: some of it may be of samples or of trained parameters.
+            RuntimeError: a value may hold samples or trained parameters.
         """
         found = [] if torch.compiler.is_compiling() else list(stored(self, own_copy))
         for name, value in found:
@@ -254,7 +255,7 @@ class PrivateLeaf(PrivateModule):
         return found
 
     def _parameters_of(self, batch_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(The parameters detached, those that are trained for each sample)."""
+        """Return (detached parameters, handles of those that are trained), by name."""
         own = self.own_parameters()
         handles = self.private_handles(batch_size)
         shared = {n: p.detach() for n, p in own.items()}
@@ -263,7 +264,7 @@ class PrivateLeaf(PrivateModule):
     def _by_document(self, args: tuple[Any, ...], kwargs: dict[str, Any], units: Units) -> Any:
         context = self._dpflash
         if isinstance(self, nn.modules.conv._ConvNd):
-            self.refuse_documents()  # Its second dimension holds channels.
+            self.refuse_documents()  # The second dimension is channels, not tokens.
         inputs: Any = (args, kwargs)
         tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
         if are_heads_first := all(_are_heads_first(t, units) for t in tensors):
@@ -289,9 +290,9 @@ def _is_of_samples(x: Any) -> bool:
 
 
 def _is_mixed(outputs: Any, expected: Any) -> bool:
-    """Whether most rows of some output differ from those of a forward of the whole batch.
+    """Return whether most rows of an output differ from those of a forward of the whole batch.
 
-    A choice such as argmax may turn out otherwise for some of them where rounding differs.
+    A few rows may differ without mixing: different rounding may change a choice such as argmax.
     """
     for found, wanted in zip(tree_leaves(outputs), tree_leaves(expected), strict=False):
         if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
@@ -302,14 +303,14 @@ def _is_mixed(outputs: Any, expected: Any) -> bool:
         both = (one == two) | one.isnan() & two.isnan()
         apart = (one - two).masked_fill(both, 0.0).norm(dim=1)
         allowed = max(tolerance({found.dtype}), _ROUNDING) * two.norm(dim=1)
-        # Alone a sample has no variance, for example.
+        # Also counts NaN: a single sample has no variance, for example.
         if int((~(apart <= allowed)).sum()) * 2 > len(found):
             return True
     return False
 
 
 def _are_heads_first(x: Tensor, units: Units) -> bool:
-    """Whether x is `[R, heads, T, D]`, as attention has queries for their norms."""
+    """Return whether x is `[R, heads, T, D]`, the layout of queries in attention's norms."""
     return x.ndim == 4 and x.shape[1] != x.shape[2] and tuple(x.shape[0:3:2]) == units.shape
 
 
@@ -318,7 +319,7 @@ def _turned(tree: Any) -> Any:
 
 
 class PrivateParametrized(PrivateLeaf):
-    """A leaf whose weight torch.nn.utils.parametrize computes, by weight_norm for example.
+    """A leaf whose weight is computed by torch.nn.utils.parametrize, for example weight_norm.
 
-    The parameters of the computation count as its own, and it is repeated for each sample.
+    The parameters of the computation are the module's own; each sample repeats the computation.
     """

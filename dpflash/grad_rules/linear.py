@@ -20,7 +20,7 @@ from .base import PrivateModule, Slot, autocast_dtype, taken
 class _Linear(torch.autograd.Function):
     """y = x W^T + b for x [B, T, I]; per-sample gradients for the handles of W and b.
 
-    With the casts of `Float8Weight`, products with W are computed in float8.
+    If casts of `Float8Weight` are given, products with W are computed in float8.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
 
 
 def bias_grad(dy: Tensor, units: Units | None) -> Tensor:
-    """The bias' gradient of each sample, `[B, O]`."""
+    """Return the bias' gradient of each sample, `[B, O]`."""
     return per_sample_bias_grad(dy) if units is None else units.summed(dy[0])
 
 
@@ -113,7 +113,7 @@ class PrivateLinear(PrivateModule):
         return context.as_given(y if x.ndim == 3 else y.reshape(*x.shape[:-1], outputs), input)
 
     def _casts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Those of the weight, where this layer multiplies x in float8."""
+        """Return the float8 casts of the weight, or () if x is not multiplied in float8."""
         context, weight = self._dpflash, self._parameters["weight"]
         if context.float8 is None or weight is None:
             return ()
@@ -129,7 +129,7 @@ class PrivateLinear(PrivateModule):
         return context.float8.casts(weight, step.releases if is_open else None)
 
     def _ungated(self, x: Tensor, casts: tuple[Tensor, ...]) -> Tensor:
-        """The same products without gradients of parameters: evaluation, a frozen layer."""
+        """Compute the products without gradients of parameters: in evaluation, or if frozen."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         x = x.to(autocast_dtype(x) or x.dtype)
         added = bias if bias is None else bias.detach().to(x.dtype)

@@ -1,6 +1,6 @@
-"""A linear head with its cross-entropy, in chunks of tokens: [B, T, V] logits never exist.
+"""A linear head with its cross-entropy, in chunks of tokens: logits [B, T, V] are never stored.
 
-The forward saves two numbers for each token; the backward recomputes the logits' gradient chunk by
+The forward saves two numbers per token. The backward recomputes the logits' gradient chunk by
 chunk: dlogits = scale (softmax(x W^T + b) - onehot(targets)).
 
 Letters: B samples, T tokens, E model dim, V classes.
@@ -29,7 +29,7 @@ from .linear import PrivateLinear
 
 # Elements of the logits held at once: 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
-# Tokens of a tile of the weight's gradient; more would leave too few rows for a product.
+# Tokens per tile of the weight's gradient; with more, a tile has too few rows for a fast product.
 _TILE_TOKENS = 2048
 
 
@@ -43,7 +43,7 @@ class Head:
         targets: [B, T], int64; targets outside of 0..V-1 have scale 0.
         lse: [B, T], fp32 or wider, log-sum-exp of the logits.
         scale: [B, T], derivative of the loss by each token's loss; 0 for ignored targets.
-        chunk_tokens: rows of V logits held at once.
+        chunk_tokens: number of rows of V logits in memory at once.
     """
 
     x: Tensor
@@ -58,7 +58,7 @@ class Head:
 
     @property
     def batch_size(self) -> int:
-        """B."""
+        """Number of samples B."""
         return self.x.shape[0]
 
     @property
@@ -67,13 +67,13 @@ class Head:
         return self.scale, self.x, self.targets, self.lse
 
     def in_one_row(self) -> Head:
-        """The same tokens, `[1, B T]`."""
+        """Return a head of the same tokens in one row, `[1, B T]`."""
         tensors = (self.x, self.targets, self.lse, self.scale)
         x, targets, lse, scale = (t.flatten(0, 1).unsqueeze(0) for t in tensors)
         return replace(self, x=x, targets=targets, lse=lse, scale=scale)
 
     def dlogits(self, samples: slice, tokens: slice, rows: slice) -> Tensor:
-        """The logits' gradient for some samples, tokens and classes, fp32 or wider."""
+        """Return the logits' gradient of some samples, tokens and classes, fp32 or wider."""
         bias = None if self.bias is None else self.bias[rows]
         lse = self.lse[samples, tokens].unsqueeze(-1)
         part = F.linear(self.x[samples, tokens], self.weight[rows], bias).to(lse.dtype)
@@ -87,7 +87,7 @@ class Head:
     def gradients(
         self, *, x: bool, weight: bool, bias: bool, per_sample: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients that are needed; for weight and bias [B, ...] if `per_sample`."""
+        """Return the needed gradients, else None; with `per_sample`, weight and bias [B, ...]."""
         batch, classes = self.x.shape[0], self.weight.shape[0]
         leading = (batch,) if per_sample else ()
         dx = torch.empty_like(self.x) if x else None
@@ -110,11 +110,11 @@ class Head:
         return dx, dweight, dbias
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """See `TiledUse`: the logits' part of a tile is no larger than a chunk."""
+        """See `TiledUse`; a tile has at most as many logits as a chunk."""
         (batch, tokens, width), classes = self.x.shape, self.weight.shape[0]
         length = max(1, min(tokens, _TILE_TOKENS))
         group = max(1, min(batch, _TILE_TOKENS // length))
-        # A tile of G_i is held too, [group, height, E].
+        # A tile of G_i, [group, height, E], is also in memory.
         height = self.chunk_tokens * classes // (group * max(length, width))
         height = max(1, min(classes, height))
         for i in range(0, max(batch, 1), group):
@@ -135,10 +135,10 @@ class Head:
 
 
 class UnitsHead:
-    """The gradients of heads whose samples are units; see `TiledUse`.
+    """The gradients of a head whose samples are units; see `TiledUse`.
 
     Args:
-        head: of `[1, n]` tokens, those of all units.
+        head: a head of `[1, n]` tokens, those of all units.
         units: the samples.
     """
 
@@ -155,7 +155,7 @@ class UnitsHead:
         return self._head.rows
 
     def _of(self, unit: int) -> Head:
-        """The head of one unit's tokens."""
+        """Return the head of one unit's tokens."""
         head = self._head
         own = self._units.entries(unit, head.x.shape[1])
         return replace(
@@ -167,7 +167,7 @@ class UnitsHead:
         )
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """See `TiledUse`: the tiles of one unit after the other."""
+        """See `TiledUse`; yields the tiles of one unit after the other."""
         for unit in range(self.batch_size):
             for _, rows in self._of(unit).tiles():
                 yield slice(unit, unit + 1), rows
@@ -197,12 +197,12 @@ class UnitsHead:
 
 
 def _sums(x: Tensor, units: Units | None) -> Tensor:
-    """Sums over the tokens of each loss: rows of x `[B, T]`, or documents in x `[1, n]`."""
+    """Sum over the tokens of each loss: rows of x `[B, T]`, or documents in x `[1, n]`."""
     return x.sum(1) if units is None or units.are_rows else units.summed(x[0])
 
 
 def _of_tokens(values: Tensor, units: Units | None, tokens: int) -> Tensor:
-    """For each token the value of its loss: `[B, 1]`, or `[1, n]` where documents have one."""
+    """Return the value of its loss for each token: `[B, 1]`, or `[1, n]` for documents."""
     if units is None or units.are_rows:
         return values.unsqueeze(1)
     return units.of_entries(values, tokens).unsqueeze(0)
@@ -222,7 +222,7 @@ def linear_cross_entropy(
     slot: Slot | None = None,
     units: Units | None = None,
 ) -> Tensor:
-    """Losses [B] of x [B, ..., E] and targets [B, ...], which were checked before."""
+    """Return the losses [B] of x [B, ..., E] and targets [B, ...], which are checked already."""
     flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
     dtype = autocast_dtype(x)
     return _LinearCrossEntropy.apply(
@@ -241,7 +241,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """losses [B] of x [B, T, E]; gradients for W and b, or per sample for their handles."""
+    """Losses [B] of x [B, T, E]; gradients for W and b, or per-sample ones for their handles."""
 
     @staticmethod
     def forward(
@@ -286,7 +286,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = dlosses / _sums(valid, units).clamp(min=1) if ctx.mean else dlosses
         scale = torch.where(valid, _of_tokens(scale, units, x.shape[1]), 0)
         need_x, need_weight, need_bias, weight_handle, bias_handle = ctx.needs_input_grad[:5]
-        # Handles come with detached parameters, so either both are plain or both per sample.
+        # Parameters with handles are detached, so W and b are both plain or both per sample.
         per_sample = weight_handle or bias_handle
         arguments = (x.detach(), weight.to(x.dtype), _like(bias, x), targets, lse, scale)
         needs = (need_x, need_weight or weight_handle, need_bias or bias_handle, per_sample)
@@ -310,7 +310,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class PrivateLinearCrossEntropy(PrivateLinear):
-    """Losses of x [B, ..., E] and targets [B, ...]; without targets `PrivateLinear`'s logits."""
+    """Losses of x [B, ..., E] and targets [B, ...]; without targets, `PrivateLinear`'s logits."""
 
     ignore_index: int
     reduction: str
@@ -334,7 +334,7 @@ class PrivateLinearCrossEntropy(PrivateLinear):
         self.check(x, targets)  # type: ignore[operator]
         x, targets = self._dpflash.check_sequences(x), self._dpflash.check_sequences(targets)
         if units is None and self._dpflash.units is not None:
-            x, targets = x[0], targets[0]  # a loss for each row of a unit
+            x, targets = x[0], targets[0]  # each row of a unit has a loss
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         samples = x.shape[0] if (own := self._dpflash.units) is None else own.size
@@ -360,7 +360,7 @@ class PrivateLinearCrossEntropy(PrivateLinear):
 def _statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """(lse, lse - the target's logit), each [B, T]."""
+    """Return (lse, lse - the target's logit), each [B, T]."""
     lse, nll = _fake_statistics(x, weight, bias, targets, chunk_tokens)
     with _no_autocast(x):
         for samples, tokens in _chunks(x, chunk_tokens):
@@ -374,7 +374,7 @@ def _statistics(
 
 
 def _chunks(x: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
-    """(samples, tokens) of at most `size` tokens: several whole samples, or a part of one."""
+    """Yield (samples, tokens) with at most `size` tokens: whole samples, or a part of a sample."""
     batch, tokens = x.shape[:2]
     length = max(1, min(tokens, size))
     group = max(1, size // max(1, tokens))
@@ -394,7 +394,7 @@ def _like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     return None if tensor is None else tensor.to(other.dtype)
 
 
-# The compiler takes the loops as two operators; it would keep what the backward recomputes.
+# The compiler gets the loops as two operators, or it would save what the backward recomputes.
 _LIBRARY = torch.library.Library("dpflash", "FRAGMENT")
 _LIBRARY.define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "

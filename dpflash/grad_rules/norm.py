@@ -1,4 +1,4 @@
-"""Normalisation over features: nn.LayerNorm and nn.RMSNorm."""
+"""Rules for normalization over features: nn.LayerNorm, nn.RMSNorm and a frozen batch norm."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class FrozenBatchNorm(PrivateModule):
                 f"module '{self._dpflash.name}' is a batch norm in training mode, in which it "
                 "mixes the samples of a batch; call its .eval() after model.train()"
             )
-        self.is_private_call()  # Raises where parameters were frozen and are not any more.
+        self.is_private_call()  # Raises if parameters were frozen at make_private and are not now.
         return super().forward(input)
 
 
@@ -126,7 +126,7 @@ class PrivateRMSNorm(PrivateModule):
         given, x = x, _checked(self, x)
         handles = self.private_handles(self._dpflash.samples_of(x))
         weight = self._parameters["weight"]
-        # torch's default is that of the dtype in which it computes, not that of x.
+        # torch's default eps is that of the dtype in which it computes, not of x's dtype.
         wide = torch.promote_types(x.dtype, torch.float32)
         y = _RMSNorm.apply(
             x,
@@ -140,7 +140,7 @@ class PrivateRMSNorm(PrivateModule):
 
 
 def _spans(units: Units | None, x: Tensor) -> tuple[tuple[int, int], ...] | None:
-    """Those of the units in x `[1, n, ...]`; None where samples are rows."""
+    """Return the spans of the units in x `[1, n, ...]`; None if samples are rows."""
     return None if units is None else units.spans_of(x.shape[1])
 
 

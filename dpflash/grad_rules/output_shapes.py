@@ -1,6 +1,6 @@
-"""Outputs of a module that ran under vmap, in the shapes that the module itself returns.
+"""Gives outputs of a module that ran under vmap the shapes that the module itself returns.
 
-A router takes tokens `[B, n, E]` or `[B n, E]` and returns scores `[B n, k]`.
+For example, a router takes tokens `[B, n, E]` or `[B n, E]` and returns scores `[B n, k]`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class OutputShapes:
     """The shapes of one call's outputs.
 
     Args:
-        is_flattened: whether the module was given tokens `[B n, ...]`.
-        plain: the module itself, without gradients: (arguments, keyword arguments) -> outputs.
+        is_flattened: whether the module's inputs are tokens `[B n, ...]`.
+        plain: runs the module itself, without gradients: (args, kwargs) -> outputs.
     """
 
     def __init__(
@@ -29,15 +29,15 @@ class OutputShapes:
         self._rows: list[int] = []
 
     def of_sample(self, outputs: Any) -> Any:
-        """Outputs of one sample, under vmap: without the dimension of the batch."""
+        """Remove the batch dimension from one sample's outputs, under vmap."""
         self._rows = [t.shape[0] if t.ndim else 1 for t in _tensors(outputs)]
         return outputs if self._is_flattened else map_tensors(lambda t: t.squeeze(0), outputs)
 
     def of_batch(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Outputs of all samples: `[B n, ...]` where the module returns a row for each token."""
+        """Return the outputs of all samples, `[B n, ...]` if the module returns rows of tokens."""
         by_tokens = [self._is_flattened] * len(self._rows)
         if not self._is_flattened and any(rows != 1 for rows in self._rows):
-            # Outputs without a batch, such as a table of positions, look alike for one sample.
+            # Outputs without a batch, such as a table of positions, do not grow with the batch.
             twice = map_tensors(lambda t: torch.cat([t[:1], t[:1]]), (args, kwargs))
             with torch.no_grad():
                 of_two = [len(t) if t.ndim else 1 for t in _tensors(self._plain(*twice))]
@@ -48,7 +48,7 @@ class OutputShapes:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The tree with each of its tensors changed."""
+    """Return the tree with `change` applied to each tensor."""
     return tree_map_only(Tensor, change, tree)
 
 

@@ -1,10 +1,10 @@
-"""Rule for parameters of a module that has layers below it, such as the class token of ViT.
+"""Rule for parameters of a module that also has layers below it, such as the class token of ViT.
 
 The module's forward runs under vmap over samples, with the handles `[B, ...]` in place of its own
-parameters: an operation between a parameter and the data sees one sample and that sample's copy,
-whatever the operation is. The layers below run outside of vmap, on the whole batch, with rules of
-their own. Where the forward reads a parameter of a layer below, as Mamba reads the weight of its
-convolution, it gets that layer's handle.
+parameters. So every operation between a parameter and the data sees one sample and that sample's
+copy of the parameter. The layers below run outside of vmap, on the whole batch, with rules of
+their own. If the forward reads a parameter of a layer below, as Mamba reads the weight of its
+convolution, it reads that layer's handle.
 
 Source: `torch.func.vmap`; the gradient of a handle is the per-sample gradient of autograd.
 """
@@ -48,19 +48,19 @@ from .generic import PrivateLeaf
 
 _functorch = torch._C._functorch
 
-_TENSOR = object()  # the place of a tensor among outputs
+_TENSOR = object()  # marks the position of a tensor among outputs
 
 
 class PrivateOwner(PrivateModule):
     """A module with parameters of its own and with layers below it.
 
-    Its forward treats samples one by one, and the first dimension of its inputs and outputs, and
-    of those of the layers below, is the batch. Tensors with another first dimension are taken for
-    what all samples share, and must not need a gradient.
+    The forward must treat samples one by one. The batch must be the first dimension of its inputs
+    and outputs, and of those of the layers below. A tensor with another first dimension is assumed
+    to be shared by all samples, and must not need a gradient.
 
     Guarantees:
-        An operation of this forward cannot reach a row of another sample. What the layers below
-        do is theirs, and is proven with the first batches.
+        An operation of this forward cannot read a row of another sample. The layers below have
+        rules of their own, and are tested with the first batches.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,29 +72,29 @@ class PrivateOwner(PrivateModule):
                 "torch.compile cannot trace; leave out torch.compile"
             )
         leaves, structure = tree_flatten((args, kwargs))
-        # Run without empty caches, which training does not read. What this call would have put
-        # there a second call may read, so each is left out once.
+        # Training does not read empty caches, so the call runs without them. A second call may
+        # read what this call would have stored, so each cache is omitted only once.
         empty = {i for i, x in enumerate(leaves) if _is_empty_cache(x)}
         given, caches = leaves, {i for i in empty if self._dpflash.note_left_out(leaves[i])}
         leaves = [None if i in caches else x for i, x in enumerate(leaves)]
         batch_size = self._batch_size(leaves)
         in_dims = [self._in_dim(x, batch_size, structure, i) for i, x in enumerate(leaves)]
         device = next(x.device for x in leaves if isinstance(x, Tensor))
-        # Under vmap autocast misses operations, so it holds for the layers below alone.
+        # Under vmap autocast misses operations, so it is on in the layers below only.
         dtype = _autocast_dtype(device)
         leaves = [_widened(x, dtype) for x in leaves]
         handles = self.private_handles(batch_size)
         own = [n for n in self._dpflash.slots if handles[n] is not None]
         owned = {n: handle for n in own if (handle := handles.values(n)) is not None}
         if batch_size == 0:
-            # Empty gradients, but with other ranks the gate takes part in their exchange.
+            # Gradients are empty, but the gate must take part in the exchange with other ranks.
             nothing = sum(handle.sum() for handle in owned.values())
             outputs = super().forward(*args, **kwargs)
             return tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
         own_copy: Any = None
-        # Which outputs are no tensors, such as None for attention weights, and their structure.
+        # Outputs that are not tensors, such as None for attention weights, and their structure.
         found: list[Any] = []
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
@@ -102,7 +102,7 @@ class PrivateOwner(PrivateModule):
             outside = _Outside(described(self), batch_size, level, device, dtype)
             own_copy.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
             own_copy.__dict__["_parameters"] = {**self._parameters, **parameters}
-            # Modules expect a batch dimension; theirs has one sample.
+            # Modules expect a batch dimension; under vmap it has one sample.
             rows = [
                 x if dim is None else x.unsqueeze(0)
                 for x, dim in zip(inputs, in_dims, strict=True)
@@ -121,12 +121,12 @@ class PrivateOwner(PrivateModule):
             run = vmap(one, in_dims=(0, *in_dims), randomness="different")
             with _OwnerFunctions(self), self._named(), _autocast(device, None):
                 tensors = iter(run(owned, *inputs))
-            # [1, ...] of each sample, or its windows.
+            # An output is [1, ...] for each sample, or has a row for each of its windows.
             results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
             return tree_unflatten(results, found[1])
 
         def of_batch(inputs: list[Any]) -> Any:
-            # With the caches that the samples are run without.
+            # Includes the caches that the samples run without.
             own = [copy.deepcopy(given[i]) if i in caches else x for i, x in enumerate(inputs)]
             return self._batch_forward(*tree_unflatten(own, structure))
 
@@ -137,23 +137,23 @@ class PrivateOwner(PrivateModule):
         if expected is not None and not _is_equal(outputs, expected):
             self._refuse_mixing()
         if is_to_compare:
-            # Not before: a loop that catches the error meets it again.
+            # Not added before the comparison, so that a loop that catches the error gets it again.
             self._dpflash.compared.add(call)
-        # Counters; under vmap none of them can depend on the data.
+        # Plain values such as counters; under vmap they cannot depend on the data.
         plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, PLAIN)}
         self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)
         return outputs
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Name the module in what vmap raises about an operation that it cannot run."""
+        """Name the module in errors of vmap about operations that it cannot run."""
         try:
             yield
         except RuntimeError as error:
             if not any(word in str(error).lower() for word in ("vmap", "batching rule")):
                 raise
             raise RuntimeError(
-                f"{described(self)} has an operation that cannot be told apart by sample, such "
+                f"{described(self)} has an operation that cannot run sample by sample, such "
                 "as a boolean mask (x[mask]), nonzero() or item(). Move its parameters into a "
                 "module of their own, or freeze them with requires_grad_(False)"
             ) from error
@@ -181,10 +181,10 @@ class PrivateOwner(PrivateModule):
                 )
 
     def _batch_forward(self, args: Any, kwargs: Any) -> Any:
-        """The outputs of the module's own forward for a whole batch.
+        """Return the outputs of the module's own forward for a whole batch.
 
         Raises:
-            RuntimeError: it sets an attribute.
+            RuntimeError: the forward sets an attribute.
         """
         own_copy: Any = copy_to_store_in(self)
         outputs = own_copy.forward(*args, **kwargs)
@@ -194,13 +194,13 @@ class PrivateOwner(PrivateModule):
         return outputs
 
     def _is_to_compare(self, call: tuple[str, tuple[int | None, ...]]) -> bool:
-        """Whether to compare with a forward of the batch: in the proof of the model's forward, and
-        where other arguments than before are given or are taken for those of a batch.
+        """Return whether to compare with a forward of the batch: in the proof of the model's
+        forward, and if the call has new arguments, or treats other arguments as those of a batch.
         """
         backward = self._dpflash.backward
         if backward.forward.rows is not None:
             return backward.forward.rows.compares
-        # Other ranks may not have such a call, and sharded layers need all of them.
+        # Other ranks may not make such a call, and sharded layers need all ranks.
         shards = any(is_sharded(p) for p in self.parameters())
         is_new = call not in self._dpflash.compared
         return is_new and backward.proof.is_on and not shards and not is_recomputing()
@@ -212,10 +212,11 @@ class PrivateOwner(PrivateModule):
         inputs: list[Any],
         device: torch.device,
     ) -> Any:
-        """The outputs of the module's own forward for the batch; None where masks are random.
+        """Return the outputs of the module's own forward for the batch; None if it drew masks.
 
         Raises:
-            RuntimeError: without dropout both differ, or the forward sets an attribute.
+            PrivateRefusal: without dropout, the outputs of the batch and of single samples differ.
+            RuntimeError: the forward sets an attribute.
         """
         random_state, attributes = RandomState(device), OwnAttributes(self.named_modules())
         forward = self._dpflash.backward.forward
@@ -232,7 +233,7 @@ class PrivateOwner(PrivateModule):
                 expected = run(of_batch)
                 if RandomState(device).equals(random_state):
                     return expected
-                # Random masks follow the order in memory, which may differ.
+                # Random masks depend on the order in memory, which may differ.
                 with WithoutDropout():
                     if not _is_equal(run(one_by_one), run(of_batch)):
                         self._refuse_mixing()
@@ -254,7 +255,7 @@ class PrivateOwner(PrivateModule):
         ) from None
 
     def _batch_size(self, leaves: list[Any]) -> int:
-        """The batch size of the call: of the first tensor whose first dimension is not shared."""
+        """Return the batch size of the call, from its first tensor with a dimension."""
         self._refuse_objects(leaves, "got")
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if not tensors:
@@ -262,17 +263,17 @@ class PrivateOwner(PrivateModule):
         return len(self._dpflash.check_batch(tensors[0]))
 
     def _in_dim(self, leaf: Any, batch_size: int, structure: TreeSpec, index: int) -> int | None:
-        """0 for a tensor of the batch; None for a plain value and for what all samples share."""
+        """Return 0 for a tensor of the batch; None for plain values and shared tensors."""
         if not isinstance(leaf, Tensor):
             return None
         is_positions = leaf.ndim == 1 and not leaf.requires_grad
-        # By argument: labels [B] beside positions [T] stay labels. Where T = B, only an earlier T
-        # tells them apart; a tensor of one entry does not.
+        # Noted for each argument, so that labels [B] and positions [T] can be arguments of one
+        # call. If T = B, only an earlier T != B distinguishes them; a tensor of one entry cannot.
         places = self._dpflash.places
         place = (str(structure), index) if is_positions else None
         if leaf.ndim and len(leaf) == batch_size and places.get(place) != "positions":
-            # Where a batch needs no padding, transformers passes no mask. What a mask does is seen
-            # in the inputs of later layers, in losses and in gradients.
+            # transformers passes no mask for a batch without padding, so masks are not compared.
+            # Their effect is seen in the inputs of later layers, in losses and in gradients.
             if not _is_mask(leaf):
                 self._dpflash.check_batch(leaf)
             if place is not None and batch_size > 1:
@@ -299,12 +300,11 @@ class PrivateOwner(PrivateModule):
 
 
 def _is_mask(x: Tensor) -> bool:
-    """Whether it has the form of a mask, `[B, 1, T, S]`."""
+    """Return whether x has the shape of a mask, `[B, 1, T, S]`, and needs no gradient."""
     return not x.requires_grad and x.ndim == 4 and x.shape[1] == 1
 
 
 def _is_empty_cache(x: Any) -> bool:
-    """Whether it is a cache of transformers without any keys and values yet."""
     if not type(x).__module__.startswith("transformers."):
         return False
     from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
@@ -323,19 +323,18 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Autocast to a dtype; off for None."""
     if dtype is None and not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def _widened(x: Any, dtype: torch.dtype | None) -> Any:
-    """A tensor of the dtype of autocast in float32; anything else as it is."""
+    """Convert a tensor in autocast's dtype to float32; return other values unchanged."""
     return x.float() if dtype is not None and isinstance(x, Tensor) and x.dtype == dtype else x
 
 
 def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool:
-    """Whether they differ by rounding alone; `[1, ...]` is what all samples share."""
+    """Return whether tensors differ by rounding alone; `expected` may be `[1, ...]`, shared."""
     if found.shape[1:] != expected.shape[1:] or len(expected) not in (1, len(found)):
         return False
     if not found.is_floating_point():
@@ -346,9 +345,9 @@ def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool
 
 
 def _is_equal(outputs: Any, expected: Any) -> bool:
-    """Whether tensors differ by rounding alone, as far as both have them.
+    """Return whether tensors differ by rounding alone; ignores tensors beyond the shorter list.
 
-    Hooks of an outer call, such as those that collect hidden states, add outputs of every forward.
+    Hooks of an outer call, such as those that collect hidden states, add outputs in each forward.
     """
     # Detached: checkpointing counts the tensors that a forward saves.
     found = [x.detach() for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
@@ -360,11 +359,11 @@ def _is_equal(outputs: Any, expected: Any) -> bool:
 
 
 class PrivateSampleBySample(PrivateOwner):
-    """A module without parameters of its own that hides the batch from layers below it.
+    """A module without parameters of its own whose layers do not get the batch first.
 
-    T5's first attention looks up positions `[T, T]` that all samples share, and Swin's layers make
-    windows of samples the batch. The positions are looked up for each sample, which takes B times
-    the memory of the bias.
+    T5's first attention looks up positions `[T, T]` that all samples share, and in Swin's layers
+    the first dimension is windows of samples. Positions are looked up for each sample, which needs
+    B times the memory of the bias.
     """
 
     def is_private_call(self) -> bool:
@@ -376,12 +375,12 @@ class PrivateSampleBySample(PrivateOwner):
         return True
 
     def _hidden(self) -> Iterator[nn.Parameter]:
-        """Parameters of the layers that do not see the batch."""
+        """Return the parameters of the layers that do not get the batch first."""
         return self.parameters()
 
 
 class PrivateRelativeBias(PrivateSampleBySample):
-    """Attention of T5, where a table of relative positions may be below it."""
+    """Attention of T5, which may have a table of relative positions."""
 
     def _hidden(self) -> Iterator[nn.Parameter]:
         table = self._modules.get("relative_attention_bias")
@@ -397,9 +396,9 @@ def _refuse_recurrent(owner: str, layer: nn.RNNBase) -> NoReturn:
 
 
 class _OwnerFunctions(PerSampleFunctions):
-    """`PerSampleFunctions` for an owner that packs sequences for a recurrent layer itself.
+    """`PerSampleFunctions` that refuses an owner that packs sequences for a recurrent layer.
 
-    vmap would stack what it packs, which has the sample's length.
+    vmap would stack packed sequences, which differ in length.
     """
 
     def __init__(self, owner: PrivateOwner):
@@ -418,11 +417,11 @@ class _Outside:
     """Runs the layers below an owner outside of its vmap.
 
     Args:
-        owner: the owner, for messages.
+        owner: description of the owner, for messages.
         batch_size: B.
-        level: of the owner's vmap.
-        device: of the batch.
-        dtype: of autocast in the layers below; None where it is off.
+        level: level of the owner's vmap.
+        device: device of the batch.
+        dtype: autocast's dtype in the layers below; None without autocast.
     """
 
     def __init__(
@@ -440,11 +439,11 @@ class _Outside:
         self.dtype = dtype
 
     def of(self, module: nn.Module | None) -> nn.Module | None:
-        """A copy of a layer, whose calls run the layer itself on the whole batch."""
+        """Return a copy of a layer whose calls run the layer itself on the whole batch."""
         if module is None:
             return None
         made = object.__new__(_type_outside(plain_class(module)))
-        # Recurrent layers look attributes up where one is set.
+        # Recurrent layers read attributes when an attribute is set.
         object.__setattr__(made, "__dict__", copy_to_store_in(module).__dict__)
         made.__dict__["_module"] = module
         made.__dict__["_outside"] = self
@@ -453,7 +452,7 @@ class _Outside:
         return made
 
     def output(self, x: Tensor) -> Tensor:
-        """An output of the owner for one sample, at least of one dimension."""
+        """Check an output of the owner for one sample, which needs a dimension, and return it."""
         if not x.ndim:
             raise ValueError(
                 f"{self.owner} returned a number for one sample; a module with parameters of its "
@@ -463,12 +462,12 @@ class _Outside:
                 "requires_grad_(False)"
             )
         if len(x) == self.batch_size != 1 and not _functorch.is_batchedtensor(x):
-            # What a hook kept of a layer below; the owner itself has seen rows alone.
+            # A hook kept this output of a layer below; the owner itself has seen single rows.
             return self._mapped(x.unsqueeze(1))
         return x
 
     def parameter(self, module: nn.Module, name: str) -> Any:
-        """A parameter that the owner's forward reads from a layer: its handle, as a batch."""
+        """Return a layer's parameter for the owner's forward: its handle, as a vmap batch."""
         parameter = module._parameters[name]
         if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
@@ -489,14 +488,14 @@ class _Outside:
         )
 
     def call(self, module: nn.Module, outside: Any, args: Any, kwargs: Any) -> Any:
-        """Run a layer on the whole batch, and hand its outputs out sample by sample."""
+        """Run a layer on the whole batch, and return its outputs as a vmap batch of samples."""
         if _functorch.maybe_current_level() is None:
             raise RuntimeError(
-                f"{self.owner} has layers below it recomputed in the backward. Pass the whole "
-                "module to checkpoint, or leave checkpointing out"
+                f"{self.owner} has layers below it that activation checkpointing recomputes. Pass "
+                "the whole module to checkpoint, or leave checkpointing out"
             )
         if isinstance(module, ParametrizationList):
-            # The forward reads a computed weight, beside the rule of its layer.
+            # The forward reads a computed weight, outside of the rule of its layer.
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
                     self._refuse_reading(name)
@@ -505,15 +504,15 @@ class _Outside:
             _refuse_recurrent(self.owner, module)
         leaves, structure = tree_flatten((args, kwargs))
         mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
-        # Without a dimension for the batch: tokens of a sample, its windows. Layers that treat
-        # them alike take all samples at once; others run for each sample, as the owner does.
+        # Bare inputs have no batch dimension but a sample's tokens or windows. Layers that treat
+        # all tokens alike take all samples at once; other layers run for each sample under vmap.
         is_second = bool(mapped) and isinstance(module, BatchSecond)
         is_bare = is_second or any(not x.ndim or x.shape[0] != 1 for x in mapped)
         if is_bare and plain_class(module).forward not in _POINTWISE:
             return plain_class(module).forward(outside, *args, **kwargs)
         if isinstance(module, PrivateLeaf) and not any(isinstance(x, Tensor) for x in leaves):
             return plain_class(module).forward(outside, *args, **kwargs)
-        # Gradients of some parameters in it are taken for each sample.
+        # Some parameters of the layer need per-sample gradients.
         has_rules = any(
             isinstance(m, PrivateModule) and m.is_private_call() for m in module.modules()
         )
@@ -534,7 +533,7 @@ class _Outside:
         return tree_map_only(Tensor, lambda x: self._rows(module, x, is_mapped), outputs)
 
     def _expanded(self, module: nn.Module, leaves: list[Any]) -> tuple[list[Any], bool]:
-        """Inputs that all samples share as those of each sample, and whether they are bare."""
+        """Expand shared inputs to one for each sample; also return whether they are bare."""
         tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim]
         is_bare = any(len(x) != 1 for x in tensors)
         if is_bare and not (
@@ -555,7 +554,7 @@ class _Outside:
         return _functorch._add_batch_dim(_widened(x, self.dtype), 0, self.level)
 
     def _whole(self, x: Any, is_bare: bool) -> Any:
-        """`[B, ...]` of what is `[1, ...]`, or bare, for each sample."""
+        """Return `[B, ...]` for a vmap batch whose samples are `[1, ...]`, or bare."""
         if not isinstance(x, Tensor) or not _functorch.is_batchedtensor(x):
             return x
         row = x if is_bare else x.squeeze(0)
@@ -563,23 +562,23 @@ class _Outside:
 
     def _rows(self, module: nn.Module, x: Tensor, is_mapped: bool) -> Tensor:
         if not is_mapped and not x.requires_grad:
-            # Positions, or masks, of as many tokens as there are samples perhaps.
+            # Positions or masks, whose number of tokens may equal the number of samples.
             return x
         if x.ndim and x.shape[0] == self.batch_size:
             return self._mapped(x.unsqueeze(1))
         if x.ndim and x.shape[0] == 1 and not x.requires_grad:
-            return x  # as rotary tables
+            return x  # for example rotary tables
         raise PrivateRefusal(
             f"layer {plain_class(module).__name__} below {self.owner} returned a tensor whose "
-            "first dimension must be the batch, and is not. Call it in a module of its own that "
-            "returns such tensors alone",
+            "first dimension must be the batch, and is not. Call the layer in another module that "
+            "returns only tensors with the batch first",
             shape=tuple(x.shape),
             batch_size=self.batch_size,
         ) from None
 
 
 class _Parameters(dict[str, Any]):
-    """The parameters of a layer as the forward of its owner reads them, see `parameter`."""
+    """The parameters of a layer for the forward of its owner, see `_Outside.parameter`."""
 
     def __init__(self, outside: _Outside, module: nn.Module):
         super().__init__(module._parameters)
@@ -610,23 +609,23 @@ class _Parameters(dict[str, Any]):
 
 
 def _turned(x: Tensor) -> Tensor:
-    """What a layer takes and returns that has its batch second, see `BatchSecond`."""
+    """Exchange the first two dimensions, for a layer with the batch second: `BatchSecond`."""
     return x.transpose(0, 1) if x.ndim > 2 else x
 
 
-# Layers that treat all dimensions but the last ones alike.
+# Layers that treat all positions in the leading dimensions alike.
 _POINTWISE = frozenset({nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward})
 
 
 class _LayerOutside(nn.Module):
-    """A layer as the forward of its owner sees it."""
+    """A layer in the forward of its owner, see `_Outside.of`."""
 
     _module: nn.Module
     _outside: _Outside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "_outside" not in self.__dict__:
-            # A part of a container, such as layers[:2].
+            # The layer is a new container, such as layers[:2].
             return super().__call__(*args, **kwargs)
         return self._outside.call(self._module, self, args, kwargs)
 

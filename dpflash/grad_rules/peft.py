@@ -1,8 +1,8 @@
 """Rules for PEFT: adapters in a ParameterDict, DoRA's magnitudes, prompts.
 
-An adapted layer that keeps its adapters in a ParameterDict and uses them beside the layer (IA3,
-LoRA on embeddings, trainable tokens, VeRA) is one layer of the generic rule together with all
-modules below it: vmap gives each sample its own adapters. Other adapters are layers of their own.
+If an adapted layer keeps its adapters in a ParameterDict and uses them itself (IA3, LoRA on
+embeddings, trainable tokens, VeRA), the layer and all modules below it are one layer of the
+generic rule: vmap gives each sample its own adapters. Other adapters are separate layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .generic import PrivateLeaf
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether the parameters below a module are its own."""
+    """Return whether a module owns the parameters below it: a PEFT layer with a ParameterDict."""
     if not type(module).__module__.startswith("peft.tuners."):
         return False
     return any(
@@ -31,14 +31,14 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def makes_prompts(module: nn.Module) -> bool:
-    """Whether a module is a model that PEFT gives virtual tokens."""
+    """Return whether a module is a model to which PEFT adds virtual tokens."""
     return type(module).__module__ == "peft.peft_model" and hasattr(module, "prompt_encoder")
 
 
 class PrivatePrompts(PrivateModule):
-    """A model of prompt tuning or p-tuning: its prompts come out of the encoder for each sample.
+    """A model of prompt tuning or p-tuning that encodes the prompt for each sample.
 
-    PEFT encodes one prompt and repeats the result, whose gradient is a sum over samples.
+    PEFT encodes one prompt and repeats the result, so its gradient would be a sum over samples.
     """
 
     def get_prompt(
@@ -58,10 +58,10 @@ class PrivatePrompts(PrivateModule):
 
 
 class PrivateDora(PrivateModule):
-    """DoRA beside a linear layer: y = (s - 1) W x + s a B A x with s = m / ||W + a B A||.
+    """DoRA added to a linear layer: y = (s - 1) W x + s a B A x with s = m / ||W + a B A||.
 
-    The norms [O] are constants of the gradient. Source: Liu et al., "DoRA: Weight-Decomposed
-    Low-Rank Adaptation", section 4.3.
+    The norms [O] are constants in the gradient. m is the magnitude and a the scaling. Source: Liu
+    et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", section 4.3.
     """
 
     takes_documents = True
@@ -117,9 +117,9 @@ class PrivateDora(PrivateModule):
 
 
 class PrivateTrainableTokens(PrivateLeaf):
-    """Some rows of a frozen table are trained: looked up in a table of their own.
+    """A frozen table of which some rows are trained; these are looked up in a separate table.
 
-    PEFT writes them into a copy of the whole table, of which each sample would get its own.
+    PEFT writes trained rows into a copy of the whole table, which each sample would need.
     """
 
     base_layer: nn.Module
@@ -145,7 +145,7 @@ class PrivateTrainableTokens(PrivateLeaf):
     def _replace(
         self, rows: Tensor, indices: Tensor, adapter: str, base: nn.Embedding, scale: Tensor | None
     ) -> Tensor:
-        """Replace rows [B, T, E] of the indices [B, T] that an adapter trains."""
+        """Replace rows [B, T, E] whose indices [B, T] are trained by an adapter."""
         name = f"trainable_tokens_delta.{adapter}"
         delta = self.own_parameters()[name]
         own = torch.tensor(self.token_indices[adapter], device=indices.device)
@@ -169,7 +169,7 @@ def check_adapter(name: str, module: nn.Module) -> None:
     """Refuse adapters without a rule: DoRA's magnitudes of convolutions, LoRA on parameters.
 
     Raises:
-        ValueError: naming the module.
+        ValueError: the module is such an adapter; the message names it.
     """
     kind = type(module)
     if kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "ParamWrapper":

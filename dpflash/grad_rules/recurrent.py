@@ -24,7 +24,7 @@ from .recurrent_cells import CELLS, Steps, cell_states
 
 
 class _Weights(NamedTuple):
-    """Parameters of one layer and direction, or their handles."""
+    """The parameters of one layer and direction, or their handles."""
 
     ih: Any
     hh: Any
@@ -34,16 +34,16 @@ class _Weights(NamedTuple):
 
     @property
     def given(self) -> list[Tensor]:
-        """Those that the layer has, as torch's operators take them."""
+        """The parameters that are not None, in the order of torch's operators."""
         return [w for w in self if w is not None]
 
 
 class _Recurrence(torch.autograd.Function):
-    """One layer in one direction: (y [B, T, P], h_T [B, P]) and c_T [B, H] of an LSTM.
+    """One layer in one direction: returns y [B, T, P], h_T [B, P] and, for an LSTM, c_T [B, H].
 
-    torch's own operator runs the steps forward. The backward gets dgates [B, T, G] of all steps;
-    then each weight has one linear use of T tokens: (x, dgates) for W_ih, (h_{t-1}, dgates) for
-    W_hh and (o tanh(c), dh) for W_hr.
+    The forward is torch's own operator. The backward computes dgates [B, T, G] of all steps. Then
+    each weight has one linear use of T tokens: (x, dgates) for W_ih, (h_{t-1}, dgates) for W_hh
+    and (o tanh(c), dh) for W_hr.
     """
 
     @staticmethod
@@ -100,10 +100,10 @@ def _run(
     c0: Tensor | None,
     weights: _Weights,
 ) -> tuple[Tensor, ...]:
-    """The forward of one layer and direction by torch's operator.
+    """Run the forward of one layer and direction by torch's operator.
 
-    It runs the padding too: in torch's operator for packed sequences the bits of a sample depend
-    on how many others have as many steps.
+    It also runs the padding: in torch's operator for packed sequences a sample's bits depend on
+    the number of other samples that reach the same step.
     """
     forward, has_bias = CELLS[mode][0], weights.bias_ih is not None
     states = [h.unsqueeze(0).contiguous() for h in (h0, c0) if h is not None]
@@ -125,7 +125,7 @@ def _run(
 def _steps(
     lengths: Tensor | None, tensors: list[Tensor | None], weights: _Weights, wide: torch.dtype
 ) -> Steps:
-    """What the backward of a cell needs, in the dtype `wide`, with the steps first."""
+    """Return the inputs of a cell's backward, in the dtype `wide`, with the steps first."""
     x, _, c0, y, h_before, dy, dh, *dc = [t if t is None else t.to(wide) for t in tensors]
     assert x is not None and y is not None and h_before is not None
     assert dy is not None and dh is not None
@@ -158,7 +158,7 @@ def recurrence(
     states: tuple[Tensor, Tensor | None],
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Run x [B, T, I] through the parameters of a module whose names end in `suffix`.
+    """Run x [B, T, I] through the layer whose parameter names end in `suffix`.
 
     Returns:
         Outputs [B, T, P] and the last states, [B, P] and [B, H].
@@ -187,7 +187,7 @@ def recurrence(
 
 
 def refuse_compiler(name: str, kind: str) -> None:
-    """Raise under torch.compile."""
+    """Raise an error while torch.compile is tracing."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"module '{name}' ({kind}) has no private backward under torch.compile; call the "
@@ -199,19 +199,19 @@ class PrivateRecurrent(PrivateModule):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` with the outputs of the plain module.
 
     The forward is torch's. The backward recomputes all gates in one product from the states, and
-    then loops over the steps in Python, so it takes more time and memory than that of the plain
-    module, most with grad_sample_mode="ghost".
+    then loops over the steps in Python, so it needs more time and memory than the plain module's
+    backward, most with grad_sample_mode="ghost".
 
-    A PackedSequence is padded to the longest that the module has seen. Pack it with
-    ``enforce_sorted=False``, which is required, and unpack with `total_length`: layers whose
-    shapes depend on the longest sample of the batch are refused in the first batch.
+    A PackedSequence is padded to the longest sequence that the module has seen. It must be packed
+    with ``enforce_sorted=False``. Unpack with `total_length`, since layers whose shapes depend on
+    the longest sample of the batch are refused in the first batch.
 
     Guarantees:
-        Row i of all outputs depends on row i of the inputs and states alone, up to rounding where
-        sequences are packed: their longest length is not public, and another one may round the
-        products of all samples differently. Pad to a public length where the bound is to be
-        exact. States that a loop carries over to the next batch are data of other samples, which
-        nothing bounds.
+        Row i of all outputs depends on row i of the inputs and states alone. For packed sequences
+        this holds up to rounding: their longest length is not public, and another length may round
+        the products of all samples differently. Pad to a public length if the bound must be exact.
+        States that a loop carries over to the next batch are data of other samples, whose
+        contribution is not bounded.
     """
 
     mode: str
@@ -248,11 +248,11 @@ class PrivateRecurrent(PrivateModule):
         return self._as_given(x, lengths, input), (h, c[0]) if c else h
 
     def _samples_first(self, given: Any) -> tuple[Tensor, Tensor | None]:
-        """The input [B, T, I], and the numbers of steps [B] of a packed one."""
+        """Return the input [B, T, I], and the numbers of steps [B] if it is packed, else None."""
         context = self._dpflash
         if isinstance(given, PackedSequence):
             if given.sorted_indices is None:
-                # Where a batch happens to be in this order, the first-batch proof sees nothing.
+                # If a batch happens to be in this order, the proof of the first batch misses it.
                 raise ValueError(
                     f"input of module '{context.name}' ({self.mode}) is packed with "
                     "enforce_sorted=True, so the model orders samples by their lengths, and other "
@@ -275,7 +275,7 @@ class PrivateRecurrent(PrivateModule):
         ), None
 
     def _states(self, hx: Any, x: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """First states (h [B, P], c [B, H] of an LSTM) of each layer and direction."""
+        """Return each layer and direction's first states: h [B, P], and c [B, H] or None."""
         count, batch = self.num_layers * (1 + self.bidirectional), x.shape[0]
         is_lstm, outputs = self.mode == "LSTM", self.proj_size or self.hidden_size
         widths = (outputs, self.hidden_size) if is_lstm else (outputs,)
@@ -295,7 +295,7 @@ class PrivateRecurrent(PrivateModule):
         return list(zip(h, c, strict=True))
 
     def _as_given(self, y: Tensor, lengths: Tensor | None, given: Any) -> Any:
-        """The output in the order, or the packing, of the input."""
+        """Return the output with the batch where the input has it, or packed like the input."""
         if lengths is None:
             return y if self.batch_first else y.transpose(0, 1)
         if given.sorted_indices is not None:
@@ -305,7 +305,7 @@ class PrivateRecurrent(PrivateModule):
 
 
 def _reversed(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """The steps of x [B, T, ...] in reverse; padding stays at the end."""
+    """Reverse the steps of x [B, T, ...]; padding stays at the end."""
     if lengths is None:
         return x.flip(1)
     step = torch.arange(x.shape[1], device=x.device)

@@ -1,7 +1,7 @@
 """Backward through time of LSTM, GRU and plain RNN cells: gradients of the gates in each step.
 
-All gates follow from the states that the forward returned, in one product for all steps. What is
-left for a loop over the steps is elementwise, plus dgates_t W_hh.
+All gates are computed from the forward's states, by one product for all steps. The loop over the
+steps does element-wise work and the product dgates_t W_hh.
 
 Letters: T steps, B samples, H cell width, P width of h (H, or proj_size of an LSTM), G gates of a
 cell together (4 H, 3 H or H).
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Steps(NamedTuple):
-    """What the backward starts from.
+    """The inputs of the backward.
 
     Attributes:
         from_x: x_t W_ih^T + b_ih, [T, B, G].
@@ -25,11 +25,11 @@ class Steps(NamedTuple):
         h: states after each step, [T, B, P].
         h_before: states before each step, [T, B, P].
         c0: first cell state of an LSTM, [B, H].
-        dh: gradient of h without what later steps add, [T, B, P].
+        dh: gradient of h without the contributions of later steps, [T, B, P].
         dc: gradient of the last cell state of an LSTM, [B, H].
-        is_last: whether step t is a sample's last one, [T, B, 1]; None where all have T steps.
+        is_last: whether step t is a sample's last step, [T, B, 1]; None if all have T steps.
         weight_hh: [G, P].
-        weight_hr: [P, H] where an LSTM projects its outputs.
+        weight_hr: [P, H] if an LSTM projects its outputs, else None.
     """
 
     from_x: Tensor
@@ -45,14 +45,14 @@ class Steps(NamedTuple):
 
 
 class StepGrads(NamedTuple):
-    """What it returns.
+    """The outputs of the backward.
 
     Attributes:
         from_x: gradient of `Steps.from_x`.
         from_h: gradient of `Steps.from_h`.
         h0: gradient of the first state, [B, P].
         c0: gradient of the first cell state, [B, H].
-        projected: (o tanh(c), gradient of h) where an LSTM projects, [T, B, H] and [T, B, P].
+        projected: (o tanh(c), gradient of h) if an LSTM projects, [T, B, H] and [T, B, P].
     """
 
     from_x: Tensor
@@ -63,14 +63,14 @@ class StepGrads(NamedTuple):
 
 
 def cell_states(gates: Tensor, c0: Tensor) -> Tensor:
-    """Cell states of an LSTM after each step, [T, B, H], of its gates [T, B, 4 H]."""
+    """Return an LSTM's cell states after each step, [T, B, H], from its gates [T, B, 4 H]."""
     i, f, g, _ = gates.unflatten(-1, (4, -1)).unbind(2)
     f, added = f.sigmoid(), i.sigmoid() * g.tanh()
     return f * _before(f, added, c0) + added
 
 
 def _before(f: Tensor, added: Tensor, c0: Tensor) -> Tensor:
-    """Cell states before each step, [T, B, H]."""
+    """Return the cell states before each step, [T, B, H]."""
     found, c = torch.empty_like(f), c0
     for t in range(len(f)):
         found[t] = c
@@ -79,7 +79,7 @@ def _before(f: Tensor, added: Tensor, c0: Tensor) -> Tensor:
 
 
 def lstm(s: Steps) -> StepGrads:
-    """Cell c' = f c + i g with output o tanh(c'), or W_hr times it.
+    """Cell c' = f c + i g with output o tanh(c'), or W_hr times that output.
 
     Source: Hochreiter and Schmidhuber 1997; proj_size: Sak et al. 2014.
     """
@@ -150,7 +150,7 @@ def _plain(s: Steps, slopes: Tensor) -> StepGrads:
     return StepGrads(grads, grads, dh_later)
 
 
-# By the `mode` of torch's module: its forward for whole sequences, and the backward.
+# For each `mode` of torch's module: torch's forward for whole sequences, and the backward.
 CELLS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Steps], StepGrads]]] = {
     "LSTM": (torch.lstm, lstm),
     "GRU": (torch.gru, gru),

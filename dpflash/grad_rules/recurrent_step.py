@@ -14,8 +14,8 @@ from .recurrent import recurrence, refuse_compiler
 class PrivateRecurrentCell(PrivateModule):
     """One step of an LSTM, GRU or plain RNN for x [B, I] and states [B, H].
 
-    Each call is a use of its own of the parameters. Where a loop has no other use for single
-    steps, the layer for whole sequences is faster.
+    Each call counts as a separate use of the parameters. If a loop does not need single steps, the
+    layer for whole sequences is faster.
     """
 
     hidden_size: int
@@ -54,5 +54,5 @@ class PrivateRecurrentCell(PrivateModule):
         module: Any = self
         if hasattr(module, "nonlinearity"):
             return f"RNN_{module.nonlinearity.upper()}"
-        # Gates together over the cell's width.
+        # The width of all gates divided by the cell's width is the number of gates.
         return {4: "LSTM", 3: "GRU"}[module.weight_hh.shape[0] // self.hidden_size]

@@ -1,4 +1,4 @@
-"""Rule for torch.nn.MultiheadAttention: its projections through handles, attention by PyTorch.
+"""Rule for torch.nn.MultiheadAttention: projections use handles, PyTorch computes attention.
 
 Letters: B samples, H heads, T query tokens, S key tokens, E model dim.
 """
@@ -23,10 +23,10 @@ from .batch_second import samples_first
 
 
 class _Projections(torch.autograd.Function):
-    """y_s = x_s W_s^T + b_s for sources x_s [B, T_s, I], where the W_s are the rows of one W.
+    """y_s = x_s W_s^T + b_s for sources x_s [B, T_s, I], where each W_s is some rows of one W.
 
-    For W it is one linear use: the tokens of all sources together, with output gradients that are
-    zero in the rows of other sources.
+    W has one linear use, of the tokens of all sources together. A token's output gradient is zero
+    in the rows of the other sources.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class _Projections(torch.autograd.Function):
 
 
 def _together(sources: list[Tensor], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """(x [B, sum of T_s, I], dy [B, sum of T_s, O]) of all sources as one use of W."""
+    """Join all sources into one use of W: (x [B, sum of T_s, I], dy [B, sum of T_s, O])."""
     if len(sources) == 1:
         return sources[0], grads[0]
     x = torch.cat(sources, 1)
@@ -82,8 +82,8 @@ def _together(sources: list[Tensor], grads: tuple[Tensor, ...]) -> tuple[Tensor,
 class PrivateTorchMultiheadAttention(PrivateModule):
     """`torch.nn.MultiheadAttention` with the outputs, weights and masks of the plain module.
 
-    With gradients it never takes torch's fused path, which reads parameters beside the handles;
-    without them (evaluation under `no_grad`) it is the plain module.
+    With gradients it never uses torch's fused path, which reads parameters instead of the handles.
+    Without gradients (evaluation under `no_grad`) the plain module runs.
     """
 
     embed_dim: int
@@ -113,11 +113,11 @@ class PrivateTorchMultiheadAttention(PrivateModule):
             return plain
         if is_causal and attn_mask is None:
             raise ValueError(
-                f"module '{self._dpflash.name}' got is_causal=True without attn_mask; torch takes "
-                "it for a hint about the mask. Pass both"
+                f"module '{self._dpflash.name}' got is_causal=True without attn_mask; for torch, "
+                "is_causal is only a hint about the mask. Pass both"
             )
         q, k, v = self._projected(*self._batch_first(query, key, value))
-        # As in torch: the hint replaces the mask, unless another mask or the weights are wanted.
+        # As in torch, is_causal replaces the mask unless there is another mask or need_weights.
         is_causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if is_causal else self._mask(q, k, attn_mask, key_padding_mask)
         q, k, v = (self._heads(t) for t in (q, k, v))
@@ -130,7 +130,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _batch_first(self, *inputs: Tensor) -> list[Tensor]:
-        """Query, key and value with the batch first; inputs that were one tensor still are."""
+        """Return query, key and value with the batch first; the same tensor stays the same."""
         context, found = self._dpflash, {}
         for x in inputs:
             if x.is_nested or x.ndim != 3:
@@ -154,7 +154,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         return [found[id(x)] for x in inputs]
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Project to q [B, T, E] and to k and v [B, S, E], those of `add_bias_kv` included."""
+        """Project to q [B, T, E] and k, v [B, S, E], including the tokens of `add_bias_kv`."""
         handles = self.private_handles(query.shape[0])
         width = self.embed_dim
         if self._parameters["in_proj_weight"] is None:
@@ -180,7 +180,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _project(
         self, handles: Handles, name: str, sources: list[Tensor], rows: list[int], start: int = 0
     ) -> tuple[Tensor, ...]:
-        """Outputs of one weight, cut into `rows` for its sources; its biases begin at `start`."""
+        """Project sources by one weight, cut into `rows` for each; biases begin at `start`."""
         weight, bias = self._parameters[name], self._parameters["in_proj_bias"]
         assert weight is not None
         outputs, inputs = weight.shape
@@ -202,7 +202,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         return projected
 
     def _learned(self, handles: Handles, name: str, tokens: Tensor) -> Tensor:
-        """One more key or value for each sample, [B, 1, E]."""
+        """Return the learned additional key or value of each sample, [B, 1, E]."""
         values, parameter = handles.values(name), self._parameters[name]
         assert parameter is not None
         if values is None:
@@ -210,13 +210,13 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         return values.flatten(1, 2).to(tokens.dtype)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B, T, E] as [B, H, T, E / H]."""
+        """Reshape [B, T, E] to [B, H, T, E / H]."""
         return x.unflatten(2, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None
     ) -> Tensor | None:
-        """Both masks as one that is added to the scores, broadcast to [B, H, T, S]."""
+        """Merge both masks into one that is added to the scores, broadcast to [B, H, T, S]."""
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
         learned = int(self._parameters.get("bias_k") is not None)
         shapes = (queries, keys - learned), (batch * self.num_heads, queries, keys - learned)
@@ -259,7 +259,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         need_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs [B, H, T, E / H] and weights [B, H, T, S], if these are wanted."""
+        """Return outputs [B, H, T, E / H], and weights [B, H, T, S] or None (`need_weights`)."""
         dropout = self.dropout if self.training else 0.0
         if not need_weights:
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal), None
@@ -271,7 +271,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
 
 
 class PrivateTransformerEncoder(PrivateModule):
-    """`torch.nn.TransformerEncoder`, which makes nested tensors only where no gradient is wanted.
+    """`torch.nn.TransformerEncoder` that makes nested tensors only without gradients.
 
     Plain torch decides by its first layer alone, which may be frozen.
     """

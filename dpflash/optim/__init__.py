@@ -1,4 +1,4 @@
-"""Optimizers that know the noise in their gradients."""
+"""Optimizers that use the standard deviation of the noise in their gradients."""
 
 from .adam_bc import AdamBC
 

@@ -1,4 +1,4 @@
-"""AdamBC: Adam that knows the noise in its gradients."""
+"""AdamBC: Adam whose second moments are corrected for the noise in its gradients."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from .._validate import non_negative, optional, positive
 
 
 class AdamBC(torch.optim.Optimizer):
-    r"""AdamW with the second moments of the gradients without their noise (DP-AdamBC).
+    r"""AdamW that subtracts the noise's variance from its second moments (DP-AdamBC).
 
-    Noise of standard deviation s adds s^2 to the mean of each squared gradient. Where gradients
-    are far below s, Adam therefore divides all of them by about s, as SGD with momentum would.
-    AdamBC subtracts the noise first (Tang, Shpilevskiy and Lécuyer, AAAI 2024, arXiv:2312.14334,
+    Noise of standard deviation s adds s^2 to the mean of each squared gradient. If gradients are
+    far below s, Adam therefore divides all of them by about s, and acts like SGD with momentum.
+    AdamBC subtracts s^2 first (Tang, Shpilevskiy and Lécuyer, AAAI 2024, arXiv:2312.14334,
     algorithm 1):
 
     .. math::
         \theta \leftarrow \theta - \mathrm{lr} \, \hat m / (\sqrt{\max(\hat v - \hat s^2,
         \mathrm{floor} \, \hat s^2)} + \mathrm{eps})
 
-    The average of s^2 has the weights of v, so the noise may change from step to step, as banded
-    noise does. The private optimizer passes s. Without noise this is `torch.optim.AdamW`.
+    Here \hat m and \hat v are Adam's moments and \hat s^2 is the average of s^2 with the weights
+    of \hat v, so s may change between steps, as with banded noise. The private optimizer passes s.
+    Without noise the step is that of `torch.optim.AdamW`.
 
     Args:
         params, lr, betas, eps, weight_decay: as those of `torch.optim.AdamW`.
-        floor: least second moment, as a fraction of the noise's, > 0. A step is at most
-            1 / sqrt(floor) times as long as with all of the noise in the denominator. None for
-            3 sqrt(2 (1 - beta2) / (1 + beta2)): three standard deviations of v where gradients are
-            noise alone, over its mean; 0.09 for the default betas. The paper's floor is an
-            absolute value, gamma', which has to be chosen for each noise.
+        floor: the least second moment as a fraction of the noise's variance, > 0. A step is at
+            most 1 / sqrt(floor) times as long as with the noise alone in the denominator. None
+            for 3 sqrt(2 (1 - beta2) / (1 + beta2)), which is 0.09 for the default betas: three
+            standard deviations of v, divided by its mean, if gradients are noise alone. The
+            paper's floor, gamma', is an absolute value, to be chosen for each noise.
 
     Guarantees:
-        A step is a function of releases and of public numbers, so it costs no epsilon.
+        A step is computed from releases and public numbers alone, so it costs no epsilon.
 
     Raises:
         ValueError: an argument is out of range.
@@ -73,7 +74,7 @@ class AdamBC(torch.optim.Optimizer):
             noise_std: standard deviation of the noise in each element of the gradients.
 
         Returns:
-            What closure returned, else None.
+            The value that closure returned; None without closure.
         """
         result = None
         if closure is not None:

@@ -1,4 +1,4 @@
-"""Admission: whether options, ranks, loader and budget allow the next release, or a step."""
+"""Admission: checks that options, ranks, loader and budget allow the next release or step."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Order(NamedTuple):
     """A release that is allowed.
 
     Attributes:
-        event: what it is charged as; None if it is charged already.
-        noise_multiplier: standard deviation of its noise over the bound.
-        bound: the most that one sample may change its sum, in L2.
-        is_foreign: whether its batch is not of the private loader.
-        wants_trials: whether some rank wants the next microbatches tried.
+        event: the privacy event to charge; None if the release is charged already.
+        noise_multiplier: the noise's standard deviation divided by the bound.
+        bound: L2 bound of one sample's contribution to the sum.
+        is_foreign: whether the batch is not from the private loader.
+        wants_trials: whether some rank wants trials of the next microbatches.
     """
 
     event: Event | None
@@ -59,13 +59,13 @@ class Order(NamedTuple):
 
 
 class Admission:
-    """Says whether the next release, or step, is allowed; charges nothing.
+    """Checks whether the next release or step is allowed; charges nothing.
 
     Args:
-        sums: of the logical batch.
+        sums: the clipped sums of the logical batch.
         tracker: follows the microbatches of the training loop.
         options: noise, bound and divisor of the next release.
-        charge: asks the budget and the accountant.
+        charge: checks the budget and the accountant.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class Admission:
     def of_release(
         self, parameters: Sequence[nn.Parameter], *, signalled: bool, wants_trials: bool
     ) -> Order:
-        """Ask for the release of the logical batch.
+        """Admit the release of the logical batch, or raise.
 
         Args:
-            parameters: those that it changes.
+            parameters: the parameters that the release changes.
             signalled: whether another loader signalled that the logical batch ends here.
-            wants_trials: whether this rank wants the next microbatches tried.
+            wants_trials: whether this rank wants trials of the next microbatches.
 
         Raises:
-            BudgetSpent: it does not fit into the budget.
-            ValueError: the accountant does not support this event, or ranks are about to make
-                different releases; or noise or bound differ from those of its block.
-            RuntimeError: the batch is not of the private loader.
+            BudgetSpent: the release does not fit into the budget.
+            ValueError: the accountant does not support this event, ranks are about to make
+                different releases, or noise or bound differ from those of the release's block.
+            RuntimeError: the batch is not from the private loader.
             PrivateRefusal: an option changed since the first backward.
         """
         options, sums = self._options, self._sums
@@ -98,13 +98,13 @@ class Admission:
         bound = sums.bound if sums.has_begun else options.max_grad_norm
         block = self._charge.block
         is_own = self._tracker.take_draw(signalled)
-        # A draw without a number may be of an epoch, or a round, that is not paid for.
+        # A draw without a number may belong to an epoch, or a round, that is not paid for.
         is_own &= block.round[0] == 1 or self._tracker.current is not None
         options.refuse_changed()
         noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
         given = multiplier, bound, options.expected_batch_size, is_own, block.place
         numbers = *given, options.of_optimizers()
-        # Public gradients are made until the release's step.
+        # Public gradients can still be added until the release's step, so None are compared.
         release = dict(zip(_OF_A_RELEASE, numbers, strict=True)) | {_REPLICAS: None}
         number = self._charge.releases
         if sums.ranks.everyone is not None and not sums.is_sharded and not number & (number - 1):
@@ -119,15 +119,15 @@ class Admission:
     def of_step(
         self, kind: str, parameters: Sequence[nn.Parameter], public: Sequence[str]
     ) -> None:
-        """Ask for a step of an optimizer.
+        """Admit a step of an optimizer, or raise.
 
         Args:
-            kind: what the step is on.
-            parameters: those of the optimizer whose turn it is.
+            kind: the data of the step, in words.
+            parameters: the parameters of the optimizer that steps.
             public: names of the parameters with a public gradient.
 
         Raises:
-            ValueError: on all ranks, where they are about to make different steps.
+            ValueError: on all ranks, if ranks are about to make different steps.
         """
         numbers = dict.fromkeys((*_OF_A_RELEASE, _REPLICAS))
         self._require_agreement(kind, parameters, public, numbers)
@@ -136,10 +136,10 @@ class Admission:
         if self._tracker.foreign_batches and self._sums.ranks.everyone is None:
             return
         if not signalled and not self._sums.has_begun:
-            if self._tracker.received:  # perhaps under a condition on losses
+            if self._tracker.received:  # the loop may have stepped on a condition on losses
                 raise PrivateRefusal(_STEPPED_TWICE) from None
             raise RuntimeError(_NO_BATCH)
-        # What another loader signalled may hang on which samples the loop left out.
+        # The signal of another loader may depend on which samples the loop skipped.
         raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
 
     def _require_agreement(
@@ -150,7 +150,7 @@ class Admission:
         release: dict[str, Any],
         wants_trials: bool = False,
     ) -> bool:
-        """Whether some rank wants trials, where all are about to make the same step."""
+        """Raise unless all ranks make the same step; return whether some rank wants trials."""
         ranks, tracker = self._sums.ranks, self._tracker
         if ranks.everyone is None:
             return wants_trials

@@ -1,4 +1,4 @@
-"""Block: which releases correlated noise is correlated over."""
+"""Block: the releases over which banded noise is correlated, or that one event pays for."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """The block under way: consecutive releases of consecutive draws, under one key.
+    """The current block: consecutive releases of consecutive draws, under one key.
 
-    A draw without a release, or another key, ends it: a sample's next draw would not be as many
-    releases later as there are bands. The next release begins another block, without a past.
+    A draw without a release, or a new key, ends the block, because a sample's draws in one block
+    must be a multiple of `bands` releases apart. The next release begins a new block.
 
     Args:
-        mechanism: the noise; None, or one band, if it is independent, so that every release is a
-            block.
-        keys: of the noise.
+        mechanism: the banded noise. None, or one band, means independent noise: each release is a
+            block by itself.
+        keys: the keys of the noise.
         tracker: follows the microbatches of the training loop.
 
     Guarantees:
-        Two draws of one part (equal modulo the bands) that are released in one block have places
-        that differ by a multiple of the bands.
+        If two draws have equal numbers modulo `bands` and are released in one block, their places
+        in the block differ by a multiple of `bands`.
     """
 
     def __init__(self, mechanism: Banded | None, keys: RunKeys, tracker: BatchTracker):
@@ -43,11 +43,11 @@ class Block:
 
     @property
     def place(self) -> int:
-        """How many releases of its block precede that of the current draw."""
+        """Number of releases that precede that of the current draw in its block."""
         return self.place_of(None)
 
     def place_of(self, draw: int | None) -> int:
-        """How many releases of its block precede that of a draw; None for the current one."""
+        """Return how many releases precede that of a draw in its block; None: the current draw."""
         if self.bands == 1 or self._last is None:
             return 0
         if draw is None:
@@ -56,28 +56,28 @@ class Block:
         return self._length if self._last == (*self._stream, draw - 1) else 0
 
     def has_paid(self, draw: int | None = None) -> bool:
-        """Whether the release of a draw, by default the current one, was charged with others."""
+        """Return whether an earlier event pays for a draw's release; None: the current draw."""
         return self.place_of(draw) % self.bands > 0
 
     @property
     def round(self) -> tuple[int, str]:
-        """How many releases an event pays for, and what else begins another one, in words."""
+        """Return how many releases one event pays for, and in words when the next event begins."""
         return self.bands, f"rounds of {self.bands}, and a draw that is not released"
 
     def remaining(self, events: int) -> int:
-        """How many more releases `events` pay for, if none is lost."""
+        """Return the number of further releases that `events` pay for, if no draw is lost."""
         return events * self.bands + (-self.place % self.bands)
 
     @property
     def _stream(self) -> tuple[str, int]:
-        """What draws and noise are a function of, besides their numbers."""
+        """Identify the streams of draws and noise, in which a draw has a number."""
         return derive_key(self._keys.noise, "block").hex(), self._tracker.returns
 
     def check(self, bound: float, noise_multiplier: float) -> None:
-        """Refuse another bound or noise than that of the block, and noise that is not exact.
+        """Refuse a bound or noise that differs from the block's, and noise that is not exact.
 
         Raises:
-            ValueError: naming it.
+            ValueError: bound or noise is refused.
         """
         if self.bands == 1:
             return
@@ -90,31 +90,31 @@ class Block:
         name, now, before = next(x for x in changed if x[1] != x[2])
         raise ValueError(
             f"{name}={now!r}, and {before!r} in the release before: banded noise is correlated "
-            f"over releases of one {name}, so nothing was released; set it back, or pass "
+            f"over releases with equal {name}, so nothing was released; set it back, or pass "
             "make_private(noise_mechanism=None) for a schedule"
         )
 
     def begin(self, bound: float, noise_multiplier: float) -> int:
-        """The release of the current draw begins; returns its place."""
+        """Begin the release of the current draw, and return its place in the block."""
         place, mark = self.place, self._tracker.current
         last = None if mark is None else (*self._stream, mark.draw)
         self._begun = place, last, (bound, noise_multiplier)
         return place
 
     def complete(self) -> None:
-        """The release that has begun is complete: that of the next draw belongs to its block."""
+        """Complete the release that has begun: the release of the next draw joins its block."""
         assert self._begun is not None
         place, self._last, self._numbers = self._begun
         self._length = place + 1
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The block as plain values, with a seed; without one another key ends it at a load."""
+        """Return the block as plain values; None without a seed, since a load then ends it."""
         if self.bands == 1 or self._keys.seed is None or self._last is None:
             return None
         return {"length": self._length, "last": list(self._last), "numbers": self._numbers}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on in the block of a checkpoint, if the keys are the same."""
+        """Continue the block of a checkpoint, if the keys are the same."""
         if state is None:
             self._length, self._last = 0, None
             return
@@ -127,16 +127,16 @@ class Block:
 class Allocation(Block):
     """The epoch of random allocation that is paid for: its later releases cost nothing more.
 
-    Epoch e are draws e T to (e + 1) T - 1 under one key, each sample in one of them. Its event is
-    for all of these together, so draws that are lost, and loops that leave an epoch and begin
-    anew, add nothing to it. Another key is another allocation, which is paid for anew and whole.
+    Epoch e consists of draws e T to (e + 1) T - 1 under one key. Each sample is in one of these
+    draws. One event pays for all of them, so lost draws, and loops that leave an epoch and begin
+    again, cost nothing more. A new key begins a new allocation, which costs a full event.
 
     Args:
-        steps: T, the draws of an epoch.
+        steps: T, the number of draws in an epoch.
         keys, tracker: see `Block`.
 
     Guarantees:
-        The releases that one event pays for are of draws of one epoch under one key, with at
+        All releases that one event pays for use draws of one epoch under one key, with at
         least the noise of the event.
     """
 
@@ -146,7 +146,7 @@ class Allocation(Block):
         self._least = 0.0
 
     def has_paid(self, draw: int | None = None) -> bool:
-        """Whether the epoch of a draw, by default that of the next release, was charged."""
+        """Return whether the epoch of a draw was charged; None: the draw of the next release."""
         return self._last == self._epoch_of(draw)
 
     def _epoch_of(self, draw: int | None = None) -> tuple[str, int, int]:
@@ -169,25 +169,25 @@ class Allocation(Block):
         """Refuse less noise than the epoch was charged with.
 
         Raises:
-            ValueError: naming it.
+            ValueError: noise_multiplier is too small.
         """
         least = self._least
         if self.has_paid() and noise_multiplier < least:
             raise ValueError(
                 f"noise_multiplier={noise_multiplier!r} in an epoch of random allocation that was "
-                f"charged with {least!r}: no epsilon is known for less in a part of it, "
+                f"charged with {least!r}: no epsilon is known for less noise in a part of it, "
                 "so nothing was released; set it back until the epoch ends, or pass "
                 "sampling='poisson'"
             )
 
     def begin(self, bound: float, noise_multiplier: float) -> int:
-        """A release begins that is paid for; of a draw, it is its epoch."""
+        """Begin a release that is paid for; if it has a draw, the draw's epoch is paid for."""
         if self._tracker.current is not None and not self.has_paid():
             self._last, self._least = self._epoch_of(), noise_multiplier
         return 0
 
     def complete(self) -> None:
-        """Nothing: the epoch is paid for, whether or not the release is complete."""
+        """Do nothing: the epoch is paid for, whether or not the release is complete."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """See `Block.state_dict`."""
@@ -196,7 +196,7 @@ class Allocation(Block):
         return {"last": list(self._last), "noise_multiplier": self._least}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on in the epoch of a checkpoint, if the keys are the same."""
+        """Continue the epoch of a checkpoint, if the keys are the same."""
         self._last = None
         if state is not None:
             stream, returns, epoch = state["last"]
@@ -204,14 +204,14 @@ class Allocation(Block):
 
 
 def refuse_large(noise_multiplier: float, scale: float) -> None:
-    """Refuse noise whose z float64 would not hold exactly.
+    """Refuse banded noise whose independent draws z float64 cannot hold exactly.
 
     Args:
-        noise_multiplier: of the release.
-        scale: `Banded.noise_scale`.
+        noise_multiplier: the noise multiplier of the release.
+        scale: the value of `Banded.noise_scale`.
 
     Raises:
-        ValueError: naming it.
+        ValueError: noise_multiplier is too large.
     """
     most = MOST_NOISE / scale
     if noise_multiplier >= most:

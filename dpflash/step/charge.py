@@ -1,4 +1,4 @@
-"""Charge: pays for releases, in the accountant and in the ledger."""
+"""Charge: charges releases to the accountant and the ledger."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class Charge:
-    """Charges each release to accountant and ledger, on all ranks alike.
+    """Charges each release to accountant and ledger, identically on all ranks.
 
     Args:
         spending: the privacy cost of all releases so far.
-        keys: of the noise.
-        plan: how logical batches are drawn; knows the privacy cost of each.
+        keys: the keys of the noise.
+        plan: how logical batches are drawn, and the privacy cost of each.
         tracker: follows the microbatches of the training loop.
         ranks: this process and its peers.
 
     Attributes:
-        releases: how many releases were charged so far; each has its own noise.
-        block: of the releases over which noise is correlated, or which an event pays for.
+        releases: number of releases charged so far; each has its own noise.
+        block: the releases over which noise is correlated, or that one event pays for.
 
     Guarantees:
-        A release is in the accountant, and in the ledger, before `pay` returns its number.
+        The accountant and the ledger contain a release before `pay` returns its number.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class Charge:
         self._paid = (0, math.inf)
 
     def resume(self, releases: int) -> None:
-        """Continue after this many releases."""
+        """Continue after this number of releases."""
         self.releases, self._events = releases, self._plan.events_of(releases)
 
     def leave_ranks(self) -> None:
-        """Continue as a process by itself."""
+        """Continue as a single process."""
         self._ranks = Ranks()
 
     def admit(self, noise_multiplier: float, *, is_foreign: bool) -> Event | None:
-        """Ask the budget and the accountant for the next release.
+        """Check that budget and accountant allow the next release.
 
         Args:
-            noise_multiplier: of the release.
-            is_foreign: whether its batch is not of the private loader.
+            noise_multiplier: the noise multiplier of the release.
+            is_foreign: whether the batch is not from the private loader.
 
         Returns:
-            What it is charged as; None if it is charged already.
+            The event to charge; None if the release is charged already.
 
         Raises:
             BudgetSpent: the release does not fit into the budget.
@@ -86,10 +86,10 @@ class Charge:
         """
         event: Event | None
         if is_foreign:
-            # Models that are not private need no accounting, which is slow to import.
+            # Models that are not private need no accounting, whose import is slow: imported here.
             from dpflash.accounting import Gaussian
 
-            # No amplification can be claimed for a batch of unknown origin.
+            # A batch of unknown origin has no amplification by sampling.
             event = Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
         else:
             event = self._next_event(noise_multiplier)
@@ -100,7 +100,7 @@ class Charge:
     def pay(
         self, event: Event | None, noise_multiplier: float, *, bound: float, is_foreign: bool
     ) -> int:
-        """Charge a release that was admitted; returns its number."""
+        """Charge a release that was admitted, and return its number."""
         if self._spending.ledger is None and noise_multiplier > 0:
             self._keys.claim(self.releases)
         self._charge_on_all_ranks(event, bound=bound, is_foreign=is_foreign)
@@ -112,7 +112,7 @@ class Charge:
         return number
 
     def _charge_on_all_ranks(self, event: Event | None, *, bound: float, is_foreign: bool) -> None:
-        """Charge a release on all ranks; first on the first rank, which writes the ledger."""
+        """Charge a release on rank 0, which writes the ledger, and then on the other ranks."""
 
         def charge() -> bytes:
             keys = self._keys
@@ -130,7 +130,7 @@ class Charge:
     ) -> Event | None:
         event = self._plan.event(noise_multiplier)
         if self._plan.event_covers_epoch and not new_epoch:
-            # Batches of an epoch are disjoint, so the step with the least noise covers all.
+            # Batches of an epoch are disjoint, so the event of the least noise pays for all.
             epoch, least = self._paid
             if epoch == self._tracker.epochs and noise_multiplier >= least:
                 return None
@@ -141,7 +141,7 @@ class Charge:
     def may_begin(
         self, noise_multiplier: float, *, new_epoch: bool, draw: int | None = None
     ) -> bool:
-        """Whether the budget allows the release of a logical batch that is not drawn yet."""
+        """Return whether the budget allows the release of a batch that is not drawn yet."""
         budget = self._spending.budget
         if budget is None or budget.when_spent != "stop":
             return True
@@ -149,7 +149,7 @@ class Charge:
         return self._spending.fits(event)
 
     def remaining_steps(self, noise_multiplier: float) -> int | None:
-        """How many more releases the budget allows; None without a budget."""
+        """Return the number of further releases that the budget allows; None without a budget."""
         if self._spending.budget is None:
             return None
         fit = self._spending.remaining(self._plan.event(noise_multiplier))
@@ -163,7 +163,7 @@ class Charge:
     # Warnings
 
     def expect(self, releases: int, *, target_epsilon: float) -> None:
-        """Warn at the first release beyond those that the noise was calibrated for."""
+        """Warn at the first release beyond the number that the noise was calibrated for."""
         most = self._events + self._plan.events_of(releases)
         self._calibrated = (self.releases + releases, most, target_epsilon)
 
@@ -187,7 +187,7 @@ class Charge:
         )
 
     def warn_of_forgotten_releases(self) -> None:
-        """Warn if epsilon counts no releases for the steps that the optimizer has made."""
+        """Warn if the optimizer has made steps but epsilon counts no releases."""
         if self._is_first:
             warn(
                 "the optimizer's state is of an earlier run, and this engine counts none of its "
@@ -198,7 +198,7 @@ class Charge:
             )
 
     def note_refusal(self, *, may_be: bool = False) -> None:
-        """Write into the ledger that private data ended the training loop, or may have."""
-        # A ledger that cannot be written is refused at the next release; this error tells more.
+        """Write into the ledger that private data ended the loop, or may have ended it."""
+        # If the ledger cannot be written, the next release fails; this error says more.
         with suppress(OSError, RuntimeError):
             self._spending.note_refusal(self._keys.run, may_be=may_be)

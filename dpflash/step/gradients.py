@@ -1,4 +1,4 @@
-"""Gradients: what `.grad` of the trained parameters holds. Before a release, nothing."""
+"""Gradients: sets `.grad` of the trained parameters, which is None before a release."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..refusal import PrivateRefusal
 
 
 class Gradients:
-    """Sets `.grad` of the trained parameters, and refuses what others write there.
+    """Sets `.grad` of the trained parameters, and refuses gradients that other code writes there.
 
     Args:
         trained: the parameters with private gradients.
         names: dotted name of each parameter.
-        public: gradients of public data, which reach parameters past their gates.
-        padding_rows: rows of tables that stay as they are, so that padding adds what it did.
+        public: gradients of public data, which do not pass through clipping gates.
+        padding_rows: the row of padding in each embedding table, which must not change.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, dropping: Callable[[], AbstractContextManager[None]]) -> None:
-        """Refuse gradients that reach a parameter past its gate, from now on.
+        """From now on, refuse gradients that reach a parameter without its gate.
 
         Args:
-            dropping: a method of the step; drops the logical batch where its block fails.
+            dropping: a method of the step; it drops the logical batch if its block raises.
         """
-        # A parameter that held the step would be in a cycle.
+        # A hook that held the step would make a reference cycle.
         refuse = functools.partial(
             _refuse_past_gate, weakref.ref(self), weakref.WeakMethod(dropping)
         )
@@ -60,9 +60,9 @@ class Gradients:
             hook.remove()
 
     def set(self, parameters: Sequence[nn.Parameter], means: Sequence[Tensor]) -> None:
-        """Set `.grad` to a release, in tensors that nothing else holds.
+        """Set `.grad` to a release, in tensors that nothing else references.
 
-        Rows of padding get 0 in place of their noise.
+        Rows of padding are set to 0, without noise.
         """
         grads = in_dtypes(means, [p.dtype for p in parameters])
         for parameter, grad in zip(parameters, grads, strict=True):
@@ -73,12 +73,12 @@ class Gradients:
             parameter.grad = as_grad(grad, parameter)
 
     def drop(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Drop a release, or what others wrote; that of all parameters by default."""
+        """Set `.grad` to None, by default of all trained parameters."""
         for parameter in self._trained if parameters is None else parameters:
             parameter.grad = None
 
     def refuse_frozen(self, optimizer: Optimizer) -> None:
-        """Refuse gradients that are not released: an optimizer steps on every `.grad`."""
+        """Refuse `.grad` of parameters without private gradients: the optimizer would use it."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if not parameter.requires_grad:
                 parameter.grad = None
@@ -92,7 +92,7 @@ class Gradients:
                 ) from None
 
     def refuse_cleared(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse a step on a release whose gradients are gone."""
+        """Refuse a step on a release whose gradients were cleared."""
         if parameters and all(p.grad is None for p in parameters):
             raise RuntimeError(
                 "every .grad was cleared between the last backward of a logical batch and "
@@ -100,10 +100,10 @@ class Gradients:
             )
 
     def refuse_hooks(self) -> None:
-        """Refuse hooks on gradients, which would see nothing: autograd makes none of parameters.
+        """Refuse hooks on parameters' gradients: autograd computes none, so they would not run.
 
         Raises:
-            RuntimeError: naming the first parameter.
+            RuntimeError: a parameter has a hook; the message names the first one.
         """
         own = {hook.id for hook in self._hooks}
         for parameter in self._trained:
@@ -117,7 +117,7 @@ class Gradients:
                 )
 
     def refuse_written(self) -> None:
-        """Refuse `.grad` before the release: what others wrote there is not private."""
+        """Refuse `.grad` that other code wrote before the release: it is not private."""
         for parameter in self._trained:
             if parameter.grad is not None:
                 parameter.grad = None
@@ -135,7 +135,7 @@ def _refuse_past_gate(
     dropping: weakref.WeakMethod[Callable[[], AbstractContextManager[None]]],
     parameter: nn.Parameter,
 ) -> None:
-    """Refuse a gradient that reached a parameter past its gate."""
+    """Refuse a gradient that reached a parameter without its gate."""
     own, drop = gradients(), dropping()
     if own is None or drop is None or own._public.is_inside or parameter.grad is None:
         return
@@ -144,11 +144,10 @@ def _refuse_past_gate(
     with drop():
         raise PrivateRefusal(
             f"parameter '{name}' got a gradient past its private layer, which "
-            "is neither clipped nor noised, so nothing was released. Either it is used outside of "
-            "its own module (what the loss needs, such as a temperature: use it in the forward of "
-            "the module that owns it; tie modules instead: lm_head.weight = embedding.weight, or "
-            "own the parameter in the one module that uses it twice, as in a tied autoencoder; in "
-            "place of a penalty on weights use weight_decay, or run its backward inside "
-            "engine.public_data()), or this is the backward of a public loss (run it inside "
-            "engine.public_data() too)"
+            "is neither clipped nor noised, so nothing was released. Either this is the backward "
+            "of a public loss, or of a penalty on weights: run it inside engine.public_data() too "
+            "(or use weight_decay). Or it is used outside of its own module: if the loss "
+            "needs it, such as a temperature, use it in the forward of the module that owns it; "
+            "if two modules share it, tie them (lm_head.weight = embedding.weight), or own the "
+            "parameter in one module that uses it twice, as in a tied autoencoder"
         ) from None

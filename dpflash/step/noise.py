@@ -1,4 +1,4 @@
-"""Noise of a release: which stream each sum gets, once."""
+"""Noise of a release: adds one stream of noise to each sum, exactly once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..privacy.keys import RunKeys
 
 
-# Elements for which banded noise keeps scratch memory, for each thread.
+# Elements per thread for which banded noise allocates scratch memory.
 _PART = 1 << 14
 
 Totals: TypeAlias = Mapping[nn.Parameter, Tensor]
@@ -32,24 +32,24 @@ Begins: TypeAlias = Mapping[nn.Parameter, int]
 
 
 class Noise(Protocol):
-    """A kind of noise. A release with it is charged as `Charge.admit` says."""
+    """A kind of noise. `Charge.admit` determines how a release with it is charged."""
 
     def begin(self, step: int, place: int, bound: float, noise_multiplier: float) -> BatchNoise:
-        """The noise of a release.
+        """Return the noise of a release.
 
         Args:
-            step: number of the release; no other release under the same key has it.
-            place: how many releases of its block precede it, see `Block`.
-            bound: the most that one sample may change the sum, in L2.
-            noise_multiplier: standard deviation of the noise over the bound; 0 for no noise.
+            step: number of the release, unique among the releases under one key.
+            place: number of earlier releases in its block, see `Block`.
+            bound: L2 bound of one sample's contribution to the sum.
+            noise_multiplier: the noise's standard deviation divided by the bound; 0: no noise.
         """
 
 
 class RoundedGaussian:
-    """Gaussian noise, rounded to the grid of exact sums, and independent for each release.
+    """Gaussian noise that is rounded to the grid of exact sums and independent in each release.
 
     Args:
-        keys: of the noise.
+        keys: the keys of the noise.
         trained: the parameters with private gradients.
     """
 
@@ -71,11 +71,11 @@ class BatchNoise:
     on which rank adds it.
 
     Args:
-        noise_multiplier: standard deviation of the noise over the bound; 0 for no noise.
-        bound: the most that one sample may change the sum; it determines the noise's grid.
+        noise_multiplier: the noise's standard deviation divided by the bound; 0 for no noise.
+        bound: L2 bound of one sample's contribution; it determines the noise's grid.
         key: 32 secret bytes.
-        step: number of the release; no other release under this key has it.
-        parameter_ids: a number for each parameter; no two are equal.
+        step: number of the release, unique among the releases under this key.
+        parameter_ids: a unique number for each parameter.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BatchNoise:
         step: int,
         parameter_ids: dict[nn.Parameter, int],
     ):
-        # Computed in float64 and rounded up: never less noise than was charged for.
+        # Computed in float64 and rounded up, so that noise is never less than charged for.
         std = float(noise_multiplier) * float(bound) if noise_multiplier else 0.0
         self._std = math.nextafter(std, math.inf) if std else 0.0
         self._grid = grid_of(bound) if std else 1.0
@@ -103,7 +103,7 @@ class BatchNoise:
         return self._std
 
     def is_due(self, parameter: nn.Parameter) -> bool:
-        """Whether noise is still to be added to this parameter's sum."""
+        """Return whether noise is still to be added to this parameter's sum."""
         is_known = parameter in self._parameter_ids and parameter not in self._noised
         return self._std > 0 and is_known
 
@@ -112,7 +112,7 @@ class BatchNoise:
         return self._stream(self._std, self._grid, self._step, self._unsettled)
 
     def stream(self, parameter: nn.Parameter, begin: int = 0) -> NoiseStream | None:
-        """Noise still to be added to this parameter's sum from an element on, or None."""
+        """Return the noise due to this parameter's sum from element `begin` on, or None."""
         if not self.is_due(parameter):
             return None
         return self._first.at(self._parameter_ids[parameter], begin)
@@ -120,21 +120,21 @@ class BatchNoise:
     def _stream(
         self, std: float, grid: float, step: int, unsettled: list[OpenList]
     ) -> NoiseStream:
-        """The noise of parameter 0 in a release."""
+        """Return the noise of parameter 0 in a release."""
         return NoiseStream(
             std=std, grid=grid, key=self._key, step=step, parameter_id=0, unsettled=unsettled
         )
 
     def streams(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
-        """Noise still to be added to the sums of all these parameters, or None."""
+        """Return the noise of these parameters' sums; None unless it is due to each of them."""
         streams = [stream for p in parameters if (stream := self.stream(p)) is not None]
         return streams if len(streams) == len(parameters) else None
 
     def mark_added(self, totals: Totals) -> None:
-        """Record that these are the parameters' sums with their noise."""
+        """Record that these sums of parameters contain their noise."""
         if self._unsettled:
             outs = {self._parameter_ids[p]: total for p, total in totals.items()}
-            # The last list has them, and the one before where a launch took two kinds of sums.
+            # They are in the last list, and in the one before if a launch had two kinds of sums.
             for i in reversed(range(len(self._unsettled))):
                 entry = self._unsettled[i]
                 ids = [stream.parameter_id for stream in entry.streams]
@@ -145,24 +145,24 @@ class BatchNoise:
         self._noised.update(totals)
 
     def add_(self, totals: Totals, begins: Begins) -> None:
-        """Add to sums over all ranks the noise that is due; it stays due until `complete`.
+        """Add the noise that is due to sums over all ranks; it stays due until `complete`.
 
         Args:
             totals: the elements of each sum that this rank owns.
-            begins: number of the first of them in the parameter.
+            begins: the index of the first of these elements in each parameter.
         """
         due = {p: stream for p in totals if (stream := self.stream(p, begins[p])) is not None}
         add_noise_([totals[p] for p in due], list(due.values()))
         self.settle()
 
     def complete(self) -> None:
-        """The release is complete."""
+        """Note that the release is complete."""
 
     def settle(self) -> bool:
-        """Write the noise that GPU kernels left undecided; waits for the GPU once.
+        """Write the noise whose rounding GPU kernels left undecided; waits for the GPU once.
 
         Returns:
-            Whether there was any.
+            Whether any noise was undecided.
         """
         found = settle_noise(self._unsettled)
         # Cleared last: a step that failed above can be tried again.
@@ -171,11 +171,11 @@ class BatchNoise:
 
 
 class _Past(NamedTuple):
-    """The noise of a parameter in a block, of this rank's elements, in steps of the grid.
+    """The noise of one parameter in a block so far: this rank's elements, in steps of the grid.
 
     Attributes:
-        place: how many releases it covers.
-        last: int64, of the last b - 1 of them, the newest first.
+        place: the number of releases so far.
+        last: int64, the noise of the last b - 1 releases (b is the bands), the newest first.
     """
 
     place: int = 0
@@ -185,14 +185,14 @@ class _Past(NamedTuple):
 class BandedGaussian:
     """Gaussian noise that is correlated over the releases of a block, see `dpflash.noise.Banded`.
 
-    Its integers are those of `dpflash.noise.reference`, with the draws of `dpflash.kernels` for z.
+    It is the integer noise of `dpflash.noise.reference`, with draws of `dpflash.kernels` as z.
     The noise of a block is a function of key, steps and standard deviation. So a resumed run, or a
-    parameter that was frozen for a while, draws that of the releases so far again, and no
-    checkpoint holds it.
+    parameter that was frozen for a while, draws the noise of the block's earlier releases again,
+    and checkpoints do not contain it.
 
     Args:
-        mechanism: of two bands or more.
-        keys: of z.
+        mechanism: two bands or more.
+        keys: the keys of z.
         trained: the parameters with private gradients.
     """
 
@@ -222,18 +222,18 @@ class BandedGaussian:
 
 
 class BandedNoise(BatchNoise):
-    """The noise of one logical batch where it is correlated over a block.
+    """The noise of one logical batch, correlated over the releases of a block.
 
     Args:
         noise_multiplier, bound, key, step, parameter_ids: see `BatchNoise`.
-        place: how many releases of its block precede it.
-        mechanism: the coefficients.
-        pasts: the noise of the block so far, to which `complete` adds that of the release.
+        place: number of earlier releases in the block.
+        mechanism: holds the coefficients c, which are the bands of the matrix C.
+        pasts: the noise of the block so far. `complete` adds the noise of this release.
 
     Guarantees:
-        A sum on the grid with its noise is a function of 2^8 C S + z, in integers, and of nothing
-        else: S are the sums of the block in steps of the grid, and z, in the same unit, is a
-        rounded Gaussian of standard deviation noise_multiplier * |c| * bound or more.
+        A sum on the grid with its noise is a function of the integers 2^8 C S + z alone. S are
+        the sums of the block in steps of the grid; z, in the same unit, is a rounded Gaussian of
+        standard deviation noise_multiplier * |c| * bound or more.
     """
 
     def __init__(
@@ -259,14 +259,14 @@ class BandedNoise(BatchNoise):
 
     @property
     def std(self) -> float:
-        """See `BatchNoise.std`; it falls from release to release of a block."""
+        """See `BatchNoise.std`; it decreases from release to release of a block."""
         if not self._std:
             return 0.0
         norms = _row_norms(self._integers, 1 << self._place.bit_length())
         return self._std_of_z * float(norms[self._place])
 
     def streams(self, parameters: Sequence[nn.Parameter]) -> None:
-        """None: kernels of the sums add independent noise only."""
+        """Return None: the kernels of the sums can add independent noise only."""
 
     def add_(self, totals: Totals, begins: Begins) -> None:
         """See `BatchNoise.add_`."""
@@ -280,14 +280,14 @@ class BandedNoise(BatchNoise):
         for parameter in due:
             total, y = totals[parameter].view(-1), self._made[parameter].view(-1)
             for part in _parts(total):
-                # As independent noise does, where a sum is not on the grid.
+                # Rounds a sum that is not on the grid, as independent noise does.
                 steps = (total[part].double() / self._grid).round_().add_(y[part])
                 total[part] = steps.mul_(self._grid)
 
     def complete(self) -> None:
-        """The release is complete, and the noise of the next one depends on its noise.
+        """Note that the release is complete: the noise of the next one depends on its noise.
 
-        If it is made again after all, it has the same noise.
+        If the release is nevertheless made again, it has the same noise.
         """
         made = self._made.items()
         self._extend({p: y for p, y in made if self._past(p).place == self._place})
@@ -300,13 +300,13 @@ class BandedNoise(BatchNoise):
         for parameter, value in values.items():
             place, last = self._past(parameter)
             extended[parameter] = _Past(place + 1, (value, *last)[:most])
-        self._pasts.update(extended)  # all at once, whatever interrupts it
+        self._pasts.update(extended)  # all at once, in case of an interruption
 
     def _values(self, totals: Totals, place: int, begins: Begins) -> dict[nn.Parameter, Tensor]:
-        """The noise of a release of the block, int64, for sums whose past is known."""
+        """Return the noise of a release of the block, int64, for sums whose past is known."""
         step = self._step - self._place + place
         found = {p: torch.empty_like(total, dtype=torch.int64) for p, total in totals.items()}
-        # A GPU's draws are settled together, so that it is waited for once.
+        # Draws on a GPU are settled together, to wait for the GPU once.
         groups = [[(p, slice(0, y.numel())) for p, y in found.items() if y.is_cuda]]
         groups += [[(p, part)] for p, y in found.items() if not y.is_cuda for part in _parts(y)]
         for group in groups:
@@ -331,14 +331,14 @@ class BandedNoise(BatchNoise):
 
 @functools.lru_cache(maxsize=4)
 def _row_norms(integers: tuple[int, ...], rows: int) -> NDArray[np.float64]:
-    """`[rows]`: norms of the first rows of the inverse of C, for coefficients in 2^-8."""
+    """Return the norms `[rows]` of the first rows of the inverse of C; coefficients in 2^-8."""
     impulse = np.zeros(rows)
     impulse[0] = 1.0
     return np.sqrt(squared_errors(np.array(integers) / (1 << FRACTION_BITS), impulse))
 
 
 def _parts(tensor: Tensor) -> list[slice]:
-    """Parts of a flat tensor whose scratch memory fits into the caches of a CPU's cores."""
+    """Split a flat tensor into parts whose scratch memory fits into the caches of a CPU."""
     count = tensor.numel()
     size = count if tensor.is_cuda else _PART * torch.get_num_threads()
     return [slice(start, min(start + size, count)) for start in range(0, count, max(1, size))]

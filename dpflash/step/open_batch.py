@@ -1,4 +1,4 @@
-"""OpenBatch: the logical batch under way, as the loader sees it, and how it is dropped."""
+"""OpenBatch: the state of the current logical batch, its calls from the loader, its dropping."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from .sums import ClippedSums
 
 
 class Clipper(Protocol):
-    """Clips gradients. The step reports where microbatches begin and logical batches end.
+    """Clips gradients. The step reports the begin of microbatches and the end of logical batches.
 
     Attributes:
-        wants_trials: whether the next microbatches are to be tried, as soon as all ranks know.
+        wants_trials: whether to try the next microbatches, as soon as all ranks know of it.
     """
 
     wants_trials: bool
 
     def try_next(self) -> None:
-        """Try the next microbatches, as all ranks do."""
+        """Try the next microbatches, on all ranks."""
 
     def begin_microbatch(self, samples: int, units: Units | None) -> None:
-        """The loader yields a microbatch of this many samples, which are its rows or units."""
+        """Note that the loader yields a microbatch of this many samples: rows, or units."""
 
     def end_batch(self, *, parameters_change: bool) -> None:
-        """The logical batch was dropped, or parameters are about to change."""
+        """Note that the logical batch was dropped, or that parameters are about to change."""
 
 
 class OpenBatch:
-    """What a logical batch holds until its end, and how it is dropped.
+    """The state of a logical batch until its end, and the methods that drop it.
 
     Args:
         optimizer: the wrapped optimizer, or several as one; a release sets the gradients of its
             parameters.
-        sums: of the clipped gradients of the logical batch.
+        sums: sums of the clipped gradients of the logical batch.
         tracker: follows the microbatches of the training loop.
         options: noise, bound and divisor of the next release.
         charge: pays for releases.
@@ -56,13 +56,13 @@ class OpenBatch:
         padding_rows: see `Gradients`.
 
     Attributes:
-        noise: of the release under way; None before it was charged and after it was made.
+        noise: noise of the current release; None before its charge and after the release.
         released: the parameters whose `.grad` is a release that waits for its step, or None.
         released_std: standard deviation of the noise in each element of the last release.
         public: gradients of public data that the next step adds to its release.
         rows: which rows of the current microbatch are samples.
-        admission: says whether a release or a step is allowed.
-        progress: counts microbatches, backwards and batches that were dropped.
+        admission: checks whether a release or a step is allowed.
+        progress: number of microbatches, backwards and dropped batches so far.
 
     Guarantees:
         A logical batch that is dropped after its charge stays charged.
@@ -98,12 +98,12 @@ class OpenBatch:
 
     @property
     def bound(self) -> float:
-        """L2 bound of one sample in the logical batch under way, or in the next one."""
+        """L2 bound of one sample in the current logical batch, or in the next one."""
         return self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
 
     @property
     def releases(self) -> int:
-        """How many releases were charged so far."""
+        """Number of releases charged so far."""
         return self.charge.releases
 
     @property
@@ -112,20 +112,20 @@ class OpenBatch:
         return self.parameters_of(self._optimizer)
 
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The trained parameters of a wrapped optimizer now: groups and frozen ones may change."""
+        """Return a wrapped optimizer's trained parameters now: its groups may have changed."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in held if self.sums.is_trained(p) and p.requires_grad]
 
     def attach(self, clipper: Clipper) -> None:
-        """Report to `clipper` where logical batches begin and end."""
+        """Report to `clipper` when logical batches begin and end."""
         self._clipper = clipper
 
     def watch_gradients(self) -> None:
-        """Refuse gradients that reach a parameter past its gate, from now on."""
+        """From now on, refuse gradients that reach a parameter without its gate."""
         self.gradients.watch(self.dropping)
 
     def resume(self, *, releases: int, block: Mapping[str, Any] | None, **options: float) -> None:
-        """Go on where a checkpoint was written."""
+        """Continue from a checkpoint."""
         self.options.load(**options)
         self.charge.resume(releases)
         self.charge.block.load_state_dict(block)
@@ -133,12 +133,12 @@ class OpenBatch:
         self.discard()
 
     def close(self) -> None:
-        """The model is made plain again."""
+        """Stop watching gradients: the model is no longer private."""
         self.public.drop()
         self.gradients.unwatch()
 
     def leave_ranks(self) -> None:
-        """Continue as a process by itself: a forked child is not one of the ranks."""
+        """Continue as a single process: a forked child is not one of the ranks."""
         self.sums.leave_ranks()
         self.charge.leave_ranks()
 
@@ -146,12 +146,12 @@ class OpenBatch:
 
     @property
     def is_open(self) -> bool:
-        """Whether a part of a logical batch waits for its release, or a release for its step."""
+        """Whether sums wait for their release, or a release waits for its step."""
         # A backward that failed may leave a release without sums.
         return bool(self.sums) or self.noise is not None or self.released is not None
 
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
-        """The loader yields a microbatch of this many samples, which are its rows or units."""
+        """Note that the loader yields a microbatch of this many samples: rows, or units."""
         self.public.refuse_inside("a batch of the private loader")
         self.public.begin_microbatch(begins_draw=begins_draw)
         self.progress += 1
@@ -159,29 +159,29 @@ class OpenBatch:
             self._clipper.begin_microbatch(samples, units)
 
     def begin_row(self) -> None:
-        """A row of the microbatch is run by itself."""
+        """Note that a single row of the microbatch is run next."""
         self.progress += 1
         if self._clipper is not None:
             self._clipper.begin_microbatch(1, None)
 
     def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
-        """Whether the budget allows the release of a logical batch that is not drawn yet."""
+        """Return whether the budget allows the release of a batch that is not drawn yet."""
         noise_multiplier = self.options.noise_multiplier
         return self.charge.may_begin(noise_multiplier, new_epoch=new_epoch, draw=draw)
 
     def abandon(self) -> None:
-        """Drop the logical batch: the loop began another epoch."""
+        """Drop the logical batch, because the loop began another epoch."""
         self.tracker.forget_signals()
         self.discard()
 
     def discard(self) -> None:
-        """Drop the sums of a logical batch, or its release."""
+        """Drop the logical batch: its sums, or its release in `.grad`."""
         self.progress += 1
         self.gradients.drop()
         self.drop_sums()
 
     def drop_sums(self) -> None:
-        """Drop the sums of a logical batch."""
+        """Drop the sums of the logical batch; leave `.grad`."""
         self._clear()
         self.tracker.dropped()
         if self._clipper is not None:
@@ -194,7 +194,7 @@ class OpenBatch:
 
     @contextmanager
     def noting_refusals(self) -> Iterator[None]:
-        """Note a private refusal that the block raises, or may have raised on a lost rank."""
+        """Write to the ledger a private refusal of the block, or a possible one on a lost rank."""
         try:
             yield
         except RankError as error:
@@ -208,7 +208,7 @@ class OpenBatch:
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Drop the logical batch where the block fails."""
+        """Drop the logical batch if the block raises."""
         try:
             with self.noting_refusals():
                 yield

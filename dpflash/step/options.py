@@ -1,4 +1,4 @@
-"""ReleaseOptions: public numbers of the next release, which must not depend on private data."""
+"""ReleaseOptions: public options of the next release, which must not depend on private data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..refusal import PrivateRefusal, warn
 class ReleaseOptions:
     """Noise, bound and divisor of the next release, and the options of the wrapped optimizer.
 
-    The loop may change them between logical batches. Within one, a change would be as often as
-    there are microbatches, whose number is private: `refuse_changed` refuses it.
+    The loop may change them between logical batches. `refuse_changed` refuses changes within a
+    logical batch: they would depend on its number of microbatches, which is private.
 
     Args:
         optimizer: the wrapped optimizer.
-        noise_multiplier: standard deviation of the noise over the bound.
+        noise_multiplier: the noise's standard deviation divided by the bound.
         max_grad_norm: L2 bound C of one sample's contribution.
-        expected_batch_size: the divisor of the released sums; public.
+        expected_batch_size: the public divisor of the released sums.
         divides: whether sums are divided.
 
     Attributes:
@@ -51,7 +51,7 @@ class ReleaseOptions:
     def load(
         self, *, noise_multiplier: float, max_grad_norm: float, expected_batch_size: float
     ) -> None:
-        """Take the numbers of a checkpoint."""
+        """Set the three numbers, for instance from a checkpoint."""
         noise_fits(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
         self.numbers |= {
             "noise_multiplier": float(noise_multiplier),
@@ -62,14 +62,14 @@ class ReleaseOptions:
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise over the bound, of the next release."""
+        """Standard deviation of the next release's noise, divided by the bound."""
         return self.numbers["noise_multiplier"]
 
     def set_noise_multiplier(self, value: float) -> None:
-        """Change the noise from the next release on; 0 warns.
+        """Change the noise from the next release on; warn if it is 0.
 
         Raises:
-            ValueError: it is not a number >= 0 that fits the bound.
+            ValueError: value is not a number >= 0 that fits the bound.
         """
         noise_fits(max_grad_norm=self.numbers["max_grad_norm"], noise_multiplier=value)
         if value == 0 < self.numbers["noise_multiplier"]:
@@ -85,10 +85,10 @@ class ReleaseOptions:
         return self.numbers["max_grad_norm"]
 
     def set_max_grad_norm(self, value: float) -> None:
-        """Change the bound, and the noise that is scaled to it, from the next logical batch on.
+        """Change the bound, and the noise scaled with it, from the next logical batch on.
 
         Raises:
-            ValueError: it is not a finite number > 0 that fits the noise.
+            ValueError: value is not a finite number > 0 that fits the noise.
         """
         positive(max_grad_norm=value)
         finite(max_grad_norm=value)
@@ -102,14 +102,14 @@ class ReleaseOptions:
 
     @property
     def divisor(self) -> float:
-        """What the next release is divided by: the expected batch size, or 1."""
+        """Divisor that the next release uses: the expected batch size, or 1 without division."""
         return self.numbers["expected_batch_size"] if self._divides else 1.0
 
     def set_expected_batch_size(self, value: float) -> None:
-        """Change the divisor from the next release on; the sample rate stays as it is.
+        """Change the divisor from the next release on; the sample rate does not change.
 
         Raises:
-            ValueError: it is not a finite number > 0, or sums are released undivided.
+            ValueError: value is not a finite number > 0, or sums are released undivided.
         """
         positive(expected_batch_size=value)
         finite(expected_batch_size=value)
@@ -121,7 +121,7 @@ class ReleaseOptions:
         self.numbers["expected_batch_size"] = float(value)
 
     def note(self) -> None:
-        """Compare the options of the next release with those of the draw's first backward."""
+        """Compare the options with those at the first backward of the logical batch."""
         options: dict[Any, Any] = {**self.numbers}
         for number, group in enumerate(self._optimizer.param_groups):
             for name, value in group.items():
@@ -134,10 +134,10 @@ class ReleaseOptions:
             self._changed = next(n for n in both if options.get(n) != self._noted.get(n))
 
     def refuse_changed(self) -> None:
-        """Refuse a step whose learning rate, or another option, is not that of its first backward.
+        """Refuse a step if an option, such as the learning rate, changed since the first backward.
 
         Raises:
-            PrivateRefusal: naming the option and the line to write.
+            PrivateRefusal: an option changed; the message names it and the remedy.
         """
         if self._noted is not None:
             self.note()
@@ -149,14 +149,14 @@ class ReleaseOptions:
         raise PrivateRefusal(
             f"optimizer.{changed} changed between the first backward of a logical batch and its "
             "step(), so nothing was released: the number of microbatches between is private. "
-            "Behind optimizer.step() write\n"
+            "After optimizer.step() write\n"
             "    if loader.is_last: scheduler.step()\n"
-            "(of BatchMemoryManager `if not optimizer.step_was_skipped: scheduler.step()`), and "
-            "compute what you set by hand from loader.releases"
+            "(with BatchMemoryManager `if not optimizer.step_was_skipped: scheduler.step()`), and "
+            "compute values that you set by hand from loader.releases"
         ) from None
 
     def of_optimizers(self) -> list[dict[str, object]]:
-        """The options of the optimizers that ranks compare: of each group, without tensors."""
+        """Return each group's options without tensors, for the comparison between ranks."""
         kinds = (bool, int, float, str, tuple)
         return [
             {k: v for k, v in group.items() if isinstance(v, kinds)}
@@ -164,12 +164,12 @@ class ReleaseOptions:
         ]
 
     def end_batch(self) -> None:
-        """The logical batch has ended: options may change."""
+        """Note that the logical batch has ended, so that options may change."""
         self._noted = self._changed = None
 
 
 def _comparable(option: Any) -> Any:
-    """An option of an optimizer, to compare later without waiting for a GPU."""
+    """Return a value that stands for an option in comparisons, without waiting for a GPU."""
     if isinstance(option, Tensor):
         return id(option), option._version
     return tuple(map(_comparable, option)) if isinstance(option, (tuple, list)) else option

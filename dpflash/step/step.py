@@ -1,6 +1,6 @@
 """PrivateStep: one logical batch, from its first microbatch to its release.
 
-    for microbatch in logical_batch:                   # the loader marks the last one
+    for microbatch in logical_batch:                   # the loader marks the last microbatch
         losses = model(microbatch)                     # [B]
         losses.backward():                             # autograd runs the clipping gates, which
             factors = min(1, C / norms)                #   clip per-sample gradients
@@ -9,17 +9,17 @@
                 charge the accountant and the ledger   # _charge: before a noisy value exists
                 sums[parameter] += N(0, (sigma C)^2)   # BatchNoise
         if last microbatch:                            # release
-            charge, add over the ranks, add noise   # what the gates did not do
+            charge, add over the ranks, add noise   # each unless the gates did it
             parameter.grad = sums[parameter] / expected_batch_size
     optimizer.step():                                  # see turns.py
-        release                                        # if no backward could: a batch of others
+        release                                        # of a batch that is not the loader's
         parameter.grad += gradient of public data      # see dpflash.privacy.public_data
         the wrapped optimizer's step
 
-Until the release `.grad` of a private parameter is None; what is done with it afterwards is
-post-processing. The gates of the last microbatch charge and add noise where the sum is complete
-on this rank, which is alone. Exact sums, and noise, are multiples of one grid (see
-`dpflash.kernels.grid_of`), so the order of microbatches and ranks does not change a bit of them.
+Until the release `.grad` of a private parameter is None; everything computed from it afterwards
+is post-processing. If there is one rank, sums are complete in the gates of the last microbatch,
+and these gates charge and add noise. Exact sums and noise are multiples of one grid (see
+`dpflash.kernels.grid_of`), so their bits do not depend on the order of microbatches and ranks.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ CAPTURED = "each replay would release again, without charging for it and with th
 
 
 class PrivateStep(OpenBatch):
-    """One logical batch at a time: backwards add their clipped gradients, and the last releases.
+    """Adds the clipped gradients of each backward; the last backward of a logical batch releases.
 
     Guarantees:
         A release is charged to the accountant, and written to the ledger, before its first noisy
         value exists. Noise of standard deviation noise_multiplier * max_grad_norm is added to
-        each coordinate once for a logical batch, over all ranks, also where a parameter got no
+        each coordinate once per logical batch, over all ranks, also if a parameter has no
         gradient. Public gradients change neither the sums nor the noise nor the charge.
     """
 
     _may_charge = False
 
     def begin_backward(self) -> None:
-        """A backward begins; the first of a logical batch fixes the bound."""
+        """Begin a backward; the first backward of a logical batch fixes the bound."""
         self.progress += 1
         if self.noise is not None:
             raise RuntimeError(
@@ -69,18 +69,18 @@ class PrivateStep(OpenBatch):
         self._may_charge = True
 
     def begin_trial(self) -> None:
-        """The backward of a trial begins; `.grad` no longer holds the release before it."""
+        """Begin the backward of a trial, and drop the previous release from `.grad`."""
         if not self.sums.has_begun:
             self.gradients.drop()
 
     def before_gate(self) -> None:
-        """A backward has reached a use of a private parameter, or a gate."""
+        """Refuse a backward of public data that reaches a private parameter's use, or a gate."""
         self.public.refuse_gate()
 
     def add_clipped(
         self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor], factors: Tensor
     ) -> None:
-        """Reduce per-sample gradients `[B, ...]` by their factors; see `ClippedSums`."""
+        """Add the sums of per-sample gradients `[B, ...]` times factors; see `ClippedSums`."""
         noise = self._noise_if_complete(parameters) if self.sums.take_noise(parameters) else None
         self.sums.add_clipped(parameters, grads, factors, noise)
         self._add_noise(parameters, have_noise=noise is not None)
@@ -97,33 +97,33 @@ class PrivateStep(OpenBatch):
         self._add_noise(parameters, have_noise=False)
 
     def _add_noise(self, parameters: Sequence[nn.Parameter], *, have_noise: bool) -> None:
-        """Add the noise of sums where it is due, and was not added by the sums' own kernel."""
+        """Add the noise that is due to sums, unless the sums' kernel added it (`have_noise`)."""
         if not have_noise and self.sums.is_alone:
             streams = self._noise_if_complete(parameters)
             have_noise = streams is not None
             if streams is not None:
                 self.sums.add_noise(parameters, streams)
-        # Marked last, so that a sum is not taken for noised where adding its noise failed.
+        # Marked last, so that a sum is not marked as noised if adding its noise failed.
         if have_noise:
             assert self.noise is not None
             self.noise.mark_added({p: self.sums[p] for p in parameters})
 
     def _noise_if_complete(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
-        """Noise to add in this backward; the first call of the last backward charges for it."""
+        """Return the noise to add now; the first call in the last backward charges the release."""
         if self._may_charge:
             self._may_charge = False
-            # Noise is for the sum over all ranks' samples, or tokens.
+            # With several ranks, noise is added to the sum over their samples, or tokens.
             if self.sums.is_alone and self.options.noise_multiplier != 0 and self._ends_here():
                 self.noise = self._charge(signalled=self.tracker.waiting_signals > 0)
         return None if self.noise is None else self.noise.streams(parameters)
 
     def _ends_here(self) -> bool:
-        """Whether the backward under way completes the sums of the logical batch."""
+        """Return whether the current backward completes the sums of the logical batch."""
         refuse_capture(CAPTURED)
         return self.tracker.step_will_release
 
     def end_backward(self) -> None:
-        """A backward has run to its end; that of the last microbatch releases."""
+        """End a backward; the backward of the last microbatch releases."""
         with self.noting_refusals():
             with self.dropping():
                 self.sums.exchange()
@@ -142,14 +142,14 @@ class PrivateStep(OpenBatch):
             )
 
     def _charge(self, *, signalled: bool) -> BatchNoise:
-        """Charge accountant and ledger for this logical batch; only then is there noise for it.
+        """Charge accountant and ledger for this logical batch, then return its noise.
 
         Args:
             signalled: whether another loader signalled that the logical batch ends here.
 
         Raises:
             RuntimeError: the batch's release was charged before; the batch is dropped.
-            Exception: what `Admission.of_release` raises; the batch is dropped.
+            Exception: any exception of `Admission.of_release`; the batch is dropped.
         """
         self._refuse_charged()
         clipper = self._clipper
@@ -172,15 +172,15 @@ class PrivateStep(OpenBatch):
         return self._kind_of_noise.begin(number, place, order.bound, order.noise_multiplier)
 
     def release(self, *, signalled: bool) -> None:
-        """Set the gradients of the logical batch: sums with noise, over the public divisor.
+        """Set `.grad` to the sums of the logical batch plus noise, divided by the public divisor.
 
-        A release that is interrupted can be made again: sums and noise are the same then.
+        If the release is interrupted, it can be made again, with the same sums and noise.
 
         Args:
             signalled: see `_charge`.
         """
         with self.dropping():
-            if self.noise is None:  # no gate charged for it
+            if self.noise is None:  # no gate has charged this release
                 if not self.sums.has_begun:
                     self.gradients.drop()  # of the release before
                 self.gradients.refuse_written()
@@ -193,7 +193,7 @@ class PrivateStep(OpenBatch):
             divisor = self.options.divisor
             for theirs, means in self.sums.with_noise(parameters, self.noise, divisor):
                 self.gradients.set(theirs, means)
-        except (RuntimeError, ValueError):  # nothing steps on a part of a release
+        except (RuntimeError, ValueError):  # no optimizer may step on a part of a release
             self.gradients.drop(parameters)
             raise
         self.released_std = self.noise.std / self.options.divisor
@@ -205,7 +205,7 @@ class PrivateStep(OpenBatch):
         self.sums.clear()
 
     def end(self) -> None:
-        """End the logical batch: optimizers are about to step on its release."""
+        """End the logical batch, before optimizers step on its release."""
         self._clear()
         self.parameters_change()
         self.tracker.released()

@@ -21,7 +21,7 @@ from .noise import BatchNoise
 
 
 class _OneSample(NamedTuple):
-    """A clipped sum of one sample, before it is clipped: half of the memory of the sum."""
+    """The gradient and factor of one sample, in place of its sum, which takes twice the memory."""
 
     grad: Tensor  # [1, ...]
     factors: Tensor  # [1]
@@ -30,10 +30,10 @@ class _OneSample(NamedTuple):
 class ClippedSums(Mapping[nn.Parameter, Tensor]):
     """Sums of the clipped gradients of one logical batch, over its microbatches.
 
-    Only the clipping gates add to them, and only they are released. As a mapping it holds the
-    clipped sum of each parameter, over the samples of this rank; of a scattered parameter: this
-    rank's rows, over the samples of all ranks; under a context: this rank's slice, see `Slices`.
-    Exact sums are float64; rounded sums, and sums with noise, are float32 or wider.
+    Only the clipping gates add to these sums, and only these sums are released. The mapping holds
+    the clipped sum of each parameter over the samples of this rank. For a scattered parameter it
+    holds this rank's rows, over the samples of all ranks; under a context, this rank's slice, see
+    `Slices`. Exact sums are float64; rounded sums, and sums with noise, are float32 or wider.
 
     Args:
         trained: the parameters with private gradients.
@@ -42,7 +42,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         exact: whether sums of per-sample gradients are multiples of the grid.
 
     Attributes:
-        rounded: names of the parameters of which some sum was rounded.
+        rounded: names of the parameters with a rounded sum.
         bound: L2 bound of one sample in this logical batch; nan before its first backward.
     """
 
@@ -65,11 +65,11 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self.clear()
 
     def begin(self, bound: float) -> None:
-        """The first backward of a logical batch begins, which fixes the bound."""
+        """Begin a logical batch with its first backward, which fixes the bound."""
         self.bound = bound
 
     def leave_ranks(self) -> None:
-        """Continue as a process by itself."""
+        """Continue as a single process."""
         self.ranks = Ranks()
         self.slices = Slices(self.ranks)
 
@@ -95,11 +95,11 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process works alone, on whole parameters."""
+        """Whether there are no other ranks, and parameters are not sharded."""
         return self.ranks.everyone is None and not self.is_sharded
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
-        """Whether it is one of the parameters with private gradients."""
+        """Return whether this is one of the parameters with private gradients."""
         return parameter in self._ids
 
     @property
@@ -109,7 +109,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     @property
     def grid(self) -> float | None:
-        """Exact sums are multiples of this number; None if sums are rounded."""
+        """The number whose multiples exact sums are; None if sums are rounded."""
         if not self.exact or not math.isfinite(self.bound):
             return None
         return grid_of(self.bound)
@@ -118,9 +118,9 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """Refuse a microbatch whose sums float64 might not hold exactly.
 
         Raises:
-            PrivateRefusal: naming the greatest number of samples.
+            PrivateRefusal: there are too many samples; the message has the largest number.
         """
-        # The private loader's batches were checked before; others may have any size.
+        # The private loader's batches were checked before; other batches may have any size.
         if self.grid is None:
             return
         most = exact_slots(self.grid, self.bound) // self.ranks.data_size
@@ -132,7 +132,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             ) from None
 
     def take_noise(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether the kernel of the sums may add noise: they are exact, and complete then."""
+        """Return whether the sums' kernel may add noise: the sums are exact, and then complete."""
         return self.is_alone and self.grid is not None and self._sums.keys().isdisjoint(parameters)
 
     def add_clipped(
@@ -142,13 +142,13 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         factors: Tensor,
         noise: Sequence[NoiseStream] | None = None,
     ) -> None:
-        """Reduce per-sample gradients `[B, ...]` by their clipping factors, and add the sums.
+        """Sum per-sample gradients `[B, ...]` times their clipping factors, and add the sums.
 
         Args:
-            parameters: those of the sums.
-            grads: `[B, *parameter.shape]` of each.
-            factors: `[B]`.
-            noise: of each, added in the same kernel, where the sums `take_noise`.
+            parameters: the parameters of the sums.
+            grads: `[B, *parameter.shape]` for each parameter.
+            factors: `[B]`, the clipping factors.
+            noise: for each parameter, added in the same kernel; only if the sums `take_noise`.
         """
         held = [(p, g, self._sum_to_extend(p)) for p, g in zip(parameters, grads, strict=True)]
         kept = [(p, g, total) for p, g, total in held if total is not None]
@@ -157,7 +157,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             clip_reduce_all(theirs, factors, grid=self.grid, into=into)
         new = [(p, g) for p, g, total in held if total is None]
         if len(factors) == 1 and self.ranks.context is not None:
-            # Nothing else holds these gradients: they are slices that this rank received.
+            # Nothing else references these gradients: they are slices that this rank received.
             first = {p: _OneSample(g, factors) for p, g in new if p not in self._sums}
             self._sums.update(first)
             for parameter in first:
@@ -182,9 +182,9 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """Add a microbatch's clipped sums.
 
         Args:
-            parameters: those of the sums.
-            totals: the sum of each; one at a time, where it is an iterator.
-            is_exact: whether the sums are multiples of the grid, where there is one.
+            parameters: the parameters of the sums.
+            totals: the sum of each parameter; an iterator is read one sum at a time.
+            is_exact: whether the sums are multiples of the grid, if there is a grid.
         """
         for parameter, total in zip(parameters, totals, strict=True):
             if not is_exact:
@@ -193,13 +193,13 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             self._add(parameter, total)
 
     def add_zero(self, parameter: nn.Parameter) -> None:
-        """Take part in the exchange of a scattered parameter that this rank has no gradient of."""
+        """Join the exchange of a scattered parameter of which this rank has no gradient."""
         if self.slices.is_scattered(parameter):
             self._add(parameter, torch.zeros(parameter.shape, device=parameter.device))
 
     def exchange(self) -> None:
-        """Send the sums of scattered parameters that wait for a bundle to fill."""
-        # Ranks add in one dtype, however each of them got its sum.
+        """Exchange the sums of scattered parameters that wait for a full bundle."""
+        # All ranks add in one dtype, even if their own sums have different ones.
         wide = {p: total.double() for p, total in self._waiting.items()}
         self._waiting = {}
         if not wide:
@@ -219,10 +219,10 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     def with_noise(
         self, parameters: Sequence[nn.Parameter], noise: BatchNoise, divisor: float
     ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
-        """Yield the noisy means over the samples of all ranks; without a sum, of noise alone.
+        """Yield the noisy means over the samples of all ranks; noise alone if there is no sum.
 
-        Some parameters at a time, so that their sums exist twice for a moment only; all at once
-        where this process is alone. The tensors are new.
+        Yields some parameters at a time, so that few sums exist twice; all parameters at once if
+        there are no other ranks. The tensors are new.
         """
         if self.is_alone:
             totals = {p: self._wide(p) for p in parameters}
@@ -230,16 +230,16 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             noise.add_(totals, dict.fromkeys(totals, 0))
             yield list(totals), self._means(totals, divisor)
             return
-        # One rank that made a release again would meet the others in its middle.
+        # If one rank alone repeated a release, the other ranks would be in its middle.
         self._attempt += 1
         if self._attempt > 1:
             self.ranks.agree("an interrupted release", {"attempt": self._attempt})
         for number, theirs in enumerate(self.slices.bundled(parameters)):
-            # Before the first bundle ranks agreed on the release.
+            # Ranks have agreed on the release before the first bundle.
             names = [self._ids[p] for p in theirs] if number else None
             means = self._noisy_means(theirs, names, noise, divisor)
             parts = self.slices.released(dict(zip(theirs, means, strict=True)))
-            del means  # while the next ones are made
+            del means  # before the next means are computed
             yield theirs, parts
 
     def _noisy_means(
@@ -249,7 +249,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         noise: BatchNoise,
         divisor: float,
     ) -> list[Tensor]:
-        """What this rank owns of the release."""
+        """Return this rank's part of the release."""
         wide = {p: self._wide(p).reshape(-1) for p in parameters}
         totals = self.slices.reduced(wide, names)
         for parameter, total in totals.items():
@@ -266,8 +266,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         return list(torch._foreach_div(narrow, divisor)) if narrow else []
 
     def _wide(self, parameter: nn.Parameter) -> Tensor:
-        """What this rank holds of a sum."""
-        # Ranks add in one dtype; a sum that has its noise is of this process alone.
+        """Return this rank's part of a sum, or zeros, in the dtype of additions."""
+        # Ranks add in float64; a sum that already has its noise exists only without other ranks.
         dtype = wide_dtype(parameter) if self.is_alone else torch.float64
         held = self.get(parameter)
         if held is None:
@@ -278,7 +278,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         return held.to(dtype, memory_format=torch.contiguous_format)
 
     def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
-        """The exact sum of earlier microbatches, to which a kernel may add in place, or None."""
+        """Return the exact sum of earlier microbatches that a kernel may add to, or None."""
         held = self.get(parameter)
         if held is None or self.slices.is_scattered(parameter):
             return None
@@ -294,17 +294,17 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         held = self._waiting.get(parameter) if is_scattered else self.get(parameter)
         total = total if held is None or total is held else held + total
         (self._waiting if is_scattered else self._sums)[parameter] = total
-        # Of sums in float64, so that all ranks cut bundles alike.
+        # Counted as float64 on every rank, so that all ranks cut the same bundles.
         if 8 * sum(x.numel() for x in self._waiting.values()) >= BUNDLE_BYTES:
             self.exchange()
 
     def _narrow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Keep sums with their noise in the dtypes of their release."""
+        """Convert sums that contain their noise to the dtypes of their release."""
         totals = [self[p] for p in parameters]
         dtypes = [wide_dtype(p) for p in parameters]
         self._sums.update(zip(parameters, in_dtypes(totals, dtypes), strict=True))
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """float32, or float64 where the tensor is."""
+    """Return float64 for a float64 tensor, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Turns: what optimizers step on. Several of them step on one release, each once."""
+"""Turns: decides what optimizers step on. Several optimizers step on one release, each once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ..refusal import PrivateRefusal
 from .step import PrivateStep
 
-# What a call of step() is on; that of a microbatch, which ended no logical batch, does nothing.
+# What a call of step() uses. After a microbatch that is not the last one, step() does nothing.
 Kind = Literal["microbatch", "release", "public gradients"]
 
 _IN_TURNS = (
@@ -22,10 +22,10 @@ _IN_TURNS = (
 
 
 class Turns:
-    """The first optimizer to step decides what the step is on, and each other one follows once.
+    """Decides what the first optimizer steps on; each other optimizer steps on the same, once.
 
-    A second step() of one optimizer is the first of another step. An optimizer that has not
-    stepped until the next microbatch or backward has missed its turn.
+    If one optimizer steps a second time, a new step begins. An optimizer that has not stepped
+    before the next microbatch or backward skips the release.
 
     Args:
         optimizer: the wrapped optimizer, or several as one.
@@ -36,33 +36,33 @@ class Turns:
         self._optimizer = optimizer
         self._step = step
         self._draw: int | None = None
-        # Of this draw, whose last microbatch is left out: numbers of those each one stepped in.
+        # Numbers of the draw's microbatches, except the last, in which each optimizer stepped.
         self._stepped_in: dict[Optimizer, set[int]] = {}
         self._end()
 
     def _end(self) -> None:
-        """The next step() is a first one."""
+        """End the step: the next call of step() begins another one."""
         self._kind: Kind | None = None
         self._gone: set[Optimizer] = set()
         self._progress = self._step.progress
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of an optimizer's parameters, and the sums of a logical batch."""
+        """Drop the gradients of an optimizer's parameters, and the sums of the logical batch."""
         step = self._step
         self._gone.add(optimizer)
         own = [p for group in optimizer.param_groups for p in group["params"]]
         step.public.drop(own)
         step.gradients.drop(own)
-        if step.is_open:  # else a forward may wait for its backward
+        if step.is_open:  # dropping sums also ends a forward that waits for its backward
             step.drop_sums()
 
     def take(self, optimizer: Optimizer) -> Kind:
-        """Prepare `.grad` for a step of the optimizer, and say what it holds.
+        """Prepare `.grad` for a step of the optimizer, and return what it contains.
 
         Raises:
-            RuntimeError: the released gradients are gone.
-            PrivateRefusal: see `PrivateOptimizer.step`; or an optimizer stepped in some
-                microbatches of a logical batch alone.
+            RuntimeError: the released gradients were cleared.
+            PrivateRefusal: see `PrivateOptimizer.step`; or an optimizer stepped in only some
+                microbatches of a logical batch.
         """
         step = self._step
         step.options.refuse_changed()
@@ -82,12 +82,12 @@ class Turns:
         return self._kind
 
     def _note_microbatch(self, optimizer: Optimizer) -> None:
-        """Refuse optimizers that take turns by microbatch: so they would by release.
+        """Refuse optimizers that take turns by microbatch, since they would do so by release too.
 
-        Those whose last microbatch is the only one in which they step are right.
+        An optimizer may step in the last microbatch alone.
         """
         tracker = self._step.tracker
-        if tracker.current is None:  # of BatchMemoryManager
+        if tracker.current is None:  # a batch of BatchMemoryManager
             return
         if tracker.current.draw != self._draw:
             each, self._stepped_in = self._stepped_in, {}
@@ -98,7 +98,7 @@ class Turns:
         self._stepped_in.setdefault(optimizer, set()).add(tracker.received)
 
     def _step_first(self, optimizer: Optimizer) -> Kind:
-        """End the microbatch or logical batch, and say which."""
+        """End the microbatch or logical batch, and return what the step uses."""
         step = self._step
         if step.public.are_waiting and not step.is_open and step.tracker.has_left_trial:
             self._set_public_gradients(optimizer)
@@ -114,7 +114,7 @@ class Turns:
         return "release"
 
     def _take_release(self, optimizer: Optimizer) -> None:
-        """End the logical batch; `.grad` is its release, with the gradients of public data."""
+        """End the logical batch; set `.grad` to its release plus gradients of public data."""
         step = self._step
         if step.released is None:
             step.release(signalled=step.tracker.signalled_now)
@@ -128,7 +128,7 @@ class Turns:
         step.end()
 
     def _set_public_gradients(self, optimizer: Optimizer) -> None:
-        """Set the gradients of public data alone; nothing is released or charged."""
+        """Set `.grad` to gradients of public data alone, without release or charge."""
         step = self._step
         step.gradients.drop()
         gradients = self._public_gradients("public data alone", optimizer)
@@ -138,11 +138,11 @@ class Turns:
         step.parameters_change()
 
     def _public_gradients(self, kind: str, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
-        """The mean gradients of public data over all ranks, which make steps of one kind."""
+        """Return the mean gradients of public data over all ranks, which must step alike."""
         self._agree(kind, optimizer)
         return self._step.public.mean(self._step.sums.ranks)
 
     def _agree(self, kind: str, optimizer: Optimizer) -> None:
-        """No rank steps unless all of them step, with one optimizer on the same gradients."""
+        """Raise unless all ranks step, with the same optimizer on the same kind of gradients."""
         step = self._step
         step.admission.of_step(kind, step.parameters_of(optimizer), step.public.names)

@@ -44,18 +44,19 @@ ABOUT = """# Models
 
 Tiny models with random weights of {count} architectures of transformers {transformers}, each
 trained for one private step without noise and compared with a loop over single samples
-(float64, {date}). "Yes": it trains, and the two clipped sums are equal up to rounding to float32,
-a relative difference of at most {equal} (of clipping factors, in eager attention's softmax and in
-DeepSeek's routers; the JSON has each). "No": it is refused, for the reason below with that number.
-{trained} of the architectures train with all parameters.
+(float64, {date}). "Yes": the model trains, and the two clipped sums are equal up to rounding to
+float32, a relative difference of at most {equal}. (Clipping factors, eager attention's softmax
+and DeepSeek's routers round to float32; the JSON has each difference.) "No": the model is refused,
+for the reason with that number below. {trained} of the architectures train with all parameters.
 
-`flat`, `ghost` and `per_layer` are ways to clip, with transformers' own attention
-(`"eager"`). The configs turn dropout off, and Wav2Vec2's SpecAugment, which masks a whole batch at
-once and is refused (`apply_spec_augment=False`). `dpflash` is flat clipping with
-`attn_implementation="dpflash"` ([how](attention.md)), which needs attention dropout of 0, compared
-with the loop over eager attention; Mamba, which has no attention, ignores it. `LoRA` is flat
-clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, everything else frozen.
-`check` says whether `engine.check` finds nothing where all parameters are trained.
+The columns `flat`, `ghost` and `per_layer` are ways to clip, with transformers' own attention
+(`"eager"`). The configs turn dropout off. They also turn off Wav2Vec2's SpecAugment, which is
+refused because it masks a whole batch at once (`apply_spec_augment=False`). `dpflash` is flat
+clipping with `attn_implementation="dpflash"` ([how](attention.md)), which needs attention dropout
+of 0; it is compared with the loop over eager attention. Mamba, which has no attention, ignores it.
+`LoRA` is flat clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, all other
+parameters frozen. `check` is "yes" if `engine.check` finds no error in the model with all
+parameters trained.
 
 DeBERTa-v2 trains with its relative positions frozen (`rel_embeddings`, the encoder's `LayerNorm`,
 `pos_key_proj`, `pos_query_proj`), and with LoRA on
@@ -63,7 +64,7 @@ DeBERTa-v2 trains with its relative positions frozen (`rel_embeddings`, the enco
 with `share_att_key=True`.
 
 Made by `python tests/dpflash/models_table.py` ([JSON](../benchmarks/results/models.json)).
-`make test-all` trains all of them again, and checks that one sample moves the sum by at most
+`make test-all` trains all models again, and checks that one sample moves the sum by at most
 `max_grad_norm`.
 """
 

@@ -313,7 +313,7 @@ class Caller(nn.Module):
 REFUSALS = {
     "mixes": (Mixing, "gives a sample alone another result than in a batch"),
     "mixes below": (Below, "samples whose losses have weight 0|changed for a sample"),
-    "chooses": (Chosen, "cannot be told apart by sample.*boolean mask"),
+    "chooses": (Chosen, "cannot run sample by sample.*boolean mask"),
     "a number": (Number, r"returned a number for one sample.*\.expand\(len\(x\), 1\)"),
     "replaces": (Replaces, r"'1' \(Replaces\) replaces parameter 'weight' of a layer below it"),
     "checkpoints": (Checkpoints, r"'1' \(Checkpoints\) has layers below it recomputed"),

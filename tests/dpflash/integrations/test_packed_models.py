@@ -259,7 +259,7 @@ def test_virtual_tokens_beside_packed_documents_are_refused_by_name(attached):
     engine, model, _ = attached(peft.get_peft_model(MODELS["Llama"].build("sdpa"), config), 5)
     batch = packed(5)
     engine.prepare(batch)
-    with pytest.raises(ValueError, match="in a batch of packed documents, of which its rule"):
+    with pytest.raises(ValueError, match="in a batch of packed documents: its rule computes"):
         model(input_ids=batch.input_ids, use_cache=False)
 
 
