@@ -23,7 +23,7 @@ class Alteration:
     Attributes:
         batch: the altered microbatch, as the loop gets it.
         kept: `[U]`, bool, on the CPU: samples whose results must not change.
-        units: the samples of `batch` if they are not rows, else None.
+        units: the samples of `batch` if they are not single rows, else None.
     """
 
     batch: Any
@@ -71,7 +71,7 @@ def of_samples(
         batch: not changed.
         size: U, the number of samples with padding.
         real: `[U]`, bool: which samples are not padding; None if none is padding.
-        units: the samples if they are not rows of the batch, else None.
+        units: the samples if they are not single rows of the batch, else None.
         rng: a secret generator.
 
     Returns:

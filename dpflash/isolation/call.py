@@ -28,7 +28,7 @@ class Call:
     Args:
         arguments: (args, kwargs); not changed.
         size: U, the number of samples.
-        units: the samples if they are not rows, else None.
+        units: the samples if they are not single rows, else None.
 
     Attributes:
         has_samples: whether samples can be replaced. False if the numbers of tokens and samples

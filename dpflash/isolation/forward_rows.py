@@ -22,7 +22,7 @@ class ForwardRows:
     Args:
         compares: whether modules that run sample by sample compare with a forward of the batch.
         only_dtypes: whether nothing but dtypes is recorded.
-        units: the samples if they are not rows, else None.
+        units: the samples if they are not single rows, else None.
 
     Attributes:
         size: B; 0 until the forward is over.

@@ -46,7 +46,7 @@ class ReplacedLabels:
             batch: the unaltered microbatch.
             kept: `[U]`, bool: samples that are not replaced.
             real: `[U]`, bool: samples that are not padding.
-            units: the samples if they are not rows of the batch, else None.
+            units: the samples if they are not single rows of the batch, else None.
         """
         if not bool(kept.any()):
             return  # Nothing is compared.

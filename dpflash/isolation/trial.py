@@ -144,7 +144,7 @@ class Trial:
             batch: not changed.
             size: U, the number of samples with padding.
             real: `[U]`, bool: which samples are not padding; None if none is padding.
-            units: the samples if they are not rows of the batch, else None.
+            units: the samples if they are not single rows of the batch, else None.
             seed: a secret seed, the same on all ranks that hold parts of these samples.
         """
         if isinstance(batch, PackedBatch):
