@@ -48,22 +48,22 @@ def run_check(
 
     Args:
         model: plain or private; the check works on a plain copy and changes nothing.
-        batch: argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
-            dimension is the batch, of at least two samples; four to eight are enough. No
-            epsilon covers the report, so use data of nobody. Each row counts as a sample of
-            its own; where users have several rows (unit_of), that finds more than is needed.
-        loss_fn: loss_fn(model, batch) -> losses [B]; it calls the model that it is given.
-        loss_reduction: "mean" or "sum" as declared to make_private; loss_fn then returns a
-            scalar, and the check compares the scalar of several batches, and its gradient,
-            with that reduction over their samples.
+        batch: the argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
+            dimension is the batch, of at least two samples; four to eight are enough. Epsilon
+            does not cover the report, so use data of nobody. Each row is tested as a sample of its
+            own; if users have several rows (unit_of), this is stricter than needed.
+        loss_fn: loss_fn(model, batch) -> losses [B]; must call the model that it is given.
+        loss_reduction: "mean" or "sum" as declared to make_private. loss_fn then returns a
+            scalar, and the check tests on several batches whether the scalar and its gradient are
+            that reduction over the samples.
 
     Returns:
         A CheckReport: `.ok`, `.problems`, and as text what was and was not checked. It is a
         test on this batch, not a proof.
 
     Raises:
-        ValueError: for a batch that holds no tensor, one sample, or samples of unequal number,
-            or is packed; and for another loss_reduction than None, "mean" and "sum".
+        ValueError: the batch has no tensor, one sample only, tensors of unequal batch sizes, or
+            packed documents; or loss_reduction is not None, "mean" or "sum".
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={type(model).__name__}: expected a torch.nn.Module; pass one")

@@ -67,7 +67,7 @@ def exchanged(
         batch: not changed.
         rows: numbers of the rows that the copy has.
         size: the number of rows; with units, the number of their positions.
-        units: the samples if they are not single rows, else None; tensors that describe units stay.
+        units: the samples if they are not single rows; tensors that describe units stay.
         lengths: lengths of the samples, for the arguments of a model. There, other lists of
             numbers are settings, and ambiguous lists may be samples: both stay.
     """
