@@ -38,7 +38,7 @@ _WHICH = "whether the scalar is a mean or a sum: the model is random, or takes n
 
 
 class _Variant(NamedTuple):
-    """The samples `rows` of a batch of `size`, of which `rows[row]` is compared; `how` says it."""
+    """The samples `rows` of a batch of `size`; `rows[row]` is compared; `how` describes them."""
 
     how: str
     batch: Any
