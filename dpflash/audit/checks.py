@@ -50,7 +50,7 @@ class Drawn:
 
     @classmethod
     def of(cls, included: Iterable[NDArray[np.int64]], parts: int = 1) -> Drawn:
-        """Count draws; each is `[N]`, how often each unit is in it. `parts` draws are a round."""
+        """Count draws, given as `[N]`, how often each unit is drawn. `parts` draws are a round."""
         sizes, most = [], 0
         counts = whole = np.zeros(0, dtype=np.int64)
         seen = np.zeros((parts, 0), dtype=bool)
@@ -97,7 +97,7 @@ def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Genera
 def _continuous(
     counts: NDArray[np.int64], trials: int, rate: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Binomial counts as standard normal numbers; steps of the CDF are filled uniformly."""
+    """Map binomial counts to standard normal numbers, at random within each step of the CDF."""
     law = binom(trials, rate)
     uniform = law.cdf(counts - 1) + rng.random(counts.shape) * law.pmf(counts)
     return np.asarray(ndtri(np.clip(uniform, 1e-300, 1 - 1e-16)))
@@ -137,9 +137,9 @@ def check_noise_scale(name: str, vectors: NDArray[np.float64]) -> Check:
 
 
 def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
-    """Test whether noise vectors `[M, n]` (of steps, parameters, ranks) are independent in pairs.
+    """Test whether any two of M noise vectors `[M, n]`, of steps or ranks, are independent.
 
-    If so, the cosine r of two vectors has (1 + r) / 2 ~ Beta((n - 1) / 2, (n - 1) / 2).
+    If so, the cosine r of the two vectors has (1 + r) / 2 ~ Beta((n - 1) / 2, (n - 1) / 2).
     """
     count, width = vectors.shape
     norms = np.linalg.norm(vectors, axis=1)
@@ -152,10 +152,10 @@ def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
 
 
 def check_noise_lags(name: str, noise: NDArray[np.float64]) -> Check:
-    """Test, for each lag, whether the noise `[T, ...]` of releases so far apart is independent.
+    """Test, for each lag, whether the noise `[T, ...]` of releases that far apart is independent.
 
-    Over all pairs of a lag the mean product is nearly normal. So correlations are found that are
-    small in each pair, such as a wrong coefficient of banded noise leaves.
+    The mean product over all pairs with this lag is nearly normal. So it shows correlations that
+    are small in each pair, such as a wrong coefficient of banded noise leaves.
     """
     rows = noise.reshape(len(noise), -1)
     products, pairs = rows @ rows.T, rows.shape[1] * np.arange(len(rows) - 1, 0, -1)

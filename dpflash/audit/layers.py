@@ -13,7 +13,7 @@ from .releases import Run
 
 
 class LayersCanaryModel(nn.Module):
-    """Losses [B] of canaries, each with a number in four parameters."""
+    """Computes losses [B] of canaries; each canary has an element in each of four parameters."""
 
     def __init__(self, canaries: int, *, scale: float):
         super().__init__()

@@ -25,7 +25,7 @@ _MOST_TOKENS = 3
 
 
 class PackedCanaryModel(nn.Module):
-    """Losses [U] of packed documents: each canary has a number in a table and one in a layer."""
+    """Computes losses [U] of documents; each canary has a number in a table and in a layer."""
 
     def __init__(self, canaries: int, *, scale: float):
         super().__init__()
@@ -41,7 +41,7 @@ class PackedCanaryModel(nn.Module):
         self.scale = scale
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Losses [U], sums over each document's tokens; padding is in the last loss."""
+        """Losses [U]: sums over each document's tokens; the last loss includes padding."""
         tokens = batch.input_ids
         table, layer = self.tables
         each = table(tokens) + layer(F.one_hot(tokens, self.canaries).double())

@@ -108,10 +108,10 @@ def mechanism_of(privacy: PrivacyConfig) -> Banded:
 
 
 def whitened(releases: NDArray[np.float64], mechanism: Banded) -> NDArray[np.float64]:
-    """C y / |c| of y `[T, ...]`, in which the noise of different releases is independent.
+    """Multiply releases y `[T, ...]` by C / |c|, so that their noise becomes independent.
 
-    C is the banded matrix of the coefficients c; y are releases, or sums and noise in them. The
-    noise's standard deviation becomes noise_multiplier * max_grad_norm.
+    C is the banded matrix of the mechanism's coefficients c. The standard deviation of the noise
+    becomes noise_multiplier * max_grad_norm.
     """
     found = np.zeros_like(releases)
     for i, c in enumerate(mechanism.coefficients[: len(releases)]):
@@ -120,7 +120,7 @@ def whitened(releases: NDArray[np.float64], mechanism: Banded) -> NDArray[np.flo
 
 
 def as_it_is(model: nn.Module) -> None:
-    """Prepares nothing."""
+    """Leave the model unchanged, as the default of `Run`'s `prepare`."""
 
 
 class Run:

@@ -30,7 +30,7 @@ _WANTED = 0.08
 def log_likelihood_ratio(
     y: NDArray[np.float64], noise_multiplier: float, sample_rate: float, contribution: float = 1.0
 ) -> NDArray[np.float64]:
-    """Log of the likelihood of y if the canary is in the data, over that if it is not."""
+    """Log-likelihood ratio of y between a canary in the data and a canary out of the data."""
     whole: NDArray[np.float64] = contribution * (2 * y - contribution) / (2 * noise_multiplier**2)
     if sample_rate == 1:
         return whole
@@ -58,7 +58,7 @@ class Strength:
         self._products += len(y)
 
     def further_runs(self, canaries: int, steps: int) -> int:
-        """How many runs with all canaries in the data a tight bound needs; at most 2."""
+        """Number of further runs, with all canaries in the data, for a tight bound; at most 2."""
         if self._rate == 1:
             return 0
         needed = (float(ndtri(0.95)) * self._noise / (_WANTED * self._rate)) ** 2 / steps
@@ -78,7 +78,7 @@ class Strength:
             return float(counts @ in_data) - of_noise
 
         def greatest(ratio: float) -> float:
-            """The likelihood at the noise that makes it greatest."""
+            """The likelihood, maximized over the noise."""
             found = minimize_scalar(
                 lambda noise: -likelihood(ratio, noise),
                 bounds=(spread / 4, 2 * spread),

@@ -62,7 +62,7 @@ class PrivateCopy:
         return found
 
     def named_in(self, error: Exception) -> str:
-        """The first module that an error names; the model itself if it names none."""
+        """The first module that an error names; the model itself if the error names no module."""
         return next((n for n in re.findall(r"'([^']+)'", str(error)) if n in self.modules), ITSELF)
 
 

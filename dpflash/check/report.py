@@ -45,8 +45,8 @@ class CheckReport:
 
     Attributes:
         problems: the problems found, errors first.
-        checked: the comparisons made.
-        not_checked: the comparisons skipped, with the reason.
+        checked: the comparisons that were made.
+        not_checked: the comparisons that were not made, with the reason.
     """
 
     problems: list[Problem]

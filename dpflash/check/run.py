@@ -44,7 +44,7 @@ _BEFORE = (
 def run_check(
     model: nn.Module, batch: Any, loss_fn: LossFunction, *, loss_reduction: str | None = None
 ) -> CheckReport:
-    """Try on one batch whether losses[i] and its gradient depend on sample i alone.
+    """Test on one batch whether losses[i] and its gradient depend on sample i alone.
 
     Args:
         model: plain or private; the check works on a plain copy and changes nothing.

@@ -38,7 +38,7 @@ class Result(NamedTuple):
         return math.isfinite(sum(self.sizes))
 
     def plus(self, factor: float, other: Result) -> Result:
-        """The sum of this result and `factor` times another one."""
+        """The sum of this result and `factor` times the other result."""
         grads = dict(self.grads)
         for name, grad in other.grads.items():
             grads[name] = factor * grad + grads.get(name, 0)

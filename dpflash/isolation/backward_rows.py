@@ -126,7 +126,7 @@ class BackwardRows:
         return grad.new_zeros(()).expand_as(grad)
 
     def _see(self, slot: Slot, layer: str, rows: Tensor, units: Units | None = None) -> None:
-        """See rows `[B, ...]`; or `[n, ...]` with the entries of all units."""
+        """See rows `[B, ...]`; with units, rows `[n, ...]` of all units' entries."""
         rows = rows.detach()
         if not rows.ndim or (len(rows) if units is None else units.size) != len(self.weights):
             self.is_foreign = True

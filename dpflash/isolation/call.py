@@ -50,7 +50,7 @@ class Call:
         self._rest, self.has_samples = self._exchanged([])
 
     def altered(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) in which each sample has the contents of source `[U]`."""
+        """(args, kwargs) in which sample i has the contents of sample `source[i]`."""
         order = source if self._units is None else self._units.order_of(source)
         named, _ = self._exchanged(order.tolist())
         return tuple(named.pop(place) for place in range(self._positional)), named

@@ -94,7 +94,7 @@ def moved(batch: PackedBatch) -> PackedBatch | None:
 
 
 def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[int], list[int]]:
-    """(Documents that change, the changed documents that are left out), of two or more."""
+    """(Documents to change, those of them to leave out); the batch has two or more documents."""
     pair, odd = divmod(number, 2)
     by_length = sorted(filled, key=lambda unit: -_length(batch, unit))
     half = (len(filled) + 1) // 2

@@ -146,7 +146,7 @@ def samples_in(batch: Any) -> int:
     """The number of samples in an example.
 
     Raises:
-        ValueError: it has fewer than two.
+        ValueError: the example has fewer than two samples.
     """
     if isinstance(batch, PackedBatch):
         size = batch.units.size

@@ -161,7 +161,7 @@ def _shows_variables(code: CodeType) -> bool:
 
 
 def _is(value: Any, *kinds: type) -> bool:
-    """Whether a value's own type is of one of the kinds; does not ask proxies, even dead ones."""
+    """Whether a value's own type is of one of the kinds; isinstance would ask a dead proxy."""
     return issubclass(type(value), kinds)
 
 

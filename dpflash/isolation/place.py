@@ -214,7 +214,7 @@ class PlaceTrial:
         self._backward = backward
 
     def begin(self) -> None:
-        """A run begins."""
+        """Begin a run."""
         self._ends = []
         self._sandbox.enter()
         self.is_running = True
@@ -381,7 +381,7 @@ def _of_group(parts: Collection[tuple[int, int, bool]], group: int) -> set[tuple
 def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] | None:
     """Replace the rows with the most ones in a mask, the longer samples, by copies of another row.
 
-    Rows may have one length here: the loop may cut them to the longest sample of the batch.
+    The rows may be padded to one length: a loop may cut them to the batch's longest sample.
 
     Args:
         batch: not changed.

@@ -116,7 +116,7 @@ class _Mode:
         uses: progress in the backward, by group and position of the parameter.
         is_trained: whether there was a backward.
         makes_scalars: whether the model returns a scalar loss.
-        refusal: why a scalar that the model returns may not be its loss, or None.
+        refusal: why a scalar that the model returns cannot be accepted as its loss, or None.
     """
 
     # Some models have no arguments in which samples could be replaced.
@@ -249,7 +249,7 @@ class Proof:
             progress.prove(layers)
 
     def note_scalars(self, refusal: str | None) -> None:
-        """Record why a scalar output of the model may not be the loss; all ranks call this."""
+        """Record why a scalar output cannot be accepted as the loss; all ranks call this."""
         if self.is_any(refusal is not None):
             self._mode.refusal = refusal or _ELSEWHERE
 
@@ -325,7 +325,7 @@ class Proof:
         return watch
 
     def refuse(self, refusal: str | None) -> None:
-        """Raise if this rank, or another one, refuses the backward."""
+        """Raise if this rank or another rank refuses the backward."""
         try:
             refuse_together(refusal, self.group, _EXCHANGE)
         except RuntimeError:

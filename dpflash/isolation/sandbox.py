@@ -28,7 +28,7 @@ class Restorable(Protocol):
     """Saved contents that can be restored."""
 
     def restore(self) -> None:
-        """Restore them."""
+        """Restore the contents."""
 
 
 class Sandbox:
@@ -37,8 +37,8 @@ class Sandbox:
     Values that the loop sets before the first forward (a learning rate, `model.tau`) are not
     restored, since the loop may set them once only: the other runs of a microbatch, and the
     microbatch itself, get the values of the first run. Numbers that the loop sets after a
-    microbatch but not after its runs, such as `if loader.is_last`, are not restored either. The
-    loader seeds the global generators, for each run with the same seed.
+    microbatch but not after its runs, as with `if loader.is_last`, are not restored either. The
+    loader seeds the global generators with the same seed for each run.
 
     Args:
         modules: (name, module) of the model; the modules' own attributes are restored.

@@ -74,7 +74,7 @@ class Schedule:
 
     @property
     def is_near(self) -> bool:
-        """Whether microbatches of the draw under way, or of the next one, are tried."""
+        """Whether microbatches of the draw under way, or of the next draw, are tried."""
         return self._is_tried(self._draws) or self._is_tried(self._draws + 1)
 
     def _is_tried(self, draw: int) -> bool:

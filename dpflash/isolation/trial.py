@@ -182,7 +182,7 @@ class Trial:
     def abandon(self, left: Alteration) -> bool:
         """Whether the loop has left this altered microbatch before its end.
 
-        In that case the model is restored, and generators are not.
+        If so, restore the model, but not the generators.
         """
         if not self.is_altered or left is not self._alteration:
             return False
@@ -238,7 +238,7 @@ class Trial:
 
     @property
     def decides(self) -> bool:
-        """Whether the microbatch was tried and is not compared yet, or an earlier one failed."""
+        """Whether a comparison of this microbatch is due, or an earlier microbatch failed."""
         return self._alteration is not None or self._refused is not None
 
     def restart(self, refusal: str) -> None:
@@ -247,7 +247,7 @@ class Trial:
         self._refused, self._of_altered = refusal, None
 
     def compare_rows(self, rows: ForwardRows) -> tuple[str | None, int]:
-        """Compare a call of the model with the same one in the altered microbatch.
+        """Compare a call of the model with the same call in the altered microbatch.
 
         Returns:
             (why nothing may be released, or None; the number of samples that were compared)

@@ -138,7 +138,7 @@ class OwnAttributes:
         self._set(self._copies_of(self._copies))
 
     def differing(self, other: OwnAttributes) -> list[str]:
-        """Names of the attributes whose contents differ in two states of one model."""
+        """Names of the attributes whose contents differ between two saved states of one model."""
         return [
             f"{name}.{key}" if name else key
             for (name, _), one, two in zip(self._modules, self._copies, other._copies, strict=True)

@@ -56,7 +56,7 @@ class Comparisons:
         self._begun: list[tuple[list[str], Tensor, torch.cuda.Event | None]] = []
 
     def begin(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Begin to compare the digests of the same names."""
+        """Begin to compare the digests with the same name."""
         for device in {digest.device for digest in after.values()}:
             names = [name for name, digest in after.items() if digest.device == device]
             one = torch.stack([before[name].to(device, non_blocking=True) for name in names])

@@ -52,9 +52,9 @@ def is_deterministic(device: torch.device) -> bool:
 def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
     """Summaries of the rows of x `[B, ...]`, for `differing`.
 
-    On a deterministic device these are digests `[B, 1]`, int64. On others, or with `rounds`, if
-    the repeated computation rounds differently, they are each row's norm and its projections on
-    random signs, fp64.
+    On a deterministic device these are digests `[B, 1]`, int64. On other devices, and with
+    `rounds`, if a repeated computation rounds differently, they are fp64: the norm of each row and
+    its projections on vectors of random signs.
     """
     if is_deterministic(x.device) and not rounds:
         return row_digests(x).unsqueeze(1)
@@ -105,7 +105,7 @@ def tolerance(dtypes: set[torch.dtype]) -> float:
 
 
 def _signs(count: int, generator: torch.Generator) -> Tensor:
-    """`[count, projections]` of 1 and -1."""
+    """`[count, projections]`, random numbers 1 and -1."""
     bits = torch.randint(0, 2, (count, _PROJECTIONS), generator=generator)
     return 2.0 * bits.double() - 1.0
 

@@ -45,7 +45,7 @@ class _Place:
 
     @property
     def is_public(self) -> bool:
-        """Whether it is in `state_dict`."""
+        """Whether the tensor is in `state_dict`."""
         return not self.is_buffer or self.key not in self.module._non_persistent_buffers_set
 
     def tensor(self) -> Tensor | None:
@@ -69,7 +69,7 @@ class _State:
         return cls(tensor, version(tensor), tensor.shape, digest(tensor))
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it is the same tensor, with the same version counter."""
+        """Whether `tensor` is the same object, with the same version counter."""
         return (
             tensor is self.tensor and self.version is not None and version(tensor) == self.version
         )

@@ -137,7 +137,7 @@ class Uncovered:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """The tensor that this one is a view of, or itself."""
+    """The tensor of which x is a view, or x itself."""
     return x if x._base is None else x._base
 
 

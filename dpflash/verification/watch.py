@@ -1,4 +1,7 @@
-"""Interface of watches, which see per-sample gradients arrive at the clipping gates."""
+"""Interface of watches, which see per-sample gradients arrive at the clipping gates.
+
+A use is one call of a layer in a forward; for handles and gates see `dpflash.clipping.gate`.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class WatchedGate(Protocol):
 
 
 class Watch(Protocol):
-    """Sees each use of a matrix parameter, and then the handles' gradients of each gate."""
+    """Sees each use of a matrix parameter, and then the gradients of each gate's handles."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
         """See the tensors of a use; the first tensor is linear in the losses' gradient."""
