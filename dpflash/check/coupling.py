@@ -208,7 +208,7 @@ def _report(
         if reduction:
             message = (
                 f"the scalar is not the {reduction} of its samples' own losses, as "
-                f"loss_reduction={reduction!r} declares: what it has of sample {worst.sample} "
+                f"loss_reduction={reduction!r} declares: its part for sample {worst.sample} "
                 f"{changes} when {worst.variant.how}"
             )
             kind, remedy = "reduction", _OVER_SAMPLES.format(reduction=reduction)

@@ -71,8 +71,8 @@ def check_private_backward(subject: Subject, findings: Findings) -> None:
             "outside_use",
             name,
             "it is used outside of its own module, where its gradient is not clipped",
-            "call the module itself, not F.linear(x, m.weight); what the loss needs, such as "
-            "a temperature, use in the forward of the module that owns it",
+            "call the module itself, not F.linear(x, m.weight); use a parameter that the loss "
+            "needs, such as a temperature, in the forward of the module that owns it",
         )
     squares = private.backward.statistics.squared_norms
     if outside or squares is None:

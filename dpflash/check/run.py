@@ -36,8 +36,8 @@ _DATA = (
     "not mask)"
 )
 _BEFORE = (
-    "what was computed of the data before, such as class weights of a loss, scalers and "
-    "vocabularies: it must be public, since counts of private labels are not"
+    "what was computed from the data before, such as class weights of a loss, scalers and "
+    "vocabularies: it must be public, and counts of private labels are not public"
 )
 
 
@@ -76,9 +76,9 @@ def run_check(
         )
     if any(leaves_of(batch, kinds=(PackedBatch,))):
         raise ValueError(
-            "batch holds a PackedBatch, whose samples are documents and no rows, which the check "
-            "does not take: pass a batch of documents one a row (dpflash.sampling.PadTo), with a "
-            "loss_fn for it. The packed batches themselves are tested as training begins, see "
+            "batch holds a PackedBatch, whose samples are documents, not rows, which the check "
+            "does not support: pass a batch of documents one a row (dpflash.sampling.PadTo), with "
+            "a loss_fn for it. Packed batches are tested when training begins, see "
             "make_private(verify_first_batch=...)"
         )
     size = batch_size(batch)

@@ -23,11 +23,11 @@ _AT_ONCE = 1 << 24
 Slot = tuple[int, int]  # (group, position of the parameter in it)
 _MIXED = (
     "layer '{layer}' got a gradient for samples whose losses have weight 0, so nothing was "
-    "released: after it losses depend on several samples (a mean over rows of the batch, its "
-    "statistics, a contrastive loss, which has no per-sample gradients), or a row is not the "
-    "sample whose loss has the same index (sorted or flipped rows). Keep each sample in its row, "
-    "in all layers and losses. Take negatives from the sample's own entry: with those of other "
-    "rows, detached or not, a loss depends on several samples. engine.check helps to find where"
+    "released: after this layer, losses depend on several samples (a mean or other statistics of "
+    "the batch, a contrastive loss, which has no per-sample gradients), or rows are sorted or "
+    "flipped, so that a sample's row and its loss have different indices. Keep each sample in its "
+    "row, in all layers and losses. Take negatives from the sample's own entry: negatives from "
+    "other rows, even detached, couple samples. engine.check helps to find the operation"
 )
 
 

@@ -18,21 +18,21 @@ from .forward_rows import OUTPUT, ForwardRows
 _WHICH = "which layers"
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
-    "released. Make it per sample; engine.check helps to find where. Before it\n"
+    "released. Compute it per sample; engine.check helps to find the operation. Before it\n"
     "  - an operation mixes samples (statistics or a scale of the batch, routing with a capacity, "
     "rows in another order, mixup)\n"
-    "  - or the loop writes weights or an attribute of the model in each iteration (do so where "
-    "loader.is_last, behind optimizer.step())\n"
+    "  - or the loop writes weights or an attribute of the model in each iteration (write them "
+    "after optimizer.step(), if loader.is_last)\n"
     "  - or it draws random numbers whose count depends on the contents (draw for the whole "
     "shape, then mask) or from a generator of its own\n"
     f"{MORE_CAUSES}"
 )
 _LAYERS = (
     "{where} changed as other samples of the batch were replaced, so nothing was released. Run "
-    "the same layers on all rows of each batch: a loop that ends when all samples have halted "
-    "takes a fixed number of steps (those that have halted with weight 0), a branch on the batch "
-    "is taken per sample (torch.where), and in place of nn.AdaptiveLogSoftmaxWithLoss, which "
-    "leaves out clusters without targets, use nn.Linear or dpflash.nn.LinearCrossEntropy"
+    "the same layers on all rows of each batch. Change a loop that ends when all samples have "
+    "halted into one that takes a fixed number of steps (halted samples with weight 0), and a "
+    "branch on the batch into torch.where. nn.AdaptiveLogSoftmaxWithLoss leaves out clusters "
+    "without targets: use nn.Linear or dpflash.nn.LinearCrossEntropy"
 )
 _LENGTH = (
     "{where} changed as other samples of the batch were replaced, so nothing was released: the "
@@ -57,15 +57,15 @@ _COMPARED = (
     "operation before mixes samples, as by a mean over the batch; engine.check names it"
 )
 _COUNTS = (
-    "the gradient reached layer '{layer}' in one backward and not, or another number of times, "
-    "in a second one of the same batch, so nothing was released. Losses must come from the last "
-    "forward and, where loss_reduction is declared, from the outputs of the model. "
+    "the gradient reached layer '{layer}' a different number of times, or not at all, in one of "
+    "two backwards of the same batch, so nothing was released. Losses must come from the last "
+    "forward and, if loss_reduction is declared, from the outputs of the model. "
     f"{UNTESTED}"
 )
 _KEPT = (
     "{where} depends on what an earlier forward has kept in {attributes}, so nothing was "
-    "released: samples of one batch would affect the gradients of the next. Keep nothing of a "
-    "batch in the model, or set it back before each call"
+    "released: samples of one batch would affect the gradients of the next batch. Keep no data of "
+    "a batch in the model, or reset it before each call"
 )
 
 

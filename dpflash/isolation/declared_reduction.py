@@ -29,10 +29,10 @@ REMEDY = (
     "weighted"
 )
 _OVER_TOKENS = (
-    "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch (as "
-    "of Hugging Face models and torch's cross_entropy), over its class weights "
-    "(CrossEntropyLoss(weight=)), or over some of its rows, as by loader.is_real, which is to be "
-    "left out; their number differs between batches, so nothing was released: each sample's "
+    "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch "
+    "(the default of Hugging Face models and torch's cross_entropy), over its class weights "
+    "(CrossEntropyLoss(weight=)), or over some of its rows, such as loader.is_real (use all "
+    "rows), so nothing was released: the divisor differs between batches, so each sample's "
     "gradient depends on the others. " + REMEDY
 )
 _OF_NO_KNOWN_SCALE = (

@@ -30,7 +30,7 @@ _LOSS = (
     "replaced, so it depends on them. The usual causes are a mean, a norm or a maximum over the "
     "batch in the loop or in the loss (normalized advantages, class weights, mixup, hard "
     "negatives), and something that the loop keeps of a batch for the next one. Compute the loss "
-    "of each sample from its own row alone; engine.check helps to find where it is not"
+    "of each sample from its own row alone; engine.check helps to find the operation"
 )
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the example were "
@@ -44,12 +44,12 @@ _ROWS = (
 )
 _LATE = (
     "losses or gradients of samples of make_private(example=...) changed as others were replaced. "
-    "The loop has read private batches under no_grad before, so the error says no more: train "
-    "first, or iterate once more in a new process"
+    "The loop has read private batches under no_grad before, so the error gives no details: train "
+    "first, or run the loop again in a new process"
 )
 _CALLS = (
-    "the loop left out the backward of the example, or called the model another number of times "
-    "as others of its samples were replaced: treat trials as any other microbatch (no "
+    "the loop left out the backward of the example, or called the model a different number of "
+    "times if some of its samples were replaced: treat trials as any other microbatch (no "
     "`if not loader.is_real.any(): continue`)"
 )
 

@@ -192,10 +192,7 @@ def _contents_of(cell: CellType) -> list[Any]:
 
 
 def restore_of(value: Any) -> partial[Any] | None:
-    """A function that restores a generator's present state; None if `value` is no generator.
-
-    The state is the function's last argument.
-    """
+    """Make a partial that restores a generator's present state, its last argument; or None."""
     if not _is(value, *_GENERATORS):
         return None
     if _is(value, torch.Generator):

@@ -56,30 +56,30 @@ LESS_PADDING = Kind(
     "with less padding",
     "the loss of a sample changed as the longer samples of the batch were left out and it was "
     "padded less, so nothing was released: it depends on their length. Mask the padding "
-    "(attention_mask, means over a sample's own tokens, pack_padded_sequence), with positions "
+    "(attention_mask, means over a sample's own tokens, pack_padded_sequence), and use positions "
     "that padding does not shift; or pad all samples to one public length: "
-    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}), with numbers as names where "
-    "entries are tuples. Where masks are targets, samples with more ones in them were left out, "
-    "and the loss mixes samples: take the sums of a Dice loss over each sample, "
-    f"x.flatten(1).sum(1). {UNTESTED}",
+    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}), with a field's number as its name "
+    "if entries are tuples. If masks are targets, the samples with more ones were left out, and "
+    "the loss mixes samples: a Dice loss must sum over each sample, x.flatten(1).sum(1). "
+    f"{UNTESTED}",
 )
 OTHER_NEIGHBORS = Kind(
     "with documents elsewhere in rows",
     "the loss of a document changed as documents stood elsewhere in their row, so nothing was "
-    "released: it depends on its place, which the lengths of other documents determine, or on "
-    "the documents beside it. Positions must begin anew with each document: use "
-    "batch.position_ids, not arange(T). Attention must see one document, see docs/packing.md; "
-    "so must targets (batch.targets, not input_ids.roll(-1)), convolutions and other layers. "
-    f"{UNTESTED}",
+    "released: it depends on the document's place, which the lengths of other documents "
+    "determine, or on neighboring documents. Positions must begin anew with each document: use "
+    "batch.position_ids, not arange(T). Attention, targets (batch.targets, not "
+    "input_ids.roll(-1)), convolutions and other layers must not cross documents, see "
+    f"docs/packing.md. {UNTESTED}",
 )
 OTHER_ORDER = Kind(
     "with the other samples in another order",
     "the loss of a sample changed as other samples of the batch exchanged their rows, so nothing "
-    "was released: it depends on them, or on their order. The usual causes:\n"
+    "was released: it depends on those samples, or on their order. The usual causes:\n"
     "  - a capacity that the first rows use up (mixture of experts), a sum over rows (cumsum), "
     "rows that the loop sorts or moves\n"
-    "  - what loop or model keep for the next row or microbatch (a queue, a running mean)\n"
-    "  - numbers of rows that collate_fn computes: compute them in the loop\n"
+    "  - data that loop or model keep for the next row or microbatch (a queue, a running mean)\n"
+    "  - row indices that collate_fn computes: compute them in the loop\n"
     f"{UNTESTED}",
 )
 

@@ -36,15 +36,15 @@ _ALL_TRIED = 8
 _EXCHANGE = "the proof of the first batch"
 _OTHERS = (
     "the gradient of layer '{layer}' for a sample changed as the losses of others got weight 0, "
-    "so nothing was released: it depends on other samples (negatives of other rows, as by "
-    "x.roll(1, 0), also detached), or two backwards of one batch differ (checkpointing without "
-    "the random state, hooks that keep something; where only rounding differs, "
+    "so nothing was released: it depends on other samples (negatives from other rows, such as "
+    "x.roll(1, 0), even detached), or two backwards of one batch differ (checkpointing without "
+    "the random state, hooks that keep state; if only rounding differs, "
     f"torch.use_deterministic_algorithms(True) helps). {UNTESTED}"
 )
 
 _ELSEWHERE = (
-    "the scalar that the model returns is not the declared loss_reduction of losses of single "
-    "samples on another rank, so nothing was released"
+    "on another rank, the scalar that the model returns is not the declared loss_reduction of "
+    "losses of single samples, so nothing was released"
 )
 
 
@@ -391,10 +391,10 @@ class Proof:
             return
         mode.makes_scalars = True
         warn(
-            "the model returns its loss as a scalar, and no altered microbatch came before this "
-            "one with which to compare its backward, so engine.verified will be 'forward'. "
-            "BatchMemoryManager yields none: iterate over the loader of make_private, with "
-            "physical_batch_size=; or make the losses outside of the model, as by engine.backward("
+            "the model returns its loss as a scalar, and this microbatch had no trial with which "
+            "to compare its backward, so engine.verified will be 'forward'. BatchMemoryManager "
+            "yields no trials: iterate over make_private's loader, with physical_batch_size=; or "
+            "compute losses outside of the model, as by engine.backward("
             "dpflash.losses.cross_entropy(logits, targets))",
         )
 

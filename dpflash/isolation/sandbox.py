@@ -16,11 +16,11 @@ from .loop_state import Generators, Options
 
 _NUMBERS = (Number, np.generic, str)
 _COUNTED = (
-    "the loop set optimizer option '{}' to another value for a microbatch than for its trial, so "
-    "it counts iterations or follows the time that they take: trials and microbatches are "
-    "iterations too, and their number is private. Behind optimizer.step() write\n"
+    "the loop set optimizer option '{}' to different values for a microbatch and for its trial, "
+    "so it counts iterations or measures their time: trials and microbatches are iterations, and "
+    "their number is private. After optimizer.step() write\n"
     "    if loader.is_last: scheduler.step()\n"
-    "and compute what you set by hand from loader.releases"
+    "and compute options that you set yourself from loader.releases"
 )
 
 

@@ -34,12 +34,12 @@ _ENOUGH = 16
 _CHANGED = (
     "the loss of a sample changed as other samples of the batch were replaced, so nothing was "
     "released: it depends on them. Compute the loss of each sample from its own row alone; "
-    "engine.check(model, batch, loss_fn) helps to find where. The usual causes:\n"
+    "engine.check(model, batch, loss_fn) helps to find the operation. The usual causes:\n"
     "  - a mean, a norm or a maximum over the batch, in the loop or in the loss (mixup, "
     "normalized advantages, a term with reduction='mean', outputs [B, 1] against targets [B])\n"
-    "  - what the loop keeps for the next microbatch: a queue of embeddings, a running mean\n"
-    "  - weights, or an attribute of the model, that the loop writes in each iteration: do so "
-    "where loader.is_last, behind optimizer.step()\n"
+    "  - data that the loop keeps for the next microbatch: a queue of embeddings, a running mean\n"
+    "  - weights, or an attribute of the model, that the loop writes in each iteration: write "
+    "them after optimizer.step(), if loader.is_last\n"
     f"{MORE_CAUSES}. "
     f"{UNTESTED}"
 )
@@ -55,11 +55,11 @@ _CHANGED_DOCUMENT = (
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the batch were "
     "replaced, so nothing was released: it depends on them (a factor of the losses that the batch "
-    "determines, a contrastive loss, another model that the loop trains meanwhile), or is rounded "
-    "by the length of a list of all samples' tokens or pairs (compute [B, T], then mask), or two "
-    "backwards of one batch differ (checkpointing without the random state, hooks that keep "
-    "something; where only rounding differs, torch.use_deterministic_algorithms(True) helps). "
-    f"{UNTESTED}"
+    "determines, a contrastive loss, another model that the loop trains in between), or its "
+    "rounding depends on the length of a list of all samples' tokens or pairs (compute [B, T], "
+    "then mask), or two backwards of one batch differ (checkpointing without the random state, "
+    "hooks that keep state; if only rounding differs, torch.use_deterministic_algorithms(True) "
+    f"helps). {UNTESTED}"
 )
 _REDUCTION = (
     "loss_reduction={declared!r}, but the scalar is not the {declared} of losses of single "
@@ -68,10 +68,10 @@ _REDUCTION = (
     "default of Hugging Face models, and a mean with class weights do that. " + REMEDY
 )
 _CALLS = (
-    "the model was called another number of times for a microbatch than for its trial, in which "
-    "some samples are others, or the trial had no backward, so nothing was released: call "
-    "engine.backward(losses) for each microbatch, trials too, and the model the same number of "
-    "times whatever the batch holds (no `if not loader.is_real.any(): continue`)"
+    "the model was called a different number of times for a microbatch and for its trial, in "
+    "which some samples are replaced, or the trial had no backward, so nothing was released: call "
+    "engine.backward(losses) for each microbatch, trials too, and call the model the same number "
+    "of times whatever the batch contains (no `if not loader.is_real.any(): continue`)"
 )
 
 

@@ -22,10 +22,10 @@ def hook_of_optimizer(name: str, module: nn.Module) -> str | None:
         if isinstance(owner, torch.optim.Optimizer) or _is_preconditioner(owner):
             return (
                 f"{type(owner).__name__} has a hook on module '{name}', as K-FAC has to keep "
-                "statistics of activations: these are of private data, are neither clipped nor "
-                "noised, and would move the weights in step(). Use an optimizer without hooks "
-                "(torch.optim.AdamW), or compute the preconditioner of public data alone, on "
-                "copy.deepcopy(model), which takes the hooks in the model's place"
+                "statistics of activations: statistics of private data, neither clipped nor "
+                "noised, would change the weights in step(). Use an optimizer without hooks "
+                "(torch.optim.AdamW), or compute the preconditioner from public data alone, with "
+                "the hooks on copy.deepcopy(model) instead of on the model"
             )
     return None
 

@@ -183,10 +183,10 @@ class Unchanged:
             return (
                 f"{_listed(rewritten)} changed inside a forward: data that a forward writes into "
                 "a trained parameter gets no noise and is released with the weights. Let the "
-                "optimizer alone train it (a mask or a limit on norms: behind optimizer.step() "
-                "where loader.is_last), initialize it before make_private or on public data "
-                "inside engine.public_data(), and bring the weights back by "
-                "model.load_state_dict; if what the forward writes depends on no data, nor on the "
+                "optimizer alone train it (apply masks and limits on norms after "
+                "optimizer.step(), if loader.is_last), initialize it before make_private or on "
+                "public data inside engine.public_data(), and restore the weights by "
+                "model.load_state_dict. If the written values depend neither on data nor on the "
                 f"number of forwards, pass allow_buffers=[{_listed(rewritten)}]"
             )
         return None

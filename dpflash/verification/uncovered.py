@@ -147,19 +147,19 @@ _MAKE_PRIVATE = (
     "of what it computes; or train it on public data inside engine.public_data(). A backward of "
     "its own on private samples would train it without noise"
 )
-_COPY = "if it is of a copy of the model, train the one that make_private returned; else "
+_COPY = "if it is in a copy of the model, train the model that make_private returned; else "
 _LATER = (
-    "to train it later, let it require grad at make_private, freeze it then, and unfreeze it when "
-    "its turn comes; otherwise "
+    "to train it later, let it require grad at make_private, freeze it after that, and unfreeze "
+    "it when it is to be trained; otherwise "
 )
 _NO_PARAMETER = (
     "make it an nn.Parameter that the optimizer has, before make_private (engine.detach(model) "
     "first), or do not let it require grad"
 )
 _INPUTS = (
-    ". An input whose gradient is wanted is a new tensor for each batch, with the batch first: an "
-    "argument of the model, or of its first two dimensions; with one row in a batch, the "
-    "loader's tensor, or what the model gets in its place"
+    ". An input whose gradient you need must be a new tensor for each batch, with the batch "
+    "first: an argument of the model, or a tensor with the first two dimensions of one; with one "
+    "row in a batch, the loader's tensor, or the tensor that the model gets instead"
 )
 _UNSEEN = (
     "a scalar's backward was not begun by loss.backward() or torch.autograd, so what it trains "
