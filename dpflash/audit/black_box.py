@@ -51,7 +51,7 @@ def train_on_documents(
         model: Any = LongContextLM(_VOCAB, _WIDTH, 1, 2, max_seq_len=_TOKENS).to(device)
     before = _losses(model, documents)
     inside = documents[torch.from_numpy(included).to(device)]
-    # A dataset needs an entry: if no canary is in the data, a document that is no canary.
+    # A dataset needs an entry: if no canary is in the data, it is a document that is no canary.
     dataset = TensorDataset(inside if len(inside) else torch.zeros_like(documents[:1]))
     privacy = audited.privacy
     rate, _, steps = numbers_of(privacy)

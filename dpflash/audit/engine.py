@@ -56,7 +56,7 @@ def audit(
     Source:
         Steinke, Nasr, Jagielski 2023; see `dpflash.audit.bounds`.
     """
-    # These import scipy's distributions and torch's FSDP, which takes a second.
+    # Imported here: scipy's distributions and torch's FSDP take a second to import.
     from .ranks import Audited
     from .run import audit_losses, auditable, run_audit
 

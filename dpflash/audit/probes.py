@@ -33,7 +33,7 @@ _DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
 # Values of grad_sample_mode whose sums are exact, unless exact=False.
 _EXACT_MODES = ("auto", "instantiate")
 _NOISE_RELEASES, _NOISE_WIDTH = 16, 2048
-# In each draw. A power of two: the sum divided by it is still on a grid.
+# Canaries per draw: a power of two, so that the sum divided by it is still on a grid.
 _NOISE_CANARIES = 64
 # Draws of the sampler alone, for each release at the audited rate.
 _DRAWS = 100

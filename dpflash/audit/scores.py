@@ -46,7 +46,7 @@ from .strength import Strength, log_likelihood_ratio
 if TYPE_CHECKING:
     from ..engine import PrivacyEngine
 
-# To choose the cuts, so many canaries are simulated, and releases times canaries.
+# Most canaries, and most canaries times releases, that are simulated to choose the cuts.
 _SIMULATED, _SIMULATED_RELEASES = 200_000, 8_000_000
 
 

@@ -86,7 +86,7 @@ def _is_target(t: Tensor, place: str) -> bool:
         return False
     if bool((t < 0).any()):
         return True
-    # The last key or field of the place, or the last position.
+    # The last key, field name or position in `place`.
     last = re.split(r"[\[.]", place)[-1].strip("]'")
     is_named = int(last) > 0 if last.isdigit() else last in _TARGET_NAMES
     # On a GPU an out-of-range target that is not ignored would trigger a device assertion.

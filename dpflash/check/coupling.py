@@ -114,7 +114,7 @@ def _differences(
     size = subject.size
     whole = [_Variant("", subject.batch, size, [*range(size)], i) for i in subject.indices]
     references = [_of_sample(subject, variant, reduction, is_alone) for variant in whole]
-    # A small gradient may consist of rounding errors: differences are relative to the largest.
+    # A small gradient may be rounding errors alone: differences are relative to the largest one.
     finite = [reference.sizes for reference in references if reference.is_finite()]
     floors = (
         max((loss for loss, _ in finite), default=0.0),
@@ -170,7 +170,7 @@ def _apart(
     subject: Subject, a: Result, b: Result, floors: tuple[float, float]
 ) -> tuple[float, dict[str, float]]:
     """Relative differences beyond the tolerance: of the loss and of each parameter's gradient."""
-    # Relative to the whole gradient: that of a small parameter may consist of rounding errors.
+    # Relative to the whole gradient: that of one parameter may be rounding errors alone.
     loss_size, grad_size = map(max, a.sizes, b.sizes, floors)
     apart = {"": abs(a.loss - b.loss) / loss_size if loss_size else 0.0}
     for name in a.grads.keys() | b.grads.keys():

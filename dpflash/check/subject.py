@@ -153,7 +153,7 @@ class Subject:
             return 0.0
         with _Narrowest() as narrowest:
             self.losses(self.batch)
-        # Above rounding errors, which grow with depth, and below the effect of coupling.
+        # Above rounding errors, which grow with depth, and below the effect of other samples.
         return float(narrowest.eps ** (2 / 3))
 
     @functools.cached_property

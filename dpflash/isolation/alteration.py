@@ -117,7 +117,7 @@ def sources(
     rare, extreme = (x if 2 * len(x) <= len(samples) else set() for x in (rare, extreme))
     extreme |= set(telling)
     order = rng.permutation(samples).tolist()
-    # Class weights by a class's own count change the losses of its own samples alone.
+    # A class weight that depends on the class's own count changes losses of this class alone.
     copies_rare = len(least | most) < len(order) // 2 and bool(rng.integers(2))
     first = next((s for s in order if copies_rare and s in rare), None)
     order.sort(key=lambda s: (s != first, s not in least, s not in most, s in rare, s in extreme))

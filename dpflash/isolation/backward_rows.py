@@ -134,7 +134,7 @@ class BackwardRows:
         self.dtypes.add(rows.dtype)
         flat = rows.reshape(len(rows), rows.shape[1:].numel())
         sizes = greatest(flat)
-        # Sums with zeros of other samples may be 0.0 or -0.0.
+        # Adding 0.0 turns -0.0 into 0.0: sums with zeros of other samples may be either.
         parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
         summaries = torch.cat([row_summaries(part + 0.0, rounds=self.rounds) for part in parts])
         if units is not None:
@@ -176,7 +176,7 @@ def differentiate(
     if not handles:
         return False  # No loss reaches a private layer; refused elsewhere.
     for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.is_compiled else ():
-        # The thread that runs the backward of a GPU has settings of its own.
+        # The thread that runs a GPU's backward has its own settings of torch.compile.
         hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
     try:
         if keeps_graph:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = 1 << 22  # logits
-_FITS = 1e-3  # allowed error over a token's weight; that of losses of other kinds is larger
+_FITS = 1e-3  # allowed error over a token's weight; losses of other kinds have larger errors
 _SAME = 1e-4  # allowed relative difference of samples' weights
-_REPEATED = 4  # so many repetitions of classes in other samples show one weight per class
+_REPEATED = 4  # classes must recur in other samples so often to show one weight per class
 # Relative rounding error of a scalar of many terms.
 _SCALAR_ROUNDING = 1e-5
 
@@ -76,7 +76,7 @@ def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | 
     Means and sums over samples satisfy a + b = c + d, even if random masks differ between rows.
     """
     if len({len(batch) for batch in batches}) != 1:
-        return None  # The model returns other outputs for other batches.
+        return None  # The number of outputs depends on the batch.
     for of_place in zip(*batches, strict=True):
         a, b, c, d = (float(x) for x in of_place)
         size = abs(a) + abs(b) + abs(c) + abs(d)

@@ -141,7 +141,7 @@ class PlaceTrial:
         self.compared: set[Kind] = set()
         self.refused: str | None = None
         self._sandbox, self._has_ranks = sandbox, has_ranks
-        self._tried: set[Kind] = set()  # In this draw.
+        self._tried: set[Kind] = set()  # The kinds tried in this draw.
         self._places: list[Place] = []
         self._turn = 0
         self._losses: list[Tensor] = []

@@ -60,14 +60,14 @@ class Sandbox:
         self._numbers = numbers
         self._of_model: list[Restorable] = []
         self._generators: Generators | None = None  # None outside of runs.
-        self._begun: OwnAttributes | None = None  # Until the first forward of a run.
+        self._begun: OwnAttributes | None = None  # As a run began, until its first forward.
         self._options: Options | None = None  # At the first forward of the first run.
         self._at_first: Options | None = None  # As the first run began.
         self._behind: Options | None = None  # At the end of the last run.
         self._counts = 0
         self._has_met = False
         self._after_forward: OwnAttributes | None = None
-        self._set: list[tuple[nn.Module, str, Any]] = []  # By the loop, for all runs.
+        self._set: list[tuple[nn.Module, str, Any]] = []  # Set by the loop, for all runs.
 
     def attributes(self) -> OwnAttributes:
         """The present attributes of the modules."""

@@ -22,7 +22,7 @@ from .labels import ReplacedLabels
 _ALL_TRIED = 4
 # The last tried draw, if the shapes of microbatches do not change and nothing is new.
 _LAST_TRIED = 64
-# New operations begin the trials again at most so often: further ones depend on the data.
+# New operations restart the trials at most so often: further new operations depend on the data.
 _MOST_PATHS = 8
 # More of the first draws are tried if draws are small, to compare at least so many samples.
 _ENOUGH = 16

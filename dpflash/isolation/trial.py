@@ -257,7 +257,7 @@ class Trial:
             return _CALLS, 0
         first = self.altered.calls[number]
         if first.size != rows.size or rows.size != len(self.kept):
-            return None, 0  # It is refused elsewhere, or of other samples.
+            return None, 0  # Refused elsewhere, or the call is of other samples.
         if not bool(self.kept.any()):
             return None, 0
         if first.padded != rows.padded:  # then what follows is rounded, or masked, differently
@@ -323,7 +323,7 @@ class Trial:
         if found is None or before is None or not bool(found.kept.any()):
             return self._refused
         if not before.shape == losses.shape == found.kept.shape:
-            return self._refused  # A scalar, or refused elsewhere.
+            return self._refused  # The loss is a scalar, or is refused elsewhere.
         if bool(changed_losses(before, losses, found.kept).any()):
             return _CHANGED_DOCUMENT if found.is_packed else _CHANGED
         if self.schedule.has_begun:

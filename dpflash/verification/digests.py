@@ -77,7 +77,7 @@ def greatest(x: Tensor) -> Tensor:
     rows = x.detach().reshape(len(x), x.shape[1:].numel())
     if not rows.numel():
         return rows.abs().sum(1)
-    # Faster than a norm on CPUs, some rows at a time for its copy.
+    # On CPUs faster than a norm; a few rows at a time, since abs() makes a copy.
     parts = rows.split(max(1, _AT_ONCE.get(x.device.type, 1 << 22) // rows.shape[1]))
     return torch.cat([part.abs().amax(1) for part in parts])
 
