@@ -1,4 +1,4 @@
-"""RandomState: the global random generators of torch, NumPy and Python, held and restored."""
+"""RandomState: saves and restores the global random generators of torch, NumPy and Python."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 class RandomState:
-    """The current state of the global generators.
+    """The saved state of the global generators.
 
     Args:
-        devices: whose generators count, in addition to that of the CPU.
+        devices: devices whose generators are saved in addition to the CPU's.
     """
 
     def __init__(self, *devices: torch.device) -> None:
@@ -32,7 +32,7 @@ class RandomState:
         return same and all(torch.equal(x, y) for x, y in pairs)
 
     def restore(self) -> None:
-        """Restore the generators."""
+        """Restore the generators to the saved state."""
         for generator, state in zip(self._torch, self._states, strict=True):
             generator.set_state(state)
         np.random.set_state(self._numpy)
@@ -50,11 +50,11 @@ def random_state_kept(*devices: torch.device) -> Iterator[None]:
 
 
 def seed_generators(seed: int, *devices: torch.device) -> None:
-    """Seed the global generators by a number of 63 bits; torch's of the CPU keeps 32 of them."""
+    """Seed the global generators with a 63-bit number, of which torch's CPU generator uses 32."""
     for generator in generators_of(*devices):
         generator.manual_seed(seed)
     random.seed(seed)
-    # By the two words alone NumPy's would be Python's stream.
+    # Seeded with the two words alone, NumPy's generator would have the same stream as Python's.
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
 
 

@@ -7,7 +7,7 @@ import warnings
 from types import FrameType
 from typing import Any
 
-# Libraries that call dpflash back: their lines tell a user nothing.
+# Frames of these libraries are skipped: their lines do not help the user.
 _INSIDE = ("dpflash", "torch", "contextlib")
 UNTESTED = (
     "make_private(verify_first_batch=False) leaves this test out: epsilon is then wrong if "
@@ -21,20 +21,20 @@ TOGETHER = (
 
 
 class PrivateRefusal(RuntimeError):
-    """Training stops because of what the private data is.
+    """Raised if training must stop for a reason that depends on the private data.
 
-    Whether it is raised depends on private data, and epsilon does not cover that, see "Refusals"
+    Whether it is raised depends on private data, and epsilon does not cover that: see "Refusals"
     in docs/guarantees.md. Every other error depends on public facts alone: arguments, code,
-    declared shapes. Ranks that lose another one in a logical batch raise a subclass that is a
-    `dpflash.distributed.RankError` too: that one may have raised it.
+    declared shapes. Ranks that lose another rank in a logical batch raise a subclass that is also
+    a `dpflash.distributed.RankError`, since the lost rank may have raised a PrivateRefusal.
 
     Args:
-        message: names layers, arguments and the way out; no value, index, length or count of the
-            data.
-        **details: what was found.
+        message: names layers, arguments and what to do; contains no value, index, length or count
+            of the data.
+        **details: values that describe the reason.
 
     Attributes:
-        details: what was found, by name. PRIVATE, as losses are: do not publish it.
+        details: values that describe the reason, by name. PRIVATE, as losses are: do not publish.
     """
 
     def __init__(self, message: str, **details: Any):
@@ -43,11 +43,11 @@ class PrivateRefusal(RuntimeError):
 
 
 class PrivateWarning(UserWarning):
-    """A warning whose appearance depends on private data; its text holds none of it."""
+    """A warning whose appearance depends on private data; its text contains no private data."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line outside of dpflash and torch that led here."""
+    """Warn at the line outside of dpflash and torch that led to this call."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:

@@ -1,4 +1,4 @@
-"""Audits of the library: does what it releases keep the privacy that it claims?"""
+"""Audits of the library: tests whether its releases keep the privacy that they claim."""
 
 from .._lazy import lazy
 

@@ -1,7 +1,7 @@
-"""A black-box run: a small language model trained on canary documents, scored by its losses.
+"""A black-box run: trains a small language model on canary documents, and scores its losses.
 
-The canaries are documents of random tokens, of which a fair coin each decided whether they are in
-the data. The score is how much training has lowered a document's loss.
+The canaries are documents of random tokens. For each one, a fair coin decides whether it is in the
+data. A document's score is how much training has lowered its loss.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def train_on_documents(
     device: str = "cpu",
     progress: bool = False,
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], Accountant]:
-    """Train through an engine of the audited kind, with about half of the documents in the data.
+    """Train with an engine of the audited kind, with about half of the documents in the data.
 
-    Returns (scores `[canaries]`, which were in `[canaries]`, the engine's accountant).
+    Returns (scores `[canaries]`, bool `[canaries]` of those in the data, the accountant).
     """
     if canaries < LEAST_CANARIES:
         raise ValueError(
@@ -51,7 +51,7 @@ def train_on_documents(
         model: Any = LongContextLM(_VOCAB, _WIDTH, 1, 2, max_seq_len=_TOKENS).to(device)
     before = _losses(model, documents)
     inside = documents[torch.from_numpy(included).to(device)]
-    # A dataset has an entry: where no canary is in the data, one that is no canary.
+    # A dataset needs an entry: if no canary is in the data, it is a document that is no canary.
     dataset = TensorDataset(inside if len(inside) else torch.zeros_like(documents[:1]))
     privacy = audited.privacy
     rate, _, steps = numbers_of(privacy)

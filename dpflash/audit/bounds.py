@@ -1,17 +1,18 @@
 """Statistics of an audit: from scores of canaries to lower bounds on epsilon and to a verdict.
 
-A score says how likely it is that a canary was in the data: the higher, the more likely. Where a
-canary is in by a fair coin, independent of all others, three statistics follow.
+The higher a canary's score, the more likely it was in the data. If each canary was put into the
+data by a fair coin, independent of the other coins, the scores give three statistics.
 
 - The verdict: at fixed cuts, upper confidence limits of the rates of false positives and false
-  negatives (Clopper and Pearson), against the claimed trade-off curve. It takes scores for
-  independent given the coins, which canaries with orthogonal gradients and independent noise are.
+  negatives (Clopper and Pearson) are compared with the claimed trade-off curve. It assumes that
+  scores are independent given the coins, as orthogonal gradients and independent noise make them.
 - The bound that assumes Gaussian: the mu of the Gaussian trade-off curve through these limits.
-- The bound that assumes nothing about the mechanism: of the canaries with the highest and the
-  lowest scores the auditor says "in" and "out"; too many right guesses refute (epsilon, delta).
+- The bound that assumes nothing about the mechanism: the auditor guesses that the canaries with
+  the highest scores were in the data, and those with the lowest scores were not; too many right
+  guesses refute (epsilon, delta).
 
-The cuts and the number of guesses are a `Plan`, which must not come from the scores that it is
-used on.
+The cuts and the numbers of guesses are a `Plan`, which must not be made from the scores to which
+it is applied.
 
 Source:
     Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run, section 5 and
@@ -33,14 +34,14 @@ from scipy.special import bdtr, bdtrc, betaincinv, expit, ndtri
 
 from dpflash.accounting import Accountant, gaussian_epsilon
 
-# Claimed rates of false positives, and of false negatives, at which scores are cut.
+# The cuts are at these claimed rates of false positives, and of false negatives.
 _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
-# Errors in a tail of the scores that a plan is made of, so that its odds are known.
+# Least number of errors in a tail of the scores from which a plan is made, to know their rate.
 _LEAST_COUNTED = 16
-# Half of them, each included by a fair coin, give a plan with guesses in all but 1 of 6,000 runs.
+# A plan from half of them, each included by a fair coin, has guesses in all but 1 of 6,000 runs.
 LEAST_CANARIES = 240
-# Standard deviations of bad luck with the guesses that a plan reckons with.
+# A plan allows for a number of right guesses so many standard deviations below the mean.
 _CAUTION = 2.0
 _MOST_EPSILON = 64.0
 _SPREADS = 12.0
@@ -52,8 +53,8 @@ _LINES, _LEAST_DELTA, _STEEPEST = 129, 1e-8, 500.0
 class Claim:
     """The privacy that is claimed for one canary's membership."""
 
-    accountant: Accountant  # has composed the claimed mechanism
-    delta: float  # of epsilon
+    accountant: Accountant  # it has composed the claimed mechanism
+    delta: float  # the delta at which epsilon is claimed
     mechanism: str  # the claimed mechanism in words
 
     @property
@@ -62,7 +63,7 @@ class Claim:
         return float(self.accountant.get_epsilon(self.delta))
 
     def least_false_negatives(self, false_positives: float) -> float:
-        """The claimed trade-off curve, the same in both directions of neighboring datasets.
+        """The claimed trade-off curve, which is the same for both orders of neighboring datasets.
 
         Each (epsilon, delta) of the accountant bounds it by two lines, as in
         `Accountant.get_beta`; their maximum over a grid of epsilons is never above the curve.
@@ -83,12 +84,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Plan:
-    """How scores are evaluated; decided before they are seen, or from other scores."""
+    """The cuts and numbers of guesses, decided before the scores are seen, or from others."""
 
     cuts: tuple[float, ...]  # scores at which false positives and false negatives are counted
     middle: float  # the cut of the bound that assumes Gaussian
-    positive: int  # number of canaries, those with the highest scores, that are guessed to be in
-    negative: int  # number of canaries, those with the lowest scores, that are guessed to be out
+    positive: int  # so many canaries with the highest scores are guessed to be in the data
+    negative: int  # so many canaries with the lowest scores are guessed to be out of the data
 
     @classmethod
     def of_scores(
@@ -100,9 +101,9 @@ class Plan:
         delta: float,
         confidence: float,
     ) -> Plan:
-        """Choose a plan that suits these scores `[N]`, for other scores of `canaries` canaries.
+        """Choose a plan by these scores `[N]`, for other scores of `canaries` canaries.
 
-        With fewer than 40 of these canaries in, or out, none is guessed.
+        If fewer than 40 of these canaries are in the data, or out of it, the plan has no guesses.
         """
         inside, outside = np.sort(scores[included]), np.sort(scores[~included])
         if not len(inside) or not len(outside):
@@ -141,15 +142,15 @@ def _above(ordered: NDArray[np.float64], cut: Any) -> Any:
 
 @dataclass(frozen=True)
 class Cut:
-    """Errors of the test "in if the score is at least `score`".
+    """Errors of the test "a canary was in the data if its score is at least `score`".
 
     Attributes:
         score: the cut.
-        false_positives: canaries that were out and scored at least that much, over all out.
-        false_negatives: canaries that were in and scored less, over all in.
-        most_false_positives: upper confidence limit of the rate.
-        most_false_negatives: upper confidence limit of the rate.
-        claimed_false_negatives: the least that the claim allows at `most_false_positives`.
+        false_positives: of the canaries out of the data, the fraction with at least this score.
+        false_negatives: of the canaries in the data, the fraction with a lower score.
+        most_false_positives: upper confidence limit of the false positive rate.
+        most_false_negatives: upper confidence limit of the false negative rate.
+        claimed_false_negatives: the least rate that the claim allows at `most_false_positives`.
     """
 
     score: float
@@ -167,14 +168,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Assessment:
-    """What the scores say.
+    """The result for the scores.
 
     Attributes:
         cuts: errors at each cut of the plan, with joint confidence limits.
-        epsilon_lower: assumes nothing about the mechanism.
-        epsilon_lower_gaussian: assumes the trade-off curve of a Gaussian mechanism.
-        correct: right guesses, of `guesses`.
-        guesses: canaries that were guessed.
+        epsilon_lower: lower bound on epsilon that assumes nothing about the mechanism.
+        epsilon_lower_gaussian: lower bound that assumes a Gaussian mechanism's trade-off curve.
+        correct: number of right guesses.
+        guesses: number of canaries that were guessed.
         scores: number of scores that were assessed.
         refuted: why the scores refute the claim; empty if they do not.
     """
@@ -200,10 +201,10 @@ def assess(
 ) -> Assessment:
     """Errors at the plan's cuts, lower bounds on epsilon, and the verdict on scores `[N]`.
 
-    Canaries were in by a fair coin each. A true claim is refuted at `false_alarm_rate` at most: by
-    the rates at the cuts and the claimed trade-off curve where an honest mechanism's scores are
-    independent given `included`, else by the number of right guesses and the claimed (epsilon,
-    delta), which is weaker.
+    Each canary was in the data by a fair coin. A true claim is refuted with a probability of at
+    most `false_alarm_rate`. If an honest mechanism's scores are independent given `included`
+    (`independent`), the rates at the cuts are compared with the claimed trade-off curve;
+    otherwise the number of right guesses with the claimed (epsilon, delta), which is weaker.
     """
     inside, outside = np.sort(scores[included]), np.sort(scores[~included])
     # Two limits at each cut share the rate.
@@ -253,7 +254,7 @@ def _cut(
     limit: float,
     claim: Claim | None,
 ) -> Cut:
-    """Errors at one cut, with upper limits that are too low with probability `limit` each."""
+    """Errors at one cut, with upper limits; each is too low with probability `limit`."""
     positives = len(outside) - int(np.searchsorted(outside, score))
     negatives = int(np.searchsorted(inside, score))
     most = upper_limit(positives, len(outside), limit)
@@ -268,7 +269,7 @@ def _cut(
 
 
 def upper_limit(successes: int, trials: int, level: float) -> float:
-    """Clopper and Pearson's limit, below the probability with probability `level` at most."""
+    """Clopper and Pearson's upper limit; too low with probability `level` at most."""
     if successes >= trials:
         return 1.0
     return float(betaincinv(successes + 1, trials - successes, 1 - level))
@@ -279,15 +280,15 @@ def one_run_p_value(
 ) -> float:
     """The largest probability of this many right guesses under (epsilon, delta)-privacy.
 
-    With W ~ Binomial(guesses, 1 / (1 + e^-epsilon)) that is P[W >= correct] + 2 canaries delta
+    With W ~ Binomial(guesses, 1 / (1 + e^-epsilon)) it is P[W >= correct] + 2 canaries delta
     max_i P[correct - i <= W < correct] / i. It holds for any dependence between canaries that the
-    mechanism makes, and for any way of guessing from its output, the number of guesses fixed.
+    mechanism makes, and for any way of guessing from its output with a fixed number of guesses.
 
     Args:
-        correct: right guesses, in [0, guesses].
-        guesses: canaries whose membership is guessed, at most canaries.
-        canaries: each is in by a fair coin of its own.
-        epsilon, delta: of one canary's membership.
+        correct: number of right guesses, in [0, guesses].
+        guesses: number of canaries whose membership is guessed, at most `canaries`.
+        canaries: number of canaries; each is in the data by a fair coin of its own.
+        epsilon, delta: the claim for one canary's membership.
 
     Source:
         Steinke, Nasr, Jagielski 2023, section 5 and appendix D.
@@ -295,12 +296,12 @@ def one_run_p_value(
     if correct <= 0:
         return 1.0
     right = float(expit(epsilon))
-    # W's probabilities rise to its mode and fall after it, so their mean over the i values
-    # below `correct` is greatest before i has passed all that count.
+    # W's probabilities rise up to its mode and then fall. So their mean over the i values below
+    # `correct` is greatest before i has passed all values of notable probability.
     spread = math.sqrt(guesses * right * (1 - right))
     far = correct - guesses * right + _SPREADS * spread + _SPREADS
     i = np.arange(1, min(correct, max(int(far), 1)) + 1)
-    # No i is above correct, so the least argument is -1, of which bdtr knows nothing.
+    # No i is above correct, so the least argument is -1, which bdtr does not support.
     least = np.where(i < correct, bdtr(np.maximum(correct - 1 - i, 0), guesses, right), 0.0)
     below = bdtr(correct - 1, guesses, right) - least
     slack = 2 * canaries * delta * float((below / i).max())
@@ -320,11 +321,11 @@ def one_run_epsilon(
 
     Args:
         correct, guesses, canaries, delta: see `one_run_p_value`.
-        confidence: with which the bound holds.
-        rounds: of the search; the result is low by at most 64 / 2^rounds.
+        confidence: the confidence of the bound.
+        rounds: rounds of the search; the result is too low by at most 64 / 2^rounds.
 
     Returns:
-        An epsilon >= 0: smaller ones are refuted at this confidence.
+        An epsilon >= 0. Smaller epsilons are refuted at this confidence.
     """
 
     def is_refuted(epsilon: float) -> bool:

@@ -1,7 +1,7 @@
-"""Named checks: tests of what scores of orthogonal canaries cannot see. No torch.
+"""Named checks: find mistakes that scores of orthogonal canaries do not show. No torch.
 
-Each takes what a probe read and returns a `Check` that states how often it fails an honest run;
-together that is at most `MOST_FALSE_ALARMS`.
+Each check takes the readings of a probe and returns a `Check`, which states the false-alarm rate
+for an honest run. All rates together are at most `MOST_FALSE_ALARMS`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from scipy.special import ndtr, ndtri
 from scipy.stats import beta, binom, chi2, poisson
 
 MOST_FALSE_ALARMS = 1e-3
-# Of each check that tests a hypothesis about random numbers.
+# False-alarm rate of each check that tests a hypothesis about random numbers.
 RATE = 8e-5
 _LOW_BITS = 8
-# Of a contribution that is read off; squares of two shards added release sqrt(2) in place of 1.
+# Allowed error of a contribution. If the squares of two shards are added, it is sqrt(2), not 1.
 _TOLERANCE = 0.25
 
 
@@ -28,9 +28,9 @@ class Check:
 
     Attributes:
         name: what is checked.
-        ok: whether it passed.
-        false_alarm_rate: the most by which an honest run fails it.
-        found: what was found.
+        ok: whether the check passed.
+        false_alarm_rate: upper bound of the rate at which an honest run fails the check.
+        found: the result in words.
     """
 
     name: str
@@ -43,14 +43,14 @@ class Check:
 class Drawn:
     """How often each of N units was drawn in T draws, or in T rounds of cyclic draws."""
 
-    counts: NDArray[np.int64]  # `[N]`: draws that each unit was in
-    sizes: NDArray[np.int64]  # `[T]`: units of each draw
-    most: int  # how often some unit was in one draw
-    moved: int = 0  # units in draws of several parts
+    counts: NDArray[np.int64]  # `[N]`: number of draws of each unit
+    sizes: NDArray[np.int64]  # `[T]`: number of units in each draw
+    most: int  # the most that one unit was in one draw
+    moved: int = 0  # number of units that were in draws of several parts
 
     @classmethod
     def of(cls, included: Iterable[NDArray[np.int64]], parts: int = 1) -> Drawn:
-        """Of `[N]` for each draw: how often each unit is in it. `parts` draws are a round."""
+        """Count draws, given as `[N]`, how often each unit is drawn. `parts` draws are a round."""
         sizes, most = [], 0
         counts = whole = np.zeros(0, dtype=np.int64)
         seen = np.zeros((parts, 0), dtype=bool)
@@ -68,10 +68,10 @@ class Drawn:
 
 
 def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Generator) -> Check:
-    """Are units drawn independently at the claimed rate, in each draw?
+    """Test whether units are drawn independently at the claimed rate, in each draw.
 
-    Four tests share the rate: the spread of the units' counts and of the draws' sizes, both from
-    below (shuffling) and from above; the total; and the unit with the least likely count.
+    Four tests share the false-alarm rate: the variances of the units' counts and of the draws'
+    sizes, each too small (shuffling) or too large; the total; and the least likely unit's count.
     """
     counts, sizes = drawn.counts, drawn.sizes
     draws, units = sizes.size, counts.size
@@ -97,14 +97,14 @@ def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Genera
 def _continuous(
     counts: NDArray[np.int64], trials: int, rate: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Binomial counts as standard normal numbers, by a uniform number within each step."""
+    """Map binomial counts to standard normal numbers, at random within each step of the CDF."""
     law = binom(trials, rate)
     uniform = law.cdf(counts - 1) + rng.random(counts.shape) * law.pmf(counts)
     return np.asarray(ndtri(np.clip(uniform, 1e-300, 1 - 1e-16)))
 
 
 def _spread(numbers: NDArray[np.float64]) -> float:
-    """p-value of the variance of standard normal numbers, two-sided."""
+    """Two-sided p-value of the variance of standard normal numbers."""
     law, total = chi2(numbers.size), float((numbers**2).sum())
     return min(1.0, 2 * float(min(law.cdf(total), law.sf(total))))
 
@@ -117,7 +117,7 @@ def _two_sided(count: int, trials: int, rate: float) -> float:
 def check_contributions(
     name: str, found: NDArray[np.float64], expected: NDArray[np.int64], std: float
 ) -> Check:
-    """Does a release contain each drawn unit exactly once?"""
+    """Test whether a release contains the contribution of each drawn unit exactly once."""
     error = np.abs(found - expected)
     wrong = int((error > _TOLERANCE).sum())
     return Check(
@@ -129,7 +129,7 @@ def check_contributions(
 
 
 def check_noise_scale(name: str, vectors: NDArray[np.float64]) -> Check:
-    """Is there as much noise as claimed? `vectors` are over the claimed standard deviation."""
+    """Test for too little noise; `vectors` are divided by the claimed standard deviation."""
     total = float((vectors**2).sum())
     value = float(chi2(vectors.size).cdf(total))
     std = (total / vectors.size) ** 0.5
@@ -137,9 +137,9 @@ def check_noise_scale(name: str, vectors: NDArray[np.float64]) -> Check:
 
 
 def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
-    """Is the noise `[M, n]` of any two vectors independent: of steps, parameters, ranks?
+    """Test whether any two of M noise vectors `[M, n]`, of steps or ranks, are independent.
 
-    Under the claim the cosine r of two of them has (1 + r) / 2 ~ Beta((n - 1) / 2, (n - 1) / 2).
+    If so, the cosine r of the two vectors has (1 + r) / 2 ~ Beta((n - 1) / 2, (n - 1) / 2).
     """
     count, width = vectors.shape
     norms = np.linalg.norm(vectors, axis=1)
@@ -152,10 +152,10 @@ def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
 
 
 def check_noise_lags(name: str, noise: NDArray[np.float64]) -> Check:
-    """Is the noise `[T, ...]` of releases any fixed number of releases apart independent?
+    """Test, for each lag, whether the noise `[T, ...]` of releases that far apart is independent.
 
-    It sees correlations that are small between any two of them, such as those that another
-    coefficient leaves: over all pairs, the mean product is nearly normal.
+    The mean product over all pairs with this lag is nearly normal. So it shows correlations that
+    are small in each pair, such as a wrong coefficient of banded noise leaves.
     """
     rows = noise.reshape(len(noise), -1)
     products, pairs = rows @ rows.T, rows.shape[1] * np.arange(len(rows) - 1, 0, -1)
@@ -167,11 +167,11 @@ def check_noise_lags(name: str, noise: NDArray[np.float64]) -> Check:
 
 
 def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
-    """Does the same noise occur at other elements, with either sign?
+    """Test whether the same noise occurs at several elements, with either sign.
 
-    Equal magnitudes among N independent draws are about Poisson with mean N^2 / (2 sqrt(pi) s),
-    for a standard deviation of s grid steps. `vectors` are noise of which no canary is subtracted,
-    over its standard deviation.
+    The number of pairs of equal magnitude among N independent draws is nearly Poisson with mean
+    N^2 / (2 sqrt(pi) s), where s is the standard deviation in grid steps. `vectors` are noise over
+    its standard deviation, at elements to which no canary contributes.
     """
     steps = np.sort(np.abs(np.rint(vectors * std_in_steps)).ravel())
     _, runs = np.unique(steps, return_counts=True)
@@ -183,11 +183,11 @@ def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
 
 
 def check_lattice(multiples: NDArray[np.float64], std_in_steps: float) -> Check:
-    """Are all releases whole multiples of the public grid, with uniform low bits?
+    """Test whether all releases are whole multiples of the public grid, with uniform low bits.
 
     Noise drawn in floating point is not on the grid, or has zeros in its low bits where it is
-    large, and so reveals which sum it was added to (Mironov 2012). `multiples` are sums over the
-    grid.
+    large, and so reveals the sum to which it was added (Mironov 2012). `multiples` are the
+    released sums divided by the grid's spacing.
     """
     name = "lattice of the release"
     off = int((multiples != np.rint(multiples)).sum())
@@ -204,12 +204,12 @@ def check_lattice(multiples: NDArray[np.float64], std_in_steps: float) -> Check:
 
 
 def check_same(name: str, first: NDArray[np.float64], second: NDArray[np.float64]) -> Check:
-    """Do two ranks hold the same release, bit for bit?"""
+    """Test whether two ranks hold the same release, bit for bit."""
     different = int((first != second).sum())
     return Check(name, not different, 0.0, f"{different} of {first.size} differ between ranks")
 
 
 def check_charges(charged: float, due: float) -> Check:
-    """Has the accountant been charged for every release of the scored run?"""
+    """Test whether the accountant was charged for every release of the scored run."""
     found = f"epsilon {charged:.6g} charged, {due:.6g} due"
     return Check("charges", charged >= due * (1 - 1e-9), 0.0, found)

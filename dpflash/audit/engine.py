@@ -27,27 +27,27 @@ def audit(
 ) -> AuditReport:
     """Test whether this engine's settings keep the epsilon that they claim.
 
-    Without scores (white box) canaries with orthogonal gradients are trained through new
-    engines with these settings: accountant, noise, bound, clipping, sample rate and exactness.
-    The model and its data are not touched, and nothing is charged. With scores (black box)
-    the training run itself is audited, by losses of canary documents that were in its data.
+    Without scores (white box), canaries with orthogonal gradients are trained with new
+    engines that have these settings: accountant, noise, bound, clipping, sample rate and
+    exactness. The model and its data are not used, and nothing is charged. With scores (black
+    box) the training run itself is audited, by losses of canary documents that were in its data.
 
     Args:
-        steps: releases of the claimed run; None for one epoch of the loader.
-        canaries: of the white-box audit; more give tighter bounds.
-        delta: of the claim and the bounds.
-        confidence: of each of the two bounds on epsilon.
+        steps: number of releases of the claimed run; None for one epoch of the loader.
+        canaries: number of canaries of the white-box audit; more canaries give tighter bounds.
+        delta: the delta of the claim and of the bounds.
+        confidence: the confidence of each of the two bounds on epsilon.
         scores: `[N]`, higher for canaries that look trained on, such as the loss before minus
-            the loss after training; against the epsilon that was spent so far. Pass at
-            least 240: with fewer there may be no guess.
+            the loss after training. The claim is then the epsilon spent so far. Pass at
+            least 240 scores: with fewer there may be no guess.
         included: `[N]`, bool, with scores: which canaries were in the data, each by a fair
             coin of its own.
-        seed: for a reproducible audit.
+        seed: seed of a reproducible audit; None for secret keys and coins.
         ranks: whether to probe two ranks too, in processes that take some seconds.
 
     Returns:
-        An `AuditReport`: `.ok`, the claimed epsilon, two lower bounds, the named checks; as
-        text a table. It is a test, not a proof.
+        An `AuditReport`: `.ok`, the claimed epsilon, two lower bounds, the named checks; printed
+        as a table. It is a test, not a proof.
 
     Raises:
         ValueError: no model is private, an argument is out of its range, there are too few
@@ -56,7 +56,7 @@ def audit(
     Source:
         Steinke, Nasr, Jagielski 2023; see `dpflash.audit.bounds`.
     """
-    # These import scipy's distributions and torch's FSDP, which takes a second.
+    # Imported here: scipy's distributions and torch's FSDP take a second to import.
     from .ranks import Audited
     from .run import audit_losses, auditable, run_audit
 

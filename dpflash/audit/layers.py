@@ -13,7 +13,7 @@ from .releases import Run
 
 
 class LayersCanaryModel(nn.Module):
-    """Losses [B] of canaries, each with a number in four parameters."""
+    """Computes losses [B] of canaries; each canary has an element in each of four parameters."""
 
     def __init__(self, canaries: int, *, scale: float):
         super().__init__()
@@ -23,7 +23,7 @@ class LayersCanaryModel(nn.Module):
 
     def forward(self, numbers: Tensor, weights: Tensor) -> Tensor:
         """Losses [B] of canaries `numbers` [B], multiplied by `weights` [B]."""
-        # +1 and -1 in turn, which the norm leaves as they are, with +1 at the canary's element.
+        # Alternating +1 and -1, which the norm does not change, with +1 at the canary's element.
         elements = torch.arange(self.canaries, device=numbers.device)
         signs = (1 - 2 * ((elements - numbers[:, None]) % 2)).to(weights.dtype)
         outputs = self.layer(weights.new_ones(len(numbers), 1)) + self.norm(signs)
@@ -31,6 +31,6 @@ class LayersCanaryModel(nn.Module):
 
 
 class LayersRun(Run):
-    """A run on such layers, with the arguments and attributes of `Run`."""
+    """A run of this model, with the arguments and attributes of `Run`."""
 
     _model_type = LayersCanaryModel

@@ -1,7 +1,7 @@
 """The audited run on packed documents: canaries that share rows with other canaries.
 
-A document has the number of its canary at each of its tokens. Padding has number 0, which is of no
-document, but a loss that counts it: what it adds to a release is found at that number.
+Each token of a document is the number of the document's canary. Padding has the number 0, which no
+document has. The losses include padding, so its contribution to a release is found at number 0.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader
 from ..packing import PackedBatch, PackTo
 from .releases import Run
 
-# Some documents share a microbatch, and some draws need several. A document has two rows.
+# Documents share microbatches, some draws need several microbatches, one document needs two rows.
 _TOKENS, _ROWS, _DOCUMENTS = 24, 3, 8
-# So short that one token of a neighbor is a large part of a gradient.
+# Documents are so short that one token of a neighbor is a large part of a gradient.
 _MOST_TOKENS = 3
 
 
 class PackedCanaryModel(nn.Module):
-    """Losses [U] of packed documents: each canary has a number in a table and one in a layer."""
+    """Computes losses [U] of documents; each canary has a number in a table and in a layer."""
 
     def __init__(self, canaries: int, *, scale: float):
         super().__init__()
@@ -34,14 +34,14 @@ class PackedCanaryModel(nn.Module):
         )
         with torch.no_grad():
             for weight in self.parameters():
-                # Padding has a gradient and no value, so that trials may have more of it.
+                # Padding has a gradient but the value 0: more padding does not change losses.
                 weight.view(-1)[0] = 0.0
         self.background = None
         self.canaries = canaries
         self.scale = scale
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """The sum over each document's tokens; padding is in the loss of the last one."""
+        """Losses [U]: sums over each document's tokens; the last loss includes padding."""
         tokens = batch.input_ids
         table, layer = self.tables
         each = table(tokens) + layer(F.one_hot(tokens, self.canaries).double())
@@ -53,7 +53,7 @@ class PackedCanaryModel(nn.Module):
 class PackedRun(Run):
     """A run on packed documents, with the arguments and attributes of `Run`.
 
-    Canary 0 is that of padding, and is not in the data.
+    Canary 0 stands for padding, and is not in the data.
     """
 
     _model_type = PackedCanaryModel

@@ -1,8 +1,8 @@
-"""Short runs of the engine that measure one thing each, for the named checks.
+"""Short runs of the engine that measure one quantity each, for the named checks.
 
-With little noise a release shows who contributed how much; with the audited noise and few
-canaries it shows the noise. `dpflash.audit.checks` tests what is read here. With banded noise
-there is a round of releases, with draws of the parts in turn, where there is one release else.
+With little noise a release shows how much each canary contributed; with the audited noise and few
+canaries it shows the noise. `dpflash.audit.checks` tests these readings. With banded noise a round
+of releases, which draw the parts in turn, takes the place of each release.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from .layers import LayersRun
 from .packed import PackedRun
 from .releases import NewEngine, Release, Run, as_it_is, mechanism_of, whitened
 
-# Noise multiplier with which contributions are read off.
+# Noise multiplier in runs that measure contributions.
 LITTLE = 2.0**-8
-# (units, sample rate, releases); the units of the audited rate depend on it.
+# (units, sample rate, releases); at the audited rate the number of units depends on the rate.
 _FEW, _MANY, _AUDITED_RELEASES = (32, 1 / 8, 32), (64, 1 / 4, 16), 64
 _PACKED, _ENTRIES = (32, 1 / 4, 16), 2
 _DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
-# Whose sums are exact unless rounding is asked for.
+# Values of grad_sample_mode whose sums are exact, unless exact=False.
 _EXACT_MODES = ("auto", "instantiate")
 _NOISE_RELEASES, _NOISE_WIDTH = 16, 2048
-# Of each part, so of each draw: mean gradients over a power of two are still on the grid.
+# Canaries per draw: a power of two, so that the sum divided by it is still on a grid.
 _NOISE_CANARIES = 64
-# Of the sampler alone: so many draws for each release that is read.
+# Draws of the sampler alone, for each release at the audited rate.
 _DRAWS = 100
-# (units, sample rate, releases), of which three in four draw nobody.
+# (units, sample rate, releases); three in four of these releases draw nobody.
 _EMPTY = (4, 1 / 16, 32)
 
 
 @dataclass(frozen=True)
 class Contributions:
-    """What every unit added to each release, read off with little noise."""
+    """The contribution of every unit to each release, measured with little noise."""
 
-    # `[T, N]`, of two tables `[T, 2 N]`: the unit's part of the release over what it contributes
-    # when it is drawn once; in the data and drawn 1, otherwise 0, up to noise
+    # `[T, N]`, with two tables `[T, 2 N]`: the unit's part of the release, divided by the
+    # contribution of one draw; up to noise, 1 if the unit was drawn and 0 if not
     units: NDArray[np.float64]
-    # `[T]`: the sum of a number that all units have in common, likewise; nan without one
+    # `[T]`: the sum of a number that all units share, divided likewise; nan if there is none
     background: NDArray[np.float64]
-    drawn: NDArray[np.int64]  # how often the loader drew each unit, of the shape of `units`
+    drawn: NDArray[np.int64]  # how often the loader drew each unit; has the shape of `units`
     std: float  # standard deviation of the noise in `units`
-    background_std: float  # the same of `background`
+    background_std: float  # standard deviation of the noise in `background`
     rate: float  # the claimed sample rate
 
 
@@ -60,27 +60,27 @@ class Contributions:
 class Noise:
     """The noise of some releases."""
 
-    # `[T, tables, n]`: the noise of each table in each release, over its claimed standard
+    # `[T, tables, n]`: the noise of each table in each release, divided by its claimed standard
     # deviation, see `whitened`
     vectors: NDArray[np.float64]
-    alone: NDArray[np.float64]  # `[T, tables, m]`: of the elements to which no canary contributes
-    # `[T, tables, n]`: the released sums over the grid; whole numbers are claimed. None where no
-    # exact sums are claimed.
+    alone: NDArray[np.float64]  # `[T, tables, m]`: at elements to which no canary contributes
+    # `[T, tables, n]`: the released sums divided by the grid's spacing, claimed to be whole
+    # numbers; None if sums are not claimed to be exact
     multiples: NDArray[np.float64] | None
-    std_in_steps: float  # the claimed standard deviation over the grid
+    std_in_steps: float  # the claimed standard deviation divided by the grid's spacing
 
 
 @dataclass(frozen=True)
 class Probes:
-    """What the named checks look at."""
+    """The readings that the named checks test."""
 
     inclusions: Contributions  # at the audited sample rate
     sampler: Drawn  # draws of the sampler alone, at the audited sample rate
     # with few units, so that most rows are padding and some batches are empty
     padding: Contributions
     divisor: Contributions  # with a background sum of many units
-    packed: Contributions  # documents in rows that they share
-    users: Contributions  # of two entries each
+    packed: Contributions  # documents that share rows
+    users: Contributions  # users of two entries each
     layers: Contributions  # in the weights and biases of a linear layer and a norm
     noise: Noise  # at the audited noise multiplier
     # `[T, tables, n]`: noise of releases that drew nobody, over its claimed standard deviation
@@ -89,7 +89,7 @@ class Probes:
 
 @dataclass(frozen=True)
 class Prober:
-    """Short runs of engines of one kind, without trials: these release nothing."""
+    """Makes short runs with engines of one kind, without trials, which release nothing."""
 
     new_engine: NewEngine
     privacy: PrivacyConfig
@@ -120,9 +120,9 @@ class Prober:
         *,
         prepare: Callable[[nn.Module], object] = as_it_is,
     ) -> Contributions:
-        """Releases of `units` units with little noise, all of them in the data.
+        """Releases of `units` units with little noise; all units are in the data.
 
-        With `privacy.unit_of` it has the unit of each entry.
+        If `privacy.unit_of` is set, it has the unit of each entry.
         """
         of = self.privacy.unit_of
         numbers = None if of is None else np.array(of)
@@ -132,25 +132,25 @@ class Prober:
         )
 
     def sampler(self, units: int, rate: float, draws: int) -> Drawn:
-        """Draws of the private loader's sampler, which no model sees."""
+        """Count draws of the private loader's sampler alone, without training."""
         bands = mechanism_of(self.privacy).bands
         run = self._run(self._asked(rate, 1), units)
         return Drawn.of(run.draws(draws), bands)
 
     def layers(self) -> Contributions:
-        """Releases of canaries whose gradients lie in weights and biases of layers."""
+        """Releases of canaries whose gradients are in weights and biases of layers."""
         units, rate, releases = _FEW
         asked = self._asked(rate, releases, noise_multiplier=LITTLE)
         return _contributions(self._run(asked, units, kind=LayersRun), asked)
 
     def users(self) -> Contributions:
-        """Releases of users with two entries each, of which a draw has both."""
+        """Releases of users with two entries each; a draw of a user has both."""
         of_users = np.repeat(np.arange(_FEW[0]), _ENTRIES).tolist()
         privacy = replace(self.privacy, unit_of=of_users, examples_per_unit=_ENTRIES)
         return replace(self, privacy=privacy).contributions(*_FEW)
 
     def packed(self) -> Contributions:
-        """Releases of packed documents; the first unit is in padding alone, and is never drawn."""
+        """Releases of packed documents; unit 0 stands for padding, and is never drawn."""
         units, rate, releases = _PACKED
         # Exact sums need documents that begin at multiples of 64 tokens; here neighbors touch.
         exact = "auto" if self.privacy.exact is True else self.privacy.exact
@@ -159,7 +159,7 @@ class Prober:
         return _contributions(run, asked)
 
     def noise(self) -> Noise:
-        """The noise of releases of a few canaries, whose contributions are subtracted."""
+        """The noise of releases of few canaries, whose contributions are subtracted."""
         mode = self.performance.grad_sample_mode
         exact = self.privacy.exact is not False and mode in _EXACT_MODES
         asked = self._asked(1.0, _NOISE_RELEASES, exact=exact)
@@ -196,7 +196,7 @@ class Prober:
 
 
 def _noise_of(found: list[Release], run: Run, asked: PrivacyConfig) -> NDArray[np.float64]:
-    """`[T, tables, n]`: noise of releases over its claimed standard deviation."""
+    """`[T, tables, n]`: noise of releases, divided by its claimed standard deviation."""
     noise = [release.sums - release.drawn * run.bounds[:, None] for release in found]
     assert asked.noise_multiplier is not None
     std = asked.noise_multiplier * asked.bound
@@ -208,11 +208,11 @@ def _contributions(run: Run, asked: PrivacyConfig) -> Contributions:
     sums = np.stack([release.sums for release in found])
     tables = sums.shape[1]
     unit, common = run.bounds[:tables], float(run.bounds[-1])
-    # Of the entries of a user, a draw has all.
+    # A draw of a user has all entries of the user.
     drawn = np.stack([release.drawn for release in found]) // (asked.examples_per_unit or 1)
     assert asked.sample_rate is not None
     mechanism = mechanism_of(asked)
-    # The noise of the last release, which is the largest.
+    # The noise of the last release has the largest standard deviation.
     impulse, coefficients = np.eye(1, len(found))[0], np.array(mechanism.coefficients)
     growth = float(squared_errors(coefficients, impulse)[-1]) ** 0.5
     little = LITTLE * asked.bound * mechanism.noise_scale() * growth

@@ -1,4 +1,4 @@
-"""Probes of two ranks, in processes of their own: noise across ranks, and context shards."""
+"""Probes two ranks, in processes of their own: noise across ranks, and context shards."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Audited:
-    """What is audited: a kind of engine and its settings. Another process can read it."""
+    """The audited kind of engine and its settings; it can be pickled for other processes."""
 
     engine_type: Callable[..., Any]  # class of the engines
-    arguments: dict[str, Any]  # of its constructor
-    privacy: PrivacyConfig  # of `make_private`, as performance is
-    performance: PerformanceConfig
+    arguments: dict[str, Any]  # arguments of its constructor
+    privacy: PrivacyConfig  # argument of `make_private`
+    performance: PerformanceConfig  # argument of `make_private`
 
     def new_engine(self, **more: Any) -> PrivacyEngine:
-        """An engine of that kind."""
+        """A new engine of this kind."""
         engine: PrivacyEngine = self.engine_type(**self.arguments, **more)
         return engine
 
@@ -52,9 +52,9 @@ class Audited:
 def read_rank_noise(
     audited: Audited, mesh: DeviceMesh
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Noise over its claimed standard deviation, of tables sharded and not sharded over ranks.
+    """Noise over its claimed standard deviation, in sharded and in whole tables.
 
-    Returns (`[T x tables, n / ranks]` of this rank's rows, `[T x tables, n]` of whole tables).
+    Returns (`[T x tables, n / ranks]` in this rank's rows, `[T x tables, n]` in whole tables).
     """
     mechanism = mechanism_of(audited.privacy)
     rate, steps = 1 / mechanism.bands, _NOISE_RELEASES * mechanism.bands
@@ -82,7 +82,7 @@ def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
     """
 
     def mark(model: Any) -> None:
-        # Every rank computes the same loss, as if it were that of its own tokens.
+        # Every rank computes the same loss, which stands for the loss of its own tokens.
         model.context_parallel = ContextParallel.of(mesh, "ring", "contiguous")
 
     prober = Prober(lambda: audited.new_engine(mesh=mesh), audited.privacy, audited.performance)
@@ -91,12 +91,12 @@ def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What all ranks read."""
+    """The readings of all ranks."""
 
     # `[M, n]`, noise in rows of sharded tables, of all ranks one after another
     own: NDArray[np.float64]
     whole: tuple[NDArray[np.float64], ...]  # noise in whole tables, by rank
-    shards: Contributions  # of the first rank
+    shards: Contributions  # read by the first rank
 
 
 class RankFailure(RuntimeError):
@@ -104,7 +104,7 @@ class RankFailure(RuntimeError):
 
 
 class RankProbes:
-    """Two processes that probe while the audit goes on. A context manager that ends them."""
+    """Runs two processes that probe while the audit goes on; a context manager that ends them."""
 
     def __init__(self, audited: Audited):
         self._folder = tempfile.TemporaryDirectory(prefix="dpflash-audit-")
@@ -132,7 +132,7 @@ class RankProbes:
         self._folder.cleanup()
 
     def read(self) -> RankFindings:
-        """Wait for both processes; a RankFailure has the end of what one of them printed."""
+        """Wait for both processes; a RankFailure shows the end of the output of one of them."""
         for process in self._processes:
             try:
                 printed, _ = process.communicate(timeout=_SECONDS)

@@ -1,11 +1,11 @@
 """The audited run: canaries with orthogonal gradients, trained through the real engine.
 
 The model has one number for each canary in each of its tables, and a canary's loss is a multiple
-of the sum of its own numbers. So canary i's gradient lies in coordinates that no other canary
-has, is the same at every step, and is longer than max_grad_norm: only clipping bounds it. What a
-release holds in these coordinates is canary i's contribution, 0 or its bound, and noise that is
-independent of all other coordinates'. Given who is in, scores of different canaries are then
-independent, and so are those of different steps.
+of the sum of its own numbers. So canary i's gradient lies in coordinates of its own, is the same
+at every step, and is longer than max_grad_norm: only clipping bounds it. In these coordinates a
+release has canary i's contribution, which is 0 or the bound, and noise that is independent of the
+noise in all other coordinates. So, given which canaries are in the data, the scores of different
+canaries are independent, and so are the scores of different steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..noise import Banded
 if TYPE_CHECKING:
     from ..engine import PrivacyEngine
 
-# A canary's gradient before clipping, over max_grad_norm.
+# Norm of a canary's gradient before clipping, divided by max_grad_norm.
 EXCESS = 4.0
 _Batch = tuple[Tensor, Tensor]
 
@@ -39,7 +39,7 @@ NewEngine = Callable[..., "PrivacyEngine"]
 
 
 class CanaryModel(nn.Module):
-    """Losses [B] that are linear in two layers: each canary has a number of its own in each."""
+    """Losses [B] that are linear in two tables; each canary has a number of its own in each."""
 
     def __init__(self, canaries: int, *, scale: float, background: bool = False):
         super().__init__()
@@ -60,14 +60,14 @@ class CanaryModel(nn.Module):
 
 
 class Canaries(Dataset[_Batch]):
-    """Entries (number of the canary, weight of its loss), of the `numbers` `[N]` in the data."""
+    """A dataset of entries (number of a canary, weight of its loss), one for each of `numbers`."""
 
     def __init__(self, numbers: NDArray[np.int64]):
         self.numbers = torch.from_numpy(numbers)
         self.weights = torch.ones(len(numbers), dtype=torch.float64)
 
     def include(self, included: NDArray[np.bool_]) -> None:
-        """Give entries of canaries that are not `included` [canaries] the loss 0."""
+        """Give the loss 0 to entries of canaries that are not in `included`, bool [canaries]."""
         self.weights = torch.from_numpy(included).double()[self.numbers]
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Canaries(Dataset[_Batch]):
 
 
 def collate(entries: Sequence[_Batch]) -> _Batch:
-    """A batch of the entries that a dataset returned one by one, or all at once."""
+    """Make a batch of entries that the dataset returned one by one, or all at once."""
     if len(entries) == 1 and entries[0][0].ndim == 1:
         return entries[0]
     numbers, weights = zip(*entries, strict=True)
@@ -93,24 +93,25 @@ def collate(entries: Sequence[_Batch]) -> _Batch:
 class Release:
     """One release of a run."""
 
-    # `[tables, canaries]`, float64 (of a sharded table this rank's rows): the released gradients
+    # `[tables, canaries]`, float64 (in a sharded table this rank's rows): the released gradients
     # times the public expected batch size, by which the engine claims to have divided them
     sums: NDArray[np.float64]
-    background: float  # the sum of the common number; nan without one
+    background: float  # the sum in the parameter that all canaries share; nan if there is none
     # `[canaries]`: how often each canary was among the samples of the batch, by the loader
     drawn: NDArray[np.int64]
 
 
 def mechanism_of(privacy: PrivacyConfig) -> Banded:
-    """The noise of these settings; independent noise has one band."""
+    """The noise mechanism of these settings; independent noise has one band."""
     mechanism = privacy.noise_mechanism
     return mechanism if isinstance(mechanism, Banded) else Banded(bands=1)
 
 
 def whitened(releases: NDArray[np.float64], mechanism: Banded) -> NDArray[np.float64]:
-    """C y over |c|, of y `[T, ...]`: the noise of different releases is independent in it.
+    """Multiply releases y `[T, ...]` by C / |c|, so that their noise becomes independent.
 
-    Its standard deviation is noise_multiplier * max_grad_norm.
+    C is the banded matrix of the mechanism's coefficients c. The standard deviation of the noise
+    becomes noise_multiplier * max_grad_norm.
     """
     found = np.zeros_like(releases)
     for i, c in enumerate(mechanism.coefficients[: len(releases)]):
@@ -119,16 +120,16 @@ def whitened(releases: NDArray[np.float64], mechanism: Banded) -> NDArray[np.flo
 
 
 def as_it_is(model: nn.Module) -> None:
-    """Prepares nothing."""
+    """Leave the model unchanged, as the default of `Run`'s `prepare`."""
 
 
 class Run:
-    """A run of the canary model with an engine's settings; the engine is a new one.
+    """A run of the canary model with a new engine and these settings.
 
-    `canaries` is the number that the model knows, `numbers` has those of the data's entries (all
-    by default). With `background` canaries share one parameter and have one table, else two
-    tables. `prepare` is done to the model before it is made private, such as sharding it. `bounds`
-    `[parameters]` is what a canary contributes to its number in each.
+    `canaries` is the number of canaries in the model; `numbers` are the canaries of the dataset's
+    entries (by default all). With `background` the model has one table and a parameter that all
+    canaries share, else two tables. `prepare` is called with the model before it is made private,
+    for instance to shard it. `bounds` `[parameters]` is a canary's contribution to each parameter.
     """
 
     _model_type: type[nn.Module] = CanaryModel
@@ -148,7 +149,7 @@ class Run:
         everyone = np.arange(canaries) if numbers is None else numbers
         self.engine, self.canaries = engine, canaries
         self.dataset = Canaries(everyone)
-        # Equal parts in both layers, so that every kind of clipping can use its whole bound.
+        # Equal parts in both layers: with every kind of clipping a canary uses its whole bound.
         scale = EXCESS * privacy.bound / math.sqrt(2)
         options = {"background": True} if background else {}
         model = self._model_type(canaries, scale=scale, **options)
@@ -173,7 +174,7 @@ class Run:
         self.bounds = np.array([parts[name] for name, _ in model.named_parameters()])
 
     def draws(self, count: int) -> Iterator[NDArray[np.int64]]:
-        """`[entries]` for each of `count` draws of the sampler: how often each entry is in it."""
+        """For each of `count` draws of the sampler, how often each entry is in it, `[entries]`."""
         sampler: Any = self.loader.batch_sampler
         for index in range(count):
             drawn = np.array(sampler.draw(index), dtype=np.int64)
@@ -210,7 +211,7 @@ class Run:
     def _read(self, drawn: NDArray[np.int64]) -> Release:
         factor = self.optimizer.expected_batch_size
         grads = [p.grad for p in self.model.parameters()]
-        # Of a sharded parameter this rank's rows.
+        # Of a sharded parameter, only this rank's rows are read.
         own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         read = [grad.double().flatten().cpu().numpy() for grad in own]
         background = math.nan
@@ -221,7 +222,7 @@ class Run:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the warnings about batches of nobody: their numbers are public here."""
+    """Ignore warnings, such as those about batches of nobody, which are public here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""AuditReport: what an audit found, as text, JSON and a plot. No torch."""
+"""AuditReport: the result of an audit, as text, JSON and a plot. No torch."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ if TYPE_CHECKING:
 
 AUDIT = "audit.json"
 WHITE_BOX, BLACK_BOX = "white_box", "black_box"
-# Of the verdict on the scores; the checks have rates of their own.
+# False-alarm rate of the verdict on the scores; the checks have rates of their own.
 SCORE_FALSE_ALARMS = 1e-3
 _BLUE, _GREY, _RED = "#1f5fa8", "#666666", "#c0392b"
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an audit found.
+    """The result of an audit.
 
-    A pass is no proof: an audit finds violations that its canaries show, and its bounds are lower
-    bounds. `epsilon_lower_gaussian` is an estimate, since it assumes a kind of mechanism.
+    A pass is no proof: an audit finds only violations that its canaries show, and its bounds are
+    lower bounds. `epsilon_lower_gaussian` is an estimate, since it assumes a kind of mechanism.
 
     Attributes:
-        claimed_epsilon: of one canary's membership, at delta, by the accountant.
-        delta: of the claim and of both bounds.
+        claimed_epsilon: epsilon of one canary's membership at delta, by the accountant.
+        delta: the delta of the claim and of both bounds.
         claim: the claimed mechanism in words.
         epsilon_lower: lower bound that assumes nothing about the mechanism.
-        epsilon_lower_gaussian: lower bound that assumes Gaussian noise and, in white-box mode,
-            contributions that are drawn at the claimed rate (see `dpflash.audit.strength`); in
-            black-box mode a Gaussian trade-off curve.
-        confidence: of each of the two bounds.
+        epsilon_lower_gaussian: lower bound that assumes Gaussian noise on contributions that are
+            drawn at the claimed rate (white-box mode, see `dpflash.audit.strength`), or a Gaussian
+            trade-off curve (black-box mode).
+        confidence: the confidence of each of the two bounds.
         canaries: number of canaries.
         steps: number of releases.
         scores: number of memberships that were drawn and scored.
-        mode: "white_box" (products of the releases with the canaries' gradients) or "black_box"
-            (losses of canary documents).
-        checks: the named checks; none in black-box mode.
+        mode: "white_box" (scores from products of the releases with the canaries' gradients) or
+            "black_box" (scores from losses of canary documents).
+        checks: the named checks; empty in black-box mode.
         assessment: errors at each cut, guesses, and why the claim is refuted.
         curve: (false positives, least false negatives) of the claimed trade-off curve.
         seeded: whether keys and coins came from a seed.
-        privacy_unit: of the audited settings: what a canary stands for.
+        privacy_unit: the privacy unit of the audited settings, for which a canary stands.
     """
 
     claimed_epsilon: float
@@ -69,11 +69,11 @@ class AuditReport:
 
     @property
     def false_alarm_rate(self) -> float:
-        """The most by which an honest run is accused, by scores and checks together."""
+        """Upper bound of the rate at which scores or checks refute an honest run."""
         return SCORE_FALSE_ALARMS + sum(check.false_alarm_rate for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; numbers that are not finite become None."""
+        """A dict of plain values, in which numbers that are not finite are None."""
         plain = {"ok": self.ok, **asdict(self), "false_alarm_rate": self.false_alarm_rate}
         found: dict[str, Any] = finite(plain)
         return found
@@ -116,7 +116,7 @@ class AuditReport:
         return f"REFUTED: {'; '.join(reasons)}"
 
     def figure(self) -> Any:
-        """A matplotlib Figure: the trade-off curve that is claimed, and the errors found."""
+        """A matplotlib Figure of the claimed trade-off curve and the errors found."""
         import matplotlib
         from matplotlib.figure import Figure
 

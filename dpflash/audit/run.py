@@ -1,4 +1,4 @@
-"""Runs an audit: scores and named checks, through an engine of the audited kind."""
+"""Runs an audit, that is scores and named checks, with an engine of the audited kind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
 from .scores import numbers_of, plan_for, releases_of, score
 from .strength import Strength
 
-# Scores look reversed where those of members are lower than the others by so many standard errors.
+# Scores look reversed if members' scores are lower than the others by so many standard errors.
 _REVERSED = 5.0
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
 
@@ -45,11 +45,11 @@ _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1
 def auditable(
     privacy: PrivacyConfig, performance: PerformanceConfig, *, sample_rate: float, steps: int
 ) -> tuple[PrivacyConfig, PerformanceConfig]:
-    """The settings as they are for the audit's own models; refuses those without canaries.
+    """Adapt the settings to the audit's own models; refuse settings that cannot be audited.
 
-    Left out is what belongs to the user's model, data or loop: bounds of single groups (their
-    joint bound stays), lengths, buffers, a declared reduction, who owns which entry, the size of
-    the dataset and the budget; microbatches, the memory budget, autocast and torch.compile.
+    Settings that belong to the user's model, data or loop are reset: bounds of single groups
+    (their joint bound stays), lengths, buffers, a declared reduction, who owns which entry, the
+    size of the dataset and the budget; microbatches, the memory budget, autocast, torch.compile.
     """
     positive_int(steps=steps)
     if privacy.sampling not in ("poisson", "cyclic_poisson"):
@@ -109,13 +109,12 @@ def run_audit(
     progress: bool = False,
     privacy_unit: str = SAMPLE,
 ) -> AuditReport:
-    """White-box audit: canaries with orthogonal gradients, and the named checks.
+    """Run a white-box audit: canaries with orthogonal gradients, and the named checks.
 
-    With sample_rate=1 there are steps x canaries scores, else one for each canary, see
-    `dpflash.audit.scores`. `confidence` is that of each of the two bounds on epsilon; without a
-    seed coins and keys are secret; `ranks` probes two ranks as well, in processes of their own,
-    and raises RankFailure where these fail; `privacy_unit` is what a canary stands for in the
-    report.
+    With sample_rate=1 there are steps x canaries scores, else one score for each canary, see
+    `dpflash.audit.scores`. `confidence` is the confidence of each of the two bounds on epsilon.
+    Without a seed, coins and keys are secret. With `ranks`, two ranks are probed too, in processes
+    of their own; RankFailure is raised if these fail. The report shows `privacy_unit`.
     """
     positive_int(canaries=canaries)
     probability(delta=delta, confidence=confidence)
@@ -163,14 +162,13 @@ def audit_losses(
     seed: int | None = None,
     privacy_unit: str = SAMPLE,
 ) -> AuditReport:
-    """Black-box audit: what losses of canary documents say about a training run.
+    """Run a black-box audit of a training run, by scores from losses of canary documents.
 
     Scores `[N]` are higher for canaries that look trained on; `included` `[N]` says which were in
-    the data, each by a fair coin of its own; the accountant has counted all releases. A random
-    half of the canaries chooses the cuts and the number of guesses, and the other half is
-    assessed. Losses of one model are not independent, so the claim is refuted by the number of
-    right guesses alone. Warns where canaries that were in the data score clearly lower than the
-    others.
+    the data, each by a fair coin of its own; the accountant has counted all releases. The cuts
+    and the number of guesses are chosen on a random half of the canaries, and the other half is
+    assessed. Losses of one model are not independent, so only the number of right guesses can
+    refute the claim. Warns if canaries that were in the data score clearly lower than the others.
     """
     scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included)
     if scores.ndim != 1 or scores.shape != included.shape:
@@ -228,7 +226,7 @@ def _refuse_slow(mechanism: str) -> None:
 
 
 def named_checks(probes: Probes, rng: np.random.Generator, bands: int = 1) -> list[Check]:
-    """The checks of one process, with as many bands of the noise as it was probed with."""
+    """The checks that need one process; `bands` is the number of bands of the probed noise."""
     inclusions, divisor, noise = probes.inclusions, probes.divisor, probes.noise
     contributions = {
         "canaries in padding rows": probes.padding,
@@ -265,7 +263,7 @@ def named_checks(probes: Probes, rng: np.random.Generator, bands: int = 1) -> li
 
 
 def rank_checks(found: RankFindings) -> list[Check]:
-    """The checks of two ranks."""
+    """The checks that need two ranks."""
     shards = found.shards
     return [
         check_noise_correlation("noise across ranks", found.own),

@@ -1,27 +1,28 @@
 """White-box scores: one log-likelihood ratio for each membership that the auditor draws.
 
-Two experiments, by the sample rate q of the audited run:
+There are two experiments, by the sample rate q of the audited run:
 
-- q = 1. Every canary's membership is drawn anew before each release, by a fair coin that is kept
-  from the engine; a canary that is out has loss 0 ("zero_out"). A release depends on the coins of
-  its own step alone, so each of the steps x canaries memberships is protected by one release, and
-  that is the claim: one Gaussian mechanism. The score of y, the release's product with the
-  canary's direction over max_grad_norm, is (2 y - 1) / (2 sigma^2).
-- q < 1. Membership is drawn once: the dataset has the canaries whose coin said so, and the engine
-  draws its batches from them ("add_remove"). Each of the canaries' memberships is protected by
-  all releases together, and that is the claim: `steps` Poisson-subsampled Gaussian mechanisms.
-  The score is the sum over the steps of log(1 - q + q exp((2 y_t - 1) / (2 sigma^2))), the
-  likelihood ratio of the whole run. Of the steps x canaries products one score a canary remains:
-  the products of one canary share its coin, and no independent claim covers each.
+- q = 1. Every canary's membership is drawn anew before each release, by a fair coin that the
+  engine does not see; a canary that is out has loss 0 ("zero_out"). A release depends on the coins
+  of its own step alone. So each of the steps x canaries memberships is protected by one release,
+  and the claim is that of one Gaussian mechanism. With y the release's product with the canary's
+  direction, divided by max_grad_norm, the score is (2 y - 1) / (2 sigma^2).
+- q < 1. Membership is drawn once: the dataset has the canaries whose coin says "in", and the
+  engine draws its batches from them ("add_remove"). Each canary's membership is protected by all
+  releases together, and the claim is that of `steps` Poisson-subsampled Gaussian mechanisms.
+  The score is the sum over the steps t of log(1 - q + q exp((2 y_t - 1) / (2 sigma^2))), the
+  log-likelihood ratio of the whole run. There is one score for each canary, not one for each of
+  the steps x canaries products: those of one canary share its coin, and no claim covers each.
 
-With banded noise of b bands, q is the rate of the draws of a canary's part, and a round of b
-releases from one of its part on takes the place of a release: with x its products with the
-canary's direction over max_grad_norm, y is the sum over i < b of c_i (C x)_(t+i) / |c|^2, which is
-the canary's contribution and noise of standard deviation sigma, independent for each round. b - 1
-releases more complete the last round of every part.
+With banded noise of b bands and coefficients c_i, q is the rate at which draws of a canary's part
+draw the canary. A round of b releases, from a release t of its part on, takes the place of a
+release. With x the releases' products with the canary's direction, divided by max_grad_norm, y is
+the sum over i < b of c_i (C x)_(t+i) / |c|^2. It is the canary's contribution plus noise of
+standard deviation sigma, independent for each round. b - 1 further releases complete the last
+round of every part.
 
-In both the coins are fair and independent, which the one-run bound needs, and the scores are
-independent given the coins, which the verdict and the Gaussian bound need.
+In both experiments the coins are fair and independent, as the one-run bound needs, and the scores
+are independent given the coins, as the verdict and the Gaussian bound need.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ from .strength import Strength, log_likelihood_ratio
 if TYPE_CHECKING:
     from ..engine import PrivacyEngine
 
-# Canaries, and releases of all of them, that are simulated to choose the cuts.
+# Most canaries, and most canaries times releases, that are simulated to choose the cuts.
 _SIMULATED, _SIMULATED_RELEASES = 200_000, 8_000_000
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of canaries, and what they are compared with."""
+    """Scores of canaries, and the claim with which they are compared."""
 
     scores: NDArray[np.float64]  # `[N]`, log-likelihood ratios
-    included: NDArray[np.bool_]  # `[N]`, which canaries were in
-    claim: Claim  # for one of them
-    charged: float  # epsilon of all releases, as the engine has charged them
-    due: float  # epsilon of all releases, as the claim composes
+    included: NDArray[np.bool_]  # `[N]`, which canaries were in the data
+    claim: Claim  # for the membership of one canary
+    charged: float  # epsilon of all releases that the engine has charged
+    due: float  # epsilon of all releases, composed from the claimed mechanism
     epsilon_lower: float  # lower bound on the claim's epsilon, see `dpflash.audit.strength`
 
 
@@ -75,14 +76,14 @@ def score(
 ) -> Scored:
     """Run the engine on canaries and score them; steps_per_epoch is the number of releases.
 
-    Where one run is too short for a tight bound, further runs have all canaries in the data.
-    `progress` is called after each release.
+    If one run is too short for a tight bound, there are further runs with all canaries in the
+    data. `progress` is called after each release.
     """
     rate, noise, rounds = numbers_of(privacy)
     anew = rate == 1
     asked = replace(privacy, steps_per_epoch=releases_of(privacy))
     coins = rng.random(canaries) < 0.5
-    # An engine needs an entry: where no canary is in, the first one, with loss 0.
+    # An engine needs an entry: if no canary is in the data, all have entries with loss 0.
     numbers = None if anew or not coins.any() else np.flatnonzero(coins)
     engine = new_engine()
     run = Run(engine, asked, performance, canaries=canaries, numbers=numbers, device=device)
@@ -132,9 +133,9 @@ def _products(
     *,
     anew: bool = False,
 ) -> Iterator[_Products]:
-    """After each release: the canaries `[n]` whose round it ends, the products y, and their coins.
+    """After each release: (canaries `[n]` whose round it ends, their products y, their coins).
 
-    `coins` `[canaries]` are those of the first release; with `anew` others are drawn for each.
+    `coins` `[canaries]` are the coins of the first release; with `anew` each release has new ones.
     """
     mechanism = mechanism_of(privacy)
     bands, c = mechanism.bands, np.array(mechanism.coefficients)
@@ -156,9 +157,9 @@ def _products(
 
 
 def _parts(run: Run, bands: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """`[canaries]`: the draws, modulo the bands, that a canary may be in.
+    """`[canaries]`: the number, modulo the bands, of the draws in which a canary may be.
 
-    Of one that is in none, which so adds nothing to any release, they are as good as any.
+    For a canary that is in no draw it is random: the canary adds nothing to any release.
     """
     parts = rng.integers(bands, size=run.canaries)
     if bands > 1:
@@ -177,7 +178,7 @@ def numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
 
 
 def releases_of(privacy: PrivacyConfig) -> int:
-    """The number of releases in which every part completes its rounds."""
+    """The number of releases that complete the rounds of every part."""
     bands = mechanism_of(privacy).bands
     return numbers_of(privacy)[2] * bands + bands - 1
 
@@ -208,7 +209,7 @@ def plan_for(
     confidence: float,
     rng: np.random.Generator,
 ) -> Plan:
-    """The plan for scores of the claimed mechanism, by simulating it."""
+    """The plan for scores of the claimed mechanism, from a simulation of it."""
     rate, noise, rounds = numbers_of(privacy)
     releases = 1 if rate == 1 else rounds
     count = min(_SIMULATED, max(2_000, _SIMULATED_RELEASES // releases))

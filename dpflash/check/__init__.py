@@ -1,7 +1,7 @@
 """Checks on one batch that a model and its loss keep the samples of a batch independent.
 
 Every comparison runs on a plain copy of the model, in float64 if the model supports it, with the
-same buffers and the same seed, without dropout and without the noise of boundaries.
+same buffers and the same seed, without dropout and without the noise of private boundaries.
 """
 
 from .report import CheckReport, Problem

@@ -1,4 +1,4 @@
-"""Sizes of batches, and batches in which samples have other masks and targets.
+"""The batch of a check: its size, and versions of it with other masks and targets.
 
 Shapes: B samples, T tokens.
 """
@@ -24,7 +24,7 @@ MASKS, TARGETS = "masks of the others are shortened", "targets of the others are
 
 @dataclass(frozen=True)
 class Place:
-    """One sample of a batch: the batch, the sample's index in it, and the batch size."""
+    """One sample in a batch: the batch, the sample's index in it, and the batch size."""
 
     batch: Any
     index: int
@@ -32,7 +32,7 @@ class Place:
 
 
 def batch_size(batch: Any) -> int:
-    """B; raises a ValueError if `batch` is not a batch, or has fewer than two samples."""
+    """Return B; raise a ValueError if `batch` is not a batch, or has fewer than two samples."""
     shapes = [tuple(t.shape) for _, t in tensors_of(batch) if t.ndim]
     if not shapes:
         raise ValueError(
@@ -54,9 +54,9 @@ def batch_size(batch: Any) -> int:
 
 
 def altered(batch: Any, size: int) -> Iterator[tuple[str, Any]]:
-    """(how, batch of 2 B samples): those of `batch`, and the same with altered masks or targets.
+    """(how, batch of 2 B samples): the samples of `batch`, then copies with altered fields.
 
-    The second half of a mask becomes 0, and the second half of a sample's targets is ignored.
+    In the copies, the second half of each mask is 0, or the second half of the targets is ignored.
     """
     for how in (MASKS, TARGETS):
         doubled = rows_of(batch, [*range(size)] * 2, size)
@@ -81,12 +81,12 @@ def _is_binary(t: Tensor) -> bool:
 
 
 def _is_target(t: Tensor, place: str) -> bool:
-    """Whether these are integer targets that may contain an ignore_index."""
+    """Whether a tensor has integer targets that may contain an ignore_index."""
     if t.dtype not in (torch.int64, torch.int32) or t.numel() == 0:
         return False
     if bool((t < 0).any()):
         return True
-    # The last key or field of the place, or the last position.
+    # The last key, field name or position in `place`.
     last = re.split(r"[\[.]", place)[-1].strip("]'")
     is_named = int(last) > 0 if last.isdigit() else last in _TARGET_NAMES
     # On a GPU an out-of-range target that is not ignored would trigger a device assertion.

@@ -1,4 +1,4 @@
-"""Opacus' checks of a model before training, and replacements of layers that it cannot train."""
+"""Checks a model before training, and replaces layers that cannot be trained, as in Opacus."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from .layers import refused_modules
 from .report import ITSELF
 
 _MOST_GROUPS = 32
-# Channels of a group whose samples have no other dimension to take statistics over.
+# Least channels in a group if a sample has no other dimension for the statistics.
 _LEAST_CHANNELS = 4
 
 
 def get_compatible_module(module: nn.Module) -> nn.Module:
-    """A copy of a model, with the layers replaced that private training refuses.
+    """Copy a model, and replace the layers that private training refuses.
 
     `nn.BatchNorm1d`, `2d`, `3d` and `nn.SyncBatchNorm` become `nn.GroupNorm` of gcd(32, channels)
     groups (fewer in 1d, where a group of one channel would be constant) with the same weight and
-    bias; `nn.InstanceNorm` stops tracking statistics; `max_norm` of embeddings is set to None.
-    Frozen batch norms in eval mode stay. A warning lists what was replaced, since the model
-    computes something else then and its optimizer must be made of the new parameters.
+    bias. `nn.InstanceNorm` no longer tracks statistics. `max_norm` of embeddings is set to None.
+    Frozen batch norms in eval mode are not replaced. A warning lists the replaced layers, since
+    the copy computes other outputs, and the optimizer must be built from its parameters.
 
     Args:
-        module: plain; it is not changed.
+        module: the plain model; it is not changed.
 
     Returns:
-        The copy, of the same devices and dtypes.
+        The copy, on the same devices and with the same dtypes.
 
     Raises:
-        ValueError: for each module that make_private would still refuse, by its name.
+        ValueError: names each module of the copy that make_private would still refuse.
     """
     for name, part in module.named_modules():
         if issubclass(type(part), LazyModuleMixin):
@@ -75,15 +75,15 @@ def validate(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     data_loader: DataLoader | None = None,
 ) -> None:
-    """Refuse what make_private would refuse, all at once; no data is read.
+    """Raise one error for all reasons why make_private would refuse the arguments; read no data.
 
     Args:
         module: the model.
-        optimizer: must hold the trained parameters of the model, or several; None for no check.
-        data_loader: must have a batch size and draw each entry alike; None for no check.
+        optimizer: one or several; must hold the model's trained parameters; None for no check.
+        data_loader: must have a batch size and draw all entries alike; None for no check.
 
     Raises:
-        ValueError: naming each problem and the way out, one a line.
+        ValueError: names each problem and what to do, one problem per line.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
@@ -115,7 +115,7 @@ def is_compatible(
 
 
 def _replacement(module: nn.Module) -> tuple[nn.Module, str]:
-    """The replacement of a refused module, and its description; the module and "" for none."""
+    """(The replacement of a refused module, its description); (the module, "") if none is."""
     if isinstance(module, LazyModuleMixin):
         return module, ""
     try:
@@ -146,14 +146,14 @@ def _group_norm(module: _BatchNorm) -> nn.GroupNorm | None:
         while groups > 1 and channels // groups < _LEAST_CHANNELS:
             groups //= 2
         if channels == groups:
-            return None  # One channel has no statistics of its own sample.
+            return None  # A group of one channel in 1d would normalize one number.
     norm = nn.GroupNorm(groups, channels, module.eps, affine=module.affine)
     _with_affine(norm, module)
     return norm
 
 
 def _with_affine(norm: nn.Module, old: nn.Module) -> nn.Module:
-    """The norm with the parameters, and so the devices, of another one."""
+    """The norm with the parameters, and so the devices, of the old norm."""
     for name, parameter in old.named_parameters(recurse=False):
         norm.register_parameter(name, parameter)
     return norm.train(old.training)

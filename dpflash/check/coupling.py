@@ -1,7 +1,7 @@
 """Checks that the loss of a sample, and its gradient, depend on that sample alone.
 
-A scalar is a declared mean or sum of losses, so the loss of a sample is what the scalar loses
-without that sample: of a mean, B times the scalar less B - 1 times that of the other samples.
+If loss_fn returns a declared sum of losses, the loss of one sample is the scalar of all B samples
+minus that of the other samples; for a mean, B times the former minus B - 1 times the latter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WHICH = "whether the scalar is a mean or a sum: the model is random, or takes n
 
 
 class _Variant(NamedTuple):
-    """Sample `rows[row]` of a batch of `size` among others of its `rows`, and their names."""
+    """The samples `rows` of a batch of `size`; `rows[row]` is compared; `how` describes them."""
 
     how: str
     batch: Any
@@ -52,7 +52,7 @@ class _Variant(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """Relative differences of sample `sample` between the batch and a variant of it, if any."""
+    """Relative differences of a sample's loss and gradients between the batch and a variant."""
 
     sample: int
     variant: _Variant
@@ -71,9 +71,9 @@ def check_coupling(subject: Subject, findings: Findings, *, has_boundary: bool) 
     """Compare each sample in the batch with the same sample alone and among other samples.
 
     Args:
-        subject: the subject.
+        subject: the model and its loss.
         findings: receives the result.
-        has_boundary: whether the model has boundaries, which clip what a mean has divided.
+        has_boundary: whether the model has private boundaries, which clip after a mean's division.
     """
     reduction = subject.loss_reduction
     is_alone = not subject.is_random and all(p.kind != "batch_size" for p in findings.problems)
@@ -109,12 +109,12 @@ def check_coupling(subject: Subject, findings: Findings, *, has_boundary: bool) 
 def _differences(
     subject: Subject, reduction: str | None, is_alone: bool, findings: Findings
 ) -> list[_Difference]:
-    """What was compared, and what differs."""
+    """Compare the samples; return a `_Difference`, perhaps of zero, for each comparison."""
     compared = []
     size = subject.size
     whole = [_Variant("", subject.batch, size, [*range(size)], i) for i in subject.indices]
     references = [_of_sample(subject, variant, reduction, is_alone) for variant in whole]
-    # A small gradient may be all rounding, so compare with the largest one.
+    # A small gradient may be rounding errors alone: differences are relative to the largest one.
     finite = [reference.sizes for reference in references if reference.is_finite()]
     floors = (
         max((loss for loss, _ in finite), default=0.0),
@@ -150,7 +150,7 @@ def _of_sample(
 ) -> Result:
     """The loss of a sample among others, and its gradient.
 
-    Where no sample can be left out of a scalar, another one takes its place.
+    If a sample cannot be left out of a scalar, it is replaced by another sample instead.
     """
     batch, size, rows = variant.batch, variant.size, variant.rows
     if reduction is None:
@@ -170,7 +170,7 @@ def _apart(
     subject: Subject, a: Result, b: Result, floors: tuple[float, float]
 ) -> tuple[float, dict[str, float]]:
     """Relative differences beyond the tolerance: of the loss and of each parameter's gradient."""
-    # With the norm of the whole gradient: that of a small parameter may be all rounding.
+    # Relative to the whole gradient: that of one parameter may be rounding errors alone.
     loss_size, grad_size = map(max, a.sizes, b.sizes, floors)
     apart = {"": abs(a.loss - b.loss) / loss_size if loss_size else 0.0}
     for name in a.grads.keys() | b.grads.keys():
@@ -184,7 +184,7 @@ def _apart(
 def _report(
     subject: Subject, compared: list[_Difference], findings: Findings, *, has_boundary: bool
 ) -> None:
-    """Report what differs as one problem for each place where samples mix."""
+    """Report the differences, as one problem for each module where samples mix."""
     reduction = subject.loss_reduction
     located: dict[str, str] = {}
     for difference in compared:
@@ -193,7 +193,7 @@ def _report(
             original = Place(subject.batch, difference.sample, subject.size)
             located[how] = locate(subject, original, difference.variant.place())
     modules = [where for where in located.values() if where != LOSS_FN]
-    if reduction and modules:  # A scalar has all samples, and another one may be what differs.
+    if reduction and modules:  # A scalar contains all samples: another sample may differ.
         located = dict.fromkeys(located, modules[0])
     by_place: dict[str, list[_Difference]] = {}
     for difference in filter(_Difference.worst, compared):
@@ -208,7 +208,7 @@ def _report(
         if reduction:
             message = (
                 f"the scalar is not the {reduction} of its samples' own losses, as "
-                f"loss_reduction={reduction!r} declares: what it has of sample {worst.sample} "
+                f"loss_reduction={reduction!r} declares: its part for sample {worst.sample} "
                 f"{changes} when {worst.variant.how}"
             )
             kind, remedy = "reduction", _OVER_SAMPLES.format(reduction=reduction)

@@ -1,7 +1,7 @@
-"""Checks what the layers of a private copy get and refuse, for several batch sizes B.
+"""Checks the inputs of the layers of a private copy, for several batch sizes B.
 
-Training's own layers decide: those below a module that runs sample by sample, tokens and shared
-positions are taken as training takes them.
+The copy has the layers of private training. So layers below a module that runs sample by sample,
+flattened tokens and shared positions are treated as in training.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _first_dimensions(
 ) -> dict[str, set[int]]:
     """The first dimensions of each layer's inputs in a forward of this many samples.
 
-    A layer that raises is noted in `refused`, and frozen, so that those after it run.
+    A layer that raises is noted in `refused`, and frozen, so that the layers after it run.
     """
     while True:
         inputs = _Inputs()
@@ -88,12 +88,12 @@ def _first_dimensions(
 
 
 def _fits(size: int, dims: set[int]) -> bool:
-    """Whether these are the batch, or a 1 that all samples share."""
+    """Whether each first dimension is the batch size, or 1, for inputs that all samples share."""
     return dims <= {size, 1}
 
 
 class _Inputs(ForwardRows):
-    """The first dimensions of the inputs of private layers, as training takes them."""
+    """Records the first dimensions of the inputs of private layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checks of a model's layers: private training supports them, and clips what autograd computes."""
+"""Checks that private training supports a model's layers and computes autograd's gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_modules(model: nn.Module, findings: Findings) -> None:
 
 
 def refused_modules(model: nn.Module) -> Iterator[tuple[str, ValueError]]:
-    """(name, error) of every module that make_private would refuse."""
+    """(name, error) of each module that make_private would refuse."""
     inside = parts_of_layers(model)
     for name, module in model.named_modules():
         try:
@@ -52,7 +52,7 @@ def check_reach(subject: Subject, findings: Findings) -> None:
 
 
 def check_private_backward(subject: Subject, findings: Findings) -> None:
-    """Compare a private backward without clipping to ordinary gradients: norms and sums.
+    """Compare norms and sums of a private backward without clipping with ordinary gradients.
 
     Makes the model of the subject private.
     """
@@ -71,8 +71,8 @@ def check_private_backward(subject: Subject, findings: Findings) -> None:
             "outside_use",
             name,
             "it is used outside of its own module, where its gradient is not clipped",
-            "call the module itself, not F.linear(x, m.weight); what the loss needs, such as "
-            "a temperature, use in the forward of the module that owns it",
+            "call the module itself, not F.linear(x, m.weight); use a parameter that the loss "
+            "needs, such as a temperature, in the forward of the module that owns it",
         )
     squares = private.backward.statistics.squared_norms
     if outside or squares is None:

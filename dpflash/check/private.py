@@ -1,4 +1,4 @@
-"""PrivateCopy: the model under test as training has it, without bounds that bind or noise."""
+"""PrivateCopy: a private copy of the model under test, with infinite bounds and no noise."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .subject import Subject
 
 
 class PrivateCopy:
-    """The model of a subject, which becomes private.
+    """Makes the model of a subject private.
 
     Attributes:
         subject: as given.
         modules: the modules by name.
-        backward: of the model.
+        backward: the private backward of the model.
     """
 
     def __init__(self, subject: Subject):
@@ -51,7 +51,7 @@ class PrivateCopy:
         ForwardWrapper(subject.model, self.backward, PLAIN).put()
 
     def sums(self, batch: Any, real: Tensor | None = None) -> dict[str, Tensor]:
-        """Run a private backward; the sums of the gradients of the samples `real` `[B]`."""
+        """Run a private backward; return the summed gradients of the samples `real` `[B]`."""
         subject, step = self.subject, self._step
         mark = BatchMark(0, subject.size, last=True, real=real)
         step.tracker.begin_microbatch(mark, epoch=0)
@@ -62,12 +62,12 @@ class PrivateCopy:
         return found
 
     def named_in(self, error: Exception) -> str:
-        """The first module that an error names; the model itself if it names none."""
+        """The first module that an error names; the model itself if the error names no module."""
         return next((n for n in re.findall(r"'([^']+)'", str(error)) if n in self.modules), ITSELF)
 
 
 def frozen(model: nn.Module, names: set[str]) -> nn.Module:
-    """The model, in which these modules are frozen, as training would refuse them."""
+    """Freeze these modules of a model, which training would refuse, and return the model."""
     for name, module in model.named_modules():
         if (name or ITSELF) in names:
             module.eval().requires_grad_(False)
@@ -75,7 +75,7 @@ def frozen(model: nn.Module, names: set[str]) -> nn.Module:
 
 
 class _Unreleased:
-    """Clipped sums of one backward, in place of a private step: nothing is charged or released."""
+    """Takes the place of a private step, with the sums of one backward; releases nothing."""
 
     def __init__(self, sums: ClippedSums):
         self.sums = sums
@@ -99,7 +99,7 @@ class _Unreleased:
         self.sums.begin(math.inf)
 
     def _nothing(self) -> None:
-        """There are no rows by themselves, no trials and no releases."""
+        """Do nothing: there are no backwards of single rows, no trials and no releases."""
 
     begin_row = begin_trial = before_gate = end_backward = _nothing
 

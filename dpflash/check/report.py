@@ -28,8 +28,8 @@ class Problem:
             of all such parameters, joined by ", ".
         message: description of the problem.
         remedy: how to fix it.
-        severity: "error" (private training would be refused, or its guarantee would not hold) or
-            "warning".
+        severity: "error" if private training would be refused, or its guarantee would not hold;
+            else "warning".
     """
 
     kind: str
@@ -45,8 +45,8 @@ class CheckReport:
 
     Attributes:
         problems: the problems found, errors first.
-        checked: the comparisons made.
-        not_checked: the comparisons skipped, with the reason.
+        checked: the comparisons that were made.
+        not_checked: the comparisons that were not made, with the reason.
     """
 
     problems: list[Problem]
@@ -94,7 +94,7 @@ class Findings:
             self.not_checked.append(entry)
 
     def unsupported(self) -> set[str]:
-        """The modules that make_private would refuse."""
+        """Names of the modules that make_private would refuse."""
         return {problem.where for problem in self.problems if problem.kind == "unsupported"}
 
     def errors(self) -> bool:
@@ -112,7 +112,7 @@ def listed(names: list[str]) -> str:
 
 
 def message_and_remedy(error: Exception) -> tuple[str, str]:
-    """Split an error message of this library into the problem and the way out at its end."""
+    """Split an error message of this library into the problem and, at its end, the remedy."""
     text = str(error)
     message, _, remedy = text.rpartition(". " if ". " in text else "; ")
     return (message, remedy) if message else (error_text(error), "see the message")

@@ -1,8 +1,8 @@
 """Checks whether a sample's gradient has the same bits in every row of a batch.
 
-Kernels may round rows differently, for example in the scalar remainder of a vectorized loop. A
-logical batch with one more microbatch may then shift samples to rows that round differently. The
-result is reported, but it is not a problem.
+Kernels may round rows differently, for example in the scalar remainder of a vectorized loop. If a
+logical batch has one microbatch more, samples may be in other rows, and so be rounded differently.
+The result is reported, but not as a problem.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ ROWS = "a sample's row in the batch"
 
 
 def check_rows(private: PrivateCopy, findings: Findings) -> None:
-    """Compare the gradient of one sample between all rows, with the other samples reordered.
+    """Compare the gradient of one sample in all rows, with the other samples reordered.
 
     Args:
-        private: of a model in its own dtype.
+        private: the private copy, in the model's own dtype.
         findings: receives the result.
     """
     subject = private.subject

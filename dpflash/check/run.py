@@ -36,34 +36,34 @@ _DATA = (
     "not mask)"
 )
 _BEFORE = (
-    "what was computed of the data before, such as class weights of a loss, scalers and "
-    "vocabularies: it must be public, since counts of private labels are not"
+    "what was computed from the data before, such as class weights of a loss, scalers and "
+    "vocabularies: it must be public, and counts of private labels are not public"
 )
 
 
 def run_check(
     model: nn.Module, batch: Any, loss_fn: LossFunction, *, loss_reduction: str | None = None
 ) -> CheckReport:
-    """Try on one batch whether losses[i] and its gradient depend on sample i alone.
+    """Test on one batch whether losses[i] and its gradient depend on sample i alone.
 
     Args:
         model: plain or private; the check works on a plain copy and changes nothing.
-        batch: argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
-            dimension is the batch, of at least two samples; four to eight are enough. No
-            epsilon covers the report, so use data of nobody. Each row counts as a sample of
-            its own; where users have several rows (unit_of), that finds more than is needed.
-        loss_fn: loss_fn(model, batch) -> losses [B]; it calls the model that it is given.
-        loss_reduction: "mean" or "sum" as declared to make_private; loss_fn then returns a
-            scalar, and the check compares the scalar of several batches, and its gradient,
-            with that reduction over their samples.
+        batch: the argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
+            dimension is the batch, of at least two samples; four to eight are enough. Epsilon
+            does not cover the report, so use data of nobody. Each row is tested as a sample of its
+            own; if users have several rows (unit_of), this is stricter than needed.
+        loss_fn: loss_fn(model, batch) -> losses [B]; must call the model that it is given.
+        loss_reduction: "mean" or "sum" as declared to make_private. loss_fn then returns a
+            scalar, and the check tests on several batches whether the scalar and its gradient are
+            that reduction over the samples.
 
     Returns:
         A CheckReport: `.ok`, `.problems`, and as text what was and was not checked. It is a
         test on this batch, not a proof.
 
     Raises:
-        ValueError: for a batch that holds no tensor, one sample, or samples of unequal number,
-            or is packed; and for another loss_reduction than None, "mean" and "sum".
+        ValueError: the batch has no tensor, one sample only, tensors of unequal batch sizes, or
+            packed documents; or loss_reduction is not None, "mean" or "sum".
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model={type(model).__name__}: expected a torch.nn.Module; pass one")
@@ -76,9 +76,9 @@ def run_check(
         )
     if any(leaves_of(batch, kinds=(PackedBatch,))):
         raise ValueError(
-            "batch holds a PackedBatch, whose samples are documents and no rows, which the check "
-            "does not take: pass a batch of documents one a row (dpflash.sampling.PadTo), with a "
-            "loss_fn for it. The packed batches themselves are tested as training begins, see "
+            "batch holds a PackedBatch, whose samples are documents, not rows, which the check "
+            "does not support: pass a batch of documents one a row (dpflash.sampling.PadTo), with "
+            "a loss_fn for it. Packed batches are tested when training begins, see "
             "make_private(verify_first_batch=...)"
         )
     size = batch_size(batch)

@@ -1,4 +1,4 @@
-"""Checks that the model gives the same losses again, and takes batches of other sizes."""
+"""Checks that the model's losses are repeatable, and that it takes batches of other sizes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _EMPTY_REMEDY = (
 
 
 def check_state(subject: Subject, findings: Findings) -> bool:
-    """Report what a model keeps of a batch, and whether it is random.
+    """Report data that a model keeps of a batch, and whether the model is random.
 
-    Returns False if the losses are not repeatable with the same seed, or a batch raises.
+    Returns False if the losses are not repeatable with the same seed, or a batch raises an error.
     """
     first = subject.losses(subject.batch).detach()
     left = subject.buffers()
@@ -88,7 +88,7 @@ def check_state(subject: Subject, findings: Findings) -> bool:
 
 
 def check_sizes(subject: Subject, findings: Findings) -> list[int]:
-    """The sizes that the model takes, of B, B - 1 and 1; reports others, and an empty batch."""
+    """Return which of the sizes B, B - 1 and 1 work; report the others, and an empty batch."""
     taken = [subject.size]
     findings.checked.append("an empty batch")
     for size in sorted({subject.size - 1, 1, 0}, reverse=True):

@@ -24,10 +24,10 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class Result(NamedTuple):
-    """A loss with its gradients by parameter name, and what their rounding errors grow with.
+    """A loss with its gradients by parameter name, and sizes to which rounding is relative.
 
-    `sizes` are the absolute value of the loss and the norm of the gradients; of a sum, the sums
-    of those of its terms.
+    `sizes` are (absolute value of the loss, norm of the gradients). For a sum of results, each is
+    the sum over the terms.
     """
 
     loss: float
@@ -38,7 +38,7 @@ class Result(NamedTuple):
         return math.isfinite(sum(self.sizes))
 
     def plus(self, factor: float, other: Result) -> Result:
-        """The sum of this result and `factor` times another one."""
+        """The sum of this result and `factor` times the other result."""
         grads = dict(self.grads)
         for name, grad in other.grads.items():
             grads[name] = factor * grad + grads.get(name, 0)
@@ -52,7 +52,7 @@ NOTHING = Result(0.0, {}, (0.0, 0.0))
 
 
 class Subject:
-    """The copy under test: each run starts from the same buffers and the same seed.
+    """The copy of the model under test: each run starts from the same buffers and seed.
 
     Args:
         model: the copy; its dropout is disabled.
@@ -60,7 +60,7 @@ class Subject:
         batch: the batch, of `size` samples.
         size: B.
         loss_reduction: "mean" or "sum" if loss_fn returns a scalar, else None.
-        is_exact: whether results count as equal only if they are the same bits.
+        is_exact: whether results are equal only if all bits are.
 
     Attributes:
         trained: the trainable parameters by name.
@@ -99,7 +99,7 @@ class Subject:
                 module.eval()
 
     def losses(self, batch: Any, seed: int = 0) -> Tensor:
-        """Call loss_fn on a copy of a batch, which it may change in place."""
+        """Call loss_fn on a copy of the batch, which loss_fn may change in place."""
         for module, _, name, value in self._buffers:
             module._buffers[name] = value.clone()
         torch.manual_seed(seed)
@@ -111,7 +111,7 @@ class Subject:
         return losses
 
     def result(self, batch: Any, index: int = 0) -> Result:
-        """Loss and gradients of losses[index], or of the scalar."""
+        """The loss `losses[index]`, or the scalar, with its gradients."""
         losses = self.losses(batch)
         if losses.ndim != (0 if self.loss_reduction else 1):
             raise ValueError(f"losses of shape {tuple(losses.shape)}")
@@ -130,7 +130,7 @@ class Subject:
         }
 
     def changed(self) -> list[str]:
-        """What changed of parameters and of what else state_dict() has, apart from the buffers."""
+        """Names of the changed parameters and other entries of state_dict(), except buffers."""
         return self._unchanged.found()
 
     def pick(self, rows: Iterable[int]) -> Any:
@@ -153,7 +153,7 @@ class Subject:
             return 0.0
         with _Narrowest() as narrowest:
             self.losses(self.batch)
-        # Above rounding errors, which grow with depth, and below the effect of coupling.
+        # Above rounding errors, which grow with depth, and below the effect of other samples.
         return float(narrowest.eps ** (2 / 3))
 
     @functools.cached_property
@@ -169,7 +169,7 @@ class Subject:
         if a.shape != b.shape or not (a.is_floating_point() and b.is_floating_point()):
             return torch.equal(a, b)
         a, b = a.double(), b.double()
-        # Masks contain infinities; equal infinities do not count as a difference.
+        # Masks contain infinities; equal infinities are no difference.
         difference = torch.where(a == b, 0.0, a - b).nan_to_num(nan=math.inf).norm()
         finite = torch.where(a.isfinite(), a, 0.0).norm()
         return float(difference) <= self.tolerance * float(finite)

@@ -22,7 +22,7 @@ class _Call(NamedTuple):
 
 
 def locate(subject: Subject, one: Place, two: Place) -> str:
-    """Name of the first module whose inputs for the sample agree and whose outputs differ."""
+    """Name of the first module whose inputs for the sample are equal and whose outputs differ."""
     try:
         calls, other_calls = _trace(subject, one), _trace(subject, two)
     except Exception:

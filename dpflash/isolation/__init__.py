@@ -1,1 +1,1 @@
-"""Shows that model and loop keep samples apart: microbatches are run with others altered."""
+"""Tests that model and loop keep samples apart: runs microbatches with some samples altered."""

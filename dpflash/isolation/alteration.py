@@ -21,9 +21,9 @@ class Alteration:
     """A microbatch in which some samples have other contents.
 
     Attributes:
-        batch: as the loop gets it.
-        kept: `[U]`, bool, on the CPU: samples whose results must stay as they are.
-        units: the samples of `batch` where they are no rows.
+        batch: the altered microbatch, as the loop gets it.
+        kept: `[U]`, bool, on the CPU: samples whose results must not change.
+        units: the samples of `batch` if they are not single rows, else None.
     """
 
     batch: Any
@@ -37,18 +37,18 @@ class Alteration:
 
 
 def of_documents(batch: PackedBatch, number: int) -> Alteration:
-    """Leaves some documents out, and gives others other tokens; see `with_changed_documents`."""
+    """Leave some documents out, and change the tokens of others; see `with_changed_documents`."""
     changed, kept = with_changed_documents(batch, number)
     return Alteration(changed, kept, changed.units)
 
 
 def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
-    """Alters a microbatch of one sample: by another microbatch, or not at all.
+    """Make the altered version of a microbatch of one sample: another microbatch, or a copy.
 
     Args:
         batch: not changed.
-        before: another microbatch of the draw, which is run instead; None for the same again.
-        real: `[U]`, bool: which one it is, if any.
+        before: another microbatch of the draw, which is run instead; None for a copy of `batch`.
+        real: `[U]`, bool: which entry is the sample, if any.
     """
     given, kept = (copied(batch), real.clone()) if before is None else (before, real & ~real)
     units = given.units if isinstance(given, PackedBatch) else None
@@ -56,7 +56,7 @@ def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
 
 
 def is_single(batch: Any, size: int) -> bool:
-    """Whether a microbatch of `size` samples has room for one, or holds one document."""
+    """Whether a microbatch has one row, or one document; `size` is U."""
     if not isinstance(batch, PackedBatch):
         return size == 1
     return sum(start != end for start, end in batch.units.spans) == 1
@@ -65,17 +65,17 @@ def is_single(batch: Any, size: int) -> bool:
 def of_samples(
     batch: Any, size: int, real: Tensor | None, units: Units | None, rng: np.random.Generator
 ) -> Alteration | None:
-    """Gives some samples the contents of another one, see `sources`.
+    """Give some samples the contents of another sample, see `sources`.
 
     Args:
         batch: not changed.
-        size: U, its samples with those of padding.
-        real: `[U]`, bool: which are samples; None for all.
-        units: the samples where they are no rows of the batch.
-        rng: a secret one.
+        size: U, the number of samples with padding.
+        real: `[U]`, bool: which samples are not padding; None if none is padding.
+        units: the samples if they are not single rows of the batch, else None.
+        rng: a secret generator.
 
     Returns:
-        None where nothing in the batch has an entry for each sample.
+        The altered microbatch; None if nothing in the batch has an entry for each sample.
     """
     source = sources(batch, size, real, units, rng)
     rows = source if units is None else units.order_of(source)
@@ -91,18 +91,18 @@ def sources(
     rng: np.random.Generator,
     telling: Collection[int] = (),
 ) -> Tensor:
-    """`[U]`, int64: the sample whose contents each one gets.
+    """`[U]`, int64: for each sample, the sample whose contents it gets.
 
-    A random half of the samples, and all padding, get those of one of the others. Many copies of
-    one sample crowd any routing. Samples that may set a scale or a weight of the batch, see
-    `_telling`, are among those that others replace; in half of the cases one with the rarest label
-    is the one that is copied. Of four or more samples, those with most and least padding in a mask
-    keep their contents: without any padding operators run other kernels, which round differently,
-    and a loop may cut a batch to its longest sample.
+    A random half of the samples, and all padding, get the contents of one other sample, since
+    many copies of one sample overload any routing with a capacity. Samples that may determine a
+    scale or a weight of the batch, see `_telling`, are replaced first; in half of the cases the
+    copied sample has the rarest label. Of four or more samples, those with the most and the least
+    padding in a mask keep their contents: without padding, operators run other kernels, which
+    round differently, and a loop may cut a batch to its longest sample.
 
     Args:
         batch, size, real, units, rng: see `of_samples`.
-        telling: more samples that others replace.
+        telling: further samples to replace first.
     """
     samples = np.arange(size) if real is None else real.nonzero().flatten().numpy()
     sample_of = sample_of_rows(size, units)
@@ -117,7 +117,7 @@ def sources(
     rare, extreme = (x if 2 * len(x) <= len(samples) else set() for x in (rare, extreme))
     extreme |= set(telling)
     order = rng.permutation(samples).tolist()
-    # Weights that a class has by its own number show in its own samples alone.
+    # A class weight that depends on the class's own count changes losses of this class alone.
     copies_rare = len(least | most) < len(order) // 2 and bool(rng.integers(2))
     first = next((s for s in order if copies_rare and s in rare), None)
     order.sort(key=lambda s: (s != first, s not in least, s not in most, s in rare, s in extreme))
@@ -129,19 +129,19 @@ def sources(
 
 
 def kept_by(source: Tensor, real: Tensor | None) -> Tensor:
-    """`[U]`, bool: samples with their own contents; none where one sample is alone."""
+    """`[U]`, bool: samples with their own contents; none if there are fewer than two samples."""
     own = source == torch.arange(len(source))
     real = torch.ones_like(own) if real is None else real
     return own & real & (real.sum() > 1)
 
 
 def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alteration:
-    """Gives the samples that another alteration kept the contents of one that it did not keep.
+    """Replace the samples that `first` kept by one of the samples that it replaced.
 
     Args:
         batch: not changed, with a row for each sample.
-        first: of this batch.
-        rng: of the choice.
+        first: an alteration of this batch.
+        rng: the generator that chooses the sample.
     """
     others = (~first.kept).nonzero().flatten()
     rows = torch.arange(len(first.kept))
@@ -150,14 +150,14 @@ def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alter
 
 
 def _filled(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """The rows with the fewest entries in a mask, and with the most; none where all are equal."""
+    """The rows with the least sum of a mask, and with the greatest; none if all are equal."""
     sums = [own[rows] for own in mask_sums(batch, size) if rows]
     sums = [own for own in sums if bool((own != own[0]).any())]
     return {rows[int(own.argmin())] for own in sums}, {rows[int(own.argmax())] for own in sums}
 
 
 def _telling(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Which of some rows have the rarest labels, and which the largest or smallest entries."""
+    """Of these rows, those with the rarest label, and those with the largest or smallest entry."""
     rare: set[int] = set()
     extreme: set[int] = set()
     for _, x in entries_of(batch, size):

@@ -17,17 +17,17 @@ from ..verification.digests import greatest, row_summaries
 from ..verification.two_backwards import grad_before_backward
 from ..verification.watch import Watch, WatchedGate
 
-# Entries of rows that are copied at a time.
+# Number of entries that are copied at a time.
 _AT_ONCE = 1 << 24
 
 Slot = tuple[int, int]  # (group, position of the parameter in it)
 _MIXED = (
     "layer '{layer}' got a gradient for samples whose losses have weight 0, so nothing was "
-    "released: after it losses depend on several samples (a mean over rows of the batch, its "
-    "statistics, a contrastive loss, which has no per-sample gradients), or a row is not the "
-    "sample whose loss has the same index (sorted or flipped rows). Keep each sample in its row, "
-    "in all layers and losses. Take negatives from the sample's own entry: with those of other "
-    "rows, detached or not, a loss depends on several samples. engine.check helps to find where"
+    "released: after this layer, losses depend on several samples (a mean or other statistics of "
+    "the batch, a contrastive loss, which has no per-sample gradients), or rows are sorted or "
+    "flipped, so that a sample's row and its loss have different indices. Keep each sample in its "
+    "row, in all layers and losses. Take negatives from the sample's own entry: negatives from "
+    "other rows, even detached, couple samples. engine.check helps to find the operation"
 )
 
 
@@ -42,34 +42,34 @@ class ProvableBackward(Protocol):
         """((group, position), layer, whether the handle's own gradient counts, handle)."""
 
     def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
-        """Inside the block uses save nothing with the gates, and only this watch sees them."""
+        """Inside the block, gates save nothing of a use, and only this watch sees the uses."""
 
     @property
     def is_compared(self) -> bool:
         """Whether the backward is compared with that of an altered microbatch."""
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """The gradients `[B, ...]` of the model's outputs have arrived, of a scalar loss."""
+        """Take the gradients `[B, ...]` of the model's outputs in a scalar loss's backward."""
 
     def refuse_reduction(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
     ) -> None:
-        """Raise if these gradients are not those of the declared reduction."""
+        """Raise if these gradients contradict the declared reduction."""
 
     def discard(self) -> None:
         """Drop the logical batch."""
 
 
 class WatchedRows(Watch, Protocol):
-    """A watch that sees the gradients of handles where no gate runs, too."""
+    """A watch that also sees the gradients of handles in a backward without gates."""
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """See the gradient of a handle; returns it, or a stand-in."""
+        """See the gradient of a handle; return it, or a stand-in."""
 
 
 @dataclass
 class _Use:
-    """The rows of one use: summaries, which are not zero, its number in the backward, lengths."""
+    """Summaries of a use's rows, `[B]` bool of nonzero rows, order of arrival, shape of a row."""
 
     summaries: Tensor
     nonzero: Tensor
@@ -82,18 +82,18 @@ class BackwardRows:
 
     Args:
         weights, real: see below.
-        rounds: whether what is compared may differ by rounding on any device.
+        rounds: whether rows may differ by rounding on every device.
 
     Attributes:
-        weights: `[B]`, bool.
-        real: `[B]`, bool: rows that count as samples.
-        uses: of each parameter, in order.
-        layers: the names of the layers, of each parameter.
-        refusal: names the layer nearest to the losses with a wrong nonzero row.
+        weights: `[B]`, bool: the weight of each sample.
+        real: `[B]`, bool: rows that are samples.
+        uses: the uses of each parameter, in order.
+        layers: the name of each parameter's layer.
+        refusal: names the layer nearest to the losses with a nonzero row of weight 0; or None.
         is_foreign: whether some rows were of another batch, which is refused elsewhere.
         has_met_gate: whether a gate ran, so that it was a backward of losses.
         left_out: `[B]`, samples with a row that is not finite; they are not compared.
-        dtypes: of all rows.
+        dtypes: the dtypes of all rows.
     """
 
     def __init__(self, weights: Tensor, real: Tensor, *, rounds: bool = False) -> None:
@@ -112,21 +112,21 @@ class BackwardRows:
         self._see((gate.index, position), gate.layer_of(position), *gate.by_sample(rows[0]))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """See the handles' gradients where gates run, as in a backward that the loop calls."""
+        """See the handles' gradients at a gate; gates run in a backward that the loop calls."""
         self.has_met_gate = True
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
                 self._see((gate.index, position), gate.layer_of(position), grad)
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """See the gradient of a handle; returns a stand-in that takes no memory."""
+        """See the gradient of a handle; return a stand-in that takes no memory."""
         if grad is None:
             return None
         self._see(slot, layer, grad)
         return grad.new_zeros(()).expand_as(grad)
 
     def _see(self, slot: Slot, layer: str, rows: Tensor, units: Units | None = None) -> None:
-        """See rows `[B, ...]`; or `[n, ...]` with the entries of all units."""
+        """See rows `[B, ...]`; with units, rows `[n, ...]` of all units' entries."""
         rows = rows.detach()
         if not rows.ndim or (len(rows) if units is None else units.size) != len(self.weights):
             self.is_foreign = True
@@ -134,7 +134,7 @@ class BackwardRows:
         self.dtypes.add(rows.dtype)
         flat = rows.reshape(len(rows), rows.shape[1:].numel())
         sizes = greatest(flat)
-        # Sums with zeros of other samples may be 0.0 or -0.0.
+        # Adding 0.0 turns -0.0 into 0.0: sums with zeros of other samples may be either.
         parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
         summaries = torch.cat([row_summaries(part + 0.0, rounds=self.rounds) for part in parts])
         if units is not None:
@@ -149,10 +149,7 @@ class BackwardRows:
 
 
 def allow_second_backwards() -> None:
-    """Have torch.compile keep the saved tensors of a graph for a second backward.
-
-    It holds for the calling thread, from now on.
-    """
+    """Have torch.compile keep a graph's saved tensors for a second backward, in this thread."""
     from torch._functorch import config  # slow to load
 
     config.donated_buffer = False
@@ -166,10 +163,10 @@ def differentiate(
     *,
     keeps_graph: bool = True,
 ) -> bool:
-    """Run the backward to the handles; the watch sees the gradients of handles too.
+    """Run the backward to the handles, whose gradients the watch sees too.
 
     Returns:
-        Whether it could run: a graph that was compiled elsewhere may allow one backward only.
+        Whether it could run: a graph that the user compiled may allow one backward only.
     """
     handles, hooks = [], []
     for slot, layer, counts, handle in owner.handles():
@@ -179,7 +176,7 @@ def differentiate(
     if not handles:
         return False  # No loss reaches a private layer; refused elsewhere.
     for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.is_compiled else ():
-        # The thread that runs the backward of a GPU has settings of its own.
+        # The thread that runs a GPU's backward has its own settings of torch.compile.
         hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
     try:
         if keeps_graph:

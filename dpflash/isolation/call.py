@@ -1,4 +1,4 @@
-"""Call: the arguments of a call of the model, in which samples get the contents of others."""
+"""Call: the arguments of a call of the model, in which samples can be replaced by others."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Call:
 
     Args:
         arguments: (args, kwargs); not changed.
-        size: U.
-        units: the samples where they are no rows.
+        size: U, the number of samples.
+        units: the samples if they are not single rows, else None.
 
     Attributes:
-        has_samples: whether samples can be replaced. Not if there are as many tokens as samples,
-            since a table of positions then looks like a batch.
+        has_samples: whether samples can be replaced. False if the numbers of tokens and samples
+            are equal, since a table of positions then looks like a batch.
     """
 
     def __init__(self, arguments: Any, size: int, units: Units | None) -> None:
@@ -45,24 +45,24 @@ class Call:
             leaves = leaves_of(self._named, kinds=(Tensor, np.ndarray))
             found = [x.shape[:2] for _, x in leaves if x.shape[:1] == (size,)]
             if len(found) > 1 and (size, size) in found:
-                self._size = -1  # of nothing
+                self._size = -1  # the size of no argument
         self._lengths = set(_lengths(self._named, self._size))
         self._rest, self.has_samples = self._exchanged([])
 
     def altered(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) in which each sample has the contents of source `[U]`."""
+        """(args, kwargs) in which sample i has the contents of sample `source[i]`."""
         order = source if self._units is None else self._units.order_of(source)
         named, _ = self._exchanged(order.tolist())
         return tuple(named.pop(place) for place in range(self._positional)), named
 
     def of_one(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """All samples have the contents of the one that most have after `altered`."""
+        """Give all samples the contents of one: the one that `altered` copies most often."""
         return self.altered(torch.full_like(source, int(source.bincount(minlength=1).argmax())))
 
     def rest(self) -> Iterator[tuple[object, str, Any]]:
-        """(argument, place, leaf) of tensors and other contents in which no samples are replaced.
+        """(argument, place, leaf) of tensors and other values in which no samples are replaced.
 
-        Integers that tell where packed documents begin are not among them.
+        With packed documents, integer tensors are left out: they say where documents begin.
         """
         for name, value in self._rest.items():
             for place, leaf in _leaves_within(value):
@@ -75,13 +75,13 @@ class Call:
 
 
 class LeftAlone:
-    """Tracks arguments that no samples are replaced in: whether they are the same in all calls."""
+    """Tracks whether arguments in which no samples are replaced are the same in all calls."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], object] = {}
 
     def varying(self, call: Call) -> str | None:
-        """The first argument whose contents may differ between calls, as far as is known."""
+        """Return the first argument whose contents may differ from earlier calls, or None."""
         found = None
         for name, place, leaf in call.rest():
             key = (name, place, getattr(leaf, "shape", None))
@@ -93,7 +93,7 @@ class LeftAlone:
 
 
 def most_samples(args: Any, kwargs: Any) -> int:
-    """A bound on B in a call of a model, by its tensors and lists."""
+    """An upper bound on B in a call of a model: the longest first dimension or list."""
     values = (*args, *kwargs.values())
     lists = [v for value in values for _, v in leaves_of(value, kinds=(list, tuple))]
     dims = [t.shape[0] for _, t in tensors_of(values) if t.ndim]
@@ -101,14 +101,14 @@ def most_samples(args: Any, kwargs: Any) -> int:
 
 
 def _contents(leaf: Any) -> object:
-    """A key that is equal if a leaf's contents are; an object of unknown class is its own key."""
+    """A key that is equal for equal contents; an object of an unknown class is its own key."""
     if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
         return int(row_digests(leaf.unsqueeze(0)))
     return hash(leaf.tobytes()) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _leaves_within(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """(place, leaf) for all leaves of any nesting, except numbers, settings and parameters."""
+    """(place, leaf) for all leaves, however nested, except numbers, settings and parameters."""
     parts = () if isinstance(value, str | bytes) or depth == _DEPTH else [*parts_within(value)]
     if isinstance(value, Tensor | np.ndarray):
         is_setting = math.prod(value.shape) < 2 or isinstance(value, nn.Parameter)
@@ -122,7 +122,7 @@ def _leaves_within(value: Any, place: str = "", depth: int = 0) -> Iterator[tupl
 
 
 def _lengths(value: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """The lengths of the samples in lists of as many, in each dimension."""
+    """For each list of `size` samples: the lengths of all samples, dimension by dimension."""
     for _, found in leaves_of(value, kinds=(list, tuple)):
         if len(found) == size and all(hasattr(x, "__len__") for x in found):
             shapes = [x.shape if hasattr(x, "shape") else (len(x),) for x in found]

@@ -1,8 +1,8 @@
 """Comparison: what differs between two runs for samples that had the same contents in both.
 
-On a deterministic device all must be equal bit for bit. Elsewhere rows may differ by sqrt(eps) of
-their norm, and losses by eps^(2/3): rounding is smaller, and a coupling of samples seldom is. For
-gradients in other places see `PlaceTrial`.
+On a deterministic device all results must be equal bit for bit. On other devices rows may differ
+by sqrt(eps) of their norm, and losses by eps^(2/3): rounding is smaller than this, and the effect
+of other samples seldom is. For gradients of samples in other places see `PlaceTrial`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .forward_rows import OUTPUT, ForwardRows
 _WHICH = "which layers"
 _CHANGED = (
     "{where} changed for a sample as other samples of the batch were replaced, so nothing was "
-    "released. Make it per sample; engine.check helps to find where. Before it\n"
+    "released. Compute it per sample; engine.check helps to find the operation. Before it\n"
     "  - an operation mixes samples (statistics or a scale of the batch, routing with a capacity, "
     "rows in another order, mixup)\n"
-    "  - or the loop writes weights or an attribute of the model in each iteration (do so where "
-    "loader.is_last, behind optimizer.step())\n"
+    "  - or the loop writes weights or an attribute of the model in each iteration (write them "
+    "after optimizer.step(), if loader.is_last)\n"
     "  - or it draws random numbers whose count depends on the contents (draw for the whole "
     "shape, then mask) or from a generator of its own\n"
     f"{MORE_CAUSES}"
 )
 _LAYERS = (
     "{where} changed as other samples of the batch were replaced, so nothing was released. Run "
-    "the same layers on all rows of each batch: a loop that ends when all samples have halted "
-    "takes a fixed number of steps (those that have halted with weight 0), a branch on the batch "
-    "is taken per sample (torch.where), and in place of nn.AdaptiveLogSoftmaxWithLoss, which "
-    "leaves out clusters without targets, use nn.Linear or dpflash.nn.LinearCrossEntropy"
+    "the same layers on all rows of each batch. Change a loop that ends when all samples have "
+    "halted into one that takes a fixed number of steps (halted samples with weight 0), and a "
+    "branch on the batch into torch.where. nn.AdaptiveLogSoftmaxWithLoss leaves out clusters "
+    "without targets: use nn.Linear or dpflash.nn.LinearCrossEntropy"
 )
 _LENGTH = (
     "{where} changed as other samples of the batch were replaced, so nothing was released: the "
@@ -57,15 +57,15 @@ _COMPARED = (
     "operation before mixes samples, as by a mean over the batch; engine.check names it"
 )
 _COUNTS = (
-    "the gradient reached layer '{layer}' in one backward and not, or another number of times, "
-    "in a second one of the same batch, so nothing was released. Losses must come from the last "
-    "forward and, where loss_reduction is declared, from the outputs of the model. "
+    "the gradient reached layer '{layer}' a different number of times, or not at all, in one of "
+    "two backwards of the same batch, so nothing was released. Losses must come from the last "
+    "forward and, if loss_reduction is declared, from the outputs of the model. "
     f"{UNTESTED}"
 )
 _KEPT = (
     "{where} depends on what an earlier forward has kept in {attributes}, so nothing was "
-    "released: samples of one batch would affect the gradients of the next. Keep nothing of a "
-    "batch in the model, or set it back before each call"
+    "released: samples of one batch would affect the gradients of the next batch. Keep no data of "
+    "a batch in the model, or reset it before each call"
 )
 
 
@@ -86,9 +86,9 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
 
 
 def reached(first: ForwardRows, second: ForwardRows, replaced: Tensor) -> bool:
-    """Whether some layer saw the contents of the samples `replaced` `[B]`.
+    """Whether the input of some layer differs for the samples `replaced` `[B]`.
 
-    A model may read its samples from where none can be replaced.
+    It does not if the model reads its samples from an object in which none can be replaced.
     """
     tolerated = tolerance(first.dtypes)
     return any(
@@ -104,7 +104,7 @@ def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[st
     Args:
         first, second: two forwards of one batch.
         size: B.
-        attributes: names of those that differed.
+        attributes: names of the attributes that differed.
     """
     found = _first_difference(first, second, torch.ones(size, dtype=torch.bool))
     named = ", ".join(f"'{name}'" for name in attributes[:3]) + ", ..." * (len(attributes) > 3)
@@ -114,7 +114,7 @@ def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[st
 def _first_difference(
     first: ForwardRows, second: ForwardRows, unchanged: Tensor
 ) -> tuple[str, torch.Size, torch.Size] | None:
-    """(where two forwards differ first, its shape in each), or None."""
+    """(where two forwards differ first, the shape there in each forward), or None."""
     tolerated = tolerance(first.dtypes)
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
@@ -142,18 +142,18 @@ def changed_losses(
 ) -> Tensor:
     """`[U]`, bool, on the CPU: samples of `kept` whose losses `[U]` differ.
 
-    They must be equal bit for bit where a deterministic device repeats a computation. Elsewhere
-    they may differ by eps^(2/3), relative to the loss, or where it is smaller to the mean of
-    `kept` or the median of all: the sample on which the others depend may have any loss.
+    If a deterministic device repeats a computation, losses must be equal bit for bit. Otherwise
+    they may differ by eps^(2/3), relative to the largest of the loss, the mean over `kept` and the
+    median of all samples: the sample on which the others depend may have any loss.
 
     Args:
-        before, now: of two runs; or `[U, K]`, products of gradients with K random vectors, whose
-            root mean square of differences is that of the gradients.
+        before, now: losses of two runs; or `[U, K]`, products of gradients with K random vectors,
+            whose root mean square difference estimates the norm of the gradients' difference.
         kept: `[U]`, bool, on the CPU.
-        rounding: what may differ, relative to `sizes`, of a computation that rounds in another
-            way; None where it is repeated.
-        sizes: `[U]`, norms of gradients, where products of these are compared; None for losses.
-        least: what any of them may differ by.
+        rounding: the allowed difference relative to `sizes` if the second computation rounds
+            differently; None if it repeats the first.
+        sizes: `[U]`, norms of gradients if products are compared; None for losses.
+        least: a difference that is always allowed.
     """
     now = now.detach()
     apart = (before - now).abs()
@@ -177,9 +177,9 @@ def changed_losses(
 
 
 def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
-    """`[U]`, bool: rows with other contents in some tensor, by their digests `[U]`.
+    """`[U]`, bool: rows with other contents in some tensor, by digests `[U]` of each tensor.
 
-    None where there are other tensors.
+    Returns None if the two batches do not have the same tensors.
     """
     if [x.shape for x in before] != [x.shape for x in now]:
         return None
@@ -192,13 +192,13 @@ def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
 def changed_use(
     before: BackwardRows, now: BackwardRows, kept: Tensor, text: str, group: int | None = None
 ) -> str | None:
-    """A message about the layer nearest to the losses where a kept sample changed, or None.
+    """A message about the layer nearest to the losses in which a kept sample's rows changed.
 
     Args:
-        before, now: of two backwards.
+        before, now: the rows of two backwards.
         kept: `[B]`, bool.
         text: the message, to be formatted with the layer.
-        group: whose parameters are compared; None for all.
+        group: the clipping group whose parameters are compared; None for all groups.
     """
     if not bool(kept.any()):
         return None
@@ -211,7 +211,7 @@ def changed_use(
         if len(one) != len(two):
             return _COUNTS.format(layer=layer)
         for a, b in zip(one, two, strict=True):
-            # A recurrent layer pads a row to the longest one that it had so far.
+            # A recurrent layer pads a row to the longest row that it had so far.
             if now.rounds and a.lengths != b.lengths:
                 continue
             if bool((differing(a.summaries, b.summaries, tolerated).cpu() & included).any()):

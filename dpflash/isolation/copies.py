@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..verification.nested import map_leaves
 
-# Elements after which an address is aligned as before.
+# Offsets that are equal modulo this number of elements have the same alignment.
 _ALIGNED = 64
 
 
@@ -24,7 +24,7 @@ def copied(batch: Any) -> Any:
 
 
 def with_layout_of(t: Tensor, values: Tensor) -> Tensor:
-    """A copy of values with the strides and alignment of t, since kernels depend on both."""
+    """Copy values, with the strides and alignment of t: the choice of kernels depends on both."""
     values = values.detach()
     if t.layout != torch.strided or t.is_nested:
         return values.clone().requires_grad_(t.requires_grad)
@@ -35,5 +35,5 @@ def with_layout_of(t: Tensor, values: Tensor) -> Tensor:
     # An expanded tensor stores several entries in one place.
     single = [slice(1) if s == 0 else slice(None) for s in t.stride()]
     copy[tuple(single)].copy_(values[tuple(single)])
-    # Without detach it would be a view, and views of it would not count as those of a batch.
+    # Without detach it would be a view, and its views would not be recognized as a batch's.
     return copy.detach().requires_grad_(t.requires_grad)

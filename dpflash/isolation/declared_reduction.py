@@ -1,8 +1,8 @@
 """Tests on the first batches whether a scalar loss is the reduction that was declared.
 
-Two tests, each for a place where the scalar may come from. A scalar that the model returns is
-compared over four batches with exchanged samples. Of a scalar made of the model's outputs only
-one gradient is known; for cross-entropy it shows the weight of each token.
+If the model returns the scalar, the scalars of four batches with exchanged samples are compared.
+If the loop computes the scalar from the model's outputs, its gradient at the outputs is tested:
+for a cross-entropy, the gradient shows the weight of each token.
 
 Letters: B samples, V classes.
 """
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = 1 << 22  # logits
-_FITS = 1e-3  # of a token's weight; gradients of other losses are further from a cross-entropy's
-_SAME = 1e-4  # of a sample's weight
-_REPEATED = 4  # classes that other samples have too, which show that a class has one weight
-# Rounding of a scalar of many terms.
+_FITS = 1e-3  # allowed error over a token's weight; losses of other kinds have larger errors
+_SAME = 1e-4  # allowed relative difference of samples' weights
+_REPEATED = 4  # classes must recur in other samples so often to show one weight per class
+# Relative rounding error of a scalar of many terms.
 _SCALAR_ROUNDING = 1e-5
 
 REMEDY = (
@@ -29,10 +29,10 @@ REMEDY = (
     "weighted"
 )
 _OVER_TOKENS = (
-    "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch (as "
-    "of Hugging Face models and torch's cross_entropy), over its class weights "
-    "(CrossEntropyLoss(weight=)), or over some of its rows, as by loader.is_real, which is to be "
-    "left out; their number differs between batches, so nothing was released: each sample's "
+    "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch "
+    "(the default of Hugging Face models and torch's cross_entropy), over its class weights "
+    "(CrossEntropyLoss(weight=)), or over some of its rows, such as loader.is_real (use all "
+    "rows), so nothing was released: the divisor differs between batches, so each sample's "
     "gradient depends on the others. " + REMEDY
 )
 _OF_NO_KNOWN_SCALE = (
@@ -56,10 +56,9 @@ _NOT_A_SUM = (
 
 
 def exchanges(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sources `[B]` of three batches a, b, c of the samples of one.
+    """Sources `[B]` of three batches a, b, c that consist of the samples of one batch d.
 
-    In each row two of the four hold a sample each, a and the batch itself, and b and c hold the
-    same two.
+    In each row, the samples of a and d are also those of b and c, in one order or the other.
     """
     own = torch.arange(size)
     turned, is_even = own.roll(-1), own % 2 == 0
@@ -70,14 +69,14 @@ def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | 
     """A message if the scalars of four batches are not reductions over their samples, or None.
 
     Args:
-        batches: 0-dim outputs of the model for batches a, b, c, d. In each row two of them, a and
-            b, hold the samples that c and d hold in this row.
+        batches: 0-dim outputs of the model for batches a, b, c, d. In each row, the samples of a
+            and b are also those of c and d.
         declared: "mean" or "sum".
 
-    A mean or a sum over samples has a + b = c + d, also where random masks differ between rows.
+    Means and sums over samples satisfy a + b = c + d, even if random masks differ between rows.
     """
     if len({len(batch) for batch in batches}) != 1:
-        return None  # The model returns other outputs for other batches.
+        return None  # The number of outputs depends on the batch.
     for of_place in zip(*batches, strict=True):
         a, b, c, d = (float(x) for x in of_place)
         size = abs(a) + abs(b) + abs(c) + abs(d)
@@ -90,11 +89,11 @@ def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | 
 def refuse_weights(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int, declared: str
 ) -> str | None:
-    """A message if a cross-entropy weights the samples in another way than declared, or None.
+    """A message if a cross-entropy weights the samples otherwise than declared, or None.
 
     Args:
-        outputs: of the model; those of shape `[B, ...]` or `[B * T, V]` are tested.
-        grads: the scalar's gradients with respect to them.
+        outputs: outputs of the model; those of shape `[B, ...]` or `[B * T, V]` are tested.
+        grads: the scalar's gradients with respect to the outputs.
         size: B.
         declared: "mean" or "sum".
     """
@@ -111,7 +110,7 @@ def refuse_weights(
         weights = of_tokens.sum(1)
         least, most = float(weights.min()), float(weights.max())
         if most - least > _SAME * most:
-            # That of a single sample is 1 in a sum too.
+            # The weight of a single sample is 1 in a sum too.
             is_of_several = int((weights > _SAME * most).sum()) > 1 or declared == "mean"
             if abs(float(weights.sum()) - 1) < _SAME and is_of_several:
                 return _OVER_TOKENS.format(declared=declared)
@@ -127,16 +126,16 @@ def refuse_weights(
 
 
 def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool:
-    """Whether the weights of tokens depend on their classes alone, and their factor is unknown.
+    """Whether a token's weight depends on its class alone, but by an unknown common factor.
 
     Args:
-        weights: `[B, T]`, of which samples have different sums.
+        weights: `[B, T]`, with different sums for different samples.
         targets: `[B, T]`, the classes.
         unit: weight of a sample in the declared reduction.
 
-    Known factors are those of a sum over the tokens of a sample, and of a mean over all T, or
-    over T - 1 where labels are shifted. Losses that weight samples, or tokens by how likely
-    they are, give a class different weights, and are not judged.
+    Known factors are those of a sum over the tokens of a sample, and of a mean over all T tokens,
+    or over T - 1 if labels are shifted. Losses that weight samples, or weight tokens by their
+    probability, give one class different weights; for them False is returned.
     """
     used = weights > 0
     classes, index = targets[used].unique(return_inverse=True)
@@ -158,8 +157,8 @@ def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool
 def _weights(logits: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
     """Weights `[B, T]`, float64, of each sample's tokens in a cross-entropy, and their classes.
 
-    The gradient of w * cross_entropy(z, y) is w * (softmax(z) - onehot(y)). None if the gradient
-    is none of this form, or too coarse.
+    The gradient of w * cross_entropy(z, y) is w * (softmax(z) - onehot(y)). Returns None if the
+    gradient does not have this form, or its dtype is too coarse.
     """
     if logits.dtype not in (torch.float32, torch.float64) or grad.dtype != logits.dtype:
         return None
@@ -177,30 +176,30 @@ def _weights(logits: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _chunks(z: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The tokens `[n, V]` of logits and gradients, some at a time."""
+    """Logits and gradients in chunks of n tokens, `[n, V]`."""
     z, g = z.flatten(0, 1), g.flatten(0, 1)
     count = max(1, _AT_ONCE // max(1, z.shape[1]))
     return list(zip(z.split(count), g.split(count), strict=True)) if z.shape[1] > 1 else []
 
 
 def _token_weights(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Weights `[n]`, float64, and classes of tokens `[n, V]`, or None without a fit.
+    """Weights `[n]`, float64, and classes of tokens `[n, V]`; None if g has another form.
 
     The weight is 0 for tokens without a gradient.
     """
     rounding = 4 * torch.finfo(g.dtype).eps
     z, g = z.double(), g.double()
     if bool((g.ne(0).sum(1) <= 1).all() and (g <= 0).all() and g.any()):
-        # Log-probabilities, whose likelihood has a gradient at the target alone.
+        # z may be log-probabilities: the gradient of a likelihood is nonzero at the target alone.
         are_logs = z.logsumexp(1)[g.any(1)].abs() < 8 * rounding * z.shape[1]
         return (-g.sum(1), g.argmin(1)) if bool(are_logs.all()) else None
     least, target = g.min(1, keepdim=True)
-    # Of a target whose probability rounds to 1 the gradient is 0.
+    # The gradient at a target whose probability rounds to 1 is 0.
     target = torch.where(least < 0, target, z.argmax(1, keepdim=True))
     others = z.softmax(1).scatter(1, target, 0.0)
     of_others = others.sum(1)
     used = g.ne(0).any(1)
-    # Without the target nothing cancels, also where its probability is almost 1.
+    # Over the other classes nothing cancels, even if the target's probability is almost 1.
     weights = g.scatter(1, target, 0.0).sum(1) / of_others
     weights = torch.where(used, weights, torch.zeros_like(weights))
     expected = (weights.unsqueeze(1) * others).scatter(1, target, -(weights * of_others)[:, None])

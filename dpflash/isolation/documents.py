@@ -1,4 +1,4 @@
-"""Packed batches in which documents are others, left out, or elsewhere, for trials."""
+"""Packed batches for trials, in which documents are changed, left out or moved."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from torch import Tensor
 from ..packing.pack import IGNORED, PackedBatch, cu_seqlens_of
 from ..packing.units import Units
 
-# What the entries of a batch have where there is no document.
+# The values of a batch's entries at positions without a document.
 _PADDING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "sample_index": -1}
 
 
 def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch, Tensor]:
     """A copy of a batch in which some documents are left out, and others have other tokens.
 
-    By turns two trials change every other document (later every other two, four, ...), and two
-    the longer half and the shorter one. A document that is left out becomes padding, so that the
-    borders and the numbers of documents, of tokens and of labels change too. Another one gets the
-    tokens of the next one in reverse order, so that its first token changes even where all
-    documents begin alike. It keeps its place and length, and its labels are reversed with them.
+    Pairs of trials alternate: one pair changes every other document (in later pairs every other
+    two, four, ...), the next pair the longer half and then the shorter half. A document that is
+    left out becomes padding, so the borders and the numbers of documents, tokens and labels change
+    too. Another changed document keeps its place and length, and gets the tokens and labels of the
+    next document in reverse order, so its first token changes even if all documents begin alike.
 
     Args:
         batch: not changed.
-        number: of the trial, from 0; it determines which documents are changed.
+        number: number of the trial, from 0, which determines the documents that are changed.
 
     Returns:
         (batch, `[U]`, bool: documents that are unchanged while others changed).
@@ -58,12 +58,12 @@ def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch
 
 
 def moved(batch: PackedBatch) -> PackedBatch | None:
-    """A copy of a batch in which the whole documents of each row stand in the reverse order.
+    """A copy of a batch in which the whole documents of each row are in reverse order.
 
-    A document that has several rows stays where it is. Samples keep their numbers.
+    A document that spans several rows stays in place. Samples keep their numbers.
 
     Returns:
-        None where no row has two whole documents.
+        The copy; None if no row has two whole documents.
     """
     units, width = batch.units, batch.units.shape[-1]
     rows: dict[int, list[int]] = {}
@@ -94,7 +94,7 @@ def moved(batch: PackedBatch) -> PackedBatch | None:
 
 
 def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[int], list[int]]:
-    """(Documents that change, those of them that are left out), of two or more documents."""
+    """(Documents to change, those of them to leave out); the batch has two or more documents."""
     pair, odd = divmod(number, 2)
     by_length = sorted(filled, key=lambda unit: -_length(batch, unit))
     half = (len(filled) + 1) // 2
@@ -103,7 +103,7 @@ def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[in
         return changed, changed[:-1]
     bit = pair // 2 % (len(filled) - 1).bit_length()
     changed = [unit for place, unit in enumerate(filled) if (place >> bit) % 2 == odd]
-    # The last one of all is among those of one of the two trials.
+    # In one of the two trials the last document of the batch is left out.
     return changed, sorted(changed)[len(changed) // 2 :]
 
 
@@ -113,5 +113,5 @@ def _length(batch: PackedBatch, unit: int) -> int:
 
 
 def _reversed(values: Tensor, length: int) -> Tensor:
-    """Values from the last to the first, again and again."""
+    """The values in reverse order, repeated up to this length."""
     return values.flip(0)[torch.arange(length) % len(values)]

@@ -1,4 +1,4 @@
-"""Dropout off, wherever a torch function applies it."""
+"""WithoutDropout: disables dropout in all torch functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DROPOUT_OF_HEADS = 10
 class WithoutDropout(TorchFunctionMode):
     """Disables dropout in every torch function that applies it."""
 
-    seen = False  # whether one of them was to drop something
+    seen = False  # whether dropout was disabled in some call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,9 +1,9 @@
-"""ExampleTrial: before the first draw a public batch shows whether samples stay apart.
+"""ExampleTrial: tests with a public batch, before the first draw, whether samples stay apart.
 
-It is run three times: with other contents in half of its samples, with others in the other half,
-and as it is. The losses, the layers' inputs and the per-sample gradients of the samples that kept
-their contents must be the same. Nothing is trained on it, and since it is public, the error says
-what changed, where, and by how much.
+The batch is run three times: with other contents in half of its samples, with other contents in
+the other half, and unchanged. The losses, the layers' inputs and the per-sample gradients of the
+samples that kept their contents must be the same. Nothing is trained on the batch. Since it is
+public, the error says what changed, in which layer or sample, and by how much.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOSS = (
     "replaced, so it depends on them. The usual causes are a mean, a norm or a maximum over the "
     "batch in the loop or in the loss (normalized advantages, class weights, mixup, hard "
     "negatives), and something that the loop keeps of a batch for the next one. Compute the loss "
-    "of each sample from its own row alone; engine.check helps to find where it is not"
+    "of each sample from its own row alone; engine.check helps to find the operation"
 )
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the example were "
@@ -44,27 +44,27 @@ _ROWS = (
 )
 _LATE = (
     "losses or gradients of samples of make_private(example=...) changed as others were replaced. "
-    "The loop has read private batches under no_grad before, so the error says no more: train "
-    "first, or iterate once more in a new process"
+    "The loop has read private batches under no_grad before, so the error gives no details: train "
+    "first, or run the loop again in a new process"
 )
 _CALLS = (
-    "the loop left out the backward of the example, or called the model another number of times "
-    "as others of its samples were replaced: treat trials as any other microbatch (no "
+    "the loop left out the backward of the example, or called the model a different number of "
+    "times if some of its samples were replaced: treat trials as any other microbatch (no "
     "`if not loader.is_real.any(): continue`)"
 )
 
 
 class ExampleTrial:
-    """The public batch of `make_private(example=)`, until it was tried.
+    """Runs the public batch of `make_private(example=)` once, altered and unchanged.
 
     Args:
-        batch: as the loop gets one, with the samples first; not changed.
-        sandbox: of model and loop.
+        batch: a batch in the form in which the loop gets it, samples first; not changed.
+        sandbox: the sandbox of model and loop.
 
     Attributes:
-        size: U, its samples.
-        units: its samples where they are documents.
-        recording: of the run under way; None outside of one.
+        size: U, the number of samples.
+        units: the samples if they are packed documents, else None.
+        recording: the recording of the run under way; None outside of a run.
     """
 
     def __init__(self, batch: Any, sandbox: Sandbox) -> None:
@@ -76,7 +76,7 @@ class ExampleTrial:
         self._is_done = self._is_late = False
 
     def _altered(self) -> list[Alteration]:
-        """The batch, altered in two ways."""
+        """Two altered versions of the batch."""
         if isinstance(self._batch, PackedBatch):
             return [alteration.of_documents(self._batch, number) for number in (0, 1)]
         rng = np.random.default_rng(0)
@@ -85,11 +85,11 @@ class ExampleTrial:
         return [found, alteration.complement(self._batch, found, rng)]
 
     def runs(self) -> Iterator[Alteration]:
-        """What the loop is to run now: the batch altered in two ways, and then the batch itself.
+        """Yield the batches that the loop is to run: two altered versions, then the batch itself.
 
         Raises:
             ValueError: samples are not kept apart; the next call tries again.
-            PrivateRefusal: the same, where the loop has read private batches under no_grad before.
+            PrivateRefusal: the same, if the loop has read private batches under no_grad before.
         """
         self._is_late |= not torch.is_grad_enabled()
         if self._is_done or not torch.is_grad_enabled():
@@ -119,7 +119,7 @@ class ExampleTrial:
 
 
 def _difference(before: Recording, now: Recording, kept: Tensor) -> str | None:
-    """A message about what differs of the samples `kept` `[U]`, or None."""
+    """A message about the first difference in the samples `kept` `[U]`, or None."""
     if not (before.had_backward and now.had_backward) or len(before.calls) != len(now.calls):
         return _CALLS
     for first, second in zip(before.calls, now.calls, strict=True):
@@ -146,7 +146,7 @@ def samples_in(batch: Any) -> int:
     """The number of samples in an example.
 
     Raises:
-        ValueError: it has fewer than two.
+        ValueError: the example has fewer than two samples.
     """
     if isinstance(batch, PackedBatch):
         size = batch.units.size

@@ -1,4 +1,4 @@
-"""ForwardRows: the inputs of the private layers in a forward, and its outputs."""
+"""ForwardRows: records the inputs of the private layers and the model's outputs in a forward."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ OUTPUT = "the model's output"
 
 
 class ForwardRows:
-    """Inputs of the private layers in a forward, and its outputs, in order.
+    """Records the inputs of the private layers and the outputs in a forward, in order.
 
     Args:
         compares: whether modules that run sample by sample compare with a forward of the batch.
-        only_dtypes: whether dtypes are all that is recorded.
-        units: the samples where they are no rows.
+        only_dtypes: whether nothing but dtypes is recorded.
+        units: the samples if they are not single rows, else None.
 
     Attributes:
         size: B; 0 until the forward is over.
         layers: names of the modules that ran.
         padded: lengths to which layers padded their input.
-        scalars: outputs of one number with a gradient, such as a loss that the model makes itself.
+        scalars: outputs of one number with a gradient, such as a loss that the model returns.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class ForwardRows:
         """Record the input of a layer, and the length to which it padded sequences.
 
         Args:
-            name: of the layer.
-            x: `[B, ...]`; `[n, ...]` with the entries of all units.
-            padded_to: the length, if it padded.
+            name: name of the layer.
+            x: the input, `[B, ...]`; with units `[n, ...]`, the entries of all units.
+            padded_to: the length to which the layer padded, or None.
         """
         self._note(f"the input of layer '{name}'", x, self.units)
         if padded_to is not None:
@@ -96,8 +96,9 @@ class ForwardRows:
             self._least.append(sizes.argmin())
 
     def telling(self, samples: list[int]) -> list[int]:
-        """Rows that most often had the greatest entry of the batch, and those that most often had
-        the smallest maximum; and the first and the last sample, which code may use for all.
+        """Rows that most often had the greatest entry of the batch, or the smallest maximum.
+
+        The first and the last sample are among them, since code may use these for all samples.
         """
         kinds = (self._greatest, self._least)
         found = [Counter(map(int, kind)).most_common(len(samples) // 8) for kind in kinds]

@@ -1,4 +1,4 @@
-"""FunctionState: what a function keeps between its calls, random generators and data."""
+"""FunctionState: the random generators and data that a function keeps between its calls."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _MISSING: Any = object()
 
 
 class FunctionState:
-    """The random generators and the data that functions can reach, at one time.
+    """Saves the random generators and the data that functions can reach.
 
-    These are in their closures, in the globals that their code names, in attributes of objects
-    and of their classes, and in small containers there. Larger containers, more than 2^20
-    numbers in tensors and arrays, and what dpflash, torch, NumPy and the standard library keep,
-    are not among them. Data is that of objects whose classes come from the packages of the
-    functions: set back, others would no longer fit what belongs to them (open files, threads that
-    wait on a queue).
+    They are looked for in the functions' closures, in the globals that their code names, in
+    attributes of objects and of their classes, and in small containers found there. Not saved are
+    larger containers, more than 2^20 numbers in tensors and arrays, and the state of dpflash,
+    torch, NumPy and the standard library. Data is saved only of objects whose classes come from
+    the packages of the functions: other objects, if restored, would no longer match the resources
+    that they hold (open files, threads that wait on a queue).
 
     Args:
         functions: functions, or objects with methods.
-        with_data: whether data is held; without it only generators are.
+        with_data: whether data is saved; if not, only generators are.
     """
 
     def __init__(self, *functions: Any, with_data: bool = True) -> None:
@@ -59,7 +59,7 @@ class FunctionState:
             level = parts
 
     def restore(self) -> None:
-        """Restore what is held."""
+        """Restore what was saved."""
         for restore in self._restores:
             restore()
         for _, restore_generator in self._generators:
@@ -77,7 +77,7 @@ class FunctionState:
                 generator.seed(seed)
 
     def has_generators_of(self, other: FunctionState) -> bool:
-        """Whether all generators of the other one are among its own."""
+        """Whether all generators of the other state are among those of this state."""
         own, others = ({id(x) for x, _ in state._generators} for state in (self, other))
         return others <= own
 
@@ -89,7 +89,7 @@ class FunctionState:
         return pickle.dumps([x.numpy() if isinstance(x, Tensor) else x for x in held])
 
     def _parts_of(self, value: Any) -> Iterator[Any]:
-        kind = type(value)  # of proxies too, which may be dead
+        kind = type(value)  # isinstance would ask proxies, which may be dead
         if issubclass(kind, ModuleType | type):
             return
         if (restore := restore_of(value)) is not None:
@@ -125,7 +125,7 @@ class FunctionState:
         if type(value) is partial:
             yield from (value.func, *value.args, *value.keywords.values())
         self._holds &= _package_of(value) in self._own
-        try:  # without code of its class
+        try:  # Without running code of its class.
             own = object.__getattribute__(value, "__dict__")
         except AttributeError:
             own = {}
@@ -143,7 +143,7 @@ class FunctionState:
             self._restores.append(restore)
 
     def _hold_array(self, value: Any) -> None:
-        """Hold the numbers of a tensor or array that can be written, if these are few."""
+        """Save the numbers of a writable tensor or array, up to `_MOST_NUMBERS` in all."""
         if isinstance(value, Tensor):
             can_be_set = value.is_cpu and value.layout == torch.strided and value.is_leaf
             can_be_set = can_be_set and not value.is_inference() and not value.is_shared()
@@ -174,7 +174,7 @@ def _is_of_library(module: str | None) -> bool:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Names of globals in the code and in functions that it defines."""
+    """Names of globals in the code and in the functions that the code defines."""
     inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
     own = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
     return own.union(*inner)

@@ -1,7 +1,7 @@
-"""ReplacedLabels: which labels trials have replaced, since a rare one may weight the whole batch.
+"""ReplacedLabels: which labels were replaced in trials, since a rare label may weight all losses.
 
-A mean with class weights couples samples only where a batch has several classes. So a microbatch
-with a class that trials have not replaced, or not kept, is tried when it comes.
+A mean with class weights couples samples only if a batch has several classes. So a microbatch with
+a class that was not yet replaced in a trial, or not yet kept, is tried.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 from ..packing import Units
 from .rows import entries_of, sample_of_rows
 
-# Integers of more kinds are numbers, not classes.
+# Integers with more distinct values are numbers, not classes.
 _MOST = 64
-# A label is known after so many trials, or after one that replaced it and one that kept it.
+# A label is known after so many trials, or once it was replaced in a trial and kept in a trial.
 _ENOUGH = 6
 
 
 class ReplacedLabels:
-    """Which labels, integers of which each row has one, took part in trials, and how."""
+    """Counts the trials of each label; labels are integers of which each row has one."""
 
     def __init__(self) -> None:
-        # By the place of the labels, and the samples that are counted.
+        # By (place of the labels in the batch, "tried", "replaced" or "kept").
         self._trials: dict[tuple[str, str], Counter[int]] = {}
 
     def has_new(self, batch: Any, real: Tensor, units: Units | None) -> bool:
         """Whether the samples `real` `[U]` of a batch have a label that is not known."""
         for place, x in _labels(batch, real, units):
             own, (tried, *ways) = set(x), self._of(place)
-            # Where all samples have one label, a trial would replace it by itself.
+            # If all samples have one label, a trial would replace it by itself.
             if len(own) > 1 and len(tried) < _MOST:
                 if any(tried[v] < _ENOUGH and not all(way[v] for way in ways) for v in own):
                     return True
@@ -43,10 +43,10 @@ class ReplacedLabels:
         """Record the labels of a microbatch that is tried.
 
         Args:
-            batch: as it was.
+            batch: the unaltered microbatch.
             kept: `[U]`, bool: samples that are not replaced.
             real: `[U]`, bool: samples that are not padding.
-            units: the samples where they are no rows.
+            units: the samples if they are not single rows of the batch, else None.
         """
         if not bool(kept.any()):
             return  # Nothing is compared.
@@ -57,7 +57,7 @@ class ReplacedLabels:
                     count.update(set(part[place]))
 
     def _of(self, place: str) -> list[Counter[int]]:
-        """How often each label was tried, replaced and kept."""
+        """How often each label was tried, how often replaced, and how often kept."""
         names = ("tried", "replaced", "kept")
         return [self._trials.setdefault((place, name), Counter()) for name in names]
 

@@ -1,4 +1,4 @@
-"""What a trial changes in the training loop: states of generators, schedulers and options."""
+"""Saves and restores the loop's state around a trial: generators, schedulers and options."""
 
 from __future__ import annotations
 
@@ -34,27 +34,29 @@ _MOST_PARTS = 64
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 _NO_OBJECTS = (type, ModuleType)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# Packages whose module variables belong to no training loop.
+# Packages whose module variables do not belong to the training loop.
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
-_OF_FRAME = 3  # references to a frame's copy of its variables: the frame, ours, the argument
+# References to a frame's copy of its variables: the frame's, ours and that of the argument.
+_OF_FRAME = 3
 
 
 class Generators:
     """The states of the random generators that the running functions can reach.
 
-    These are in their local and global variables, in containers there, and in attributes of
-    these. The global generators of torch, NumPy and Python are not among them, see `RandomState`.
-    Functions that call `locals()` are left out: what is read of them would appear in its result.
+    Generators are looked for in the functions' local and global variables, in containers there,
+    and in attributes. The global generators of torch, NumPy and Python are in `RandomState`
+    instead. Functions that call `locals()` are left out, since reading their variables changes
+    its result.
 
     Attributes:
-        schedulers: of learning rates, found likewise.
+        schedulers: the learning rate schedulers, found in the same way.
     """
 
     def __init__(self) -> None:
         self.schedulers: list[LRScheduler] = []
         found: dict[int, Callable[[], object]] = {}
         frame: FrameType | None = sys._getframe(1)
-        seen: dict[int, int] = {}  # How deep each object was searched.
+        seen: dict[int, int] = {}  # Depth to which each object was searched, by its id.
         while frame is not None:
             own = {} if _shows_variables(frame.f_code) else frame.f_locals
             self._collect(own.values(), found, seen, _DEEP)
@@ -63,14 +65,13 @@ class Generators:
                 seen[id(shared)] = _DEEP
                 self._collect(shared.values(), found, seen, _DEEP)
             is_copy = type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-            # It would keep alive what the function deletes.
+            # The copy would keep variables alive that the function deletes.
             if is_copy and sys.getrefcount(own) <= _OF_FRAME:
                 own.clear()
             frame = frame.f_back
         self._restores = list(found.values())
 
     def restore(self) -> None:
-        """Restore the states."""
         for restore in self._restores:
             restore()
 
@@ -96,11 +97,11 @@ class Generators:
 
 
 class Options:
-    """The options of optimizers and of releases, and learning rate schedulers, at one time.
+    """Saved options of optimizers and of the next release, and state of the schedulers.
 
     Args:
-        optimizers, schedulers: whose.
-        numbers: of the next release, by name.
+        optimizers, schedulers: the optimizers and the learning rate schedulers.
+        numbers: options of the next release, by name.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Options:
             self._held += [(vars(x), vars(x).copy()) for x in (*inner, scheduler)]
 
     def restore(self, *, changed_since: Options | None = None) -> None:
-        """Restore the options; given later options of the same objects, only those that differ."""
+        """Restore the options; with `changed_since`, only groups that differ between the two."""
         others = self._held if changed_since is None else changed_since._held
         for number, (own, held) in enumerate(self._held):
             if changed_since is not None and is_same(others[number][1], held):
@@ -129,7 +130,7 @@ class Options:
             for name, value in held.items():
                 now: Any = own.get(name)
                 if _is(value, Tensor) and _is(now, Tensor) and now.shape == value.shape:
-                    # Whoever else has the tensor is to see it.
+                    # Written in place, for other holders of the tensor.
                     if not is_same(now, value):
                         now.copy_(value)
                 elif number < self._options:
@@ -138,10 +139,10 @@ class Options:
                     own[name] = value
 
     def changed_otherwise(self, begin: Options, now: Options) -> str | None:
-        """An option that is not what it was at the begin, neither here nor now, or None.
+        """The name of an option with three different values: at begin, here and now; or None.
 
         Args:
-            begin, now: of the same objects, but for schedulers.
+            begin, now: options of the same optimizers; schedulers may differ.
         """
         found = zip(begin._held[: self._options], self._held, now._held, strict=False)
         for (_, before), (_, held), (_, value) in found:
@@ -160,13 +161,13 @@ def _shows_variables(code: CodeType) -> bool:
 
 
 def _is(value: Any, *kinds: type) -> bool:
-    """Whether a value is of one of the kinds; proxies are of their own, dead ones too."""
+    """Whether a value's own type is of one of the kinds; isinstance would ask a dead proxy."""
     return issubclass(type(value), kinds)
 
 
 def _parts_of(value: Any) -> Collection[Any]:
     """The parts of a small container, or the attributes of another object."""
-    # Without code of its class, which may compute.
+    # Without running code of its class, which may have effects.
     for kind, parts in ((dict, dict.values), (list, list.copy), (tuple, tuple.__iter__)):
         if _is(value, kind):
             return list(parts(value)) if kind.__len__(value) <= _MOST_PARTS else ()
@@ -191,7 +192,7 @@ def _contents_of(cell: CellType) -> list[Any]:
 
 
 def restore_of(value: Any) -> partial[Any] | None:
-    """Sets a generator to its present state, the last argument; None for other objects."""
+    """Make a partial that restores a generator's present state, its last argument; or None."""
     if not _is(value, *_GENERATORS):
         return None
     if _is(value, torch.Generator):

@@ -1,12 +1,12 @@
-"""PlaceTrial: the loss of a sample must not depend on its place in the batch.
+"""PlaceTrial: tests that the loss of a sample does not depend on its place in the batch.
 
-The place is how far the sample is padded, and which samples are in the rows before and after it;
-of a packed document it is where in its row the document stands. Before a microbatch is trained on,
-it is run with samples in other places, without dropout: half of them in each other's rows, the
-shorter ones by themselves, without the padding that only the longer ones need, or the documents of
-each row in the reverse order. Losses must be those of training up to rounding; where the loop
-reduces them to a scalar, the per-sample gradients must. If the model has dropout, they are
-compared with another run without it.
+The place of a sample is the length to which it is padded, and which samples are in the rows before
+and after it; the place of a packed document is its position in its row. Before a microbatch is
+trained on, it is run without dropout and with its samples in other places: half of the samples in
+each other's rows; the shorter samples alone, without the padding for the longer ones; or the
+documents of each row in reverse order. Up to rounding, losses must equal those of training; if the
+loop reduces losses to a scalar, per-sample gradients must. If the model has dropout, a further run
+without dropout takes the place of training.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .place_gradients import PlaceGradients
 from .rows import exchanged, mask_sums, rows_of
 from .sandbox import Sandbox
 
-# Draws in which the gradients of losses [B] are compared too.
+# In so many first draws, the gradients of losses [B] are compared too.
 _FIRST = 2
-# Epsilon from which a dtype has 16 bits.
+# Dtypes with a machine epsilon above this have 16 bits or fewer.
 _COARSE = 1e-5
 
 
@@ -44,8 +44,8 @@ class Kind(NamedTuple):
     """A way to move samples to other places: with less padding, in another order, in other rows.
 
     Attributes:
-        how: that samples stand there, as `engine.trials` says it.
-        refusal: of losses that change.
+        how: the description of these places in `engine.trials`.
+        refusal: the message if losses change.
     """
 
     how: str
@@ -56,30 +56,30 @@ LESS_PADDING = Kind(
     "with less padding",
     "the loss of a sample changed as the longer samples of the batch were left out and it was "
     "padded less, so nothing was released: it depends on their length. Mask the padding "
-    "(attention_mask, means over a sample's own tokens, pack_padded_sequence), with positions "
+    "(attention_mask, means over a sample's own tokens, pack_padded_sequence), and use positions "
     "that padding does not shift; or pad all samples to one public length: "
-    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}), with numbers as names where "
-    "entries are tuples. Where masks are targets, samples with more ones in them were left out, "
-    "and the loss mixes samples: take the sums of a Dice loss over each sample, "
-    f"x.flatten(1).sum(1). {UNTESTED}",
+    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}), with a field's number as its name "
+    "if entries are tuples. If masks are targets, the samples with more ones were left out, and "
+    "the loss mixes samples: a Dice loss must sum over each sample, x.flatten(1).sum(1). "
+    f"{UNTESTED}",
 )
 OTHER_NEIGHBORS = Kind(
     "with documents elsewhere in rows",
     "the loss of a document changed as documents stood elsewhere in their row, so nothing was "
-    "released: it depends on its place, which the lengths of other documents determine, or on "
-    "the documents beside it. Positions must begin anew with each document: use "
-    "batch.position_ids, not arange(T). Attention must see one document, see docs/packing.md; "
-    "so must targets (batch.targets, not input_ids.roll(-1)), convolutions and other layers. "
-    f"{UNTESTED}",
+    "released: it depends on the document's place, which the lengths of other documents "
+    "determine, or on neighboring documents. Positions must begin anew with each document: use "
+    "batch.position_ids, not arange(T). Attention, targets (batch.targets, not "
+    "input_ids.roll(-1)), convolutions and other layers must not cross documents, see "
+    f"docs/packing.md. {UNTESTED}",
 )
 OTHER_ORDER = Kind(
     "with the other samples in another order",
     "the loss of a sample changed as other samples of the batch exchanged their rows, so nothing "
-    "was released: it depends on them, or on their order. The usual causes:\n"
+    "was released: it depends on those samples, or on their order. The usual causes:\n"
     "  - a capacity that the first rows use up (mixture of experts), a sum over rows (cumsum), "
     "rows that the loop sorts or moves\n"
-    "  - what loop or model keep for the next row or microbatch (a queue, a running mean)\n"
-    "  - numbers of rows that collate_fn computes: compute them in the loop\n"
+    "  - data that loop or model keep for the next row or microbatch (a queue, a running mean)\n"
+    "  - row indices that collate_fn computes: compute them in the loop\n"
     f"{UNTESTED}",
 )
 
@@ -93,9 +93,9 @@ class Place(NamedTuple):
     """A microbatch whose samples are in other places.
 
     Attributes:
-        batch: to run.
-        kept: `[U]`, bool: the samples whose losses must stay, each in its own row.
-        kind: of place.
+        batch: the microbatch to run.
+        kept: `[U]`, bool: the samples whose losses must not change, each in its own row.
+        kind: how its samples were moved.
     """
 
     batch: Any
@@ -107,23 +107,23 @@ class PlaceTrial:
     """Tests that losses do not depend on places: padding, order, and neighbors in a packed row.
 
     Args:
-        sandbox: of model and loop.
-        has_ranks: whether there are other ranks, which must run as many microbatches.
+        sandbox: the sandbox of model and loop.
+        has_ranks: whether there are other ranks, which must run the same number of microbatches.
         devices: the model's devices other than the CPU.
-        modules: returns those of the model.
-        is_alone: whether this rank has whole samples and parameters, so that backwards, of which
-            the first ones are compared, need no exchange.
-        declared: the loss_reduction, or None. Gradients are compared in each draw with it, and of
-            32-bit models in the first two otherwise: a head of zeros has losses that stay.
-        numbers: max_grad_norm by name, as it is now.
+        modules: returns the model's modules.
+        is_alone: whether this rank has whole samples and parameters, so that a backward needs no
+            exchange.
+        declared: the loss_reduction, or None. With it gradients are compared in each draw; without
+            it, for 32-bit models, in the first two draws, since a head of zeros hides changes.
+        numbers: the present max_grad_norm, by its name.
 
     Attributes:
         is_running: whether one of the runs is under way.
-        gradients: sees those of the run under way, or is None.
+        gradients: watches the gradients of the run under way; None if they are not compared.
         waits: whether the losses of the microbatch itself are to be compared.
-        refused: why the last microbatch that was tried is to be refused, or None.
-        compared: the kinds of places in which samples kept their losses.
-        without_dropout: the mode of a run's forwards.
+        refused: why the last tried microbatch is to be refused, or None.
+        compared: the kinds of places in which the losses did not change.
+        without_dropout: the torch function mode in which the forwards of a run are called.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PlaceTrial:
         self.compared: set[Kind] = set()
         self.refused: str | None = None
         self._sandbox, self._has_ranks = sandbox, has_ranks
-        self._tried: set[Kind] = set()  # In this draw.
+        self._tried: set[Kind] = set()  # The kinds tried in this draw.
         self._places: list[Place] = []
         self._turn = 0
         self._losses: list[Tensor] = []
@@ -150,7 +150,7 @@ class PlaceTrial:
         self._declared, self._numbers = declared, numbers
         self._runs: list[PlaceGradients] = []
         self._waits_for_gradients = False
-        # Of the model's outputs and what the loop got in their place, see `ends_at`.
+        # (output of the model, leaf that the loop got in its place), see `ends_at`.
         self._ends: list[tuple[Tensor, Tensor]] = []
         self._backward: _Backward = lambda outputs, grads: None
         self._dtypes: set[torch.dtype] = set()
@@ -162,13 +162,13 @@ class PlaceTrial:
         self._others: Any = None
 
     def is_due(self, *, begins_draw: bool, is_tried: bool) -> bool:
-        """Whether to try the microbatch that comes, if none of the draw had places of its kinds.
+        """Whether to try the coming microbatch, in kinds of places not tried in this draw yet.
 
         Args:
             begins_draw: whether it is the first microbatch of a draw.
             is_tried: whether microbatches of this draw are tried.
         """
-        self.end(loop=False)  # of an iterator that the loop has left
+        self.end(loop=False)  # The loop may have left an earlier iterator in a run.
         self.waits = self._waits_for_gradients = False
         if begins_draw:
             self._tried = set()
@@ -176,15 +176,15 @@ class PlaceTrial:
         return is_tried and (begins_draw or self.refused is None)
 
     def take_by_sample(self) -> None:
-        """Take the losses of the microbatch itself one at a time."""
+        """Note that the losses of the microbatch itself are computed one at a time."""
         self._is_by_sample = True
 
     def runs(self, batch: Any, places: Sequence[Place]) -> Iterator[Any]:
-        """The microbatches to run, those of the places first; none where nothing is compared.
+        """The microbatches to run, first those in other places; none if nothing is compared.
 
         Args:
             batch: not changed.
-            places: of its samples. Ranks run one in a draw, in turn.
+            places: the batch with its samples moved. With ranks each draw runs one, in turn.
         """
         if self._has_ranks:
             if self._tried:
@@ -210,11 +210,11 @@ class PlaceTrial:
             self._waits_for_gradients = len(self._runs) == len(places)
 
     def attach(self, backward: _Backward) -> None:
-        """Run the backward of a run's outputs, given their gradients, by `backward`."""
+        """Set the function that runs the backward of a run from its outputs and gradients."""
         self._backward = backward
 
     def begin(self) -> None:
-        """A run begins."""
+        """Begin a run."""
         self._ends = []
         self._sandbox.enter()
         self.is_running = True
@@ -222,7 +222,7 @@ class PlaceTrial:
             self.gradients = PlaceGradients(self._turn)
 
     def start(self) -> None:
-        """The loop gets the microbatch now, with its generators seeded."""
+        """Note that the loop gets the microbatch now, with the generators seeded."""
         if self.is_running:
             self._words = 0
             self._expected = torch.Generator()
@@ -230,23 +230,23 @@ class PlaceTrial:
             self._others = self._other_states()
 
     def forward(self, dtypes: set[torch.dtype], *, is_random: bool) -> None:
-        """The model was called, which draws one number of torch's generator for its masks.
+        """Note a call of the model, which draws one number from torch's generator for its masks.
 
         Args:
-            dtypes: that it computes in.
-            is_random: whether it drew other numbers too, dropout aside.
+            dtypes: the dtypes that the model computes in.
+            is_random: whether it drew other random numbers too, apart from dropout.
         """
         self._words += 1
         self._dtypes |= dtypes
         if self._declared is None and _epsilon(self._dtypes) > _COARSE:
-            # Gradients of deep models round by more than a coupling changes them.
+            # The rounding of deep models changes gradients by more than a coupling does.
             self.gradients = None
         self._is_random |= is_random
 
     def ends_at(self, outputs: Any) -> Any:
-        """The model's outputs, at which backwards of a scalar loss end; `end` goes on from them.
+        """Replace the model's outputs by leaves, at which the backward of a scalar loss ends.
 
-        So a backward that the loop calls does not recompute a checkpoint with dropout.
+        `end` continues it from the outputs without dropout, also in recomputed checkpoints.
         """
 
         def cut(x: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class PlaceTrial:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Have layers that a checkpoint runs again drop nothing, as in the run."""
+        """Disable dropout in layers that a checkpoint recomputes, as in the run's forward."""
         training = [module for module in self._modules() if module.training]
         for module in training:
             module.training = False
@@ -271,13 +271,13 @@ class PlaceTrial:
                 module.training = True
 
     def take_scalar(self, loss: Tensor) -> bool:
-        """A scalar loss of which the loop has not called the backward; whether it ends here."""
+        """Run a scalar loss's backward to the leaves of `ends_at`; False if there are none."""
         if self._ends:
             torch.autograd.backward(loss, inputs=[own for _, own in self._ends])
         return bool(self._ends)
 
     def end(self, *, loop: bool = True) -> None:
-        """A run is over; restores model and loop."""
+        """End a run, and restore model and loop."""
         if not self.is_running:
             return
         self.is_running = False
@@ -303,10 +303,10 @@ class PlaceTrial:
         return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), *own
 
     def of_training(self, refuse: Callable[[str], object]) -> tuple[PlaceGradients, ...]:
-        """The watch of the microbatch's own backward, which compares it with the runs.
+        """The watch that compares the microbatch's own backward with those of the runs.
 
         Args:
-            refuse: called with a message before anything is summed.
+            refuse: called with the message of a refusal, before gradients are summed.
         """
         if not self._waits_for_gradients:
             return ()
@@ -320,9 +320,9 @@ class PlaceTrial:
         return (found,)
 
     def take(self, losses: Tensor) -> None:
-        """Losses `[U]` of a run, or of the microbatch itself where it `waits`.
+        """Take the losses `[U]` of a run, or of the microbatch itself if `waits`.
 
-        The last ones are compared with those of the other runs; see `refused`.
+        The last losses are compared with those of the runs before, and set `refused`.
         """
         self._losses.append(losses.detach().clone())
         if len(self._losses) <= len(self._places):
@@ -336,7 +336,7 @@ class PlaceTrial:
             return
         values, sizes = now.values[group], now.squares[group].sqrt()
         before = [run.values[group] for run in runs]
-        # Of all samples together a thousandth of the bound.
+        # All samples together may change the sum by a thousandth of the bound.
         count = max(1, len(values))
         least = 1e-3 * self._numbers["max_grad_norm"] / count
         least /= count if self._declared == "mean" else 1
@@ -345,31 +345,31 @@ class PlaceTrial:
     def _compare(
         self, before: list[Tensor], now: Tensor, *, sizes: Tensor | None = None, least: float = 0.0
     ) -> None:
-        """Compare what the runs showed of each sample with `now`; see `changed_losses`."""
+        """Compare the runs' losses, or products of gradients, with `now`; see `changed_losses`."""
         count = len(self._places[0].kept)
         if self._is_random or any(x.shape != now.shape or len(x) != count for x in (*before, now)):
             return
-        # Float64 models of Hugging Face have norms and rotations in float32.
+        # Float64 models of Hugging Face compute norms and rotary positions in float32.
         eps = _epsilon(self._dtypes | {now.dtype, torch.float32})
         rounding = eps ** (2 / 3)
         if sizes is not None and eps > _COARSE:
             rounding = eps**0.5
         elif sizes is not None:
-            # All samples together may change by a thousandth.
+            # The gradients of all samples together may change by a thousandth.
             rounding = max(rounding, min(eps**0.5, 1e-3 / max(1, len(now))))
         for found, place in zip(before, self._places, strict=True):
             changed = changed_losses(
                 found, now, place.kept, rounding=rounding, sizes=sizes, least=least
             )
             if bool(changed.any()):
-                # A loop that catches the error meets it again.
+                # Kept, so that a loop which catches the error gets it again.
                 self.refused = place.kind.refusal
                 return
             self.compared.add(place.kind)
 
 
 def _epsilon(dtypes: Collection[torch.dtype]) -> float:
-    """Machine epsilon of the coarsest floating-point dtype; 0 without one."""
+    """The largest machine epsilon of the floating-point dtypes; 0 if there are none."""
     found = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     return max(found, default=0.0)
 
@@ -379,16 +379,16 @@ def _of_group(parts: Collection[tuple[int, int, bool]], group: int) -> set[tuple
 
 
 def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] | None:
-    """A batch in which copies of others are in place of the rows with more ones in a mask.
+    """Replace the rows with the most ones in a mask, the longer samples, by copies of another row.
 
-    A loop may cut rows of one length to the longest of the batch.
+    The rows may be padded to one length: a loop may cut them to the batch's longest sample.
 
     Args:
         batch: not changed.
         rows: which of its rows are samples.
 
     Returns:
-        (batch, which rows are of their own sample); None where masks do not differ.
+        (the new batch, which rows keep their own sample); None if the masks do not differ.
     """
     size, samples = len(rows), [row for row, is_sample in enumerate(rows) if is_sample]
     for sums in mask_sums(batch, size) if samples else ():
@@ -403,15 +403,15 @@ def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] 
 
 
 def in_another_order(batch: Any, real: Tensor, rng: np.random.Generator) -> Place | None:
-    """A batch in which a random half of the samples exchange their rows; the others are compared.
+    """Exchange the rows of a random half of the samples; the other samples are compared.
 
     Args:
         batch: not changed.
         real: `[B]`, bool: which of its rows are samples.
-        rng: a secret one.
+        rng: a secret generator.
 
     Returns:
-        None where there are less than three samples, or nothing has rows.
+        The new place; None if there are fewer than three samples, or nothing has rows.
     """
     samples, order = rng.permutation(real.nonzero().flatten().numpy()), np.arange(len(real))
     if len(samples) < 3:

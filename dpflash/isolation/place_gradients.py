@@ -1,4 +1,4 @@
-"""PlaceGradients: numbers that stand for the per-sample gradients of a run, whatever its padding.
+"""PlaceGradients: random projections of a run's per-sample gradients, independent of padding.
 
 Letters: B samples, T tokens, K random vectors.
 """
@@ -13,26 +13,26 @@ from torch import Tensor
 
 from ..verification.watch import WatchedGate
 
-# A change's product with one Gaussian vector is below a third of its norm in 26 of 100 draws, the
-# root mean square of 16 products in 4 of 10^6; of a token's x g^T, in 48 and in 0.3 of 100.
+# The product of a difference with one Gaussian vector is below a third of the difference's norm in
+# 26 of 100 draws, the root mean square of 16 products in 4 of 10^6. If the difference is a token's
+# x g^T, these are 48 and 0.3 of 100.
 _VECTORS = 16
 
 
 class PlaceGradients:
     """Watches a backward; keeps the products of each sample's gradient with K random vectors.
 
-    Padding has no gradient, so a sample's products are the same with less of it, and in another
-    row.
+    Padding has no gradient, so a sample's products do not depend on its padding or its row.
 
     Args:
-        seed: of the random vectors; runs are comparable that have the same.
-        finished: called with the number of a clipping group whose gradients have all arrived.
+        seed: seed of the random vectors; runs with the same seed are comparable.
+        finished: called with the number of a clipping group when all its gradients have arrived.
 
     Attributes:
-        values: `[B, K]`, fp64, of each clipping group.
-        squares: `[B]`, fp64: of what their rounding is relative to.
-        parts: (group, position, whether it came to the handle) of what was seen. A run whose
-            forward was compiled has other ones, and is not comparable.
+        values: the products `[B, K]`, fp64, of each clipping group.
+        squares: squared size `[B]`, fp64, to which the products' rounding error is relative.
+        parts: (group, position, whether it arrived at the handle) of each gradient seen. A run
+            with a compiled forward has other parts, and is not comparable.
     """
 
     def __init__(self, seed: int, finished: Callable[[int], object] = lambda group: None) -> None:
@@ -44,14 +44,14 @@ class PlaceGradients:
         self._task = -1
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """See the tensors of a use `[B, T, ...]`, whose products of a token add up to G."""
+        """See the tensors `[B, T, ...]` of a use: the gradient sums a token's products over T."""
         self._enter()
         values: Tensor | None = None
         squares: Tensor | None = None
         for number, x in enumerate(rows):
             x, units = gate.by_sample(x.detach())
             if squares is not None and x.shape[: squares.ndim] != squares.shape:
-                return  # Of no token.
+                return  # The tensors do not have the same tokens.
             lead = 1 if units is not None else min(x.ndim, 2)
             seed = (gate.index, position, number)
             of_token, sizes = self._of_tokens(x.flatten(lead) if x.ndim > lead else x, lead, seed)
@@ -66,7 +66,7 @@ class PlaceGradients:
             self._add(gate.index, values.flatten(1, -2).sum(1), squares.flatten(1).sum(1))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """See the handles' gradients where gates run."""
+        """See the handles' gradients at a gate."""
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
                 self.dense((gate.index, position), "", grad)
@@ -82,7 +82,7 @@ class PlaceGradients:
         return grad
 
     def _enter(self) -> None:
-        """Forget the gradients of an earlier backward, which was for gradients of inputs."""
+        """Forget the gradients of an earlier backward, which computed gradients of inputs only."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self.values, self.squares, self.parts, self._task = {}, {}, set(), task
@@ -93,10 +93,10 @@ class PlaceGradients:
         """Products `[*lead, K]` of x `[*lead, n]`, and their squared sizes `[*lead]`, fp64."""
         draw = torch.Generator().manual_seed(hash((self._seed, *seed)) % (1 << 62))
         if not x.is_floating_point():
-            # A look-up: numbers for each index.
+            # An index of an embedding: K pseudo-random numbers for each index.
             odd = 2 * torch.randint(1 << 31, (_VECTORS,), generator=draw).to(x.device) + 1
             hashed = (x.long()[..., None] * odd >> 15) % (1 << 16)
-            # Of mean 0 and variance 1.
+            # Mean 0 and variance 1.
             numbers = (hashed.double() / (1 << 16) - 0.5) * math.sqrt(12)
             return numbers, torch.ones_like(x, dtype=torch.float64)
         if x.ndim == lead:

@@ -1,8 +1,8 @@
-"""Proof: the first batches show that a model keeps its samples apart.
+"""Proof: tests on the first batches that a model keeps its samples apart.
 
-One extra backward runs with weight 0 on some of the losses. Every use of a private layer must see
-rows of zeros for these samples, and for the others the same rows as the ordinary backward. The
-forward is repeated with other samples too, see `Call`.
+One extra backward runs with weight 0 on some of the losses. For these samples, every use of a
+private layer must get rows of zeros; for the other samples, the same rows as in the ordinary
+backward. The forward is also repeated with some samples replaced, see `Call`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .forward_rows import is_scalar
 
 # A model counts as proven after this many samples, in one batch or in several.
 _ENOUGH = 16
-# While something is unproven, the first batches are all tried, later ones at powers of two.
+# While something is unproven, each of the first batches is tried, later batches at powers of two.
 _ALL_TRIED = 8
 
 _EXCHANGE = "the proof of the first batch"
 _OTHERS = (
     "the gradient of layer '{layer}' for a sample changed as the losses of others got weight 0, "
-    "so nothing was released: it depends on other samples (negatives of other rows, as by "
-    "x.roll(1, 0), also detached), or two backwards of one batch differ (checkpointing without "
-    "the random state, hooks that keep something; where only rounding differs, "
+    "so nothing was released: it depends on other samples (negatives from other rows, such as "
+    "x.roll(1, 0), even detached), or two backwards of one batch differ (checkpointing without "
+    "the random state, hooks that keep state; if only rounding differs, "
     f"torch.use_deterministic_algorithms(True) helps). {UNTESTED}"
 )
 
 _ELSEWHERE = (
-    "the scalar that the model returns is not the declared loss_reduction of losses of single "
-    "samples on another rank, so nothing was released"
+    "on another rank, the scalar that the model returns is not the declared loss_reduction of "
+    "losses of single samples, so nothing was released"
 )
 
 
@@ -54,14 +54,14 @@ class _Progress:
 
     Attributes:
         known: names seen so far.
-        unproven: those that are not proven yet.
-        samples: number of samples that took part.
-        batches: number of batches since it began, tried or not.
+        unproven: the known names that are not proven yet.
+        samples: number of samples that were compared.
+        batches: number of batches since the proof began, tried or not.
         woken: whether the next batch is tried in any case.
         missed: whether some batch could not be tried.
-        keeps: whether forwards leave something of their samples in the model, which later ones
-            may begin to use.
-        is_patient: whether batches are tried less and less often while no sample can take part.
+        keeps: whether forwards keep data of their samples in the model, which later forwards may
+            begin to use.
+        is_patient: whether batches are tried less and less often while no sample was compared.
     """
 
     known: set[Any] = field(default_factory=set)
@@ -85,13 +85,13 @@ class _Progress:
         return (self.is_pending or self.keeps) and (often or self.woken)
 
     def take_turn(self) -> bool:
-        """Whether to try this batch; counts it."""
+        """Count this batch, and return whether to try it."""
         due = self.is_due()
         self.batches += self.is_pending or self.keeps
         return due
 
     def record(self, names: Iterable[Any]) -> bool:
-        """Record the names in this forward or backward; returns whether some are new."""
+        """Record the names in this forward or backward; return whether some are new."""
         new = set(names) - self.known
         self.known |= new
         self.unproven |= new
@@ -116,7 +116,7 @@ class _Mode:
         uses: progress in the backward, by group and position of the parameter.
         is_trained: whether there was a backward.
         makes_scalars: whether the model returns a scalar loss.
-        refusal: why a scalar that the model returns may not be its loss, or None.
+        refusal: why a scalar that the model returns cannot be accepted as its loss, or None.
     """
 
     # Some models have no arguments in which samples could be replaced.
@@ -128,11 +128,11 @@ class _Mode:
 
 
 class Proof:
-    """The proof of one model: its proven layers and uses, and the open ones.
+    """The proof of one model: which of its layers and uses are proven.
 
     Args:
-        modules: of the model.
-        device: of its parameters.
+        modules: the model's modules.
+        device: the device of its parameters.
         group: ranks that exchange gradients in the backward; they prove the model together.
         context: the ranks that hold other tokens of the same samples.
         is_on: whether the proof runs.
@@ -155,13 +155,13 @@ class Proof:
         self._modes: dict[bytes, _Mode] = {}
         self._mode = _Mode()
         self._calls = 0
-        # Whether a forward was repeated since the last backward; None if there was none.
+        # Whether a forward was repeated since the last backward; None if there was no forward.
         self._repeated: bool | None = None
         self.resting: tuple[Watch, ...] = (_Idle(self),) if is_on else ()
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once all is proven; "gradients" or "forward" if only that half can be proven."""
+        """True once both are proven; "gradients" or "forward" if only this half can be proven."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -177,22 +177,22 @@ class Proof:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no batch with the training flags of the last call is to be proven."""
+        """Whether no further batch with the training flags of the last call is to be tried."""
         halves = self._mode.layers, self._mode.uses
         return not self.is_on or not any(half.is_pending or half.keeps for half in halves)
 
     @property
     def waiting(self) -> tuple[bool, set[Any]]:
-        """Whether too few samples took part; and parameters without a compared gradient.
+        """Whether too few samples were compared; and the parameters without a compared gradient.
 
-        The latter by number of their group and position in it.
+        A parameter is given as (number of its group, position in the group).
         """
         modes = [mode for mode in self._modes.values() if mode.is_trained]
         few = not all(mode.uses.samples >= _ENOUGH <= mode.layers.samples for mode in modes)
         return few or not modes, {slot for mode in modes for slot in mode.uses.unproven}
 
     def restart(self, modules: Iterable[nn.Module]) -> None:
-        """Begin the test again, for the modules that the model has now."""
+        """Begin the proof again, for the modules that the model has now."""
         self._modules = list(modules)
         self._modes.clear()
 
@@ -205,7 +205,7 @@ class Proof:
     # Forward
 
     def begin_forward(self, size: int, *, new_pass: bool) -> bool:
-        """Whether to repeat the forward that begins with other samples.
+        """Whether to repeat the forward that begins, with some of its samples replaced.
 
         Args:
             size: upper bound of B.
@@ -231,9 +231,9 @@ class Proof:
 
         Args:
             layers: names of the layers that ran.
-            samples: number of samples that were compared; 0 where none was replaced.
+            samples: number of samples that were compared; 0 if no sample was replaced.
             refusal: message about a difference, or None.
-            keeps: whether the model keeps something of the samples.
+            keeps: whether the model keeps data of the samples.
 
         Raises:
             RuntimeError: there was a difference, here or on another rank.
@@ -249,7 +249,7 @@ class Proof:
             progress.prove(layers)
 
     def note_scalars(self, refusal: str | None) -> None:
-        """Record why a scalar output of the model may not be the loss; all ranks call this."""
+        """Record why a scalar output cannot be accepted as the loss; all ranks call this."""
         if self.is_any(refusal is not None):
             self._mode.refusal = refusal or _ELSEWHERE
 
@@ -258,7 +258,7 @@ class Proof:
         return any(row[0] for row in gather_rows([flag], self.group, _EXCHANGE))
 
     def draw(self, values: Callable[[np.random.Generator], Tensor]) -> Tensor:
-        """Secret numbers, int64, the same for all ranks that hold parts of the same samples."""
+        """Draw secret int64 numbers, the same on all ranks that hold parts of the same samples."""
         own = values(np.random.default_rng(_secret())).numpy().astype("<i8").tobytes()
         drawn = broadcast_from_first(own, self._context, _EXCHANGE)
         return torch.from_numpy(np.frombuffer(drawn, dtype="<i8").astype(np.int64))
@@ -270,7 +270,7 @@ class Proof:
 
         Args:
             used: names of the layers that ran in its forward.
-            size: B, where there is one loss for each sample.
+            size: B if there is one loss for each sample, else None.
         """
         if not self.is_on or size is None:
             return False
@@ -299,13 +299,13 @@ class Proof:
         Args:
             owner: the private backward.
             outputs: tensors from which the backward starts.
-            seeds: their gradients, `[B, ...]` each.
+            seeds: the gradients `[B, ...]` of the outputs.
             size: B.
-            real: `[B]`, bool: rows that are samples; None for all.
+            real: `[B]`, bool: rows that are samples; None if all rows are.
 
         Returns:
-            A watch that compares the ordinary backward with it; None if it could not run, or if
-            no rank has two samples to compare.
+            A watch that compares the ordinary backward with this one; None if this one could not
+            run, or if no rank has two samples to compare.
 
         Raises:
             RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.
@@ -325,26 +325,26 @@ class Proof:
         return watch
 
     def refuse(self, refusal: str | None) -> None:
-        """Raise if this rank, or another one, refuses the backward."""
+        """Raise if this rank or another rank refuses the backward."""
         try:
             refuse_together(refusal, self.group, _EXCHANGE)
         except RuntimeError:
-            # A loop that catches the error meets it again in each batch.
+            # If the loop catches the error, the next batches raise it again.
             self._mode.uses.restart()
             raise
 
     def cross(
         self, outputs: Any, size: int, owner: ProvableBackward, *, is_altered: bool = False
     ) -> Any:
-        """Wrap the model's outputs, so that the backward of a scalar loss is proven at them.
+        """Wrap the model's outputs, so that the backward of a scalar loss is proven from them on.
 
-        Those of an altered microbatch are wrapped alike, so that its backward is the same.
+        The outputs for an altered microbatch are wrapped too, so that its backward is the same.
 
         The terms of a scalar cannot be weighted, but the rows of its gradient at the outputs can.
-        What `declared_reduction` knows of the reduction to a scalar is tested, the rest is not.
+        Of the reduction to a scalar, only what `declared_reduction` recognizes is tested.
         """
         uses = self._mode.uses
-        # The other ranks have not heard yet that this one found new uses.
+        # The other ranks do not know yet that this rank found new uses.
         wanted = uses.is_due() if self.group is None else uses.is_pending
         crossing = list({id(x): x for _, x in tensors_of(outputs) if x.requires_grad}.values())
         refusal = self._mode.refusal
@@ -379,7 +379,7 @@ class Proof:
         wrapped = map_tensors(lambda x: behind.get(id(x), x), outputs)
         is_unseen = any(id(x) in behind for _, x in tensors_of(wrapped))
         if refusal is not None and is_unseen and not is_altered:
-            # Of an unknown class: its scalar would go to the backward unseen.
+            # A container of an unknown class would pass its scalar to the backward unseen.
             owner.discard()
             raise PrivateRefusal(refusal) from None
         return wrapped
@@ -391,15 +391,15 @@ class Proof:
             return
         mode.makes_scalars = True
         warn(
-            "the model returns its loss as a scalar, and no altered microbatch came before this "
-            "one with which to compare its backward, so engine.verified will be 'forward'. "
-            "BatchMemoryManager yields none: iterate over the loader of make_private, with "
-            "physical_batch_size=; or make the losses outside of the model, as by engine.backward("
+            "the model returns its loss as a scalar, and this microbatch had no trial with which "
+            "to compare its backward, so engine.verified will be 'forward'. BatchMemoryManager "
+            "yields no trials: iterate over make_private's loader, with physical_batch_size=; or "
+            "compute losses outside of the model, as by engine.backward("
             "dpflash.losses.cross_entropy(logits, targets))",
         )
 
     def _record_uses(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
-        """Record the result for the uses of a gate: 0 not seen, 1 seen, 2 proven."""
+        """Record the results for a gate's parameters: 0 not seen, 1 seen, 2 proven."""
         rows = gather_rows([samples, *found], self.group, _EXCHANGE)
         best = [max(column) for column in zip(*rows, strict=True)]
         uses = self._mode.uses
@@ -416,7 +416,7 @@ OFF = Proof(is_on=False)
 
 
 class _Idle:
-    """Watches for new uses while no proof is running."""
+    """Watches for new uses while no batch is tried."""
 
     def __init__(self, proof: Proof) -> None:
         self._proof = proof
@@ -424,7 +424,7 @@ class _Idle:
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
         uses, slot = self._proof._mode.uses, (gate.index, position)
         if slot in uses.unproven:
-            # A layer whose gradients were all zero may have nonzero ones now.
+            # A layer whose gradients were all zero may have nonzero gradients now.
             uses.woken = uses.woken or bool(rows[0].any())
         elif uses.samples and uses.record([slot]):
             uses.restart()
@@ -436,13 +436,13 @@ class _Idle:
 
 
 class ComparedBackward(BackwardRows):
-    """Watches the ordinary backward, and compares its rows with those of an earlier one.
+    """Watches the ordinary backward, and compares its rows with those of an earlier backward.
 
     Args:
-        proof: of the model.
-        before: the backward of the losses of some samples, or of an altered microbatch.
-        kept: `[B]`, bool: samples whose rows must be the same.
-        text: the message where they are not, to be formatted with the layer.
+        proof: the proof of the model.
+        before: the earlier backward: of the losses of some samples, or of an altered microbatch.
+        kept: `[B]`, bool: samples whose rows must be the same in both.
+        text: the message if they differ, to be formatted with the layer.
         refused: called with the message.
     """
 
@@ -472,7 +472,7 @@ class ComparedBackward(BackwardRows):
         try:
             self._proof.refuse(refusal)
         except PrivateRefusal as error:
-            # A loop that catches the error meets it again.
+            # If the loop catches the error, it is raised again.
             self._refused(str(error))
             raise
         included = self.real & ~self.left_out & ~self._before.left_out
@@ -486,7 +486,7 @@ class ComparedBackward(BackwardRows):
         self._proof._record_uses(gate, samples, found)
 
     def _shows(self, rows: Tensor) -> bool:
-        """Whether some of these rows `[B]` must be the same, and others need not."""
+        """Whether some of these rows `[B]` must be equal in both backwards, and some need not."""
         kept, others = rows & self._kept, rows & ~self._kept
         return bool(kept.any()) and (len(rows) == 1 or bool(others.any()))
 
@@ -521,9 +521,9 @@ def _secret() -> int:
 
 
 def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], real: Tensor) -> list[int]:
-    """The few real rows with the largest losses, or products of outputs and gradients.
+    """The quarter of the real rows with the largest losses, or products of outputs and gradients.
 
-    One of them may set a scale of the batch.
+    Such a row may determine a scale that the whole batch uses.
     """
     sizes = torch.zeros(len(real), dtype=torch.float64)
     for x, seed in zip(outputs, seeds, strict=True):
@@ -534,6 +534,6 @@ def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], real: Te
 
 
 def _masked(seed: Tensor, weights: Tensor) -> Tensor:
-    """The rows with weight 1; zeros for all others, also where they are not finite."""
+    """The rows with weight 1; zeros in place of the other rows, even if these are not finite."""
     weights = weights.to(seed.device).view(-1, *[1] * (seed.ndim - 1))
     return torch.where(weights, seed, torch.zeros((), dtype=seed.dtype, device=seed.device))

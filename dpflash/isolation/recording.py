@@ -1,4 +1,4 @@
-"""Recording: what a run of a microbatch showed of each sample."""
+"""Recording: the losses, inputs of layers and gradients of each sample in a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from .forward_rows import ForwardRows
 class Recording:
     """Losses, layers' inputs and per-sample gradients of a run that trains nothing.
 
+    A batch is taken apart if its losses are computed one sample at a time.
+
     Args:
         real: `[U]`, bool: the samples that are not padding.
         has_rows: whether inputs and gradients are recorded, besides the losses.
 
     Attributes:
-        calls: of the model, in order.
+        calls: the calls of the model, in order.
         batch: digests `[U]` of the tensors of a batch that is taken apart.
         losses: `[U]`, or a scalar; None before the backward.
-        backward: sees the per-sample gradients; None where there was no backward.
-        rows: see the gradients of each sample of a batch that is taken apart; None for one whose
-            backward could not run.
+        backward: watches the per-sample gradients; None if there was no backward.
+        rows: watches of each sample's gradients if the batch is taken apart; None for a sample
+            whose backward could not run.
     """
 
     def __init__(self, real: Tensor, *, has_rows: bool) -> None:
@@ -36,7 +38,7 @@ class Recording:
 
     @property
     def had_backward(self) -> bool:
-        """Whether there was a backward of losses, not only one for the gradient of the inputs."""
+        """Whether there was a backward of losses, not only one for gradients of inputs."""
         backward = self.backward
         return self.losses is not None or (backward is not None and backward.has_met_gate)
 
@@ -45,18 +47,17 @@ class Recording:
         self.has_rows, self.backward, self.batch, self.rows = False, None, batch, []
 
     def hold(self, losses: Tensor) -> None:
-        """Record the losses."""
         self.losses = losses.detach().clone()
 
     def watch(self) -> BackwardRows:
-        """See a backward."""
+        """Begin to watch a backward; return the watch."""
         self.backward = BackwardRows(self._real | ~self._real, self._real)
         return self.backward
 
     def watch_row(self) -> BackwardRows:
-        """See the backward of one more sample of a batch that is taken apart.
+        """Begin to watch the backward of the next sample of a batch that is taken apart.
 
-        It may round in another way than later: a recurrent layer pads a sample to the longest one
+        The later run may round differently: a recurrent layer pads a sample to the longest sample
         that it had so far.
         """
         one = torch.ones(1, dtype=torch.bool)

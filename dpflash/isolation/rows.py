@@ -1,4 +1,4 @@
-"""Rows: which parts of a batch, or of a call's arguments, are of single samples."""
+"""Rows: which parts of a batch, or of a call's arguments, belong to single samples."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .copies import copied, with_layout_of
 
 
 def rows_of(batch: Any, rows: list[int], size: int) -> Any:
-    """A copy of a batch of `size` with these of its rows, see `exchanged`."""
+    """A copy of a batch of `size` rows that consists of these rows, see `exchanged`."""
     return exchanged(batch, rows, size)[0]
 
 
 def entries_of(batch: Any, size: int) -> Iterator[tuple[str, Tensor]]:
-    """(place, tensor `[U, ...]`) of the tensors that have an entry for each of `size` samples."""
+    """(place, tensor `[U, ...]`) of the tensors with an entry for each of `size` samples."""
     for place, x in tensors_of(batch):
         if x.layout == torch.strided and not x.is_nested and x.ndim and x.shape[0] == size:
             yield place, x
 
 
 def mask_sums(batch: Any, size: int) -> Iterator[Tensor]:
-    """`[B]`, fp64: how many ones the rows of each mask in a batch have."""
+    """For each mask in a batch, the number of ones in each row, `[B]`, fp64."""
     for _, x in entries_of(batch, size):
-        # torch does not compare all numbers of 8 bits.
+        # torch cannot compare all 8-bit floating-point numbers.
         if x.ndim < 2 or not x.numel() or x.itemsize == 1 and x.is_floating_point():
             continue
         if bool(((x == 0) | (x == 1)).all()):
@@ -38,11 +38,11 @@ def mask_sums(batch: Any, size: int) -> Iterator[Tensor]:
 
 
 def sample_of_rows(size: int, units: Units | None) -> Tensor:
-    """`[N]`, int64: the sample of each row of a batch of U samples; U for rows of none.
+    """`[N]`, int64: the sample of each row of a batch of U samples; U if a row has no sample.
 
     Args:
         size: U.
-        units: the samples where they are no rows. Documents have no rows of their own.
+        units: the samples if they are not single rows, else None. For documents, N is U.
     """
     return torch.arange(size) if units is None or not units.are_rows else units.index
 
@@ -55,20 +55,21 @@ def exchanged(
     units: Units | None = None,
     lengths: Collection[tuple[int, ...]] | None = None,
 ) -> tuple[Any, bool]:
-    """Copy a batch with other rows; returns (the copy, whether something in it has rows).
+    """Copy a batch with other rows; return (the copy, whether something in it has rows).
 
-    Rows are those of tensors and arrays of this size, and the elements of lists of this size. A
-    list in a batch may hold as many batches, or samples that are as long as the batch: then
-    nothing has rows, unless it holds dicts with the same keys, which are samples. Tensors of the
-    outermost list are fields.
+    The entries of tensors and arrays whose first dimension is `size`, and the elements of lists of
+    length `size`, are rows. A list of `size` tensors, each with first dimension `size`, is
+    ambiguous: they may be batches, or samples as long as the batch. Then nothing has rows, unless
+    the elements are dicts with the same keys, which are samples. Tensors in the outermost list are
+    fields of the batch.
 
     Args:
         batch: not changed.
         rows: numbers of the rows that the copy has.
-        size: the number of rows; of units that of their positions.
-        units: the samples where they are no rows; what describes them stays.
-        lengths: of samples, for the arguments of a model. Other lists of numbers are settings
-            there, and as many batches may be samples as long as the batch, so both stay.
+        size: the number of rows; with units, the number of their positions.
+        units: the samples if they are not single rows; tensors that describe units stay.
+        lengths: lengths of the samples, for the arguments of a model. There, other lists of
+            numbers are settings, and ambiguous lists may be samples: both stay.
     """
     shape = (size,) if units is None else units.shape
     has_rows = is_unclear = False
@@ -110,7 +111,7 @@ def exchanged(
 
 
 def _chosen(x: Tensor, rows: list[int], dims: int) -> Tensor:
-    """Rows of a tensor, which its first dimensions number."""
+    """These rows of a tensor; a row's number counts through the first `dims` dimensions."""
     index = torch.tensor(rows, dtype=torch.int64, device=x.device)
     if x.layout != torch.strided:
         chosen = x.detach().to_sparse_coo().index_select(0, index)
@@ -124,7 +125,7 @@ def _chosen(x: Tensor, rows: list[int], dims: int) -> Tensor:
 def _is_of_samples(
     value: Sequence[Any], size: int, lengths: Collection[tuple[int, ...]] | None
 ) -> bool:
-    """Whether a list has an element for each sample: as many of one type."""
+    """Whether a list has an element for each sample: `size` elements of one type."""
     if len(value) != size or len({type(part) for part in value}) != 1:
         return False
     first = value[0]
@@ -143,7 +144,7 @@ def _kinds(parts: Sequence[Any]) -> set[Any]:
 
 def _is_batch(value: Any, size: int) -> bool:
     if isinstance(value, list | tuple) and len(value) == size:
-        # A sample of as many parts has parts of several kinds, such as (image, label).
+        # If it were a sample of `size` fields, its fields would have several kinds.
         return len(_kinds(value)) == 1
     leaves = [leaf for _, leaf in leaves_of(value, kinds=(Tensor, np.ndarray, str, int))]
     return bool(leaves) and all(

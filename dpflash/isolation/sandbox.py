@@ -1,4 +1,4 @@
-"""Sandbox: what a run for a trial may change in model and loop, and what is restored after it."""
+"""Sandbox: restores what a run for a trial changes in model and loop."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from .loop_state import Generators, Options
 
 _NUMBERS = (Number, np.generic, str)
 _COUNTED = (
-    "the loop set optimizer option '{}' to another value for a microbatch than for its trial, so "
-    "it counts iterations or follows the time that they take: trials and microbatches are "
-    "iterations too, and their number is private. Behind optimizer.step() write\n"
+    "the loop set optimizer option '{}' to different values for a microbatch and for its trial, "
+    "so it counts iterations or measures their time: trials and microbatches are iterations, and "
+    "their number is private. After optimizer.step() write\n"
     "    if loader.is_last: scheduler.step()\n"
-    "and compute what you set by hand from loader.releases"
+    "and compute options that you set yourself from loader.releases"
 )
 
 
 class Restorable(Protocol):
-    """Contents at one time."""
+    """Saved contents that can be restored."""
 
     def restore(self) -> None:
-        """Restore them."""
+        """Restore the contents."""
 
 
 class Sandbox:
-    """Takes the state of model and loop, and restores it after each run of a microbatch.
+    """Saves the state of model and loop, and restores it after each run of a microbatch.
 
-    What the loop sets before the first forward (a learning rate, `model.tau`) stays, since it may
-    do so once: all runs of a microbatch, and the microbatch itself, have what the first run had.
-    So do numbers that it sets after a microbatch and not after its runs, as where
-    `loader.is_last`. The loader seeds the global generators for each run alike.
+    Values that the loop sets before the first forward (a learning rate, `model.tau`) are not
+    restored, since the loop may set them once only: the other runs of a microbatch, and the
+    microbatch itself, get the values of the first run. Numbers that the loop sets after a
+    microbatch but not after its runs, as with `if loader.is_last`, are not restored either. The
+    loader seeds the global generators with the same seed for each run.
 
     Args:
-        modules: (name, module) of the model, whose own attributes are restored.
-        contents: returns the buffers' contents that a forward may change.
-        optimizers: whose options are restored.
+        modules: (name, module) of the model; the modules' own attributes are restored.
+        contents: returns the contents of the buffers that a forward may change.
+        optimizers: the optimizers, whose options are restored.
         numbers: options of the next release, by name, which are restored too.
     """
 
@@ -59,24 +60,24 @@ class Sandbox:
         self._numbers = numbers
         self._of_model: list[Restorable] = []
         self._generators: Generators | None = None  # None outside of runs.
-        self._begun: OwnAttributes | None = None  # Until the first forward of a run.
+        self._begun: OwnAttributes | None = None  # As a run began, until its first forward.
         self._options: Options | None = None  # At the first forward of the first run.
         self._at_first: Options | None = None  # As the first run began.
         self._behind: Options | None = None  # At the end of the last run.
         self._counts = 0
         self._has_met = False
         self._after_forward: OwnAttributes | None = None
-        self._set: list[tuple[nn.Module, str, Any]] = []  # By the loop, for all runs.
+        self._set: list[tuple[nn.Module, str, Any]] = []  # Set by the loop, for all runs.
 
     def attributes(self) -> OwnAttributes:
-        """What the modules keep now."""
+        """The present attributes of the modules."""
         return OwnAttributes(self._modules)
 
     def enter(self, attributes: OwnAttributes | None = None) -> None:
-        """A run begins, and the loop gets its batch.
+        """Begin a run; the loop gets its batch next.
 
         Args:
-            attributes: what the modules are to find; copies of what they keep by default.
+            attributes: attributes that the modules get; by default copies of the present ones.
         """
         held = self.attributes()
         self._generators = Generators()
@@ -96,7 +97,7 @@ class Sandbox:
             self._at_first = self._present()
 
     def begin_forward(self) -> None:
-        """The model is called, in a run or with a microbatch itself."""
+        """Note a call of the model, in a run or with the microbatch itself."""
         if self._generators is None:
             if self._options is not None and not self._has_met:
                 self._has_met = True
@@ -113,12 +114,12 @@ class Sandbox:
                 self._set_once()
 
     def end_forward(self) -> None:
-        """A call of the model has returned."""
+        """Note that a call of the model has returned."""
         if self._generators is None and self._options is not None:
             self._after_forward = self.attributes()
 
     def leave(self, *, loop: bool = True) -> None:
-        """The run is over; restores model and, if asked for, loop."""
+        """End the run; restore the model and, with `loop`, the loop's state."""
         if loop and self._generators is not None:
             self._generators.restore()
             if self._options is not None and self._at_first is not None:
@@ -131,14 +132,14 @@ class Sandbox:
         self._generators, self._begun, self._of_model = None, None, []
 
     def end_microbatch(self) -> None:
-        """The loop asks for another microbatch.
+        """End a microbatch: the loop asks for another one.
 
         Raises:
             PrivateRefusal: the loop has set options by the number of its iterations, twice.
         """
         if self._options is not None and self._behind is not None:
             changed = self._behind.changed_otherwise(self._options, self._present())
-            # The first may be where it begins to set them by releases.
+            # The first time, the loop may only begin to set them by releases.
             self._counts += changed is not None
             if changed is not None and self._counts > 1:
                 raise PrivateRefusal(_COUNTED.format(changed)) from None
@@ -150,7 +151,7 @@ class Sandbox:
         return Options(self._optimizers, schedulers, self._numbers)
 
     def _set_once(self) -> None:
-        """Set the options as the first run had them: what set them there may do so once."""
+        """Set the options that the loop set in the first run, since it may set them once only."""
         assert self._options is not None and self._at_first is not None
         changed = self._options.changed_otherwise(self._at_first, self._present())
         if changed is not None:

@@ -1,7 +1,8 @@
-"""Schedule: which microbatches are tried.
+"""Schedule: decides which microbatches are tried.
 
-Those of the first draws, since a coupling shows in most batches, and of a few later ones. Also
-where something is new that no trial has had: a label, an operation of the model or of the loop.
+Tried are the microbatches of the first draws, since most batches show a dependence between
+samples, and of a few later draws; and microbatches with something new that no trial had: a label,
+or an operation of the model or of the loop.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from ..packing import Units
 from ..verification.nested import tensors_of
 from .labels import ReplacedLabels
 
-# All microbatches of the first draws are tried, and those of later ones at powers of two. Not the
-# first microbatch alone: it has the longest documents, and may have a single one.
+# All microbatches of the first draws are tried, and of later draws at powers of two. The first
+# microbatch of a draw is not enough: it has the longest documents, and may have only one.
 _ALL_TRIED = 4
-# The last tried draw where the shapes of microbatches do not change, and nothing else either.
+# The last tried draw, if the shapes of microbatches do not change and nothing is new.
 _LAST_TRIED = 64
-# New operations in so many microbatches have others tried; later ones depend on the data.
+# New operations restart the trials at most so often: further new operations depend on the data.
 _MOST_PATHS = 8
-# Where draws are small, more of them, so that so many samples are compared.
+# More of the first draws are tried if draws are small, to compare at least so many samples.
 _ENOUGH = 16
 
 
 class Schedule:
-    """Which microbatches are tried.
+    """Decides which microbatches are tried.
 
     Args:
-        expected_batch_size: of a draw.
-        has_ranks: whether there are other ranks, which must try as many microbatches. Then no
-            labels are looked for, since each rank sees its own samples alone.
+        expected_batch_size: expected size of a draw.
+        has_ranks: whether there are other ranks, which must try the same microbatches. New labels
+            then begin no trials, since each rank sees its own samples alone.
         path: returns the operations of the backward that is about to begin.
 
     Attributes:
-        trials: number of the last tried draw since it began again.
+        trials: number of the last tried draw, from 0 since the last restart; -1 if none was.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Schedule:
         return self._draws > 0
 
     def is_due(self, microbatch: int) -> bool:
-        """Whether to try this microbatch, the same on all ranks; the first one begins a draw."""
+        """Whether to try the microbatch with this number in its draw; the same on all ranks."""
         self._draws += not microbatch
         due = self._is_tried(self._draws)
         self.trials += due and not microbatch
@@ -73,7 +74,7 @@ class Schedule:
 
     @property
     def is_near(self) -> bool:
-        """Whether microbatches of the draw under way, or of the next one, are tried."""
+        """Whether microbatches of the draw under way, or of the next draw, are tried."""
         return self._is_tried(self._draws) or self._is_tried(self._draws + 1)
 
     def _is_tried(self, draw: int) -> bool:
@@ -81,12 +82,12 @@ class Schedule:
         return often and (draw <= _LAST_TRIED or self._has_shapes or self._labels is None)
 
     def is_new(self, batch: Any, real: Tensor, units: Units | None) -> bool:
-        """Whether to try a microbatch that is not due, for a label that was not tried so far.
+        """Whether to try a microbatch that is not due, because it has a new label.
 
         Args:
             batch: the microbatch.
             real: `[U]`, bool: its samples that are not padding.
-            units: the samples where they are no rows of the batch.
+            units: the samples if they are not single rows of the batch, else None.
         """
         shapes = [x.shape for _, x in tensors_of(batch)]
         self._shapes = shapes if self._shapes is None else self._shapes
@@ -96,19 +97,12 @@ class Schedule:
         return self._labels.has_new(batch, real, units)
 
     def note(self, batch: Any, kept: Tensor, real: Tensor, units: Units | None) -> None:
-        """Note a microbatch that is tried.
-
-        Args:
-            batch: as it was.
-            kept: `[U]`, bool: samples that are not replaced.
-            real: `[U]`, bool: samples that are not padding.
-            units: the samples where they are no rows of the batch.
-        """
+        """Note a microbatch that is tried; the arguments are those of `ReplacedLabels.note`."""
         if self._labels is not None:
             self._labels.note(batch, kept, real, units)
 
     def begin_backward(self) -> bool:
-        """Whether a microbatch that was fetched under no_grad is trained on; others are tried."""
+        """Whether this backward's microbatch was fetched under no_grad; if so, try next draws."""
         if not self._is_skipped:
             return False
         self._is_skipped, self._ignores_grad, self._draws = False, True, 0
@@ -122,7 +116,7 @@ class Schedule:
         return not path <= self._tried_path and self._new_paths < _MOST_PATHS
 
     def try_next(self) -> None:
-        """Try the next microbatches: model or loop do something new."""
+        """Try the next microbatches, since model or loop do something new."""
         self._draws = 0
         self._new_paths += 1
 

@@ -1,8 +1,8 @@
 """Trial: a microbatch is run twice, first with other contents in some of its samples.
 
 The losses, the layers' inputs and the per-sample gradients of the other samples must be the same
-both times. So nothing that model or loop computes of one sample depends on another one. Nothing
-is trained on the altered microbatch, which the loader yields before the microbatch itself.
+in both runs. Otherwise model or loop compute something from several samples. Nothing is trained on
+the altered microbatch, which the loader yields before the microbatch itself.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .recording import Recording
 from .sandbox import Sandbox
 from .schedule import Schedule
 
-# Rows that are compared one at a time before "by construction" is said.
+# Rows to compare one at a time before `engine.verified` is "by construction".
 _ENOUGH = 16
 
 _CHANGED = (
     "the loss of a sample changed as other samples of the batch were replaced, so nothing was "
     "released: it depends on them. Compute the loss of each sample from its own row alone; "
-    "engine.check(model, batch, loss_fn) helps to find where. The usual causes:\n"
+    "engine.check(model, batch, loss_fn) helps to find the operation. The usual causes:\n"
     "  - a mean, a norm or a maximum over the batch, in the loop or in the loss (mixup, "
     "normalized advantages, a term with reduction='mean', outputs [B, 1] against targets [B])\n"
-    "  - what the loop keeps for the next microbatch: a queue of embeddings, a running mean\n"
-    "  - weights, or an attribute of the model, that the loop writes in each iteration: do so "
-    "where loader.is_last, behind optimizer.step()\n"
+    "  - data that the loop keeps for the next microbatch: a queue of embeddings, a running mean\n"
+    "  - weights, or an attribute of the model, that the loop writes in each iteration: write "
+    "them after optimizer.step(), if loader.is_last\n"
     f"{MORE_CAUSES}. "
     f"{UNTESTED}"
 )
@@ -55,11 +55,11 @@ _CHANGED_DOCUMENT = (
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the batch were "
     "replaced, so nothing was released: it depends on them (a factor of the losses that the batch "
-    "determines, a contrastive loss, another model that the loop trains meanwhile), or is rounded "
-    "by the length of a list of all samples' tokens or pairs (compute [B, T], then mask), or two "
-    "backwards of one batch differ (checkpointing without the random state, hooks that keep "
-    "something; where only rounding differs, torch.use_deterministic_algorithms(True) helps). "
-    f"{UNTESTED}"
+    "determines, a contrastive loss, another model that the loop trains in between), or its "
+    "rounding depends on the length of a list of all samples' tokens or pairs (compute [B, T], "
+    "then mask), or two backwards of one batch differ (checkpointing without the random state, "
+    "hooks that keep state; if only rounding differs, torch.use_deterministic_algorithms(True) "
+    f"helps). {UNTESTED}"
 )
 _REDUCTION = (
     "loss_reduction={declared!r}, but the scalar is not the {declared} of losses of single "
@@ -68,31 +68,31 @@ _REDUCTION = (
     "default of Hugging Face models, and a mean with class weights do that. " + REMEDY
 )
 _CALLS = (
-    "the model was called another number of times for a microbatch than for its trial, in which "
-    "some samples are others, or the trial had no backward, so nothing was released: call "
-    "engine.backward(losses) for each microbatch, trials too, and the model the same number of "
-    "times whatever the batch holds (no `if not loader.is_real.any(): continue`)"
+    "the model was called a different number of times for a microbatch and for its trial, in "
+    "which some samples are replaced, or the trial had no backward, so nothing was released: call "
+    "engine.backward(losses) for each microbatch, trials too, and call the model the same number "
+    "of times whatever the batch contains (no `if not loader.is_real.any(): continue`)"
 )
 
 
 class Trial:
-    """Which microbatches are tried, and what the one that is has shown.
+    """Decides which microbatches are tried, and compares them with their altered versions.
 
     Args:
-        sandbox: of model and loop. What modules keep between forwards is kept apart: that of
-            altered microbatches is what altered microbatches find.
-        schedule: which microbatches are tried.
+        sandbox: the sandbox of model and loop. Data that modules keep between forwards is kept
+            separately for altered microbatches, so that only later altered ones see it.
+        schedule: decides which microbatches are tried.
 
     Attributes:
-        has_compared: whether samples kept their results in some microbatch.
+        has_compared: whether a comparison was made and passed.
         has_begun: whether some microbatch was to be tried.
         is_impossible: whether no microbatch so far could be altered.
         sandbox, schedule: as given.
         real: `[U]`, bool: the samples of the microbatch that are not padding.
-        rows: so many were compared one at a time.
+        rows: number of rows that were compared one at a time.
         is_by_sample: whether losses are computed one row at a time.
         is_altered: whether the altered microbatch is under way.
-        altered: what the altered microbatch has shown, or None.
+        altered: the recording of the altered microbatch, or None.
     """
 
     def __init__(self, sandbox: Sandbox, schedule: Schedule) -> None:
@@ -106,13 +106,13 @@ class Trial:
         self._alteration: Alteration | None = None
         self._of_altered: OwnAttributes | None = None
         self._calls = self._row = 0
-        self._before: Any = None  # The microbatch before this one, where each has one sample.
+        self._before: Any = None  # The previous microbatch, if each has one sample.
         self._number = -1
         self._refused: str | None = None
 
     def is_due(self, microbatch: int) -> bool:
-        """Whether to try this microbatch, the same on all ranks; the first one begins a draw."""
-        # Not restored late: the user may have changed the model since.
+        """Whether to try the microbatch with this number in its draw; the same on all ranks."""
+        # The model is not restored now: the user may have changed it since.
         self.is_altered = False
         self.finish()
         if not microbatch:
@@ -123,7 +123,7 @@ class Trial:
         return due
 
     def begin_backward(self) -> None:
-        """A backward begins: of a microbatch that was fetched under no_grad, others are tried."""
+        """Note that a backward begins; if its microbatch was fetched under no_grad, try others."""
         self.has_begun |= self.schedule.begin_backward()
 
     def has_new_path(self) -> bool:
@@ -138,19 +138,19 @@ class Trial:
     def begin(
         self, batch: Any, size: int, real: Tensor | None, units: Units | None, *, seed: int
     ) -> Alteration | None:
-        """The altered microbatch, which is to be run now; None where the batch cannot be altered.
+        """Make the altered microbatch, to be run now; None if the batch cannot be altered.
 
         Args:
             batch: not changed.
-            size: U, its samples with those of padding.
-            real: `[U]`, bool: which are samples; None for all.
-            units: the samples where they are no rows of the batch.
-            seed: a secret one, the same on all ranks that hold parts of these samples.
+            size: U, the number of samples with padding.
+            real: `[U]`, bool: which samples are not padding; None if none is padding.
+            units: the samples if they are not single rows of the batch, else None.
+            seed: a secret seed, the same on all ranks that hold parts of these samples.
         """
         if isinstance(batch, PackedBatch):
             real = torch.tensor([start < end for start, end in batch.units.spans])
         if alteration.is_single(batch, size):
-            # What model and loop keep of a sample must not reach the one after the next.
+            # In altered runs other samples came before this one: its results must be the same.
             self._number += 1
             before = self._before if self._number % 2 else None
             one = torch.ones(size, dtype=torch.bool) if real is None else real
@@ -174,7 +174,7 @@ class Trial:
         return self._alteration
 
     def end(self) -> None:
-        """The microbatch itself follows, in the state in which the altered one began."""
+        """End the altered microbatch; the microbatch itself begins in the same state."""
         self._of_altered = self.sandbox.attributes()
         self.sandbox.leave()
         self.is_altered = False
@@ -182,7 +182,7 @@ class Trial:
     def abandon(self, left: Alteration) -> bool:
         """Whether the loop has left this altered microbatch before its end.
 
-        Then the model is as before, and generators go on.
+        If so, restore the model, but not the generators.
         """
         if not self.is_altered or left is not self._alteration:
             return False
@@ -193,14 +193,14 @@ class Trial:
         return True
 
     def take_by_sample(self) -> None:
-        """Losses are computed one row at a time, and so are gradients."""
+        """Note that losses and gradients are computed one row at a time."""
         self.is_by_sample = True
 
     # Results
 
     @property
     def recording(self) -> Recording | None:
-        """Of the altered microbatch, while it is under way."""
+        """The recording of the altered microbatch, while it is under way."""
         return self.altered if self.is_altered else None
 
     @property
@@ -213,14 +213,14 @@ class Trial:
         """Whether the backward is to be compared with that of the altered microbatch.
 
         Args:
-            is_alone: whether other ranks need not compare too.
+            is_alone: whether this rank may leave the comparison out without other ranks.
         """
         held = self.held_backward
         return held is not None and (not is_alone or bool(held[1].any()))
 
     @property
     def held_backward(self) -> tuple[BackwardRows, Tensor] | None:
-        """(What the altered microbatch showed of this backward, `[B]`, bool: its kept samples)."""
+        """(The altered microbatch's rows in this backward, `[B]`, bool: its kept samples)."""
         found, altered = self._alteration, self.altered
         if found is None or altered is None:
             return None
@@ -232,36 +232,36 @@ class Trial:
 
     @property
     def kept(self) -> Tensor:
-        """`[U]`, bool: samples whose results must stay as they were."""
+        """`[U]`, bool: samples whose results must not change."""
         assert self._alteration is not None
         return self._alteration.kept
 
     @property
     def decides(self) -> bool:
-        """Whether the microbatch was tried and is not compared yet, or an earlier one failed."""
+        """Whether a comparison of this microbatch is due, or an earlier microbatch failed."""
         return self._alteration is not None or self._refused is not None
 
     def restart(self, refusal: str) -> None:
-        """Try the next draws; refuse the rest of this one, and then all until a trial passes."""
+        """Try the next draws; refuse microbatches, of this draw too, until a trial passes."""
         self.schedule.restart()
         self._refused, self._of_altered = refusal, None
         self.has_compared, self.rows = False, 0  # what passed before shows nothing now
 
     def compare_rows(self, rows: ForwardRows) -> tuple[str | None, int]:
-        """Compare a call of the model with the same one in the altered microbatch.
+        """Compare a call of the model with the same call in the altered microbatch.
 
         Returns:
-            (why nothing may be released, or None; how many samples were compared)
+            (why nothing may be released, or None; the number of samples that were compared)
         """
         number, self._calls = self._calls, self._calls + 1
         if self.altered is None or number >= len(self.altered.calls):
             return _CALLS, 0
         first = self.altered.calls[number]
         if first.size != rows.size or rows.size != len(self.kept):
-            return None, 0  # Refused elsewhere, or of other samples.
+            return None, 0  # Refused elsewhere, or the call is of other samples.
         if not bool(self.kept.any()):
             return None, 0
-        if first.padded != rows.padded:  # what follows is rounded, or masked, in other ways
+        if first.padded != rows.padded:  # then what follows is rounded, or masked, differently
             assert self._alteration is not None
             self._alteration = replace(self._alteration, kept=torch.zeros_like(self.kept))
             return None, 0
@@ -281,10 +281,10 @@ class Trial:
         return _GRADIENT if declared is None else _REDUCTION.format(declared=declared)
 
     def refusal_of_batch(self, given: list[Tensor]) -> str | None:
-        """A message where kept rows of the batch that is taken apart have other contents.
+        """A message if kept rows of a batch that is computed row by row have other contents.
 
         Args:
-            given: digests `[U]` of its tensors.
+            given: digests `[U]` of the batch's tensors.
         """
         if self._alteration is None or self.altered is None or self.is_altered:
             return None
@@ -292,9 +292,9 @@ class Trial:
         return _CHANGED if changed is None or bool((changed & self.kept).any()) else None
 
     def refusal_of(self, row: int, loss: Tensor) -> str | None:
-        """A message where the loss `[1]` of a kept row differs from the one that is held.
+        """A message if the loss `[1]` of a kept row differs from that in the altered microbatch.
 
-        Its backward, which follows, is compared too.
+        The row's backward, which follows, is compared too.
         """
         self._row = row
         found, before = self._alteration, self._held
@@ -302,7 +302,7 @@ class Trial:
             return self._refused
         if before is None:
             return _CALLS
-        # A recurrent layer pads a row to the longest one that it had so far.
+        # A recurrent layer pads a row to the longest row that it had so far.
         rounding = torch.finfo(loss.dtype).eps ** (2 / 3)
         one = found.kept[row : row + 1]
         same = not changed_losses(before[row : row + 1], loss, one, rounding=rounding).any()
@@ -316,7 +316,7 @@ class Trial:
         return None if self.altered is None else self.altered.losses
 
     def refusal(self, losses: Tensor) -> str | None:
-        """A message if losses `[U]` of the batch differ from those that are held."""
+        """A message if losses `[U]` of the batch differ from those of the altered microbatch."""
         found, altered, before = self._alteration, self.altered, self._held
         if found is not None:
             if before is None or altered is None or self._calls != len(altered.calls):
@@ -324,7 +324,7 @@ class Trial:
         if found is None or before is None or not bool(found.kept.any()):
             return self._refused
         if not before.shape == losses.shape == found.kept.shape:
-            return self._refused  # A scalar, or refused elsewhere.
+            return self._refused  # The loss is a scalar, or is refused elsewhere.
         if bool(changed_losses(before, losses, found.kept).any()):
             return _CHANGED_DOCUMENT if found.is_packed else _CHANGED
         if self.schedule.has_begun:

@@ -1,1 +1,1 @@
-"""Proves during training that a model keeps its samples apart and changes nothing else."""
+"""Checks during training that nothing but released parameters changes, and compares tensors."""

@@ -1,9 +1,10 @@
-"""Attributes that modules keep between forwards: saved, restored and compared.
+"""Saves, restores and compares the attributes that modules keep between forwards.
 
-Parameters, buffers and children are not among them. Contents are seen through Python's containers
-and `SimpleNamespace`; other objects count as unchanged. Hooks of forwards and backwards are
-restored too, since models that install hooks in their first forward keep a flag about it. Those
-of state dicts stay: FSDP2 adds them in its first forward, and keeps its flag elsewhere.
+Parameters, buffers and children are left out. Contents of Python's containers and of
+`SimpleNamespace` are compared; other objects count as unchanged. Hooks of forwards and backwards
+are restored too, since models that install hooks in their first forward keep a flag for this in
+an attribute. Hooks of state dicts stay: FSDP2 adds them in its first forward, and keeps its flag
+elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HOLD_NO_DATA = (bool, NoneType, nn.Module, torch.dtype, torch.device)
 
 
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """A key that is equal for containers of the same objects; any other object is its own key."""
+    """A key that is equal for containers of the same objects; of other objects, the id."""
     kind = type(value)
     if id(value) in above:
         return above.index(id(value))
@@ -44,15 +45,15 @@ def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
-    """A copy of a container with all containers in it, and of its tensors if asked for.
+    """Copy a container with all containers in it, and with `with_tensors` the tensors too.
 
     Args:
-        value: returned as it is if it is neither.
-        copies: the copies so far by id, so that what occurs twice stays one object.
-        with_tensors: copy the contents of tensors too, except of parameters.
+        value: returned itself if it is neither a container nor such a tensor.
+        copies: the copies so far by id, so that an object that occurs twice has one copy.
+        with_tensors: copy tensors too, except parameters.
     """
     kind = type(value)
-    # The type of a proxy is its own: looking at what it stands for may raise.
+    # isinstance would ask a proxy for the class of its object, which may raise.
     is_tensor = with_tensors and issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter)
     if not is_tensor and kind not in _CONTAINERS:
         return value
@@ -66,7 +67,7 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
     else:
         copies[id(value)] = made = copy.copy(value)
         held = vars(made) if kind is SimpleNamespace else made
-        # Large tables of plain values are copied at once.
+        # copy.copy has copied plain values, of large tables too.
         for key, x in list(enumerate(held) if kind in _LISTS else held.items()):
             if type(x) in _CONTAINERS or with_tensors and issubclass(type(x), Tensor):
                 held[key] = copied(x, copies, with_tensors=with_tensors)
@@ -74,11 +75,11 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
 
 
 def _clone(x: Tensor, copies: dict[int, Any]) -> Tensor:
-    """A copy of a tensor; copies of views of one tensor are views of one copy."""
+    """Copy a tensor; copies of views of one tensor are views of one copy."""
     if type(x) is not Tensor or x.layout != torch.strided or x.is_meta or x.is_quantized:
         return x.detach().clone()
     storage = x.untyped_storage()
-    key = -storage.data_ptr()  # of no object
+    key = -storage.data_ptr()  # negative, so no object's id
     if key not in copies:
         copies[key] = storage.clone()
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -95,7 +96,7 @@ def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
         try:
             return one.dtype == two.dtype and bool(torch.equal(one, two))
         except (NotImplementedError, RuntimeError):
-            # Not defined for all layouts; a difference costs two more forwards.
+            # Not defined for all layouts; a wrong False costs two more forwards.
             return False
     if issubclass(type(one), _PLAIN):
         return bool(one == two)
@@ -112,7 +113,7 @@ def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
 
 
 class OwnAttributes:
-    """The attributes of a model's modules at one time.
+    """Saved attributes of a model's modules.
 
     Args:
         named_modules: (name, module) of the model.
@@ -129,15 +130,15 @@ class OwnAttributes:
         self._copies = self._copies_of(self._held)
 
     def restore(self) -> None:
-        """Restore the attributes themselves."""
+        """Restore the saved attributes themselves, not copies of them."""
         self._set(self._held)
 
     def restore_copies(self) -> None:
-        """Have the modules continue with copies, which they may change in place."""
+        """Give the modules copies of the saved attributes, which they may change in place."""
         self._set(self._copies_of(self._copies))
 
     def differing(self, other: OwnAttributes) -> list[str]:
-        """Names of the attributes whose contents differ in two states of one model."""
+        """Names of the attributes whose contents differ between two saved states of one model."""
         return [
             f"{name}.{key}" if name else key
             for (name, _), one, two in zip(self._modules, self._copies, other._copies, strict=True)
@@ -146,7 +147,7 @@ class OwnAttributes:
         ]
 
     def changed(self) -> list[tuple[nn.Module, str, Any, Any]]:
-        """(module, name, contents then, value now) of the attributes that differ now."""
+        """(module, name, saved contents, present value) of the attributes that differ now."""
         return [
             (module, name, before.get(name), value)
             for (_, module), before in zip(self._modules, self._copies, strict=True)
@@ -155,7 +156,7 @@ class OwnAttributes:
         ]
 
     def kept_since(self) -> list[str]:
-        """Names of the attributes that may hold data now which they did not hold then."""
+        """Names of the attributes that may hold data and have changed since they were saved."""
         may_hold = {
             f"{name}.{key}" if name else key
             for name, module in self._modules

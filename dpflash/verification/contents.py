@@ -1,4 +1,4 @@
-"""Contents of whole tensors: version counters, digests, comparisons that wait for no device."""
+"""Contents of whole tensors: version counters, digests, comparisons without device syncs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..distributed.fsdp import is_sharded
 from .digests import row_digests
 
 # Contents are compared in the first forward and backward, and then once in this many. It is a
-# prime, so that what a forward does once in some steps is met.
+# prime, so that a change which a forward makes at regular intervals is met.
 EVERY = 61
 
 
@@ -41,7 +41,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Sums of the contents as integers, to be compared with those of other processes."""
+    """Sums of each tensor's bits as integers, to be compared with those of other processes."""
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     plain = [x.detach().resolve_conj().resolve_neg().reshape(-1) for x in tensors]
     sums = [x.view(words.get(x.itemsize, torch.int64)).sum(dtype=torch.int64) for x in plain]
@@ -50,13 +50,13 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 
 class Comparisons:
-    """Digests that are compared on their devices, and whose results are read later."""
+    """Compares digests on their devices; the results are read later."""
 
     def __init__(self) -> None:
         self._begun: list[tuple[list[str], Tensor, torch.cuda.Event | None]] = []
 
     def begin(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Compare digests of the same names."""
+        """Begin to compare the digests with the same name."""
         for device in {digest.device for digest in after.values()}:
             names = [name for name, digest in after.items() if digest.device == device]
             one = torch.stack([before[name].to(device, non_blocking=True) for name in names])
@@ -68,10 +68,10 @@ class Comparisons:
             self._begun.append((names, flags, event))
 
     def differing(self, *, wait: bool) -> list[str]:
-        """Names of what differs.
+        """Names of the tensors whose digests differ.
 
         Args:
-            wait: for devices that have not compared yet; otherwise a later call tells.
+            wait: wait for unfinished comparisons; otherwise a later call returns their results.
         """
         found: list[str] = []
         begun, self._begun = self._begun, []

@@ -1,7 +1,7 @@
 """Compares the rows of two tensors by short summaries.
 
-On a deterministic device rows are compared bit for bit, by digests; elsewhere by their norms and
-some random projections, up to rounding.
+On a deterministic device rows are compared bit for bit, by digests. On other devices they are
+compared up to rounding, by their norms and some random projections.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import os
 import torch
 from torch import Tensor
 
-_WORDS = 4096  # in a chunk, which one table of multipliers covers
-_LEVELS = 4  # chunks of chunks
-_AT_ONCE = {"cpu": 1 << 16}  # words; as many as caches hold
+_WORDS = 4096  # words in a chunk, as many as a table has multipliers
+_LEVELS = 4  # a level sums chunks of the sums of the level before
+_AT_ONCE = {"cpu": 1 << 16}  # words that fit into a cache
 _PROJECTIONS = 4
-_PROJECTED = 1 << 18  # entries of a row at once
+_PROJECTED = 1 << 18  # entries of a row that are projected at once
 
 _tables: dict[torch.device, Tensor] = {}
 
@@ -24,11 +24,11 @@ _tables: dict[torch.device, Tensor] = {}
 def row_digests(x: Tensor) -> Tensor:
     """Keyed digests `[B]`, int64, of the bits of the rows of x `[B, ...]`.
 
-    A row's 32-bit words are multiplied by secret random 64-bit numbers and added modulo 2^64. Two
-    different rows of one shape and dtype have the same digest with probability below 2^-30,
-    for any two rows. -0.0 and 0.0 are different. Up to 2^23 zero words at the end of a row change
-    nothing. Digests of one process are comparable, on all its devices; those of
-    two processes are not.
+    A row's 32-bit words are multiplied by secret random 64-bit numbers and added modulo 2^64. Any
+    two different rows of one shape and dtype have the same digest with probability below 2^-30.
+    -0.0 and 0.0 have different digests. Up to 2^23 zero words at the end of a row do not change
+    its digest. Digests of one process are comparable on all its devices; digests of different
+    processes are not comparable.
     """
     if not x.numel():
         return torch.zeros(len(x), dtype=torch.int64, device=x.device)
@@ -43,7 +43,7 @@ def row_digests(x: Tensor) -> Tensor:
 
 
 def is_deterministic(device: torch.device) -> bool:
-    """Whether the device gives the same bits when a computation is repeated."""
+    """Whether a repeated computation has the same bits on this device."""
     if device.type == "cuda":
         return torch.are_deterministic_algorithms_enabled()
     return device.type == "cpu"
@@ -52,8 +52,9 @@ def is_deterministic(device: torch.device) -> bool:
 def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
     """Summaries of the rows of x `[B, ...]`, for `differing`.
 
-    Digests `[B, 1]`, int64, where the device is deterministic; else, or where a computation rounds
-    in another way when it is repeated, fp64, each row's norm and some projections on random signs.
+    On a deterministic device these are digests `[B, 1]`, int64. On other devices, and with
+    `rounds`, if a repeated computation rounds differently, they are fp64: the norm of each row and
+    its projections on vectors of random signs.
     """
     if is_deterministic(x.device) and not rounds:
         return row_digests(x).unsqueeze(1)
@@ -62,7 +63,7 @@ def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
     width = min(rows.shape[1], _PROJECTED)
     signs = _signs(width, generator).to(x.device)
     sums = torch.zeros(len(x), 1 + _PROJECTIONS, dtype=torch.float64, device=x.device)
-    # Signs of a whole row may not fit into memory, so each part reuses them, times a sign.
+    # Signs for a whole row may not fit into memory: each part of a row reuses them, times a sign.
     for part in rows.split(_PROJECTED, 1) if width else ():
         wide = part.double()
         sums[:, 0] += wide.square().sum(1)
@@ -72,11 +73,11 @@ def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
 
 
 def greatest(x: Tensor) -> Tensor:
-    """`[B]`: the greatest absolute value of each row of x `[B, ...]`, NaN where it has a NaN."""
+    """`[B]`: the greatest absolute value of each row of x `[B, ...]`; NaN if the row has a NaN."""
     rows = x.detach().reshape(len(x), x.shape[1:].numel())
     if not rows.numel():
         return rows.abs().sum(1)
-    # Faster than a norm on CPUs, some rows at a time for its copy.
+    # On CPUs faster than a norm; a few rows at a time, since abs() makes a copy.
     parts = rows.split(max(1, _AT_ONCE.get(x.device.type, 1 << 22) // rows.shape[1]))
     return torch.cat([part.abs().amax(1) for part in parts])
 
@@ -85,32 +86,32 @@ def differing(one: Tensor, two: Tensor, tolerance: float) -> Tensor:
     """`[B]`, bool: rows whose summaries differ.
 
     Args:
-        one, two: of `row_summaries`; with different shapes or dtypes all rows differ.
-        tolerance: relative to a row's norm; not used where digests are compared.
+        one, two: results of `row_summaries`; if shapes or dtypes differ, all rows differ.
+        tolerance: relative to a row's norm; not used for digests.
     """
     if one.shape != two.shape or one.dtype != two.dtype:
         return torch.ones(len(two), dtype=torch.bool, device=two.device)
     if one.dtype == torch.int64:
         return (one != two).any(1)
     norms = torch.maximum(one[:, 0], two[:, 0])
-    # Rows that are not finite are the caller's business.
+    # The caller handles rows that are not finite.
     return ~((one - two).abs().amax(1) <= tolerance * norms)
 
 
 def tolerance(dtypes: set[torch.dtype]) -> float:
-    """Relative difference of rows that counts as rounding: sqrt(eps) of the coarsest dtype."""
+    """Relative difference of rows that is taken for rounding: sqrt(eps) of the coarsest dtype."""
     floats = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     return math.sqrt(max(floats, default=0.0))
 
 
 def _signs(count: int, generator: torch.Generator) -> Tensor:
-    """`[count, projections]` of 1 and -1."""
+    """`[count, projections]`, random numbers 1 and -1."""
     bits = torch.randint(0, 2, (count, _PROJECTIONS), generator=generator)
     return 2.0 * bits.double() - 1.0
 
 
 def as_words(x: Tensor) -> Tensor:
-    """The bits of x as integers `[B, n]`, of 32 bits where the size of a row allows."""
+    """The bits of x as integers `[B, n]`, of 32 bits if the size of a row allows it."""
     if x.layout != torch.strided:
         x = x.to_dense()
     if x.is_complex():
@@ -137,7 +138,7 @@ def _chunk_sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _in_slabs(chunks: Tensor, multipliers: Tensor) -> Tensor:
-    """`_chunk_sums` block by block, since the products take more memory than the words."""
+    """Sum chunks block by block, since the products take more memory than the words."""
     batch, count, width = chunks.shape
     most = _AT_ONCE.get(chunks.device.type, 1 << 22) // width
     if batch * count <= most:

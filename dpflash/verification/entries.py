@@ -1,7 +1,7 @@
 """Entries: what `state_dict()` holds besides parameters and buffers.
 
-Metrics, `get_extra_state` and hooks add entries of their own, where a value of the data would be
-released without noise. They must stay as they were.
+Metrics, `get_extra_state` and hooks add entries of their own. Data in such an entry would be
+released without noise, so the entries must not change.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .contents import digest
 
 
 class Entries:
-    """The entries of `state_dict()` of one model that are neither a parameter nor a buffer.
+    """The entries of one model's `state_dict()` that are neither a parameter nor a buffer.
 
     Args:
-        module: the model, still of its plain class.
+        module: the model, not yet private.
         allowed: names of entries that may change.
 
     Raises:
-        ValueError: one cannot be compared.
+        ValueError: an entry cannot be compared.
     """
 
     def __init__(self, module: nn.Module, allowed: Collection[str]) -> None:
@@ -45,12 +45,12 @@ class Entries:
     def changed(
         self, state: Mapping[str, Any] | None = None, prefix: str = "", within: str = ""
     ) -> list[str]:
-        """Names of the entries that are new, or not what they were.
+        """Names of the entries that are new, or have changed.
 
         Args:
-            state: of `state_dict()`; by default that of the whole model.
-            prefix: of the names in `state` that are of the model.
-            within: put before these names instead.
+            state: a result of `state_dict()`; by default that of the whole model.
+            prefix: the prefix of the model's names in `state`; other names are left out.
+            within: the prefix that these names get instead.
         """
         others = self._others(self._state() if state is None else state, prefix, within)
         return [n for n, now in others.items() if now is None or self._seen.get(n) != now]
@@ -58,7 +58,7 @@ class Entries:
     def accept(
         self, names: Collection[str] | None = None, apart_from: Collection[str] = ()
     ) -> None:
-        """Accept entries as they are now; by default all that the model had."""
+        """Accept the present contents of entries; by default of all known entries."""
         names = [n for n in self._seen if (names is None or n in names) and n not in apart_from]
         if names:
             now = self._others(self._state())
@@ -92,7 +92,7 @@ def _entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _released(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that `state_dict()` has without hooks, by their names."""
+    """(name, tensor) of the parameters and buffers that `state_dict()` has without hooks."""
     yield from module.named_parameters(remove_duplicate=False)
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for key, buffer in owner._buffers.items():
@@ -101,10 +101,10 @@ def _released(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _storages(tensor: Tensor) -> set[int]:
-    """Addresses of the storages of a tensor; none where it has none."""
+    """Addresses of a tensor's storages; empty if it has no storage."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        # Of newer torch a DTensor's mesh is among them.
+        # With newer torch a DTensor's mesh is among them.
         parts = [getattr(tensor, name) for name in names]
         return {place for part in parts if isinstance(part, Tensor) for place in _storages(part)}
     try:
@@ -114,7 +114,7 @@ def _storages(tensor: Tensor) -> set[int]:
 
 
 def _is_cast(value: Tensor, held: Tensor | None) -> bool:
-    """Whether a value is the model's own tensor, perhaps in another dtype."""
+    """Whether a value equals the model's own tensor, perhaps in another dtype."""
     if held is None or held.shape != value.shape:
         return False
     return bool(digest(held.detach().to(value.dtype)) == digest(value))
@@ -124,7 +124,7 @@ def _summary(value: Any) -> bytes | None:
     """A key that is equal for equal values; None if there is none."""
     file = io.BytesIO()
     pickler = _Pickler(file)
-    pickler.fast = True  # Objects that occur twice would be written as references.
+    pickler.fast = True  # Otherwise objects that occur twice are written as references.
     try:
         pickler.dump(value)
     except Exception:
@@ -133,7 +133,7 @@ def _summary(value: Any) -> bytes | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the contents of tensors, also inside of objects, in place of their addresses."""
+    """Writes digests of tensors' contents, also inside of objects, instead of their addresses."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -1,7 +1,7 @@
 """Finds and changes the tensors in nested batches: mappings, sequences, dataclasses, pytrees.
 
-Mappings are dicts and classes like them, such as transformers' BatchEncoding. Whatever else a
-batch holds (None, numbers, strings, arrays, objects) stays as it is.
+Mappings are dicts and similar classes, such as transformers' BatchEncoding. All other values in a
+batch (None, numbers, strings, arrays, objects) are left unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tensors_of(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def leaves_of(value: Any, *, kinds: tuple[type, ...], place: str = "") -> Iterator[Any]:
-    """(place, leaf) for all that is of these kinds in a batch."""
+    """(place, leaf) for all values of these kinds in a batch."""
     if isinstance(value, kinds):
         yield place, value
         return
@@ -59,11 +59,11 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, ...]) -> Any:
-    """A copy of a batch with `change` applied to all that is of these kinds, in equal containers.
+    """A copy of a batch, in equal containers, with `change` applied to all values of these kinds.
 
-    Attributes that hold what changes are changed too. Other objects, containers whose copies
-    share their contents, and dataclasses and sequences of unknown classes in which nothing
-    changes, are those of `value`.
+    A container's attributes that hold a changed value are changed too. The copy shares other
+    objects with `value`, and also containers in which nothing changes, unless pytrees know their
+    class. A container whose copy would share its contents is returned unchanged.
     """
     if isinstance(value, kinds):
         return change(value)
@@ -106,7 +106,7 @@ def _flattened(value: Any) -> tuple[list[Any], Any] | None:
 
 
 def _settable_parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(key, part) for the parts of a container that pytrees do not know."""
+    """(key, part) for the parts of a container whose class pytrees do not know."""
     if isinstance(value, MutableMapping):
         yield from value.items()
     elif dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Finds optimizers that look into forwards of the model, as K-FAC does for its preconditioner."""
+"""Finds optimizers with hooks on the model's forwards, as K-FAC has for its preconditioner."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def hook_of_optimizer(name: str, module: nn.Module) -> str | None:
         if isinstance(owner, torch.optim.Optimizer) or _is_preconditioner(owner):
             return (
                 f"{type(owner).__name__} has a hook on module '{name}', as K-FAC has to keep "
-                "statistics of activations: these are of private data, are neither clipped nor "
-                "noised, and would move the weights in step(). Use an optimizer without hooks "
-                "(torch.optim.AdamW), or compute the preconditioner of public data alone, on "
-                "copy.deepcopy(model), which takes the hooks in the model's place"
+                "statistics of activations: statistics of private data, neither clipped nor "
+                "noised, would change the weights in step(). Use an optimizer without hooks "
+                "(torch.optim.AdamW), or compute the preconditioner from public data alone, with "
+                "the hooks on copy.deepcopy(model) instead of on the model"
             )
     return None
 
 
 def _owner(hook: Callable[..., Any]) -> Any:
-    """The object whose method a hook is, or was made in."""
+    """The object that a hook is a method of, or whose method made it; None if there is none."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     cells = getattr(hook, "__closure__", None) or ()
@@ -44,6 +44,6 @@ def _owner(hook: Callable[..., Any]) -> Any:
 
 
 def _is_preconditioner(owner: object) -> bool:
-    """Whether it steps and has a state, as kfac-pytorch's, which is no torch.optim.Optimizer."""
+    """Whether an object steps and has a state, as kfac-pytorch's preconditioner does."""
     names = ("step", "load_state_dict")
     return not isinstance(owner, nn.Module) and all(hasattr(owner, n) for n in names)

@@ -1,7 +1,7 @@
-"""Rewritten: trained parameters whose contents a forward changes.
+"""Rewritten: finds trained parameters whose contents a forward changes.
 
-An optimizer or a loop may change them between forwards. What a forward writes into them is of the
-batch, as the revival of unused codes or the initialization from a first batch.
+An optimizer or a loop may change parameters between forwards. A forward that writes into them
+writes data of its batch, as it does to revive unused codes or to initialize from a first batch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .contents import EVERY, Comparisons, digest, here
 class Rewritten:
     """The trained parameters that forwards of one model have rewritten.
 
-    Version counters and addresses are compared over every forward. Contents decide over the first
-    one and then once in some, because writes to `.data` change neither, and always for parameters
-    that only move, as `flatten_parameters` moves them.
+    Version counters and addresses are compared around every forward. Contents are compared around
+    the first forward and once in `EVERY` forwards, because writes to `.data` change neither. They
+    are always compared for parameters that have moved, as `flatten_parameters` moves them.
 
     Args:
-        names: of the parameters that no forward may rewrite.
+        names: names of the parameters that no forward may rewrite.
     """
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -39,10 +39,10 @@ class Rewritten:
 
     @contextmanager
     def forward(self, *, again: bool = False) -> Iterator[None]:
-        """Note what a forward inside the block rewrites.
+        """Note the parameters that a forward inside the block rewrites.
 
         Args:
-            again: it is a repeated one, whose contents are compared.
+            again: whether it is a repeated forward; contents are then compared.
         """
         whole = again or self._forwards % EVERY == 0
         self._forwards += not again
@@ -59,7 +59,7 @@ class Rewritten:
             self._comparisons.begin(before, self._digests(before))
 
     def names(self, *, wait: bool) -> list[str]:
-        """Names of what was rewritten; see `Comparisons.differing`."""
+        """Names of the rewritten parameters; see `Comparisons.differing`."""
         self._found |= dict.fromkeys(self._comparisons.differing(wait=wait))
         return list(self._found)
 

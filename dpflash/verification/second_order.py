@@ -1,4 +1,4 @@
-"""Gradients of gradients: the private backwards have none, and raise where one is asked for."""
+"""Refuses gradients of gradients, which the private backwards do not support."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _INSTEAD = (
 def differentiable_once(
     backward: Callable[..., tuple[Any, ...]],
 ) -> Callable[..., tuple[Any, ...]]:
-    """Decorates the backward of an autograd function: raises where its graph is asked for.
+    """Decorate the backward of an autograd function: raise if it runs with create_graph=True.
 
-    torch's `once_differentiable` raises only where the incoming gradient has a graph: a gradient
-    penalty, whose incoming gradient is constant, would lose its gradient in silence.
+    torch's `once_differentiable` raises only if the incoming gradient has a graph. A gradient
+    penalty, whose incoming gradient is constant, would silently get no gradient.
     """
 
     @functools.wraps(backward)
@@ -72,9 +72,9 @@ def is_in_transform() -> bool:
 
 
 def _layer_of(node: Any) -> str:
-    """The private layer of an autograd node: that of the handles among its inputs."""
+    """The private layer of an autograd node, found by the handles among the node's inputs."""
     inputs = list(node.next_functions)
-    # Units put a node between the handle and its use.
+    # With units there is a node between the handle and its use.
     for parent, position in inputs + [i for n, _ in inputs if n for i in n.next_functions]:
         gate = getattr(parent, "gate", None)
         if gate is not None:

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 class OnlySettable:
     """A class whose public attributes are its settable properties and `replaceable_methods`.
 
-    Any other name raises an AttributeError with the way out. Names with an underscore are left to
-    the class, and to frameworks that mark objects.
+    Setting any other name raises an AttributeError that says what to do instead. Names with an
+    underscore can be set, by the class and by frameworks that mark objects.
     """
 
-    # Methods that others wrap in place: learning-rate schedulers do so with an optimizer's `step`.
+    # Methods that other code wraps in place, as learning-rate schedulers wrap `step`.
     replaceable_methods: ClassVar[tuple[str, ...]] = ()
-    # What to do instead of setting these names.
+    # What to do instead of setting a name, by name.
     instead_of_setting: ClassVar[Mapping[str, str]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -39,15 +39,15 @@ class OnlySettable:
 
 
 class Fixed:
-    """A class whose public attributes keep what its `__init__` gave them.
+    """A class whose public attributes keep the values that its `__init__` set.
 
-    Setting one again, or a public name of the class, raises an AttributeError with the way out.
-    Settable properties and names with an underscore are left to the class, and new names to
-    frameworks that mark objects.
+    Setting such an attribute again, or another public name of the class, raises an AttributeError
+    that says what to do instead. Settable properties and names with an underscore can be set, and
+    so can new names, by frameworks that mark objects.
     """
 
     fixed_by: ClassVar[str] = "its __init__"
-    # What to do instead of setting these names, and of setting others.
+    # What to do instead of setting a name, by name, and for all other names.
     instead_of_setting: ClassVar[Mapping[str, str]] = {}
     instead_of_setting_others: ClassVar[str] = "make another one"
 

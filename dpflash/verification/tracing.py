@@ -1,4 +1,4 @@
-"""Refuses private layers in programs that torch records of a model: TorchScript, fx, ONNX."""
+"""Refuses to record a private layer in a program: torch.export, TorchScript, fx, ONNX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OR_LATER = ", or trace in torch.no_grad()"
 
 
 def refuse_tracing(layer: str) -> None:
-    """Refuse a call with gradients that torch records.
+    """Refuse a call with gradients if torch records it.
 
     Raises:
         RuntimeError: naming the layer.
@@ -25,7 +25,7 @@ def refuse_tracing(layer: str) -> None:
 
 
 def refuse_recording(layer: str, found: str, also: str = _OR_LATER) -> NoReturn:
-    """Refuse what records a private layer."""
+    """Raise the error about the recording of a private layer by `found`."""
     raise RuntimeError(
         f"module '{layer}' is private, and {found} would record how it computes per-sample "
         "gradients. Call engine.detach(model) first, or use a plain copy, copy.deepcopy(model)"

@@ -2,7 +2,7 @@
 
 The first backward computes the norms, the second one sums gradients with factors from these norms.
 A gradient that differs between the two would be summed without a bound. On a deterministic device
-keyed digests of each use's rows are compared; elsewhere the second backward computes norms again.
+keyed digests of each use's rows are compared; on others the second backward computes norms again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _ROUNDING_16_BIT = 2.0**-9
 
 _DIFFERENT = (
     "{where} had other gradients in the second backward of grad_sample_mode='ghost' than in the "
-    "first, whose norms bound them, so nothing was released: something between forward and "
-    "backward is random or keeps state (checkpointing around Python's random or without the "
-    "random state, a hook), or adds in parallel (torch.use_deterministic_algorithms(True) helps "
-    "there). Make it repeatable, or pass grad_sample_mode='instantiate' or 'book_keeping'"
+    "first, whose norms bound them, so nothing was released: an operation is random or keeps "
+    "state (checkpointing around Python's random or without the random state, a hook), or adds in "
+    "a varying order on parallel threads (then torch.use_deterministic_algorithms(True) helps). "
+    "Make it repeatable, or pass grad_sample_mode='instantiate' or 'book_keeping'"
 )
 
 
 @contextmanager
 def _selected_kept() -> Iterator[None]:
-    """Selective activation checkpointing keeps what it saved, which it drops at its first use."""
+    """Have selective activation checkpointing keep saved tensors, which it drops when used."""
     kind: Any = checkpoint._CachedTorchDispatchMode
     enter, leave = kind.__enter__, kind.__exit__
     held: dict[int, dict[Any, Any]] = {}
@@ -58,7 +58,7 @@ def _selected_kept() -> Iterator[None]:
 def grad_before_backward(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the outputs, whose graph stays whole for the backward that follows."""
+    """Gradients of the outputs; keeps the graph for the backward that follows."""
     with _selected_kept():
         return torch.autograd.grad(
             outputs, inputs, grad_outputs=seeds, retain_graph=True, allow_unused=True
@@ -73,9 +73,9 @@ class FirstBackward:
     """Watches the backward that computes norms.
 
     Attributes:
-        exact: whether digests are compared; else norms.
+        exact: whether digests are compared; if not, norms are.
         uses: digests of the rows of each use, by parameter, in order.
-        dtypes: of all rows.
+        dtypes: the floating-point dtypes of the rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +94,7 @@ class FirstBackward:
                 self.use(gate, position, (grad,))
 
     def allowed(self, squares: Tensor) -> Tensor:
-        """Squared norms `[B]` to clip by: upper bounds of those in the second backward."""
+        """Squared norms `[B]` to clip by: upper bounds of the norms in the second backward."""
         if self.exact:
             return squares
         narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)
@@ -122,13 +122,13 @@ class SecondBackward(FirstBackward):
         refusal = self._unequal(gate)
         if not self.exact:
             squares = gate.finish_norms(grads)
-            # Samples with norms that are not finite are removed.
+            # Samples whose norm is not finite contribute zero, so they are not compared.
             if bool((~(squares <= self._squares) & self._squares.isfinite()).any()):
                 refusal = refusal or _DIFFERENT.format(where="the layers")
         refuse_together(refusal, self._group, "the second backward", BackwardsDiffer)
 
     def _unequal(self, gate: WatchedGate) -> str | None:
-        """A message about the first parameter whose uses differ; None if none do."""
+        """A message about the first parameter whose uses differ; None if no use differs."""
         first, second = self._first.uses, self.uses
         found: list[tuple[int, Tensor]] = []
         # In order of arrival, so that the layer nearest to the losses is named.

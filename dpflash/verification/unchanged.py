@@ -1,8 +1,8 @@
 """Unchanged: checks that nothing but released steps changes what `state_dict()` holds.
 
-Values that a forward writes into buffers, parameters or other entries are released without noise,
-and affect later batches. Version counters are compared in every forward and backward. Contents are
-compared now and then, because writes to `.data` do not advance a counter.
+Values that a forward writes into buffers, parameters or other entries would be released without
+noise, and affect later batches. Version counters are compared in every forward and backward.
+Contents are compared once in `EVERY` of them, because writes to `.data` do not advance a counter.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class _Place:
     """Place of a tensor in the model.
 
     Attributes:
-        module: the module that holds it.
-        key: its name in the module.
-        is_buffer: whether it is a buffer; else it is a frozen parameter.
-        part: this rank's part of a sharded parameter, which is in the module between forwards.
+        module: the module that holds the tensor.
+        key: the tensor's name in the module.
+        is_buffer: whether it is a buffer; if not, it is a frozen parameter.
+        part: the sharded parameter that is in the module between forwards; else None.
     """
 
     module: nn.Module
@@ -45,7 +45,7 @@ class _Place:
 
     @property
     def is_public(self) -> bool:
-        """Whether it is in `state_dict`."""
+        """Whether the tensor is in `state_dict`."""
         return not self.is_buffer or self.key not in self.module._non_persistent_buffers_set
 
     def tensor(self) -> Tensor | None:
@@ -69,19 +69,19 @@ class _State:
         return cls(tensor, version(tensor), tensor.shape, digest(tensor))
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether it is the same tensor, with an unmoved version counter."""
+        """Whether `tensor` is the same object, with the same version counter."""
         return (
             tensor is self.tensor and self.version is not None and version(tensor) == self.version
         )
 
 
 class Unchanged:
-    """The buffers, the parameters and the other entries of `state_dict()` of one model.
+    """Tracks the buffers, the parameters and the other entries of one model's `state_dict()`.
 
     Args:
         module: the model.
         trained: the parameters that are trained.
-        allowed: names of what may change, see `check_allowed`.
+        allowed: names of buffers, parameters and entries that may change, see `check_allowed`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Unchanged:
     ) -> None:
         check_allowed(module, allowed)
         self._module = module
-        # A tensor of several names is allowed under all of them.
+        # A tensor with several names is allowed under all its names.
         everything = _places_of(module, ())
         named = [everything[name].tensor() for name in allowed if name in everything]
         ids = {id(t) for t in named if t is not None}
@@ -115,10 +115,10 @@ class Unchanged:
         return self._rewritten.forward(again=again)
 
     def before_backward(self) -> str | None:
-        """`refusal` for a backward; compares contents in the first one and then now and then."""
+        """`refusal` for a backward; compares contents in the first one, and once in `EVERY`."""
         contents = self._backwards % EVERY == 0
         refusal = self.refusal(contents=contents, wait=False) or self._entered()
-        # A refused change is refused again the next time.
+        # After a refusal the next backward is refused again.
         self._backwards += refusal is None
         return refusal
 
@@ -126,8 +126,8 @@ class Unchanged:
         """Names of buffers and frozen parameters that changed.
 
         Args:
-            contents: compare all contents, also where no version counter advanced.
-            wait: for their device; see `Comparisons.differing`.
+            contents: compare all contents, even if no version counter advanced.
+            wait: wait for the devices; see `Comparisons.differing`.
         """
         if contents:
             for name, place in _buffers_of(self._module):
@@ -146,7 +146,7 @@ class Unchanged:
                 continue
             now = _State.of(tensor)
             if seen is None or now.shape != seen.shape:
-                # Outside of `state_dict` tables of angles grow with the longest sequence.
+                # Tables of rotary angles, not in `state_dict`, grow with the longest sequence.
                 same = not place.is_public
             elif is_still:
                 before[name], after[name] = seen.digest, now.digest
@@ -161,15 +161,15 @@ class Unchanged:
         return changed + self._compared(wait)
 
     def _compared(self, wait: bool) -> list[str]:
-        """Names of what a device has found to differ."""
+        """Names of the tensors that a finished comparison has found to differ."""
         names = self._comparisons.differing(wait=wait)
         for name in names:
-            # Compared again each time, at once.
+            # Without a version the tensor is compared each time, and at once.
             self._states[name] = replace(self._states[name], version=None)
         return names
 
     def refusal(self, *, contents: bool = True, wait: bool = True) -> str | None:
-        """A message that names what changed; None if nothing did. See `changed`."""
+        """A message that names the tensors that changed, or None. For arguments see `changed`."""
         if changed := self.changed(contents=contents, wait=wait):
             return (
                 f"{_listed(changed)} changed since make_private: buffers and frozen parameters "
@@ -183,10 +183,10 @@ class Unchanged:
             return (
                 f"{_listed(rewritten)} changed inside a forward: data that a forward writes into "
                 "a trained parameter gets no noise and is released with the weights. Let the "
-                "optimizer alone train it (a mask or a limit on norms: behind optimizer.step() "
-                "where loader.is_last), initialize it before make_private or on public data "
-                "inside engine.public_data(), and bring the weights back by "
-                "model.load_state_dict; if what the forward writes depends on no data, nor on the "
+                "optimizer alone train it (apply masks and limits on norms after "
+                "optimizer.step(), if loader.is_last), initialize it before make_private or on "
+                "public data inside engine.public_data(), and restore the weights by "
+                "model.load_state_dict. If the written values depend neither on data nor on the "
                 f"number of forwards, pass allow_buffers=[{_listed(rewritten)}]"
             )
         return None
@@ -194,7 +194,7 @@ class Unchanged:
     def leaving(
         self, state: Mapping[str, Any] | None = None, prefix: str = "", within: str = ""
     ) -> str | None:
-        """`refusal` for weights that leave; the arguments are those of `Entries.changed`."""
+        """`refusal` for weights to be released; the arguments are those of `Entries.changed`."""
         if refusal := self.refusal():
             return refusal
         if others := self._entries.changed(state, prefix, within):
@@ -214,24 +214,24 @@ class Unchanged:
         """Compare all contents; the arguments are those of `Entries.changed`.
 
         Raises:
-            PrivateRefusal: some changed.
+            PrivateRefusal: a buffer, a parameter or another entry changed.
         """
         refusal = self.leaving(state, prefix, within) or self._entered()
         if refusal is not None:
             raise PrivateRefusal(refusal) from None
 
     def compare_whole(self) -> None:
-        """`compare`, and a warning of attributes that changed, which copies of the model hold too.
+        """`compare`, and warn of changed attributes, which copies of the whole model contain.
 
         Raises:
-            PrivateRefusal: what `state_dict()` holds changed.
+            PrivateRefusal: `state_dict()` contains a change.
         """
         self.compare()
         if (text := self._kept()) is not None:
             warn(text, PrivateWarning)
 
     def _kept(self) -> str | None:
-        """A warning of attributes that changed; None if none did."""
+        """The text of a warning about attributes that changed; None if none changed."""
         names = [n for n in self._attributes.kept_since() if n not in self._allowed_names]
         if not names:
             return None
@@ -243,7 +243,7 @@ class Unchanged:
         )
 
     def found(self) -> list[str]:
-        """Names of all that changed."""
+        """Names of all buffers, parameters and entries that changed."""
         entered = self._structure.entered(self._allowed)
         return [
             *self.changed(),
@@ -253,7 +253,7 @@ class Unchanged:
         ]
 
     def structure(self) -> int:
-        """How often modules, forwards or hooks were found to be others than before.
+        """How often the modules, forwards or hooks were found to have changed.
 
         Raises:
             PrivateRefusal: a parameter entered or left its place.
@@ -263,7 +263,7 @@ class Unchanged:
         return self._structure.changes
 
     def _entered(self) -> str | None:
-        """A message that names a parameter, or an optimizer's hook, that entered; None if none."""
+        """A message that names a new parameter, or an optimizer's hook; None if there is none."""
         name = self._structure.entered(self._allowed)
         if name is None:
             return self._structure.hooked
@@ -291,7 +291,7 @@ class Unchanged:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Accept what a change of device or dtype inside the block makes of the contents."""
+        """Accept the changes that a move to another device or dtype inside the block makes."""
         changed, others = self.changed(), self._entries.changed()
         yield
         self._entries.accept(apart_from=others)
@@ -310,10 +310,10 @@ def _listed(names: list[str]) -> str:
 
 
 class _Structure:
-    """The parameters of a model, its modules, their forwards and hooks, compared by identity.
+    """The parameters and modules of a model, forwards and hooks, compared by identity.
 
     Attributes:
-        changes: how often they were found to be others.
+        changes: how often they were found to have changed.
         hooked: a message that names an optimizer's hook; None if there is none.
     """
 
@@ -335,10 +335,10 @@ class _Structure:
         dicts: list[dict[Any, Any]] = [m._parameters for m in still]
         dicts += [m._modules for m in modules]
         dicts += [h for m in modules for h in (m._backward_hooks, m._backward_pre_hooks)]
-        for m in modules[1:]:  # Those of the model itself run around the forward that is proven.
+        for m in modules[1:]:  # The model's own hooks run around the forward that is proven.
             dicts += m._forward_hooks, m._forward_pre_hooks
         self._empty = [held for held in dicts if not held]
-        # Those of scripted modules are no dicts.
+        # In scripted modules they are no dicts.
         self._dicts = [held for held in dicts if held and isinstance(held, dict)]
         self._own = [vars(m) for m in modules]
         self._held = list(self._now())
@@ -348,20 +348,20 @@ class _Structure:
         self._known = {id(p) for held in self._places.values() for p in held.values()}
 
     def _now(self) -> Iterator[Any]:
-        # Lines of Python for each module would take longer than the call of a small model.
+        # A Python loop over the modules would take longer than the call of a small model.
         forwards = map(dict.get, self._own, repeat("forward"))
         compiled = map(dict.get, self._own, repeat("_compiled_call_impl"))
         return chain(chain.from_iterable(map(dict.values, self._dicts)), forwards, compiled)
 
     def entered(self, allowed: Collection[str]) -> str | None:
-        """Name of a parameter that was not in the model, or is not in its place; None if none."""
+        """Name of a parameter that is new in the model, or not in its place; None if none is."""
         size = sum(map(len, self._dicts)) + 2 * len(self._own)
         is_same = size == len(self._held) and all(map(is_, self._now(), self._held))
         if is_same and not any(self._empty):
             return None
         for prefix, module in self._module.named_modules(remove_duplicate=False):
             own = self._places.get(id(module))
-            now = dict(module._parameters.items())  # of a scripted module it is no dict
+            now = dict(module._parameters.items())  # In a scripted module it is no dict.
             for key in {**(own or {}), **now}:
                 name = f"{prefix}.{key}" if prefix else key
                 parameter, held = now.get(key), (own or {}).get(key)
@@ -379,10 +379,10 @@ def _is_shard(parameter: nn.Parameter | None) -> bool:
 
 
 def check_allowed(module: nn.Module, allowed: Collection[str]) -> None:
-    """Refuse names of neither buffers nor parameters nor other entries of `state_dict()`.
+    """Refuse names that are no buffer, no parameter and no other entry of `state_dict()`.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: naming the first such name.
     """
     known = _places_of(module, ())
     for name in allowed:
@@ -403,7 +403,6 @@ class Contents:
         self._held = [(p, t, t.detach().clone()) for p, t in held if t is not None]
 
     def restore(self) -> None:
-        """Restore the contents."""
         for place, tensor, contents in self._held:
             if place.is_buffer:
                 place.module._buffers[place.key] = tensor

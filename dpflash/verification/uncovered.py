@@ -1,8 +1,8 @@
 """Uncovered: finds the leaves that a backward would reach past the clipping gates.
 
 A head, an encoder, a temperature or a soft prompt outside of the private model, and parameters
-that entered it later, would get the gradient of private samples in clear. Inputs that ask for
-their gradients stay allowed: they are new tensors in each batch, and have its first dimensions.
+added to it later, would get the unclipped gradient of private samples without noise. Inputs that
+require grad are allowed: they are new tensors in each batch, and have its first dimensions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 @dataclass(frozen=True)
 class Hidden:
-    """In place of the leaves of a function that makes its graph in the backward."""
+    """Stands for the unknown leaves of a function that makes its graph in the backward."""
 
     name: str
 
@@ -39,11 +39,11 @@ class Uncovered:
 
     Args:
         module: the model.
-        trained: the parameters with private gradients; all others must have none.
+        trained: the parameters with private gradients; others must have no gradient.
 
     Attributes:
-        path: pairs of names of nodes that follow each other in the last backward: the operations
-            of the model and of the loop.
+        path: the operations of model and loop in the last backward, as pairs of names of autograd
+            nodes that follow each other.
     """
 
     def __init__(self, module: nn.Module, trained: Collection[nn.Parameter]) -> None:
@@ -60,11 +60,11 @@ class Uncovered:
     def call(
         self, tensors: Sequence[Tensor], own: Sequence[Tensor], *, is_compiled: bool = False
     ) -> Iterator[None]:
-        """A call of the model.
+        """Watch a call of the model inside the block.
 
         Args:
-            tensors: its arguments.
-            own: those that are of the batch; of one row no others are inputs.
+            tensors: the tensors among its arguments.
+            own: the tensors that belong to the batch; with one row, only these are inputs.
             is_compiled: whether the model runs through torch.compile.
         """
         if not self._is_called:
@@ -76,7 +76,7 @@ class Uncovered:
         for t in (*own, *(t for t in tensors if t.shape[0] != 1)):
             self._known[_whole(t)] = True
         with ExitStack() as hooks:
-            # Hooks, and models, let outputs of frozen layers require grad, for checkpointing.
+            # For checkpointing, hooks and models let outputs of frozen layers require grad.
             for m in self._modules if not is_compiled and has_one_row else ():
                 if m._forward_hooks or isinstance(m, nn.Embedding):
                     hooks.enter_context(m.register_forward_hook(self._note_output, prepend=True))
@@ -92,9 +92,9 @@ class Uncovered:
         """A message that names a leaf which no gate covers; None if there is none.
 
         Args:
-            losses: whose backward is about to begin; None inside the backward of a scalar.
-            batch: equal for backwards of one batch alone.
-            leading: the dimensions with which inputs begin.
+            losses: the losses whose backward is about to begin; None inside a scalar's backward.
+            batch: a key that is equal for backwards of the same batch only.
+            leading: the first dimensions that inputs have.
         """
         roots = [losses.grad_fn] if losses is not None else roots_of_backward()
         if not roots:
@@ -110,7 +110,7 @@ class Uncovered:
         refused = [x for x in found if not self._may_be_reached(x, batch, leading, is_called)]
         for leaf in refused:
             if isinstance(leaf, Tensor):
-                # Inside the backward of a scalar it may have its gradient already.
+                # Inside the backward of a scalar the leaf may have its gradient already.
                 leaf.grad = None
         if not refused:
             return None
@@ -129,7 +129,7 @@ class Uncovered:
             return not isinstance(leaf, Hidden)
         if isinstance(leaf, nn.Parameter) or leaf.shape[: len(leading)] != tuple(leading):
             return False
-        # Such as weights of as many classes as the batch has rows.
+        # Weights of B classes begin with B too, but were not given to the model.
         is_alike = not is_called or leaf.shape[:2] in self._given_shapes
         if _whole(leaf) not in self._known and not (is_alike and any(n != 1 for n in leading)):
             return False
@@ -137,7 +137,7 @@ class Uncovered:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """The tensor that this one is a view of, or itself."""
+    """The tensor of which x is a view, or x itself."""
     return x if x._base is None else x._base
 
 
@@ -147,19 +147,19 @@ _MAKE_PRIVATE = (
     "of what it computes; or train it on public data inside engine.public_data(). A backward of "
     "its own on private samples would train it without noise"
 )
-_COPY = "if it is of a copy of the model, train the one that make_private returned; else "
+_COPY = "if it is in a copy of the model, train the model that make_private returned; else "
 _LATER = (
-    "to train it later, let it require grad at make_private, freeze it then, and unfreeze it when "
-    "its turn comes; otherwise "
+    "to train it later, let it require grad at make_private, freeze it after that, and unfreeze "
+    "it when it is to be trained; otherwise "
 )
 _NO_PARAMETER = (
     "make it an nn.Parameter that the optimizer has, before make_private (engine.detach(model) "
     "first), or do not let it require grad"
 )
 _INPUTS = (
-    ". An input whose gradient is wanted is a new tensor for each batch, with the batch first: an "
-    "argument of the model, or of its first two dimensions; with one row in a batch, the "
-    "loader's tensor, or what the model gets in its place"
+    ". An input whose gradient you need must be a new tensor for each batch, with the batch "
+    "first: an argument of the model, or a tensor with the first two dimensions of one; with one "
+    "row in a batch, the loader's tensor, or the tensor that the model gets instead"
 )
 _UNSEEN = (
     "a scalar's backward was not begun by loss.backward() or torch.autograd, so what it trains "
@@ -174,7 +174,7 @@ _HIDDEN = (
 
 
 def _is_hidden(model: nn.Module) -> bool:
-    """Whether a forward of the object is neither that of its class nor says to be around it."""
+    """Whether the model has a forward of its own that does not wrap the forward of its class."""
     forward = type(model).forward
 
     def is_it(x: Any) -> bool:
@@ -184,7 +184,7 @@ def _is_hidden(model: nn.Module) -> bool:
 
 
 def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:
-    """What is wrong with a leaf, by its name in the model or its shape, and the way out."""
+    """(What is wrong with a leaf, named by its name in the model or its shape; what to do)."""
     if isinstance(leaf, Hidden):
         return (
             f"'{leaf.name}' makes its graph in the backward, as reentrant checkpointing does, and "
@@ -225,10 +225,10 @@ def leaves_past_gates(
     """The leaves that the backward from a node reaches, apart from those behind gates.
 
     Args:
-        root: the node; None for no leaves.
-        model: whose modules may be checkpointed.
-        runs: whether the backward runs a node.
-        path: gets the names of nodes that follow each other.
+        root: the node; with None there are no leaves.
+        model: the model, whose modules may be checkpointed.
+        runs: returns whether the backward runs a node.
+        path: receives the pairs of names of nodes that follow each other.
     """
     seen, waiting = {root}, [root] if root is not None else []
     found: dict[int, Tensor | Hidden] = {}
@@ -238,7 +238,7 @@ def leaves_past_gates(
         if _is_foreign(node) and (node is root or runs(node)):
             found |= {id(x): x for x in _trained_inside(node, model, reached)}
         for below, output in node.next_functions:
-            # A replay stands for the operations of the model, which are known.
+            # A replayed graph stands for operations of the model, whose names it keeps.
             replayed = getattr(below, "stands_for", None)
             name = type(below).__name__ if replayed is None else replayed[output]
             if path is not None and not hasattr(node, "stands_for"):
@@ -254,17 +254,17 @@ def leaves_past_gates(
 
 
 def _is_foreign(node: Any) -> bool:
-    """Whether a node is of somebody's Python function, whose backward may run another backward."""
+    """Whether a node is of a user's autograd.Function, whose backward may run another backward."""
     return isinstance(node, BackwardCFunction) and not (
         type(node)._forward_cls.__module__.startswith("dpflash.")  # type: ignore[attr-defined]
     )
 
 
 def _trained_inside(node: Any, model: nn.Module, reached: set[int]) -> list[Tensor | Hidden]:
-    """What a backward that the node runs by itself may train."""
+    """The leaves that a backward which the node itself runs may train."""
     backward = type(node)._forward_cls.backward
     code = getattr(inspect.unwrap(backward), "__code__", None)
-    # Reentrant checkpoints may run anything.
+    # It recomputes a function, as a reentrant checkpoint does.
     if code is not None and {"enable_grad", "backward"} <= set(code.co_names):
         return _recomputed(node, model)
     return list(_held([vars(node), backward], reached))
@@ -275,7 +275,7 @@ def _held(waiting: list[Any], reached: set[int]) -> Iterator[nn.Parameter]:
 
     Args:
         waiting: the functions, containers and objects.
-        reached: ids of what was looked at, and of what is found.
+        reached: ids of the values that were searched; it is extended.
     """
     while waiting:
         x = waiting.pop()
@@ -298,7 +298,7 @@ def _held(waiting: list[Any], reached: set[int]) -> Iterator[nn.Parameter]:
         elif isinstance(x, FunctionType):
             waiting += *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()
             for cell in x.__closure__ or ():
-                with suppress(ValueError):  # it is empty yet
+                with suppress(ValueError):  # The cell may still be empty.
                     waiting.append(cell.cell_contents)
             waiting += _direct(x.__globals__.get(name) for name in x.__code__.co_names)
         elif not isinstance(x, type):
@@ -310,7 +310,7 @@ def _direct(held: Iterable[Any]) -> list[Any]:
 
 
 def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:
-    """What a node trains where it checkpoints a module of the model; `Hidden` for others."""
+    """The parameters of the module that a node checkpoints; `Hidden` if it is not the model's."""
     function = getattr(node, "run_function", type(node)._forward_cls)
     while isinstance(function, functools.partial):
         function = function.func
@@ -321,9 +321,9 @@ def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:
 
 
 def roots_of_backward() -> list[Any]:
-    """The nodes that the backwards of this process began at."""
+    """The nodes at which the running backwards of this process began."""
     roots: list[Any] = []
-    # The engine does not tell them, and runs the nodes of other devices in threads of its own.
+    # Autograd does not report them, and runs nodes of other devices in threads of its own.
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:

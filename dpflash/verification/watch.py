@@ -1,4 +1,7 @@
-"""Interface of watches, which see per-sample gradients arrive at the clipping gates."""
+"""Interface of watches, which see per-sample gradients arrive at the clipping gates.
+
+A use is one call of a layer in a forward; for handles and gates see `dpflash.clipping.gate`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ _T = TypeVar("_T")
 
 
 def alive(reference: weakref.ref[_T]) -> _T:
-    """The object that a node of autograd's graph belongs to.
+    """The object to which a node of autograd's graph holds a weak reference.
 
-    Such nodes hold weak references alone: Python's garbage collector does not look into a graph.
+    Nodes hold only weak references: Python's garbage collector does not look into a graph.
     """
     found = reference()
     if found is None:
@@ -36,17 +39,17 @@ class WatchedGate(Protocol):
 
     @property
     def index(self) -> int:
-        """Number of its clipping group."""
+        """Number of the gate's clipping group."""
 
     @property
     def size(self) -> int:
-        """The number of its parameters."""
+        """The number of the gate's parameters."""
 
     def layer_of(self, position: int) -> str:
-        """Dotted name of the layer that holds one of its parameters."""
+        """Dotted name of the layer that holds the parameter at this position."""
 
     def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
-        """A tensor of a use `[B, ...]`; or `[n, ...]` with the entries of all units, and these."""
+        """(a use's tensor `[B, ...]`, None), or (entries `[n, ...]` of all units, the units)."""
 
     def is_dense(self, position: int) -> bool:
         """Whether some use of a parameter returns its gradient to the handle."""
@@ -56,13 +59,13 @@ class WatchedGate(Protocol):
 
 
 class Watch(Protocol):
-    """Sees each use of a matrix parameter, and then the handles' gradients of each gate."""
+    """Sees each use of a matrix parameter, and then the gradients of each gate's handles."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """See the tensors of a use; the first is linear in the losses' gradient."""
+        """See the tensors of a use; the first tensor is linear in the losses' gradient."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """See a gate whose uses have all arrived; raises PrivateRefusal to refuse the backward."""
+        """See a gate after all its uses; raise PrivateRefusal to refuse the backward."""
 
 
 def refuse_together(
@@ -74,13 +77,13 @@ def refuse_together(
     """Raise on all ranks of a group if one of them refuses.
 
     Args:
-        refusal: why this rank refuses, without values; None if it does not.
-        group: all of its ranks call this; None for a single process.
-        name: of the exchange, for messages.
+        refusal: why this rank refuses, without values; None if it does not refuse.
+        group: the ranks, all of which call this; None for a single process.
+        name: name of the exchange, for messages.
         error: class of the error.
 
     Raises:
-        PrivateRefusal: with this rank's reason, or else with the first other one's.
+        PrivateRefusal: with this rank's reason, or if it has none, with the first other rank's.
     """
     rows = gather_rows([int(refusal is not None)], group, name)
     if not any(row[0] for row in rows):
