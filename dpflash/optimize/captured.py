@@ -329,7 +329,6 @@ class _CapturedCall:
         self._refuse_other(reference)
 
     def _forward(self, run: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        """The model's flattened outputs, and their structure."""
         # Autocast caches casts of the weights, which change later.
         torch.clear_autocast_cache()
         flat, structure = tree_flatten(run(args, kwargs))

@@ -74,7 +74,6 @@ def with_float8(
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and the number of further names."""
     some = ", ".join(f"'{name}'" for name in names[:_NAMED])
     return some + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 

@@ -610,8 +610,6 @@ class _Wrapped(CopiedPlain):
 
 
 def _class_around(original: type[nn.Module], wrapper: ForwardWrapper) -> type[nn.Module]:
-    """Return a subclass of the same name with the wrapped forward."""
-
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return wrapper(self, args, kwargs)
@@ -620,7 +618,6 @@ def _class_around(original: type[nn.Module], wrapper: ForwardWrapper) -> type[nn
 
 
 def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """Return a subclass of the same name with other methods."""
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if not issubclass(original, PrivateModule):
         return type(original.__name__, (_Wrapped, original), {**methods, **names})

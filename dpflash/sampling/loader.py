@@ -420,7 +420,6 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 self._seeds.begin()
 
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
-        """Yield microbatches of draws with their marks."""
         marks = None
         for made in self._fetched():
             if marks is None:
@@ -524,7 +523,6 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return kept if mark.real is None else kept & mark.real
 
     def _marked_epoch(self) -> Iterator[tuple[Any, BatchMark]]:
-        """Yield batches of the loader's own (shuffled) epoch with their marks."""
         remaining = len(self.dataset)  # type: ignore[arg-type]
         for number, made in enumerate(self._fetched()):
             size = min(int(self.expected_batch_size), remaining)

@@ -63,7 +63,6 @@ def moves_rows(fitting: FittingCollate) -> bool:
 
 
 def _read(dataset: ReadableEntries) -> dict[int, Any]:
-    """Entries from all over the dataset, by their index."""
     deadline = time.monotonic() + _SECONDS
     last = len(dataset) - 1
     read: dict[int, Any] = {}

@@ -100,7 +100,6 @@ class PackedSampler(SlotSampler):
         return rows, torch.arange(self.slots) < len(placed), None
 
     def _samples(self, draw: int, drawn: list[int]) -> list[tuple[int, ...]]:
-        """The documents of each drawn sample."""
         if self._groups is None:
             return [(index,) for index in drawn]
         samples = []

@@ -242,7 +242,6 @@ def _storages(tensors: Sequence[Tensor]) -> set[int]:
 
 
 def _is_telling(x: Tensor) -> bool:
-    """Whether a row is so distinctive that another row is hardly equal to it by chance."""
     return len(x.unique()) >= _DISTINCTIVE
 
 

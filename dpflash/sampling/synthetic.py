@@ -109,7 +109,6 @@ def batches(loader: DataLoader, ranges: Ranges, *, at_most: int) -> list[Any]:
 
 
 def _first(loader: DataLoader) -> list[Any]:
-    """The first entries of a loader's dataset."""
     dataset = ReadableEntries(loader.dataset)
     made: DataLoader[Any] = DataLoader(
         dataset,
