@@ -60,7 +60,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any]:
-    """Read a checkpoint that is one file; refuses one that is missing, damaged or foreign."""
+    """Read a checkpoint file; refuse a missing or damaged file, or one of another format."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path={str(path)!r}: no checkpoint there")
@@ -227,9 +227,9 @@ def _check_shares(
     ]
     if different:
         raise ValueError(
-            f"{where} the bounds of the clipping groups: of max_grad_norm={bound!r}, the bound of "
-            f"all groups together, {', '.join(different)}. Pass make_private the max_grad_norm of "
-            "that run"
+            f"{where} the bounds of the clipping groups: with max_grad_norm={bound!r} for all "
+            f"groups together, {', '.join(different)}. Pass make_private the max_grad_norm of "
+            "the checkpoint's run"
         )
 
 

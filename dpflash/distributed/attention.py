@@ -208,7 +208,7 @@ def attend(
     """
     if q.shape[2] != context.layout.local_length(context.rank):
         raise ValueError(
-            "context is of another number of tokens than this rank's q: pass the one that "
+            "context is of another number of tokens than this rank's q: pass the context that "
             "context_parallel.agree returned for this call"
         )
     own, padding = context.local_length, q.shape[2] - context.local_length

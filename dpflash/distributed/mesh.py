@@ -42,9 +42,9 @@ class Ranks:
         if not names or set(names) - {*OF_DATA, *OF_CONTEXT} or set(OF_CONTEXT) <= set(names):
             found = f"dimensions {names}" if names else "no dimension names"
             raise ValueError(
-                f"mesh has {found}: expected 'data' (other samples) and 'context' (other tokens "
-                "of the same samples), or one of them, or torchtitan's 'dp_replicate' and "
-                "'dp_shard' (both other samples) and 'cp' (a context); pass "
+                f"mesh has {found}: expected 'data' (ranks with other samples), 'context' (ranks "
+                "with other tokens of the same samples) or both, or torchtitan's names "
+                "'dp_replicate' and 'dp_shard' (other samples) and 'cp' (a context); pass "
                 "mesh_dim_names=('data', 'context') to init_device_mesh"
             )
         if mesh.size() != dist.get_world_size():

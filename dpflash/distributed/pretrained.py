@@ -79,7 +79,7 @@ def refusal(module: Any) -> str | None:
         if kind in ("dynamic", "longrope"):
             return (
                 f"rope_type={kind!r} chooses frequencies by the positions on one rank, so ranks "
-                "would disagree; use another one, such as 'yarn' or 'linear'"
+                "would disagree; use another rope_type, such as 'yarn' or 'linear'"
             )
     return None
 
@@ -244,8 +244,8 @@ def _attention(
     if call is None:
         raise ValueError(
             f"{type(module).__name__} with context_parallel: its model was not called as a whole, "
-            "or shares its config with one that is context parallel; call the model, and pass "
-            "copy.deepcopy(config) to another one"
+            "or shares its config with a context parallel model; call the whole model, and pass "
+            "copy.deepcopy(config) to each further model"
         )
     on = (name for name, value in kwargs.items() if value is not None and value is not False)
     foreign = [name for name in on if name not in _PASSED_ON]

@@ -186,7 +186,7 @@ class CapturedCalls:
         kind = (setting, repr(structure), tuple(kinds), self._step.bound)
         if kind not in self._found:
             if len(self._counts) > _MOST_SEEN or len(self._found) >= _MOST_KINDS:
-                self._why = "there are many kinds of batches, or of numbers in the model"
+                self._why = "there are many kinds of batches, or of numbers that the model keeps"
                 return None
             count = self._counts[kind] = self._counts.get(kind, 0) + 1
             if count <= _EAGER_CALLS:
@@ -244,7 +244,7 @@ class CapturedCalls:
             self._why = str(error)
         except Exception as error:
             # The error's text may hold values.
-            self._why = f"capturing failed with {type(error).__name__}, see the debug log"
+            self._why = f"capturing failed with {type(error).__name__}, which the log has"
             _log.debug("capturing failed", exc_info=True)
         return None
 

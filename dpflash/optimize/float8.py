@@ -116,5 +116,5 @@ def _linear_layers(module: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple
             why = f"has a weight of {weight.dtype}"
         elif any(size % _MULTIPLE or size < _LEAST for size in weight.shape):
             sizes = " x ".join(map(str, weight.shape))
-            why = f"is {sizes}: both sizes must be multiples of {_MULTIPLE}, at least {_LEAST}"
+            why = f"is {sizes}: both sizes have to be multiples of {_MULTIPLE}, at least {_LEAST}"
         yield layer.name, why

@@ -104,8 +104,8 @@ def choose(
 
 
 _PRIVACY = (
-    "privacy: epsilon is that of every other level: sampling, noise and clipping are the same, "
-    "and norms, clip factors, sums and noise stay float32 or wider"
+    "privacy: epsilon is that of every other level, since sampling, noise and clipping are the "
+    "same; norms, clip factors, sums and noise stay float32 or wider"
 )
 _OF_16_BIT = (
     "numerics: the shape of a batch determines which kernels compute its 16-bit products, and so "

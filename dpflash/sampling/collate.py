@@ -237,7 +237,7 @@ class _Trial:
     def __init__(self, collate: Collate, entries: list[Any], *, of_indices: bool = False):
         self._collate = collate
         self._entries = entries
-        # A dataset may read entries in the order of indices, and so draw random numbers in it.
+        # Datasets may read in the order of indices: the last ones never get the first numbers.
         self._turns = max(1, len(entries) - 2) if of_indices else len(entries)
         # A batch of another size shows which dimensions are the batch.
         self.two = self._batch(entries[:2])
@@ -366,7 +366,7 @@ class _Trial:
         return None
 
     def _pairs(self, turn: int) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Pairs of batches that share one entry; in turn each, since the longest sets padding."""
+        """Yield pairs of batches that share one entry, which `turn` selects."""
         entries = self._entries
         one, mate, other = (entries[(turn + k) % len(entries)] for k in range(3))
         yield [one, mate, mate, mate], [one]

@@ -143,9 +143,9 @@ class Lengths:
         if self.declared is not None:
             different = [p for p in shapes if shapes[p] != self._seen.get(p)] or ["the batch"]
             raise PrivateRefusal(
-                f"public_length={self.declared}, and batch{different[0]} had different shapes in "
-                "two batches, so its length is not public; pad every sample to one length, such "
-                f"as with collate_fn=dpflash.sampling.PadTo({self.declared})",
+                f"public_length={self.declared}, and batch{different[0]} had other shapes in two "
+                "batches, so its length is not public; pad every sample to one length, such as "
+                f"with collate_fn=dpflash.sampling.PadTo({self.declared})",
                 shapes=[self._seen, shapes],
             ) from None
 

@@ -340,7 +340,7 @@ def _declared(
         return round(Fraction(batch_size) / Fraction(rate)), rate, steps
     if batch_size > size:
         raise ValueError(
-            f"dataset_size={size!r} is below the loader's batch_size={batch_size}: "
+            f"dataset_size={size!r} below the loader's batch_size={batch_size}: "
             "the sample rate would be above 1; pass a smaller batch_size"
         )
     return size, batch_size / size, -(-size // batch_size)
